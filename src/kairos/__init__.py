@@ -1,0 +1,3 @@
+"""kairos: train diffusion models on the timesteps that matter."""
+
+__version__ = "0.1.0"

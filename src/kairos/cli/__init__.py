@@ -1,0 +1,68 @@
+"""The command line: ``kairos SUBCOMMAND``.
+
+Each subcommand's arguments are declared here or in its module without importing what it runs, so that ``--help`` is
+quick. Exit status: 0 done, 1 failed with a message, 2 wrong usage (command line or experiment file).
+"""
+
+import argparse
+import errno
+import importlib
+import os
+import sys
+
+# name: (module, one line); the module has add_arguments(parser) and run(arguments)
+COMMANDS = {
+    "prepare": ("kairos.cli.data", "bring a data set into the pipeline's uniform form"),
+    "autoencoder": ("kairos.cli.data", "train or fetch the autoencoder"),
+    "encode": ("kairos.cli.data", "encode a data set into latent moments"),
+    "train": ("kairos.cli.train", "train one method with one seed"),
+    "sample": ("kairos.cli.sample", "draw images from milestones"),
+    "extractor": ("kairos.cli.evaluate", "train or fetch the feature extractor"),
+    "reference": ("kairos.cli.evaluate", "statistics of real images and the reference rows"),
+    "evaluate": ("kairos.cli.evaluate", "compare samples with real images"),
+    "report": ("kairos.cli.report", "table, figures and report of an experiment"),
+    "track": ("kairos.cli.report", "import an experiment's results into MLflow"),
+    "verify": ("kairos.cli.verify", "check a training's files and print the hash of each part"),
+    "check": ("kairos.cli.check", "check an experiment file and say what it will do"),
+    "doctor": ("kairos.cli.doctor", "what is installed and usable on this machine"),
+    "ledger": ("kairos.cli.ledger", "the workflow's books: fingerprints, record, adopt"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    from kairos.errors import ConfigError, KairosError
+
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="kairos", description="Train diffusion models on the timesteps that matter.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, help) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        if argv[:1] == [name]:
+            importlib.import_module(module).add_arguments(name, subparser)
+    try:
+        arguments = parser.parse_args(argv)
+        importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
+        sys.stdout.flush()
+    except SystemExit as stop:  # argparse: 0 after --help, 2 after wrong usage
+        return stop.code if isinstance(stop.code, int) else 1
+    except ConfigError as error:
+        return _fail(str(error), 2)
+    except KairosError as error:
+        return _fail(str(error), 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return _fail("interrupted; the last good state is in place", 1)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            where = f" while writing {error.filename}" if error.filename else ""
+            return _fail(f"{error.strerror}{where}; what was complete before is still in place", 1)
+        raise
+    return 0
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"kairos: {message}", file=sys.stderr, flush=True)
+    return status

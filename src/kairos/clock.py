@@ -1,0 +1,60 @@
+"""Wall and CPU time of a job, its start-up (interpreter and imports) apart, and its peak memory.
+
+A job calls `work_begins` when its imports are done; what came before counts as start-up.
+"""
+
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from kairos.files import write_json
+
+_marks: dict[str, float] = {}
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and of its ended children."""
+    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def wall_seconds() -> float:
+    """Seconds since this process was started, its interpreter's start included."""
+    ticks = (
+        int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        if os.path.exists("/proc/self/stat")
+        else None
+    )
+    if ticks is None:
+        return time.monotonic() - _imported
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+_imported = time.monotonic()
+
+
+def work_begins() -> None:
+    """Mark the end of start-up; the first call counts."""
+    if not _marks:
+        _marks.update(cpu=cpu_seconds(), wall=wall_seconds())
+
+
+def record(stage: str, **facts: Any) -> dict[str, Any]:
+    """What this process has used so far, in seconds and bytes."""
+    cpu, wall = cpu_seconds(), wall_seconds()
+    return {
+        "stage": stage,
+        "wall_seconds": round(wall, 3),
+        "cpu_seconds": round(cpu, 3),
+        "startup_wall_seconds": round(_marks.get("wall", wall), 3),
+        "startup_cpu_seconds": round(_marks.get("cpu", cpu), 3),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **facts,
+    }
+
+
+def write(path: Path | str, stage: str, **facts: Any) -> None:
+    """Write the record of this process."""
+    write_json(path, record(stage, **facts))

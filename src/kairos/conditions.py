@@ -1,0 +1,69 @@
+"""Conditions: what a model may be told about an image, as a dictionary from a name to one array per image.
+
+A kind of condition says how its value without information looks, which stands in where the condition is dropped for
+classifier-free guidance. Prepare stores conditions, encode and train carry them, sample draws or repeats them.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kairos.registry import Registry
+
+
+class Condition(Protocol):
+    """One kind of condition."""
+
+    def null(self, values: Tensor) -> Tensor:
+        """Values of the same shape that carry no information."""
+
+
+@dataclass(frozen=True)
+class ClassCondition:
+    """A class per image, int64 (batch,); the class past the last one means none."""
+
+    num_classes: int
+
+    def null(self, values: Tensor) -> Tensor:
+        """The class past the last one."""
+        return torch.full_like(values, self.num_classes)
+
+
+@dataclass(frozen=True)
+class TensorCondition:
+    """A tensor per image, such as a token sequence's embedding or a low-resolution image; zero means none."""
+
+    def null(self, values: Tensor) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(values)
+
+
+CONDITIONS = Registry("condition")
+CONDITIONS.add("class", "kairos.conditions:class_condition", help="a class per image")
+CONDITIONS.add("tensor", "kairos.conditions:tensor_condition", help="a tensor per image")
+
+
+def class_condition(options: Any, description: dict[str, Any]) -> ClassCondition:
+    """From its description in a data set's manifest: ``{"kind": "class", "num_classes": 10}``."""
+    return ClassCondition(description["num_classes"])
+
+
+def tensor_condition(options: Any, description: dict[str, Any]) -> TensorCondition:
+    """From its description in a data set's manifest: ``{"kind": "tensor", "shape": [...]}``."""
+    return TensorCondition()
+
+
+def build(descriptions: dict[str, dict[str, Any]]) -> dict[str, Condition]:
+    """The conditions of a data set by name, from its manifest."""
+    return {name: CONDITIONS.build(item["kind"], {}, item) for name, item in descriptions.items()}
+
+
+def drop(conditions: dict[str, Tensor], kinds: dict[str, Condition], dropped: Tensor) -> dict[str, Tensor]:
+    """Replace the conditions of the samples in `dropped` (bool, (batch,)) by their null values, all of a sample together."""
+    result = {}
+    for name, values in conditions.items():
+        mask = dropped.view(-1, *[1] * (values.ndim - 1))
+        result[name] = torch.where(mask, kinds[name].null(values), values)
+    return result

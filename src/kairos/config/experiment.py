@@ -1,0 +1,149 @@
+"""An experiment file as a whole: its sections, the checks between them, and how it is read.
+
+An experiment file stands alone: what it does not say has the default stated here, never another file's value.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from kairos.config.base import Section, component
+from kairos.config.data import AutoencoderConfig, DatasetConfig
+from kairos.config.messages import explain
+from kairos.config.outcome import EvaluationConfig, SamplingConfig, TrackingConfig
+from kairos.config.training import DiffusionConfig, MethodConfig, TrainingConfig, length_in_steps
+from kairos.errors import ConfigError
+from kairos.files import sha256_json, write_text
+from kairos.models.registries import MODELS
+
+REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
+RESERVED = (*REFERENCE_ROWS, "dataset", "autoencoder", "latents", "extractor", "reference", "figures", "timing", "logs")
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")
+
+
+class Experiment(Section):
+    """An experiment: one data set, one model, several methods and seeds, compared."""
+
+    experiment: str = Field(description="name of the experiment and of its results folder")
+    seeds: list[int] = Field([0], min_length=1, description="seeds; all methods of a seed share data order and noise")
+    dataset: DatasetConfig = DatasetConfig()
+    autoencoder: AutoencoderConfig = AutoencoderConfig()
+    model: component(MODELS) = Field("unet", validate_default=True, description="backbone")  # type: ignore[valid-type]
+    diffusion: DiffusionConfig = DiffusionConfig()
+    training: TrainingConfig = TrainingConfig()
+    methods: dict[str, MethodConfig] = Field(min_length=1, description="timestep strategies by name")
+    sampling: SamplingConfig = SamplingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @field_validator("experiment")
+    @classmethod
+    def _folder_name(cls, value: str) -> str:
+        if not _NAME.match(value):
+            raise ValueError("letters, digits and _ . + - only (it names a folder)")
+        return value
+
+    @field_validator("seeds")
+    @classmethod
+    def _distinct(cls, value: list[int]) -> list[int]:
+        if len(set(value)) != len(value) or min(value) < 0:
+            raise ValueError("distinct seeds, each 0 or more")
+        return value
+
+    @field_validator("methods")
+    @classmethod
+    def _method_names(cls, value: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
+        for name in value:
+            if not _NAME.match(name) or name in RESERVED:
+                raise ValueError(
+                    f"method name {name!r}: letters, digits and _ . + - only, and none of {', '.join(RESERVED)}"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Experiment":
+        steps = self.milestones
+        if list(steps) != sorted(set(steps)):
+            raise ValueError(f"training.milestones: got {list(self.training.milestones)}, allowed: increasing lengths")
+        if self.training.segments > len(steps) - 1:
+            raise ValueError(
+                f"training.segments: got {self.training.segments}, allowed: at most the number of milestones ({len(steps) - 1})"
+            )
+        conditions = self.model.get("conditions") or []
+        if self.sampling.guidance_scale != 1 and not conditions:
+            raise ValueError("sampling.guidance_scale: got other than 1, allowed: 1 for a model without conditions")
+        if self.sampling.guidance_scale != 1 and self.training.condition_dropout == 0:
+            raise ValueError("sampling.guidance_scale: other than 1 needs training.condition_dropout > 0")
+        timesteps = self.diffusion.process.get("timesteps")
+        if timesteps is not None and self.sampling.steps > timesteps:
+            raise ValueError(
+                f"sampling.steps: got {self.sampling.steps}, allowed: at most diffusion.process.timesteps = {timesteps}"
+            )
+        return self
+
+    @property
+    def milestones(self) -> tuple[int, ...]:
+        """All milestones in steps, 0 (untrained) first."""
+        training = self.training
+        return (0, *(length_in_steps(m, training.batch_size, self.dataset.train_images) for m in training.milestones))
+
+    @property
+    def segments(self) -> tuple[tuple[int, ...], ...]:
+        """The milestones of each training job, in order; step 0 belongs to the first."""
+        first, *rest = self.milestones
+        count = self.training.segments
+        bounds = [round(len(rest) * k / count) for k in range(count + 1)]
+        parts = [tuple(rest[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return ((first, *parts[0]), *parts[1:])
+
+    def plain(self) -> dict[str, Any]:
+        """The whole configuration as plain values, defaults included."""
+        return self.model_dump(mode="json")
+
+
+def validate(values: Any, source: str = "experiment") -> Experiment:
+    """Check an experiment given as plain values.
+
+    Raises:
+        ConfigError: everything that is wrong, a line per field: the field, the value and what is allowed.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{source}: an experiment file is a mapping with the fields {', '.join(Experiment.model_fields)}"
+        )
+    try:
+        return Experiment.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, Experiment, source)) from None
+
+
+def load(path: Path | str) -> Experiment:
+    """Read and check an experiment file.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or what it says cannot be used.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); pass an experiment file such as params.yaml"
+        ) from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    return validate(values, str(path))
+
+
+def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Path:
+    """Write the resolved configuration under its own hash, for jobs to read, so that edits change no running job."""
+    plain = experiment.plain()
+    path = Path(folder) / f"{experiment.experiment}-{sha256_json(plain)[:16]}.yaml"
+    if not path.exists():
+        write_text(path, yaml.safe_dump(plain, sort_keys=False))
+    return path

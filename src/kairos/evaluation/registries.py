@@ -1,0 +1,30 @@
+"""Feature extractors by name."""
+
+from dataclasses import dataclass
+
+from kairos.options import option
+from kairos.registry import Registry
+
+
+@dataclass(frozen=True)
+class ClassifierOptions:
+    """A small convolutional classifier, trained on the labelled training split."""
+
+    features: int = option(64, "features: width of the layer before the classes", ge=2, le=2048)
+    channels: int = option(32, "width of the first convolution", ge=4)
+    steps: int = option(600, "training steps", ge=1)
+    batch_size: int = option(128, "images per step", ge=2)
+    learning_rate: float = option(2e-3, "peak learning rate", gt=0)
+    seed: int = option(0, "seed", ge=0)
+
+
+@dataclass(frozen=True)
+class InceptionOptions:
+    """torch-fidelity's Inception-v3 (2,048 features): FID, IS and KID proper."""
+
+    path: str | None = option(None, "weights file; null: torch-fidelity's own, downloaded where there is a network")
+
+
+EXTRACTORS = Registry("extractor")
+EXTRACTORS.add("classifier", "kairos.evaluation.classifier:train", ClassifierOptions, "trained by the pipeline")
+EXTRACTORS.add("inception", "kairos.evaluation.inception:prepare", InceptionOptions, "Inception-v3 of torch-fidelity")

@@ -1,0 +1,135 @@
+"""Files that are written whole or not at all, and their hashes.
+
+Everything is written under a temporary name in the same folder, flushed to disk and renamed: a kill at any instant
+leaves the old file or the new one. Leftovers of killed writers start with ``.tmp-`` and are never read.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+
+def sha256_bytes(data: bytes) -> str:
+    """Hex SHA-256 of bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path | str) -> str:
+    """Hex SHA-256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def canonical_json(value: Any) -> str:
+    """One text per value: keys sorted, no blanks; what identity hashes are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def sha256_json(value: Any) -> str:
+    """Hex SHA-256 of a JSON value, independent of key order."""
+    return sha256_bytes(canonical_json(value).encode())
+
+
+@contextmanager
+def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a file for writing that appears under `path` only when the block ends without an error."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
+    try:
+        with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic(path, "w") as file:
+        file.write(text)
+
+
+def write_json(path: Path | str, value: Any) -> None:
+    """Write a JSON file atomically, readable and with sorted keys."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_json(path: Path | str) -> Any:
+    """Read a JSON file."""
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def sync_folder(path: Path | str) -> None:
+    """Make renames and links in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_folder(path: Path | str) -> Iterator[Path]:
+    """Fill a folder under a temporary name; it takes the place of `path` when the block ends without an error."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Publish a folder: hard links where the file system allows, copies elsewhere; whole or not at all."""
+    with atomic_folder(target) as folder:
+        for file in sorted(source.rglob("*")):
+            if file.is_file():
+                link_file(file, folder / file.relative_to(source))
+
+
+def link_file(source: Path, target: Path) -> None:
+    """Publish a file by hard link, or by copy across file systems; replaces `target` atomically."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
+    try:
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copy2(source, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def hash_folder(path: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder by relative name, temporary files left out."""
+    files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".tmp-"))
+    return {file.relative_to(path).as_posix(): sha256_file(file) for file in sorted(files)}
+
+
+def read_lines(path: Path) -> list[str]:
+    """The complete lines of a text file; a last line without its newline was being written and does not count."""
+    if not path.exists():
+        return []
+    return path.read_text(encoding="utf-8").split("\n")[:-1]

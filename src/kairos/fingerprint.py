@@ -1,0 +1,95 @@
+"""A hash of the code that computes something, taken from the parsed modules: comments, formatting and docstrings do not count.
+
+The modules are found by following the imports of kairos modules from a stage's entry module. Configuration models and
+registries are left out: they decide *which* code runs with *which* values, and both are hashed as values; the code of
+the components named is passed in as further roots.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+_PACKAGE = "kairos"
+_LEFT_OUT = (
+    "kairos.config",
+    "kairos.registry",
+    "kairos.options",
+    "kairos.errors",
+    "kairos.progress",
+    "kairos.clock",
+    "kairos.cli",
+)
+
+
+def fingerprint(roots: Iterable[str]) -> str:
+    """Hash of the modules that `roots` (dotted names) reach, 16 hex digits."""
+    digest = hashlib.sha256()
+    for module in modules(roots):
+        digest.update(f"{module} {_hash_module(module)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def modules(roots: Iterable[str]) -> list[str]:
+    """All kairos modules that `roots` reach through imports, anywhere in the code, sorted."""
+    found: set[str] = set()
+    waiting = list(roots)
+    while waiting:
+        module = waiting.pop()
+        if module not in found and not _is_left_out(module):
+            found.add(module)
+            waiting += _imports(module)
+    return sorted(found)
+
+
+def _is_left_out(module: str) -> bool:
+    return module.startswith(_LEFT_OUT) or module.endswith(".registries")
+
+
+def _path(module: str) -> Path | None:
+    base = Path(__file__).parent.joinpath(*module.split(".")[1:])
+    for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    if not module.startswith(_PACKAGE + "."):  # a component from another package
+        spec = importlib.util.find_spec(module)
+        return Path(spec.origin) if spec and spec.origin else None
+    return None
+
+
+@functools.cache
+def _tree(module: str) -> ast.Module:
+    path = _path(module)
+    if path is None:
+        raise ModuleNotFoundError(f"no source for module {module}")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _hash_module(module: str) -> str:
+    tree = ast.parse(ast.unparse(_tree(module)))  # a copy without positions
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                node.body = node.body[1:] or [ast.Pass()]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+@functools.cache
+def _imports(module: str) -> tuple[str, ...]:
+    names: set[str] = set()
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    inside = {name for name in names if name.split(".")[0] == _PACKAGE}
+    return tuple(sorted(name for name in inside if name != _PACKAGE and _path(name) is not None))

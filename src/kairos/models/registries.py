@@ -1,0 +1,41 @@
+"""Backbones by name."""
+
+from dataclasses import dataclass
+
+from kairos.options import option
+from kairos.registry import Registry
+
+
+@dataclass(frozen=True)
+class UNetOptions:
+    """The DDPM U-Net (diffusers UNet2DModel); the defaults are the CIFAR-10 model of 35.7 M parameters."""
+
+    channels: int = option(128, "width of the first level", ge=8)
+    multipliers: list[int] = option([1, 2, 2, 2], "width of each level, in multiples of channels")
+    blocks: int = option(2, "residual blocks per level", ge=1)
+    attention: list[int] = option([16], "resolutions (sides) with self-attention")
+    dropout: float = option(0.1, "dropout in residual blocks", ge=0, lt=1)
+    norm_groups: int = option(32, "groups of the group normalisation", ge=1)
+    pad: bool = option(True, "pad sizes that the levels cannot halve; false: refuse them")
+    conditions: list[str] = option([], "conditions the model takes: [] or [class]")
+
+
+@dataclass(frozen=True)
+class DiTOptions:
+    """A diffusion transformer as published (Peebles and Xie 2023): shared embedders, adaLN-zero."""
+
+    patch: int = option(2, "side of a patch", ge=1)
+    width: int = option(384, "hidden width", ge=8)
+    depth: int = option(12, "transformer blocks", ge=1)
+    heads: int = option(6, "attention heads", ge=1)
+    mlp_ratio: float = option(4.0, "width of the MLP in multiples of the hidden width", gt=0)
+    conditions: list[str] = option([], "conditions the model takes: [] or [class]")
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width: got {self.width}, allowed: a multiple of heads = {self.heads}")
+
+
+MODELS = Registry("model")
+MODELS.add("unet", "kairos.models.unet:UNet", UNetOptions, "DDPM U-Net, opens in diffusers")
+MODELS.add("dit", "kairos.models.dit:DiT", DiTOptions, "diffusion transformer in its published layout")

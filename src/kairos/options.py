@@ -1,0 +1,131 @@
+"""Checked options of named components, without pydantic: the strategies must work in a plain torch environment.
+
+A component's options are a frozen dataclass whose fields are made by `option`. `parse` turns a mapping into an instance
+and refuses unknown keys, wrong types and impossible values in one message.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from kairos.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    gt: float | None = None,
+    ge: float | None = None,
+    lt: float | None = None,
+    le: float | None = None,
+    choices: tuple[Any, ...] | None = None,
+    alias: str | None = None,
+) -> Any:
+    """A dataclass field with its meaning and the values it allows; `alias` is its name outside Python (`lambda`)."""
+    metadata = {"help": help, "gt": gt, "ge": ge, "lt": lt, "le": le, "choices": choices, "alias": alias}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def public_name(field: dataclasses.Field[Any]) -> str:
+    """The name a user writes."""
+    return field.metadata.get("alias") or field.name
+
+
+def unknown_key(key: str, allowed: list[str], where: str) -> ConfigError:
+    """The error for a key that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(key, allowed, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ConfigError(f"{where}: unknown option {key!r}{hint} Allowed: {', '.join(sorted(allowed)) or 'no options'}")
+
+
+def parse(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Build the options dataclass `cls` from `values`; `where` names the place in messages.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type or lies outside what is allowed.
+    """
+    fields = {public_name(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise unknown_key(key, list(fields), where)
+        field = fields[key]
+        arguments[field.name] = _checked(value, hints[field.name], field.metadata, f"{where}.{key}")
+    try:
+        return cls(**arguments)
+    except ValueError as error:  # a check between fields in __post_init__
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def dump(options: Any) -> dict[str, Any]:
+    """All options of an instance with their public names, defaults included: what identifies a component."""
+    return {public_name(field): getattr(options, field.name) for field in dataclasses.fields(options)}
+
+
+def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    allowed = _describe(hint, metadata)
+    converted = _converted(value, hint)
+    bounds = (
+        ("gt", lambda a, b: a > b),
+        ("ge", lambda a, b: a >= b),
+        ("lt", lambda a, b: a < b),
+        ("le", lambda a, b: a <= b),
+    )
+    valid = converted is not _INVALID
+    if valid and converted is not None:
+        valid = all(metadata.get(name) is None or holds(converted, metadata[name]) for name, holds in bounds)
+        valid = valid and (metadata.get("choices") is None or converted in metadata["choices"])
+    if not valid:
+        raise ConfigError(f"{where}: got {value!r}, allowed: {allowed}")
+    return converted
+
+
+_INVALID = object()
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        for member in typing.get_args(hint):
+            converted = _converted(value, member)
+            if converted is not _INVALID:
+                return converted
+        return _INVALID
+    if origin in (tuple, list):
+        member = typing.get_args(hint)[0]
+        if not isinstance(value, (tuple, list)):
+            return _INVALID
+        items = [_converted(item, member) for item in value]
+        return _INVALID if _INVALID in items else origin(items)
+    if hint is type(None):
+        return None if value is None else _INVALID
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value) if math.isfinite(value) else _INVALID
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint in (str, bool) and isinstance(value, hint):
+        return value
+    return _INVALID
+
+
+def _describe(hint: Any, metadata: Mapping[str, Any]) -> str:
+    if metadata.get("choices"):
+        return "one of " + ", ".join(str(choice) for choice in metadata["choices"])
+    names = {float: "number", int: "integer", str: "text", bool: "true or false", type(None): "null"}
+    members = [m for m in typing.get_args(hint) if m is not Ellipsis] or [hint]
+    text = " or ".join(names.get(member, str(member)) for member in members)
+    if typing.get_origin(hint) in (tuple, list):
+        text = f"list of {text}"
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    bounds = [f"{sign} {metadata[name]:g}" for name, sign in signs.items() if metadata.get(name) is not None]
+    return text + (" " + " and ".join(bounds) if bounds else "") + f" ({metadata['help']})"

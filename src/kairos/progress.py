@@ -1,0 +1,75 @@
+"""Progress with rate and remaining time: a bar on a terminal, plain lines elsewhere (log files, pipes)."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Progress:
+    """Progress of a long loop.
+
+    Args:
+        total: number of units.
+        label: what is done, e.g. ``train speed seed 0``.
+        unit: name of a unit, e.g. ``step`` or ``image``.
+        start: units already done before (a resume); they do not count for the rate.
+        interval: seconds between plain lines.
+    """
+
+    def __init__(self, total: int, label: str, unit: str, start: int = 0, interval: float = 10.0):
+        self.total, self.label, self.unit = total, label, unit
+        self.done = self._first = start
+        self._interval = interval
+        self._begun = self._said = time.monotonic()
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=label, unit=unit, initial=start, file=sys.stderr, dynamic_ncols=True)
+
+    def advance(self, count: int = 1, facts: Callable[[], str] | None = None) -> None:
+        """Count `count` more units; `facts` gives a text such as the loss, asked for only when something is shown."""
+        self.done += count
+        if self._bar is not None:
+            self._bar.update(count)
+            now = time.monotonic()
+            if facts is not None and now - self._said > 0.5:
+                self._bar.set_postfix_str(facts(), refresh=False)
+                self._said = now
+            return
+        now = time.monotonic()
+        if now - self._said >= self._interval and self.done < self.total:
+            self._said = now
+            self._line(facts)
+
+    def close(self, facts: Callable[[], str] | None = None) -> None:
+        """End the bar, or say the last line."""
+        if self._bar is not None:
+            self._bar.close()
+        else:
+            self._line(facts)
+
+    def _line(self, facts: Callable[[], str] | None) -> None:
+        seconds = max(time.monotonic() - self._begun, 1e-9)
+        rate = (self.done - self._first) / seconds
+        left = (self.total - self.done) / rate if rate > 0 else float("inf")
+        text = f"{self.label}: {self.unit} {self.done}/{self.total}, {rate:.3g} {self.unit}s/s"
+        text += f", {duration(left)} left" if self.done < self.total else f", took {duration(seconds)}"
+        say(text + (f", {facts()}" if facts is not None else ""))
+
+
+def duration(seconds: float) -> str:
+    """A time as people read it: 9 s, 3:05, 2:03:04."""
+    if seconds == float("inf"):
+        return "unknown time"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def say(text: str) -> None:
+    """A line for the user, on stderr."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,71 @@
+"""Named components: a dictionary from a name to its options and to where its code is.
+
+An entry names its code as ``"module:attribute"``, so looking a name up, checking its options or listing what exists
+imports nothing heavy, and a job's code fingerprint covers the components it uses and no others.
+"""
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kairos import options as _options
+from kairos.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a component that has none."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named component: its options dataclass, its code and, in one line, what it is."""
+
+    options: type
+    code: str
+    help: str = ""
+
+    @property
+    def module(self) -> str:
+        """The module that holds the code: what the fingerprint of a job that uses the component covers."""
+        return self.code.split(":")[0]
+
+    def load(self) -> Any:
+        """Import the component's code."""
+        module, attribute = self.code.split(":")
+        return getattr(importlib.import_module(module), attribute)
+
+
+class Registry(dict[str, Entry]):
+    """All components of one kind by name."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+
+    def add(self, name: str, code: str, options: type = NoOptions, help: str = "") -> None:
+        """Register a component; its `code` is called with its options first."""
+        self[name] = Entry(options, code, help)
+
+    def entry(self, name: str, where: str = "") -> Entry:
+        """The entry of a name.
+
+        Raises:
+            ConfigError: no such component; the message lists those that exist.
+        """
+        if name not in self:
+            near = difflib.get_close_matches(str(name), self, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            place = f"{where}: " if where else ""
+            raise ConfigError(f"{place}unknown {self.kind} {name!r}{hint} Allowed: {', '.join(sorted(self))}")
+        return self[name]
+
+    def parse(self, name: str, values: Mapping[str, Any] | None = None, where: str = "") -> Any:
+        """The checked options of component `name`."""
+        return _options.parse(self.entry(name, where).options, values or {}, where or f"{self.kind} {name}")
+
+    def build(self, name: str, values: Mapping[str, Any] | None = None, *arguments: Any, **keywords: Any) -> Any:
+        """Check the options, import the code and call it with the options and the further arguments."""
+        return self.entry(name).load()(self.parse(name, values), *arguments, **keywords)
