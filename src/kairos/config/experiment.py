@@ -4,6 +4,7 @@ An experiment file stands alone: what it does not say has the default stated her
 """
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class Experiment(Section):
         first, *rest = self.milestones
         count = self.training.segments
         bounds = [round(len(rest) * k / count) for k in range(count + 1)]
-        parts = [tuple(rest[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        parts = [tuple(rest[a:b]) for a, b in pairwise(bounds)]
         return ((first, *parts[0]), *parts[1:])
 
     def plain(self) -> dict[str, Any]:

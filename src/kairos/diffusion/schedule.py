@@ -1,0 +1,103 @@
+"""Discrete noise schedules and the quantities strategies are built from, in float64 numpy: no torch needed.
+
+Index convention: t = 0 ... T-1 (the papers write 1 ... T).
+"""
+
+import functools
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kairos.errors import ConfigError
+
+Array = NDArray[np.float64]
+
+SCHEDULES = ("linear", "cosine", "quadratic")
+PREDICTIONS = ("epsilon", "x0", "v")
+
+
+def make_betas(schedule: str, timesteps: int, scale_betas: bool = True) -> Array:
+    """The variances beta_t of the forward steps, shape (T,).
+
+    Linear and quadratic: end points 1e-4 and 0.02 (Ho et al. 2020), multiplied by 1000/T for other T (improved DDPM;
+    without it the process of T = 100 does not reach noise). Cosine: Nichol and Dhariwal 2021, eq. 17.
+
+    Raises:
+        ConfigError: an unknown schedule.
+    """
+    scale = 1000 / timesteps if scale_betas else 1.0
+    first, last = 1e-4 * scale, 0.02 * scale
+    if schedule == "linear":
+        betas = np.linspace(first, last, timesteps)
+    elif schedule == "quadratic":
+        betas = np.linspace(first**0.5, last**0.5, timesteps) ** 2
+    elif schedule == "cosine":
+        u = np.arange(timesteps + 1) / timesteps
+        f = np.cos((u + 0.008) / 1.008 * np.pi / 2) ** 2
+        betas = 1 - f[1:] / f[:-1]
+    else:
+        raise ConfigError(f"schedule: got {schedule!r}, allowed: {', '.join(SCHEDULES)}")
+    return np.minimum(betas, 0.999)
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseSchedule:
+    """A discrete Gaussian process given by its betas, shape (T,)."""
+
+    betas: Array
+    variance: str = "fixed_large"
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        if self.alphas_cumprod[-1] > 1e-3:
+            warnings.warn(
+                f"alpha-bar at the last timestep is {self.alphas_cumprod[-1]:.3g}: the process does not end in noise, "
+                "and sampling from N(0, I) is wrong; raise the betas (scale_betas: true)",
+                stacklevel=3,
+            )
+
+    @property
+    def timesteps(self) -> int:
+        """Number of timesteps T."""
+        return len(self.betas)
+
+    @functools.cached_property
+    def alphas_cumprod(self) -> Array:
+        """alpha-bar_t = prod (1 - beta), shape (T,)."""
+        return np.cumprod(1 - self.betas)
+
+    @functools.cached_property
+    def snr(self) -> Array:
+        """Signal-to-noise ratio alpha-bar / (1 - alpha-bar), shape (T,)."""
+        return self.alphas_cumprod / (1 - self.alphas_cumprod)
+
+    @functools.cached_property
+    def posterior_variance(self) -> Array:
+        """Variance of q(x_{t-1} | x_t, x_0), shape (T,); 0 at t = 0 is replaced by its value at t = 1."""
+        before = np.concatenate([[1.0], self.alphas_cumprod[:-1]])
+        variance = self.betas * (1 - before) / (1 - self.alphas_cumprod)
+        variance[0] = variance[1]
+        return variance
+
+    @functools.cached_property
+    def vlb(self) -> Array:
+        """c_t, the VLB's coefficient of the squared error of epsilon, shape (T,) (Kim et al. 2025, eq. 7)."""
+        sigma2 = self.betas if self.variance == "fixed_large" else self.posterior_variance
+        return self.betas**2 / (2 * sigma2 * (1 - self.betas) * (1 - self.alphas_cumprod))
+
+    def in_prediction(self, epsilon_weight: Array, prediction: str) -> Array:
+        """A weight on the squared error of epsilon, converted to the error of what the network predicts, shape (T,).
+
+        MSE_epsilon = SNR * MSE_x0 = alpha-bar * MSE_v.
+        """
+        factor = {"epsilon": 1.0, "x0": self.snr, "v": self.alphas_cumprod}
+        return epsilon_weight * factor[prediction]
+
+
+def make_schedule(
+    schedule: str = "linear", timesteps: int = 1000, scale_betas: bool = True, variance: str = "fixed_large"
+) -> NoiseSchedule:
+    """A noise schedule by name."""
+    return NoiseSchedule(make_betas(schedule, timesteps, scale_betas), variance, schedule)

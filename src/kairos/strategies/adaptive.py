@@ -1,0 +1,229 @@
+"""The learned timestep sampler of Kim et al. 2025 (CVPR), algorithms 1 and 2, with its public code's faults mended.
+
+A policy maps a clean image to a, b > 0; its timestep is at fraction u ~ Beta(a, b). Every f_S steps the sampler measures
+how one optimiser step changed the VLB, and moves the policy by REINFORCE towards timesteps whose step lowered it.
+
+What differs from the public code: the same noise before and after the step; evaluation mode; one network pass per loss;
+|Q| of 3 or more; only timesteps whose change goes *with* the target's are selected (the F-statistic has no sign); the
+reward is the mean over S, centred on a running mean and scaled; the entropy is a term of its own; all of it is in the
+state. S chosen at one measurement is used from the next one on.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributions import Beta
+
+from kairos.diffusion.schedule import NoiseSchedule
+from kairos.randomness import derived_seed
+from kairos.strategies.base import Array, Observation, Sampler
+from kairos.strategies.beta import beta_cdf
+
+_EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
+
+
+class Policy(nn.Module):
+    """From images (batch, channels, height, width) of any size to a, b > 0, each (batch,).
+
+    Three convolutions, pooled as long as there is something to pool, a mean over what is left, an MLP. The last layer
+    starts at weight 0 and bias 0.5, so a = b = 0.974 for every image: close to uniform.
+    """
+
+    def __init__(self, channels: int, width: int, depth: int):
+        super().__init__()
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(before, after, 3, padding=1) for before, after in ((channels, 32), (32, 64), (64, 128))
+        )
+        sizes = [128] + [width] * depth
+        self.hidden = nn.ModuleList(nn.Linear(before, after) for before, after in zip(sizes[:-1], sizes[1:]))
+        self.last = nn.Linear(sizes[-1], 2)
+        nn.init.zeros_(self.last.weight)
+        nn.init.constant_(self.last.bias, 0.5)
+
+    def forward(self, x0: Tensor) -> tuple[Tensor, Tensor]:
+        """a and b of each image."""
+        x = x0.float()
+        for convolution in self.convolutions:
+            x = torch.relu(convolution(x))
+            if min(x.shape[-2:]) > 1:
+                x = nn.functional.max_pool2d(x, 2)
+        x = x.mean((2, 3))  # (batch, 128)
+        for layer in self.hidden:
+            x = torch.relu(layer(x))
+        a, b = (nn.functional.softplus(self.last(x)) + 1e-5).unbind(1)
+        return a, b
+
+
+class Adaptive(Sampler):
+    """The adaptive sampler.
+
+    Args:
+        options: `strategies.registries.AdaptiveOptions`.
+        schedule: gives T and the VLB coefficients c_t.
+        seed: of the policy's initial weights.
+
+    Raises:
+        ValueError: the feature vector has more timesteps than the process, or fewer than are selected from it.
+    """
+
+    learned = True
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        timesteps = schedule.timesteps
+        count = options.feature_timesteps or timesteps
+        if not options.selected <= count <= timesteps:
+            raise ValueError(
+                f"sampler adaptive.feature_timesteps: got {count}, allowed: from selected = {options.selected} to T = {timesteps}"
+            )
+        self.features = torch.from_numpy(((np.arange(count) + 0.5) * timesteps / count).astype(np.int64))
+        cap = np.inf if options.c_max is None else options.c_max
+        self.coefficients = torch.from_numpy(np.minimum(schedule.vlb, cap)).float()
+        self.policy: Policy | None = None
+        self.optimizer: torch.optim.Adam | None = None
+        self.queue: list[Tensor] = []  # feature vectors delta, float64 (count,), on the CPU
+        self.selected: Tensor | None = None  # S, indices of timesteps
+        self.updates = 0
+        self.reward_mean = 0.0
+        self.reward_scale = 0.0
+        self._last: dict[str, float] = {}
+
+    def _build(self, channels: int, device: torch.device) -> Policy:
+        """Make the policy at first use, when the number of channels is known."""
+        if self.policy is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.random.default_generator.manual_seed(derived_seed(self.seed, "policy"))
+                self.policy = Policy(channels, self.options.width, self.options.depth)
+            self.policy.to(device)
+            self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.options.lr)
+        return self.policy
+
+    def fractions(self, x0: Tensor, generator: torch.Generator) -> Tensor:
+        """One draw from each image's Beta distribution, float64 (batch,), on the CPU."""
+        if x0.ndim != 4:
+            raise ValueError(f"sampler adaptive: got x0 of shape {tuple(x0.shape)}, allowed: (batch, channels, height, width)")
+        with torch.no_grad():
+            a, b = self._build(x0.shape[1], x0.device)(x0)
+        a, b = a.double().cpu(), b.double().cpu()
+        self._last |= {"a": a.mean().item(), "b": b.mean().item()}
+        drawn = torch._sample_dirichlet(torch.stack([a, b], 1), generator)[:, 0]
+        return drawn.clamp(_EDGE, 1 - _EDGE)
+
+    def density(self, x0: Tensor | None = None) -> Array:
+        """p(t), shape (T,): the mean over the images `x0`; without images, or before the first draw, the start's."""
+        edges = np.arange(self.schedule.timesteps + 1) / self.schedule.timesteps
+        if self.policy is None or x0 is None:
+            start = float(nn.functional.softplus(torch.tensor(0.5)) + 1e-5)
+            return np.diff(beta_cdf(edges, np.array(start), np.array(start)))
+        with torch.no_grad():
+            a, b = (value.double().cpu().numpy()[:, None] for value in self.policy(x0))
+        return np.diff(beta_cdf(edges[None], a, b), axis=1).mean(0)
+
+    @contextmanager
+    def observe(self, observation: Observation) -> Iterator[None]:
+        """Measure the losses around the optimiser step and, every f_S steps, learn from their change."""
+        if observation.step % self.options.frequency:
+            yield
+            return
+        seeds = torch.randint(2**62, (3,), generator=observation.generator).tolist()
+        before = self._measure(observation, seeds)
+        yield
+        after = self._measure(observation, seeds)
+        features = (before[0] - after[0]).double().cpu()
+        if before[1] is not None and after[1] is not None:
+            self._learn(observation, before[1] - after[1])
+        self.queue = [*self.queue, features][-self.options.queue :]
+        if len(self.queue) >= 3:
+            self.selected = self.features[select(torch.stack(self.queue), self.options.selected)]
+
+    def _measure(self, observation: Observation, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
+        """c_t-weighted losses: of one image at the feature timesteps (count,), and of the batch at S, mean (batch,)."""
+        x0 = observation.x0
+        size = len(x0)
+        image = torch.randint(size, (1,), generator=torch.Generator().manual_seed(seeds[0])).to(x0.device)
+        noise = torch.Generator(x0.device).manual_seed(seeds[1])
+        losses = [self._loss(observation, image.expand(len(t)), t, noise) for t in self.features.split(size)]
+        if self.selected is None:
+            return torch.cat(losses), None
+        noise = torch.Generator(x0.device).manual_seed(seeds[2])
+        everything = torch.arange(size, device=x0.device)
+        rewards = [self._loss(observation, everything, t.expand(size), noise) for t in self.selected]
+        return torch.cat(losses), torch.stack(rewards).mean(0)
+
+    def _loss(self, observation: Observation, index: Tensor, t: Tensor, noise: torch.Generator) -> Tensor:
+        x0 = observation.x0
+        drawn = torch.randn((len(index), *x0.shape[1:]), generator=noise, device=x0.device)
+        error = observation.error(index, t.to(x0.device), drawn)
+        return error * self.coefficients[t].to(x0.device)
+
+    def _learn(self, observation: Observation, rewards: Tensor) -> None:
+        """One REINFORCE step (Kim et al. 2025, eq. 13) on centred, scaled rewards, with an entropy bonus."""
+        assert self.policy is not None and self.optimizer is not None
+        decay = self.options.reward_decay if self.updates else 0.0
+        mean, scale = rewards.mean().item(), rewards.std(unbiased=False).item()
+        self.reward_mean = decay * self.reward_mean + (1 - decay) * mean
+        self.reward_scale = decay * self.reward_scale + (1 - decay) * max(scale, abs(mean - self.reward_mean))
+        advantage = (rewards - self.reward_mean) / (self.reward_scale + 1e-12)
+        distribution = Beta(*self.policy(observation.x0))
+        drawn = observation.fractions.to(rewards.device, torch.float32).clamp(_EDGE, 1 - _EDGE)
+        objective = (distribution.log_prob(drawn) * advantage).mean()
+        objective = objective + self.options.entropy * distribution.entropy().mean()
+        self.optimizer.zero_grad(set_to_none=True)
+        (-objective).backward()
+        nn.utils.clip_grad_norm_(self.policy.parameters(), self.options.grad_clip)
+        self.optimizer.step()
+        self.updates += 1
+        self._last["reward"] = mean
+
+    def statistics(self) -> dict[str, float]:
+        """Mean a and b of the last batch, number of policy updates, last mean reward."""
+        return {**self._last, "updates": self.updates}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Policy, its optimiser, the queue, S and the running reward statistics."""
+        if self.policy is None or self.optimizer is None:
+            return {}
+        return {
+            "policy": self.policy.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "queue": torch.stack(self.queue) if self.queue else None,
+            "selected": self.selected,
+            "updates": self.updates,
+            "reward": (self.reward_mean, self.reward_scale),
+            "last": dict(self._last),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
+        """Restore what `state_dict` gave; the policy is put on `device`."""
+        if not state:
+            return
+        channels = state["policy"]["convolutions.0.weight"].shape[1]
+        self._build(channels, torch.device(device)).load_state_dict(state["policy"])
+        assert self.optimizer is not None
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.queue = [] if state["queue"] is None else list(state["queue"].cpu())
+        self.selected = None if state["selected"] is None else state["selected"].cpu()
+        self.updates = state["updates"]
+        self.reward_mean, self.reward_scale = state["reward"]
+        self._last = dict(state["last"])
+
+
+def select(queue: Tensor, count: int) -> Tensor:
+    """The `count` features that explain the target best: largest F-statistic among those that go with it.
+
+    The F-statistic of a linear regression on one feature, r²/(1-r²)(n-2), grows with r², so the order is that of the
+    correlation r with the target, the row mean (Kim et al. 2025, algorithm 2 and appendix 10); its sign counts here.
+
+    Args:
+        queue: measured changes, float64 (rows, features), 3 rows or more.
+        count: number of features.
+    """
+    target = queue.mean(1)
+    centred, aim = queue - queue.mean(0), target - target.mean()
+    scale = centred.norm(dim=0) * aim.norm()
+    correlation = torch.where(scale > 0, (centred * aim[:, None]).sum(0) / scale, -torch.inf)
+    return correlation.argsort(descending=True, stable=True)[:count].sort().values
