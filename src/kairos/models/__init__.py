@@ -1,0 +1,65 @@
+"""Backbones. A model is a module ``model(x, t, conditions)`` with ``config()`` for the file it is saved with."""
+
+from pathlib import Path
+from typing import Any
+
+from kairos.errors import KairosError
+from kairos.files import atomic, read_json, write_json
+from kairos.models.registries import MODELS
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def build(model: dict[str, Any], shape: tuple[int, int, int], conditions: dict[str, dict[str, Any]]) -> Any:
+    """The backbone of a `model` section, for images or latents of `shape` (channels, height, width).
+
+    Args:
+        model: ``{"name": ..., option: ...}``.
+        shape: of x0.
+        conditions: descriptions of the conditions that the data set has, by name.
+
+    Raises:
+        KairosError: the model asks for a condition that the data set lacks.
+    """
+    options = {key: value for key, value in model.items() if key != "name"}
+    wanted = options.get("conditions") or []
+    missing = [name for name in wanted if name not in conditions]
+    if missing:
+        raise KairosError(
+            f"model.conditions: got {missing}, allowed: what the data set has: {sorted(conditions) or 'none'}"
+        )
+    return MODELS.build(model["name"], options, shape, {name: conditions[name] for name in wanted})
+
+
+def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:
+    """Write ``config.json`` and safetensors as diffusers does; `weights` stands in for the module's own (EMA)."""
+    from safetensors.torch import save as to_bytes
+
+    state = {name: value.detach().cpu().contiguous() for name, value in (weights or module.weights()).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic(folder / WEIGHTS) as file:
+        file.write(to_bytes(state, metadata={"format": "pt"}))
+    write_json(folder / "config.json", module.config())
+
+
+def load(folder: Path) -> Any:
+    """The model that a folder holds, in evaluation mode.
+
+    Raises:
+        KairosError: not a model folder of ours or of diffusers' UNet2DModel.
+    """
+    from safetensors.torch import load_file
+
+    path = folder / "config.json"
+    if not path.is_file():
+        raise KairosError(f"{folder}: no config.json; not a model folder")
+    config = read_json(path)
+    if config.get("_class_name") == "UNet2DModel":
+        from kairos.models.unet import UNet as cls
+    elif config.get("_class_name") == "DiT":
+        from kairos.models.dit import DiT as cls  # type: ignore[assignment]
+    else:
+        raise KairosError(f"{path}: _class_name: got {config.get('_class_name')!r}, allowed: UNet2DModel, DiT")
+    module = cls.from_config(config)
+    module.load_weights(load_file(folder / WEIGHTS))
+    return module.eval()

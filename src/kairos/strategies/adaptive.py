@@ -105,7 +105,9 @@ class Adaptive(Sampler):
     def fractions(self, x0: Tensor, generator: torch.Generator) -> Tensor:
         """One draw from each image's Beta distribution, float64 (batch,), on the CPU."""
         if x0.ndim != 4:
-            raise ValueError(f"sampler adaptive: got x0 of shape {tuple(x0.shape)}, allowed: (batch, channels, height, width)")
+            raise ValueError(
+                f"sampler adaptive: got x0 of shape {tuple(x0.shape)}, allowed: (batch, channels, height, width)"
+            )
         with torch.no_grad():
             a, b = self._build(x0.shape[1], x0.device)(x0)
         a, b = a.double().cpu(), b.double().cpu()

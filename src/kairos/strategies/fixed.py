@@ -81,7 +81,9 @@ def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
         ValueError: the schedule is not linear; the closed form holds for that one alone.
     """
     if schedule.name != "linear":
-        raise ValueError(f"sampler speed.r: got {r} with schedule {schedule.name}, allowed: schedule linear, or give tau")
+        raise ValueError(
+            f"sampler speed.r: got {r} with schedule {schedule.name}, allowed: schedule linear, or give tau"
+        )
     timesteps = schedule.timesteps
     change, first = linear_coefficients(schedule)
     offset = timesteps * first / change

@@ -1,0 +1,48 @@
+"""``kairos train``."""
+
+import argparse
+from pathlib import Path
+
+from kairos import clock
+from kairos.cli.common import add_config, add_timing, write_timing
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_config(parser)
+    parser.add_argument("--method", required=True, metavar="M", help="one of the experiment's methods")
+    parser.add_argument("--seed", required=True, type=int, metavar="N", help="seed of the training")
+    parser.add_argument("--out", required=True, type=Path, metavar="D", help="folder of the training")
+    parser.add_argument("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents")
+    parser.add_argument("--milestones", type=int, nargs="+", metavar="STEP", help="default: all of the experiment's")
+    parser.add_argument("--until", type=int, metavar="STEP", help="stop at this milestone")
+    parser.add_argument("--restart", action="store_true", help="forget the state and start from step 0")
+    add_timing(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train, or go on training."""
+    from kairos.config import load
+    from kairos.errors import ConfigError
+
+    experiment = load(arguments.config)
+    if arguments.method not in experiment.methods:
+        raise ConfigError(f"--method: got {arguments.method!r}, allowed: {', '.join(experiment.methods)}")
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed: got {arguments.seed}, allowed: 0 or more")
+    milestones = sorted(set(arguments.milestones or experiment.milestones))
+    if milestones[0] < 0:
+        raise ConfigError(f"--milestones: got {milestones[0]}, allowed: 0 or more")
+    if arguments.until is not None:
+        milestones = [step for step in milestones if step <= arguments.until]
+        if arguments.until not in milestones:
+            raise ConfigError(f"--until: got {arguments.until}, allowed: one of {list(experiment.milestones)}")
+    latents = arguments.latents or Path("results") / experiment.experiment / "latents"
+
+    from kairos.training.run import train
+
+    clock.work_begins()
+    done = train(
+        experiment.plain(), arguments.method, arguments.seed, arguments.out, latents, milestones, arguments.restart
+    )
+    write_timing(arguments, method=arguments.method, seed=arguments.seed, **done)

@@ -1,0 +1,43 @@
+"""``kairos verify``: is a training's folder whole, and what is in it."""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("folder", type=Path, metavar="D", help="folder of a training, or of one milestone")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print a line ``component sha256`` for each part; anything damaged ends with status 1."""
+    from kairos.errors import DamagedError, KairosError
+    from kairos.files import sha256_file
+    from kairos.training.milestone import check_milestone
+
+    folder = arguments.folder
+    if (folder / "milestone.json").exists():
+        record = check_milestone(folder)
+        for name, digest in sorted(record["files"].items()):
+            print(f"{name} {digest}")
+        return
+    if not folder.is_dir():
+        raise KairosError(f"{folder}: no such folder; pass the folder of a training or of a milestone")
+
+    from kairos.training.checkpoint import component_hashes, read
+    from kairos.training.store import read_training
+
+    record = read_training(folder)
+    checkpoint = folder / "checkpoint.pt"
+    for path in (checkpoint, folder / "metrics.jsonl"):
+        if not path.is_file():
+            raise DamagedError(f"{path}: missing")
+    hashes = {**component_hashes(read(checkpoint)), "metrics": sha256_file(folder / "metrics.jsonl")}
+    for name, digest in hashes.items():
+        print(f"{name} {digest}")
+    wrong = [name for name, digest in hashes.items() if record["components"][name] != digest]
+    if wrong:
+        raise DamagedError(f"{folder}: damaged or not of this training: {', '.join(wrong)}")
+    milestones = sorted((folder / "milestones").glob("[0-9]*"))
+    for milestone in milestones:
+        check_milestone(milestone)

@@ -1,0 +1,233 @@
+"""The diffusion transformer as published (Peebles and Xie 2023): shared embedders, adaLN-zero, frozen sin-cos positions.
+
+Parameter names are those of the published checkpoints. diffusers' DiTTransformer2DModel embeds time and label anew in
+every block and is another model.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kairos.errors import KairosError
+from kairos.models.registries import DiTOptions
+
+
+class TimestepEmbedder(nn.Module):
+    """Sinusoids of t (indices or real numbers), then an MLP: (batch,) to (batch, width)."""
+
+    frequencies = 256
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(self.frequencies, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, t: Tensor) -> Tensor:
+        """Embedding of each t."""
+        half = self.frequencies // 2
+        rates = torch.exp(-math.log(10_000) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+        angles = t.float()[:, None] * rates[None]  # (batch, half)
+        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=1))
+
+
+class LabelEmbedder(nn.Module):
+    """A vector per class; the row past the last class stands for no class."""
+
+    def __init__(self, classes: int, width: int):
+        super().__init__()
+        self.embedding_table = nn.Embedding(classes + 1, width)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        """(batch,) to (batch, width)."""
+        return self.embedding_table(labels)
+
+
+class PatchEmbed(nn.Module):
+    """Patches to tokens: (batch, channels, height, width) to (batch, tokens, width)."""
+
+    def __init__(self, patch: int, channels: int, width: int):
+        super().__init__()
+        self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens in row order."""
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention on (batch, tokens, width)."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attended tokens."""
+        batch, tokens, width = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, tokens, width / heads)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(attended.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Mlp(nn.Module):
+    """Two layers with a tanh-approximated GELU."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) to (..., width)."""
+        return self.fc2(nn.functional.gelu(self.fc1(x), approximate="tanh"))
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Scale and shift tokens (batch, tokens, width) by vectors (batch, width)."""
+    return x * (1 + scale[:, None]) + shift[:, None]
+
+
+class Block(nn.Module):
+    """A transformer block whose normalisations and residuals are driven by the embedding: adaLN-zero."""
+
+    def __init__(self, width: int, heads: int, mlp_ratio: float):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.attn = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.mlp = Mlp(width, int(width * mlp_ratio))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        """Tokens (batch, tokens, width) under embedding c (batch, width)."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1))
+        return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
+
+
+class FinalLayer(nn.Module):
+    """Tokens to patches: (batch, tokens, width) to (batch, tokens, patch * patch * channels)."""
+
+    def __init__(self, width: int, patch: int, channels: int):
+        super().__init__()
+        self.norm_final = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.linear = nn.Linear(width, patch * patch * channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        """Pixels of each patch."""
+        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
+        return self.linear(modulate(self.norm_final(x), shift, scale))
+
+
+class DiT(nn.Module):
+    """The diffusion transformer.
+
+    Args:
+        options: `models.registries.DiTOptions`.
+        shape: (channels, height, width) of x0; any size that patches divide.
+        conditions: descriptions of the conditions it takes: none or a class.
+
+    Raises:
+        KairosError: patches do not divide the size, or a condition that is no class.
+    """
+
+    def __init__(self, options: DiTOptions, shape: tuple[int, int, int], conditions: dict[str, dict[str, Any]]):
+        super().__init__()
+        channels, height, width = shape
+        if height % options.patch or width % options.patch:
+            raise KairosError(
+                f"model.patch: got {options.patch} with x0 of {height}x{width}, allowed: a divisor of both sides"
+            )
+        if set(conditions) - {"class"}:
+            raise KairosError(f"model.conditions: got {sorted(conditions)}, allowed with dit: class")
+        classes = conditions["class"]["num_classes"] if "class" in conditions else None
+        self._config = {
+            "_class_name": "DiT",
+            "shape": list(shape),
+            "patch": options.patch,
+            "width": options.width,
+            "depth": options.depth,
+            "heads": options.heads,
+            "mlp_ratio": options.mlp_ratio,
+            "num_classes": classes,
+        }
+        self.shape, self.patch = shape, options.patch
+        grid = (height // options.patch, width // options.patch)
+        self.x_embedder = PatchEmbed(options.patch, channels, options.width)
+        self.t_embedder = TimestepEmbedder(options.width)
+        self.y_embedder = LabelEmbedder(classes, options.width) if classes is not None else None
+        self.pos_embed = nn.Parameter(_positions(options.width, grid)[None], requires_grad=False)
+        self.blocks = nn.ModuleList(
+            Block(options.width, options.heads, options.mlp_ratio) for _ in range(options.depth)
+        )
+        self.final_layer = FinalLayer(options.width, options.patch, channels)
+        self._initialise()
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "DiT":
+        """An empty model from the content of its config.json."""
+        names = ("patch", "width", "depth", "heads", "mlp_ratio")
+        classes = config["num_classes"]
+        conditions = {} if classes is None else {"class": {"num_classes": classes}}
+        return cls(DiTOptions(**{name: config[name] for name in names}), tuple(config["shape"]), conditions)
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        weight = self.x_embedder.proj.weight
+        nn.init.xavier_uniform_(weight.data.view(len(weight), -1))
+        nn.init.zeros_(self.x_embedder.proj.bias)
+        for layer in (self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
+            nn.init.normal_(layer.weight, std=0.02)
+        if self.y_embedder is not None:
+            nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
+        zeroed = [*(block.adaLN_modulation[1] for block in self.blocks), self.final_layer.adaLN_modulation[1]]
+        for layer in [*zeroed, self.final_layer.linear]:
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        """Prediction of the shape of x, (batch, channels, height, width)."""
+        batch = len(x)
+        channels, height, width = self.shape
+        p = self.patch
+        tokens = self.x_embedder(x) + self.pos_embed
+        c = self.t_embedder(t)
+        if self.y_embedder is not None:
+            c = c + self.y_embedder(conditions["class"])
+        for block in self.blocks:
+            tokens = block(tokens, c)
+        patches = self.final_layer(tokens, c).view(batch, height // p, width // p, p, p, channels)
+        return patches.permute(0, 5, 1, 3, 2, 4).reshape(batch, channels, height, width)
+
+    def config(self) -> dict[str, Any]:
+        """What config.json holds."""
+        return self._config
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters under their published names."""
+        return dict(self.state_dict())
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Load what `weights` gave."""
+        self.load_state_dict(weights)
+
+
+def _positions(width: int, grid: tuple[int, int]) -> Tensor:
+    """Sin-cos embedding of a grid of patches, (rows * columns, width): half for the column, half for the row."""
+    if width % 4:
+        raise KairosError(f"model.width: got {width}, allowed: a multiple of 4")
+    rates = 1.0 / 10_000 ** (torch.arange(width // 4, dtype=torch.float64) / (width / 4))
+    rows, columns = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
+    parts = []
+    for positions in (columns, rows):
+        angles = positions.reshape(-1, 1) * rates[None]
+        parts += [angles.sin(), angles.cos()]
+    return torch.cat(parts, dim=1).float()

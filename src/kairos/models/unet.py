@@ -1,0 +1,94 @@
+"""The DDPM U-Net: diffusers' UNet2DModel, padded to sizes that its levels can halve."""
+
+import inspect
+from typing import Any
+
+from diffusers.models.unets.unet_2d import UNet2DModel
+from torch import Tensor, nn
+
+from kairos.errors import KairosError
+from kairos.models.registries import UNetOptions
+
+
+class UNet(nn.Module):
+    """diffusers' UNet2DModel behind ``model(x, t, conditions)``.
+
+    Args:
+        options: `models.registries.UNetOptions`.
+        shape: (channels, height, width) of x0.
+        conditions: descriptions of the conditions it takes.
+
+    Raises:
+        KairosError: the levels cannot halve the size and padding is off; widths do not fit the group normalisation.
+    """
+
+    def __init__(self, options: UNetOptions, shape: tuple[int, int, int], conditions: dict[str, dict[str, Any]]):
+        super().__init__()
+        channels, height, width = shape
+        factor = 2 ** (len(options.multipliers) - 1)
+        if not options.pad and (height % factor or width % factor):
+            raise KairosError(
+                f"model.pad: got false with images of {height}x{width}, allowed: sizes that are multiples of {factor} "
+                f"({len(options.multipliers)} levels), or pad: true"
+            )
+        widths = [options.channels * multiplier for multiplier in options.multipliers]
+        bad = [width for width in widths if width % options.norm_groups]
+        if bad:
+            raise KairosError(
+                f"model.norm_groups: got {options.norm_groups}, allowed: a divisor of every width of {widths}"
+            )
+        if set(conditions) - {"class"}:
+            raise KairosError(f"model.conditions: got {sorted(conditions)}, allowed with unet: class")
+        padded = -(-height // factor) * factor
+        attention = [padded // 2**level in options.attention for level in range(len(widths))]
+        self.unet = UNet2DModel(
+            sample_size=padded,
+            in_channels=channels,
+            out_channels=channels,
+            block_out_channels=widths,
+            layers_per_block=options.blocks,
+            down_block_types=["AttnDownBlock2D" if here else "DownBlock2D" for here in attention],
+            up_block_types=["AttnUpBlock2D" if here else "UpBlock2D" for here in reversed(attention)],
+            dropout=options.dropout,
+            norm_num_groups=options.norm_groups,
+            norm_eps=1e-6,
+            attention_head_dim=None,
+            downsample_padding=0,
+            flip_sin_to_cos=False,
+            freq_shift=1,
+            num_class_embeds=conditions["class"]["num_classes"] + 1 if "class" in conditions else None,
+        )
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "UNet":
+        """An empty model from the content of its config.json."""
+        model = cls.__new__(cls)
+        nn.Module.__init__(model)
+        known = inspect.signature(UNet2DModel.__init__).parameters
+        model.unet = UNet2DModel(**{key: value for key, value in config.items() if key in known})
+        return model
+
+    def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        """Prediction of the shape of x, (batch, channels, height, width)."""
+        factor = 2 ** (len(self.unet.config["block_out_channels"]) - 1)
+        height, width = x.shape[-2:]
+        bottom, right = -height % factor, -width % factor
+        if bottom or right:
+            x = nn.functional.pad(x, (right // 2, right - right // 2, bottom // 2, bottom - bottom // 2))
+        output = self.unet(x, t, class_labels=conditions.get("class"), return_dict=False)[0]
+        if bottom or right:
+            output = output[..., bottom // 2 : bottom // 2 + height, right // 2 : right // 2 + width]
+        return output
+
+    def config(self) -> dict[str, Any]:
+        """What diffusers writes to config.json, without library versions (they are in the provenance)."""
+        kept = {key: value for key, value in self.unet.config.items() if not key.startswith("_")}
+        return {"_class_name": "UNet2DModel", **kept}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers under diffusers' names."""
+        return dict(self.unet.state_dict())
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Load what `weights` gave."""
+        self.unet.load_state_dict(weights)

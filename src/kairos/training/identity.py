@@ -1,0 +1,74 @@
+"""The identity of a training: the hash of what decides its trajectory, and nothing else.
+
+Number of steps, milestones, segments, logging, probes and paths are not in it: a longer training of the same identity
+goes on where the shorter one ended. No torch here: the workflow asks for code fingerprints too.
+"""
+
+from typing import Any
+
+from kairos.files import sha256_json
+from kairos.fingerprint import fingerprint
+
+_TRAJECTORY = (
+    "batch_size",
+    "optimizer",
+    "ema",
+    "precision",
+    "compile",
+    "deterministic",
+    "threads",
+    "condition_dropout",
+)
+
+
+def trajectory_settings(training: dict[str, Any]) -> dict[str, Any]:
+    """The part of a `training` section that decides the trajectory."""
+    return {key: training[key] for key in _TRAJECTORY}
+
+
+def code_roots(plain: dict[str, Any], method: str) -> list[str]:
+    """The modules that a training of `method` starts from: the loop and the components that its configuration names."""
+    from kairos.diffusion.registries import LOSSES, PROCESSES
+    from kairos.models.registries import MODELS
+    from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+    from kairos.training.registries import PROBES
+
+    chosen = plain["methods"][method]
+    entries = [
+        MODELS.entry(plain["model"]["name"]),
+        PROCESSES.entry(plain["diffusion"]["process"]["name"]),
+        SAMPLERS.entry(chosen["sampler"]["name"]),
+        WEIGHTINGS.entry(chosen["weighting"]["name"]),
+        *(LOSSES.entry(loss["name"]) for loss in plain["diffusion"]["losses"]),
+        *(PROBES.entry(probe["name"]) for probe in plain["training"]["probes"]),
+    ]
+    return ["kairos.training.run", *(entry.module for entry in entries)]
+
+
+def code_fingerprint(plain: dict[str, Any], method: str) -> str:
+    """Fingerprint of the code that a training of `method` runs."""
+    return fingerprint(code_roots(plain, method))
+
+
+def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str, Any], device: str) -> dict[str, Any]:
+    """What decides the trajectory, as plain values with their hash under ``identity``.
+
+    Args:
+        plain: the whole resolved experiment.
+        method: name of the method; its content counts, not its name.
+        seed: of the training.
+        latents: manifest of what is trained on.
+        device: type of the computing device.
+    """
+    parts = {
+        "data": latents["content_sha256"],
+        "autoencoder": latents["autoencoder_sha256"],
+        "model": plain["model"],
+        "diffusion": plain["diffusion"],
+        "method": plain["methods"][method],
+        "seed": seed,
+        "training": trajectory_settings(plain["training"]),
+        "device": device,
+        "code": code_fingerprint(plain, method),
+    }
+    return {**parts, "identity": sha256_json(parts)}

@@ -1,0 +1,138 @@
+"""Milestones: the weights after a number of steps, in folders that diffusers opens and that say all about themselves."""
+
+import csv
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kairos.errors import DamagedError, KairosError
+from kairos.files import atomic_folder, hash_folder, read_json, sha256_file, write_json, write_text
+
+if TYPE_CHECKING:
+    from kairos.training.loop import Trainer
+
+
+def step_name(step: int) -> str:
+    """A step as folders and files name it: 7 digits."""
+    return f"{step:07d}"
+
+
+def write_milestone(folder: Path, trainer: "Trainer", start_density: Any, facts: dict[str, Any]) -> None:
+    """Write a milestone folder: EMA and raw weights, noise schedule, strategy as it now is, and the record last.
+
+    Args:
+        folder: where it goes; whole or not at all.
+        trainer: the training at this step.
+        start_density: p(t) at step 0, (T,), for the distance that a learned sampler has moved.
+        facts: configuration, identity and provenance for the record.
+    """
+    from kairos import models
+
+    images = trainer.density_images() if trainer.sampler.learned else None
+    density = trainer.sampler.density(images)
+    weights = trainer.weights.double().cpu().numpy()
+    with atomic_folder(folder) as temporary:
+        models.save(trainer.model, temporary / "ema", trainer.ema)
+        models.save(trainer.model, temporary / "raw")
+        write_json(temporary / "scheduler" / "scheduler_config.json", _scheduler_config(trainer))
+        write_text(temporary / "strategy.csv", strategy_csv(density, weights))
+        statistics = trainer.sampler.statistics()
+        record = {
+            **facts,
+            "step": trainer.step,
+            "images_seen": trainer.step * trainer.settings["batch_size"],
+            "shape": list(trainer.latents.shape),
+            "conditions": {name: trainer.latents.condition_kinds[name] for name in trainer.wanted},
+            "learned": trainer.sampler.learned,
+            "strategy": {
+                **{name: statistics.get(name) for name in ("updates", "a", "b")},
+                "tv_from_start": float(abs(density - start_density).sum() / 2),
+            },
+            "files": hash_folder(temporary),
+        }
+        write_json(temporary / "milestone.json", record)
+
+
+def strategy_csv(density: Any, weights: Any) -> str:
+    """What the strategy trains on: columns t, p, w, effective = p w."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["t", "p", "w", "effective"])
+    for t, (p, w) in enumerate(zip(density, weights, strict=True)):
+        writer.writerow([t, f"{p:.17g}", f"{w:.17g}", f"{p * w:.17g}"])
+    return buffer.getvalue()
+
+
+def _scheduler_config(trainer: "Trainer") -> dict[str, Any]:
+    """A DDPMScheduler configuration for diffusers with this process' betas."""
+    names = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}
+    schedule = trainer.process.schedule
+    return {
+        "_class_name": "DDPMScheduler",
+        "num_train_timesteps": schedule.timesteps,
+        "trained_betas": schedule.betas.tolist(),
+        "prediction_type": names[trainer.process.prediction],
+        "variance_type": {"fixed_large": "fixed_large", "fixed_small": "fixed_small"}[schedule.variance],
+        "clip_sample": trainer.latents.manifest["kind"] == "pixels",
+        "timestep_spacing": "trailing",
+    }
+
+
+def check_milestone(folder: Path) -> dict[str, Any]:
+    """Check a milestone's files against its record and return the record.
+
+    Raises:
+        KairosError: there is no milestone.
+        DamagedError: a file is missing or has changed.
+    """
+    path = folder / "milestone.json"
+    if not path.is_file():
+        raise KairosError(f"{folder}: no milestone.json; not a milestone, or one that was not finished")
+    try:
+        record: dict[str, Any] = read_json(path)
+        files = record["files"]
+    except (ValueError, KeyError, TypeError):
+        raise DamagedError(f"{path}: damaged: not a milestone's record") from None
+    for name, digest in files.items():
+        file = folder / name
+        if not file.is_file():
+            raise DamagedError(f"{file}: missing from the milestone; train again, or pull it with dvc")
+        if sha256_file(file) != digest:
+            raise DamagedError(f"{file}: damaged: does not match the milestone's checksum")
+    return record
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """A milestone opened for use: the network in evaluation mode, its forward process, its record."""
+
+    model: Any
+    process: Any
+    record: dict[str, Any]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The whole experiment that the weights come from, as plain values."""
+        config: dict[str, Any] = self.record["config"]
+        return config
+
+
+def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> Milestone:
+    """Check and load a milestone.
+
+    Args:
+        folder: of the milestone.
+        weights: ``ema`` or ``raw``.
+        device: where the network goes.
+
+    Raises:
+        KairosError: it is missing or damaged.
+    """
+    from kairos import models
+    from kairos.diffusion.processes import build_process
+
+    record = check_milestone(folder)
+    if weights not in ("ema", "raw"):
+        raise KairosError(f"weights: got {weights!r}, allowed: ema, raw")
+    return Milestone(models.load(folder / weights).to(device), build_process(record["config"]["diffusion"]), record)

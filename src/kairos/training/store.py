@@ -1,0 +1,219 @@
+"""The private state of a training, ``D/.state/<identity>/``: what it resumes from and what its outputs are linked from.
+
+    checkpoints/0000400.ckpt     the last two
+    metrics.jsonl timing.jsonl   lines beyond the checkpoint that is resumed from are cut off
+    milestones/0000400/          every milestone reached so far
+    complete/0-400.json          a request (its milestones) that has been fulfilled
+    complete/0-400.acknowledged  ... and that the workflow's ledger has: asked for again, it starts over
+
+It is no declared output of anything, so it survives what a workflow does to the outputs of failed jobs.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kairos.errors import DamagedError, KairosError
+from kairos.files import link_file, link_tree, read_json, sha256_bytes, write_json
+from kairos.progress import say
+from kairos.training import checkpoint
+from kairos.training.milestone import check_milestone, step_name
+
+KEPT = 2  # checkpoints: a damaged last one leaves the one before it
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Let one process at a time work on a training; the lock falls with the process that holds it.
+
+    Raises:
+        KairosError: another process trains here.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise KairosError(f"{folder.parent}: another process ({file.read().strip()}) is training here") from None
+        file.truncate(0)
+        file.write(f"pid {os.getpid()}")
+        file.flush()
+        yield
+
+
+class Store:
+    """The state of one training on disk."""
+
+    def __init__(self, out: Path, identity: str):
+        self.out, self.identity = out, identity
+        self.folder = out / ".state" / identity[:16]
+        self.metrics, self.timing = self.folder / "metrics.jsonl", self.folder / "timing.jsonl"
+
+    def start(self, milestones: list[int]) -> list[int]:
+        """Prepare for a request; returns those of its milestones that have still to be reached.
+
+        A request that was fulfilled and acknowledged before, and that is made again, is meant to be computed again.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        request = self._request(milestones)
+        if request.exists() and request.with_suffix(".acknowledged").exists():
+            say(f"{self.out}: complete before and asked for again: starts from step 0")
+            self.clear()
+        missing = [step for step in milestones if not self.has_milestone(step)]
+        if not missing and self.newest() is None:
+            self.clear()
+            return milestones
+        return missing or ([] if self._reached(milestones[-1]) else milestones[-1:])
+
+    def _reached(self, step: int) -> bool:
+        newest = self.newest()
+        return newest is not None and newest["step"] >= step
+
+    def newest(self, at_most: int | None = None, device: Any = "cpu") -> dict[str, Any] | None:
+        """The newest checkpoint (up to step `at_most`) that is whole and goes with the metrics; damaged ones are said."""
+        for path in sorted((self.folder / "checkpoints").glob("*.ckpt"), reverse=True):
+            if at_most is None or int(path.stem) <= at_most:
+                try:
+                    return self._usable(checkpoint.read(path, device), path)
+                except DamagedError as error:
+                    say(f"{error}; the one before it is used")
+        return None
+
+    def clear(self) -> None:
+        """Forget everything about this training."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+
+    def _request(self, milestones: list[int]) -> Path:
+        return self.folder / "complete" / ("-".join(str(step) for step in milestones) + ".json")
+
+    def has_milestone(self, step: int) -> bool:
+        """Whether a milestone is there and whole."""
+        folder = self.milestone(step)
+        if not (folder / "milestone.json").exists():
+            return False
+        try:
+            check_milestone(folder)
+        except KairosError as error:
+            say(f"{error}; it is made again")
+            return False
+        return True
+
+    def milestone(self, step: int) -> Path:
+        """Folder of a milestone."""
+        return self.folder / "milestones" / step_name(step)
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint after `step` steps; the metrics up to here become part of it."""
+        metrics = self.metrics.read_bytes() if self.metrics.exists() else b""
+        content = {**state, "step": step, "identity": self.identity}
+        content["metrics"] = {"bytes": len(metrics), "sha256": sha256_bytes(metrics)}
+        folder = self.folder / "checkpoints"
+        checkpoint.write(folder / f"{step_name(step)}.ckpt", content)
+        for old in sorted(folder.glob("*.ckpt"))[:-KEPT]:
+            old.unlink()
+
+    def resume(self, at_most: int, device: Any) -> dict[str, Any] | None:
+        """The newest checkpoint up to step `at_most` that is whole, with metrics and timing cut back to it; None: step 0."""
+        found = self.newest(at_most, device)
+        step = found["step"] if found else 0
+        self._cut_back(found["metrics"]["bytes"] if found else 0, step)
+        return found
+
+    def _usable(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
+        if content["identity"] != self.identity:
+            raise DamagedError(f"{path}: of another training ({content['identity'][:16]})")
+        metrics = self.metrics.read_bytes() if self.metrics.exists() else b""
+        size, digest = content["metrics"]["bytes"], content["metrics"]["sha256"]
+        if len(metrics) < size or sha256_bytes(metrics[:size]) != digest:
+            raise DamagedError(f"{self.metrics}: does not hold the lines that {path.name} goes with")
+        return content
+
+    def _cut_back(self, size: int, step: int) -> None:
+        """Drop what lies beyond the checkpoint that the training goes on from."""
+        if self.metrics.exists():
+            os.truncate(self.metrics, size)
+        lines = read_timing(self.timing)
+        kept = [line for line in lines if line["step"] <= step]
+        write_lines(self.timing, kept)
+        for newer in (self.folder / "checkpoints").glob("*.ckpt"):
+            if int(newer.stem) > step:
+                newer.unlink()
+        if step == 0:
+            shutil.rmtree(self.folder / "milestones", ignore_errors=True)
+
+    def fulfil(self, milestones: list[int]) -> None:
+        """Write down that a request is fulfilled; older requests for a part of the same steps no longer count."""
+        folder = self.folder / "complete"
+        folder.mkdir(exist_ok=True)
+        mine = self._request(milestones)
+        for other in folder.glob("*.json"):
+            steps = [int(part) for part in other.stem.split("-")]
+            if other != mine and steps[0] <= milestones[-1] and milestones[0] <= steps[-1]:
+                other.with_suffix(".acknowledged").unlink(missing_ok=True)
+                other.unlink()
+        write_json(mine, {"identity": self.identity, "milestones": milestones})
+
+    def publish(self, milestones: list[int], record: dict[str, Any]) -> None:
+        """Link what a request asked for into the training's folder, records last."""
+        for step in milestones:
+            target = self.out / "milestones" / step_name(step)
+            if not _same(self.milestone(step), target):
+                link_tree(self.milestone(step), target)
+        link_file(self.folder / "checkpoints" / f"{step_name(record['steps'])}.ckpt", self.out / "checkpoint.pt")
+        for path in (self.metrics, self.timing):
+            target = self.out / path.name
+            target.unlink(missing_ok=True)
+            shutil.copyfile(path, target.with_name(f".tmp-{path.name}"))  # a copy: the state's own goes on growing
+            os.replace(target.with_name(f".tmp-{path.name}"), target)
+        write_json(self.out / "training.json", record)
+
+
+def _same(source: Path, target: Path) -> bool:
+    """Whether a milestone is already published as it is."""
+    record = target / "milestone.json"
+    return record.exists() and record.read_bytes() == (source / "milestone.json").read_bytes() and _whole(target)
+
+
+def _whole(folder: Path) -> bool:
+    try:
+        check_milestone(folder)
+    except KairosError:
+        return False
+    return True
+
+
+def read_timing(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a timing file."""
+    import json
+
+    from kairos.files import read_lines
+
+    return [json.loads(line) for line in read_lines(path)]
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Write a file of JSON lines atomically."""
+    import json
+
+    from kairos.files import write_text
+
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_training(out: Path) -> dict[str, Any]:
+    """The record of a training's folder.
+
+    Raises:
+        KairosError: there is none.
+    """
+    path = out / "training.json"
+    if not path.exists():
+        raise KairosError(f"{out}: no training.json; not the folder of a complete training")
+    record: dict[str, Any] = read_json(path)
+    return record
