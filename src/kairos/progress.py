@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 
@@ -28,14 +27,14 @@ class Progress:
 
             self._bar = tqdm(total=total, desc=label, unit=unit, initial=start, file=sys.stderr, dynamic_ncols=True)
 
-    def advance(self, count: int = 1, facts: Callable[[], str] | None = None) -> None:
-        """Count `count` more units; `facts` gives a text such as the loss, asked for only when something is shown."""
+    def advance(self, count: int = 1, facts: str = "") -> None:
+        """Count `count` more units; `facts` is a text such as the loss."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
             now = time.monotonic()
-            if facts is not None and now - self._said > 0.5:
-                self._bar.set_postfix_str(facts(), refresh=False)
+            if facts and now - self._said > 0.5:
+                self._bar.set_postfix_str(facts, refresh=False)
                 self._said = now
             return
         now = time.monotonic()
@@ -43,20 +42,20 @@ class Progress:
             self._said = now
             self._line(facts)
 
-    def close(self, facts: Callable[[], str] | None = None) -> None:
+    def close(self, facts: str = "") -> None:
         """End the bar, or say the last line."""
         if self._bar is not None:
             self._bar.close()
         else:
             self._line(facts)
 
-    def _line(self, facts: Callable[[], str] | None) -> None:
+    def _line(self, facts: str) -> None:
         seconds = max(time.monotonic() - self._begun, 1e-9)
         rate = (self.done - self._first) / seconds
         left = (self.total - self.done) / rate if rate > 0 else float("inf")
         text = f"{self.label}: {self.unit} {self.done}/{self.total}, {rate:.3g} {self.unit}s/s"
         text += f", {duration(left)} left" if self.done < self.total else f", took {duration(seconds)}"
-        say(text + (f", {facts()}" if facts is not None else ""))
+        say(text + (f", {facts}" if facts else ""))
 
 
 def duration(seconds: float) -> str:

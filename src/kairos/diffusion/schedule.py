@@ -66,7 +66,7 @@ class NoiseSchedule:
     @functools.cached_property
     def alphas_cumprod(self) -> Array:
         """alpha-bar_t = prod (1 - beta), shape (T,)."""
-        return np.cumprod(1 - self.betas)
+        return np.asarray(np.cumprod(1 - self.betas), np.float64)
 
     @functools.cached_property
     def snr(self) -> Array:
@@ -92,7 +92,7 @@ class NoiseSchedule:
 
         MSE_epsilon = SNR * MSE_x0 = alpha-bar * MSE_v.
         """
-        factor = {"epsilon": 1.0, "x0": self.snr, "v": self.alphas_cumprod}
+        factor = {"epsilon": np.ones_like(self.snr), "x0": self.snr, "v": self.alphas_cumprod}
         return epsilon_weight * factor[prediction]
 
 

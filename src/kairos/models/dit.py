@@ -1,4 +1,4 @@
-"""The diffusion transformer as published (Peebles and Xie 2023): shared embedders, adaLN-zero, frozen sin-cos positions.
+"""The diffusion transformer as published (Peebles and Xie 2023): shared embedders, adaLN-zero, sin-cos positions.
 
 Parameter names are those of the published checkpoints. diffusers' DiTTransformer2DModel embeds time and label anew in
 every block and is another model.

@@ -1,7 +1,7 @@
 """The learned timestep sampler of Kim et al. 2025 (CVPR), algorithms 1 and 2, with its public code's faults mended.
 
-A policy maps a clean image to a, b > 0; its timestep is at fraction u ~ Beta(a, b). Every f_S steps the sampler measures
-how one optimiser step changed the VLB, and moves the policy by REINFORCE towards timesteps whose step lowered it.
+A policy maps a clean image to a, b > 0; its timestep is at fraction u ~ Beta(a, b). Every f_S steps the sampler
+measures how one optimiser step changed the VLB, and moves the policy by REINFORCE to timesteps whose step lowered it.
 
 What differs from the public code: the same noise before and after the step; evaluation mode; one network pass per loss;
 |Q| of 3 or more; only timesteps whose change goes *with* the target's are selected (the F-statistic has no sign); the
@@ -11,6 +11,7 @@ state. S chosen at one measurement is used from the next one on.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,13 @@ class Policy(nn.Module):
             nn.Conv2d(before, after, 3, padding=1) for before, after in ((channels, 32), (32, 64), (64, 128))
         )
         sizes = [128] + [width] * depth
-        self.hidden = nn.ModuleList(nn.Linear(before, after) for before, after in zip(sizes[:-1], sizes[1:]))
+        self.hidden = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
         self.last = nn.Linear(sizes[-1], 2)
         nn.init.zeros_(self.last.weight)
         nn.init.constant_(self.last.bias, 0.5)
 
     def forward(self, x0: Tensor) -> tuple[Tensor, Tensor]:
-        """a and b of each image."""
+        """Each image's a and b."""
         x = x0.float()
         for convolution in self.convolutions:
             x = torch.relu(convolution(x))
@@ -78,7 +79,8 @@ class Adaptive(Sampler):
         count = options.feature_timesteps or timesteps
         if not options.selected <= count <= timesteps:
             raise ValueError(
-                f"sampler adaptive.feature_timesteps: got {count}, allowed: from selected = {options.selected} to T = {timesteps}"
+                f"sampler adaptive.feature_timesteps: got {count}, "
+                f"allowed: from selected = {options.selected} to T = {timesteps}"
             )
         self.features = torch.from_numpy(((np.arange(count) + 0.5) * timesteps / count).astype(np.int64))
         cap = np.inf if options.c_max is None else options.c_max
@@ -105,9 +107,7 @@ class Adaptive(Sampler):
     def fractions(self, x0: Tensor, generator: torch.Generator) -> Tensor:
         """One draw from each image's Beta distribution, float64 (batch,), on the CPU."""
         if x0.ndim != 4:
-            raise ValueError(
-                f"sampler adaptive: got x0 of shape {tuple(x0.shape)}, allowed: (batch, channels, height, width)"
-            )
+            raise ValueError(f"adaptive: got x0 of shape {tuple(x0.shape)}, allowed: (batch, channels, height, width)")
         with torch.no_grad():
             a, b = self._build(x0.shape[1], x0.device)(x0)
         a, b = a.double().cpu(), b.double().cpu()

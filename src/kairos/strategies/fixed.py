@@ -75,7 +75,7 @@ class Speed(Sampler):
 
 
 def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
-    """The timestep from which 1/alpha-bar (in SpeeD's continuous approximation) exceeds r (Wang et al. 2025, Theorem 1).
+    """The timestep from which 1/alpha-bar, in SpeeD's continuous form, exceeds r (Wang et al. 2025, Theorem 1).
 
     Raises:
         ValueError: the schedule is not linear; the closed form holds for that one alone.

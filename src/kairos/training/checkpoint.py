@@ -9,7 +9,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +64,7 @@ def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         array = value.detach().cpu().contiguous()
-        digest.update(memoryview(array.view(torch.uint8).numpy() if array.ndim else np.asarray(array.item())).cast("B"))
+        digest.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             digest.update(f"{{{key}:".encode())

@@ -143,8 +143,8 @@ class Trainer:
     def _refuse_non_finite(self, step: int, loss: float, grad_norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise KairosError(
-                f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: not finite, stopped before the step was taken; "
-                "the last good state is kept. A lower training.optimizer.lr, a warm-up or precision fp32 may help"
+                f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: not finite, stopped before the step was "
+                "taken; the last good state is kept. A lower training.optimizer.lr, a warm-up or precision fp32 may help"
             )
 
     def _autocast(self) -> Any:

@@ -1,4 +1,4 @@
-"""Milestones: the weights after a number of steps, in folders that diffusers opens and that say all about themselves."""
+"""Milestones: the weights after a number of steps, in folders that diffusers opens and that describe themselves."""
 
 import csv
 import io

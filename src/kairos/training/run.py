@@ -12,7 +12,6 @@ import torch
 
 from kairos import compute
 from kairos.data.latents import open_latents
-from kairos.errors import KairosError
 from kairos.files import sha256_file
 from kairos.progress import Progress, duration, say
 from kairos.training.checkpoint import component_hashes
@@ -113,12 +112,13 @@ class Run:
         if trainer.step == 0 and 0 in milestones:
             self._milestone()
         wanted, every = set(milestones), trainer.settings["checkpoint_every"]
+        facts = ""
         progress = Progress(milestones[-1], self.label, "step", start=trainer.step)
-        line: dict[str, Any] = {}
         with open(store.metrics, "a", encoding="utf-8") as metrics:
             while trainer.step < milestones[-1]:
                 begun = time.perf_counter()
                 line = trainer.advance()
+                facts = f"loss {line['loss']:.4g}"
                 self.seconds += time.perf_counter() - begun
                 self.steps_run += 1
                 if trainer.step % trainer.settings["log_every"] == 0:
@@ -129,11 +129,11 @@ class Run:
                     if trainer.step in wanted:
                         self._milestone()
                     store.save(trainer.step, trainer.state())
-                progress.advance(facts=lambda: f"loss {line['loss']:.4g}")
+                progress.advance(facts=facts)
         if trainer.step == 0:
             self._timing()
             store.save(0, trainer.state())
-        progress.close(facts=(lambda: f"loss {line['loss']:.4g}") if line else None)
+        progress.close(facts)
         say(f"{self.label}: {self.steps_run} steps computed, {duration(self.seconds)} of training in all")
         return self.steps_run
 

@@ -75,7 +75,7 @@ class Store:
         return newest is not None and newest["step"] >= step
 
     def newest(self, at_most: int | None = None, device: Any = "cpu") -> dict[str, Any] | None:
-        """The newest checkpoint (up to step `at_most`) that is whole and goes with the metrics; damaged ones are said."""
+        """The newest whole checkpoint (up to step `at_most`) that goes with the metrics; damaged ones are said."""
         for path in sorted((self.folder / "checkpoints").glob("*.ckpt"), reverse=True):
             if at_most is None or int(path.stem) <= at_most:
                 try:
@@ -119,7 +119,7 @@ class Store:
             old.unlink()
 
     def resume(self, at_most: int, device: Any) -> dict[str, Any] | None:
-        """The newest checkpoint up to step `at_most` that is whole, with metrics and timing cut back to it; None: step 0."""
+        """The newest whole checkpoint up to step `at_most`; metrics and timing are cut back to it. None: step 0."""
         found = self.newest(at_most, device)
         step = found["step"] if found else 0
         self._cut_back(found["metrics"]["bytes"] if found else 0, step)
