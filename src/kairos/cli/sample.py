@@ -1,0 +1,81 @@
+"""``kairos sample``."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from kairos.cli.common import add_timing, write_timing
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``kairos sample``."""
+    parser.epilog = (
+        "Repeat --milestone and --out, in pairs, to draw from several milestones in one job. What is not stated is "
+        "taken from the configuration that the milestone carries. Image i depends on the seed and on i alone."
+    )
+    add = parser.add_argument
+    add("--milestone", type=Path, action="append", required=True, metavar="D", help="milestone folder (repeatable)")
+    add("--out", type=Path, action="append", required=True, metavar="F", help="npz file to write (repeatable)")
+    add("--grid", type=Path, action="append", metavar="F", help="PNG picture of the first images (repeatable)")
+    add("--grid-images", type=int, metavar="N", help="images on the picture")
+    add("--num", type=int, required=True, metavar="N", help="number of images")
+    add("--seed", type=int, metavar="S", help="seed of the images")
+    add("--weights", choices=("ema", "raw"), help="which weights")
+    add(
+        "--scheduler",
+        metavar="NAME",
+        help="sampling scheme: ddim, ddpm, or with options as in an experiment file: '{name: ddim, spacing: leading}'",
+    )
+    add("--steps", type=int, metavar="N", help="network evaluations per image")
+    add("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1: none")
+    add("--batch-size", type=int, metavar="N", help="images per network evaluation")
+    add("--autoencoder", type=Path, metavar="DIR", help="default: results/<experiment>/autoencoder of the milestone")
+    add("--latents", type=Path, metavar="DIR", help="for conditions other than classes; default likewise")
+    add_timing(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Draw the images."""
+    from kairos.errors import ConfigError
+
+    grids = arguments.grid or [None] * len(arguments.out)
+    if not len(arguments.milestone) == len(arguments.out) == len(grids):
+        raise ConfigError(
+            f"--milestone, --out, --grid: got {len(arguments.milestone)}, {len(arguments.out)}, "
+            f"{len(arguments.grid or [])}; allowed: as many --out (and --grid, if any) as --milestone"
+        )
+    from kairos.sampling import sample
+
+    jobs = [sample.Job(*paths) for paths in zip(arguments.milestone, arguments.out, grids)]
+    request = sample.Request(
+        num=arguments.num,
+        seed=arguments.seed,
+        overrides=_overrides(arguments),
+        autoencoder=arguments.autoencoder,
+        latents=arguments.latents,
+    )
+    sample.run(jobs, request)
+    write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))
+
+
+def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    import yaml
+
+    from kairos.errors import ConfigError
+
+    values = {
+        "weights": arguments.weights,
+        "scheduler": arguments.scheduler,
+        "steps": arguments.steps,
+        "guidance_scale": arguments.guidance_scale,
+        "batch_size": arguments.batch_size,
+        "grid": arguments.grid_images,
+    }
+    if arguments.scheduler is not None:
+        try:
+            values["scheduler"] = yaml.safe_load(arguments.scheduler)
+        except yaml.YAMLError:
+            raise ConfigError(
+                f"--scheduler: got {arguments.scheduler!r}, allowed: a name or {{name: ..., options}}"
+            ) from None
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,38 @@
+"""A picture of many images, large enough to look at."""
+
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from kairos.files import atomic
+
+SIDE = 48  # pixels an image is at least enlarged to
+GAP = 2
+
+
+def grid(images: NDArray[np.uint8], columns: int | None = None) -> NDArray[np.uint8]:
+    """Images (n, height, width, channels) in rows, enlarged by a whole factor, thin white lines between."""
+    count, height, width, channels = images.shape
+    factor = max(1, math.ceil(SIDE / max(height, width)))
+    images = images.repeat(factor, axis=1).repeat(factor, axis=2)
+    columns = columns or math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    height, width = height * factor + GAP, width * factor + GAP
+    picture = np.full((rows * height - GAP, columns * width - GAP, channels), 255, np.uint8)
+    for index, image in enumerate(images):
+        y, x = index // columns * height, index % columns * width
+        picture[y : y + image.shape[0], x : x + image.shape[1]] = image
+    return picture
+
+
+def write_grid(path: Path, images: NDArray[np.uint8]) -> None:
+    """Write the grid picture as PNG, atomically; one channel is grey."""
+    picture = grid(images)
+    content = io.BytesIO()
+    Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(content, format="png")
+    with atomic(path) as file:
+        file.write(content.getvalue())

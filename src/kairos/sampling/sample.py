@@ -1,0 +1,184 @@
+"""Stage `sample`: images from milestones, with everything that decides them read from the milestone itself."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kairos import clock, compute
+from kairos.config import base, experiment
+from kairos.errors import ConfigError, KairosError
+from kairos.files import atomic, read_json
+from kairos.progress import Progress, say
+from kairos.sampling.conditions import conditions_of
+from kairos.sampling.draw import batches, guided, starting_noise, to_uint8
+from kairos.sampling.grid import write_grid
+from kairos.sampling.registries import SCHEDULERS
+
+
+@dataclass(frozen=True)
+class Job:
+    """Images to draw from one milestone.
+
+    Args:
+        milestone: its folder.
+        out: the npz file that is written.
+        grid: the picture that is written, or None.
+    """
+
+    milestone: Path
+    out: Path
+    grid: Path | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What all jobs share; a None or an absent field is taken from the milestone's configuration.
+
+    Args:
+        num: number of images.
+        seed: seed of the images.
+        overrides: fields of section `sampling` that replace the milestone's.
+        autoencoder: folder of the autoencoder; None: ``../../../../autoencoder``, seen from the milestone.
+        latents: folder of the latents, needed for conditions other than classes; None: likewise.
+    """
+
+    num: int
+    seed: int | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    autoencoder: Path | None = None
+    latents: Path | None = None
+
+
+def run(jobs: list[Job], request: Request) -> None:
+    """Draw the images of every job.
+
+    Raises:
+        KairosError: a milestone or autoencoder is missing, damaged, or does not belong to the other.
+    """
+    if request.num < 1:
+        raise ConfigError(f"--num: got {request.num}, allowed: 1 or more")
+    for job in jobs:
+        sample_milestone(job, request)
+
+
+def configuration(milestone: Path, overrides: dict[str, Any]) -> experiment.Experiment:
+    """The experiment that a milestone carries, with fields of section `sampling` replaced.
+
+    Raises:
+        KairosError: no milestone is there.
+        ConfigError: the replaced fields cannot be used.
+    """
+    path = milestone / "milestone.json"
+    if not path.is_file():
+        raise KairosError(f"{milestone}: no milestone.json; pass a milestone folder, D/milestones/<step>")
+    plain = read_json(path)["config"]
+    plain["sampling"] = {**plain["sampling"], **overrides}
+    return experiment.validate(plain, str(path))
+
+
+def sample_milestone(job: Job, request: Request) -> None:
+    """Draw, decode and write the images of one milestone."""
+    from kairos.training.milestone import open_milestone
+
+    config = configuration(job.milestone, request.overrides)
+    options = config.sampling
+    device = compute.setup(config.training.threads, config.training.device, config.training.deterministic)
+    milestone = open_milestone(job.milestone, options.weights, device)
+    record = milestone.record
+    codec = open_codec(job.milestone, record, request.autoencoder, device)
+    seed = options.seed if request.seed is None else request.seed
+    scheme = base.build(SCHEDULERS, options.scheduler, milestone.process, options.steps)
+    clock.work_begins()
+
+    names = config.model.get("conditions") or []
+    latents = request.latents or job.milestone / "../../../../latents"
+    label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
+    progress = Progress(request.num, label, "image")
+    parts = []
+    with torch.inference_mode():
+        for indices, kept in batches(request.num, options.batch_size):
+            conditions = conditions_of(indices, names, record["conditions"], latents)
+            conditions = {name: values.to(device) for name, values in conditions.items()}
+            network = guided(milestone.model, conditions, record["conditions"], options.guidance_scale)
+            noise, generators = starting_noise(seed, indices, tuple(record["shape"]), device)
+            x0 = scheme(network, noise, generators)  # (batch, c, h, w)
+            parts.append(to_uint8(codec.decode(x0))[:kept].cpu().numpy())
+            progress.advance(kept)
+    progress.close()
+    images = np.concatenate(parts)  # (num, height, width, channels)
+
+    protocol = {
+        "identity": record["identity"],
+        "method": record["method"],
+        "training_seed": record["seed"],
+        "step": record["step"],
+        "weights": options.weights,
+        "model_files": _hashes(record["files"], options.weights),
+        "autoencoder_sha256": record["autoencoder_sha256"],
+        "scheduler": options.scheduler,
+        "steps": options.steps,
+        "guidance_scale": options.guidance_scale,
+        "seed": seed,
+        "num": request.num,
+    }
+    write_samples(job.out, images, protocol)
+    if job.grid is not None:
+        write_grid(job.grid, images[: options.grid])
+    say(f"{label}: {request.num} images in {job.out}")
+
+
+def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, device: torch.device | str) -> Any:
+    """The autoencoder that a milestone was trained with.
+
+    Raises:
+        KairosError: it is not there, or it is another one.
+    """
+    from kairos.autoencoders.codec import load_codec
+
+    folder = folder or milestone / "../../../../autoencoder"
+    if not (folder / "manifest.json").is_file():
+        raise KairosError(
+            f"{folder}: no autoencoder; pass --autoencoder DIR, the one that {milestone} was trained with"
+        )
+    codec = load_codec(folder, device)
+    if codec.manifest["sha256"] != record["autoencoder_sha256"]:
+        raise KairosError(
+            f"{folder}: autoencoder {codec.manifest['sha256'][:12]} is not the one that {milestone} was trained with "
+            f"({record['autoencoder_sha256'][:12]}); pass that one as --autoencoder DIR, or train again"
+        )
+    return codec
+
+
+def write_samples(path: Path, images: np.ndarray, protocol: dict[str, Any]) -> None:
+    """Write images and how they came about, atomically."""
+    with atomic(path) as file:
+        np.savez(file, images=images, protocol=np.array(json.dumps(protocol, sort_keys=True)))
+
+
+def read_samples(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """Images (uint8, N×H×W×C) of an npz file and their protocol, empty where the file holds none.
+
+    Raises:
+        KairosError: no such file, or not images as `kairos sample` writes them.
+    """
+    if not path.is_file():
+        raise KairosError(f"{path}: no such file; allowed: an npz file with `images`, uint8, N×H×W×C")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            images = file["images"]
+            protocol = json.loads(str(file["protocol"])) if "protocol" in file else {}
+    except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
+        raise KairosError(f"{path}: cannot be read as npz with `images` ({error})") from None
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] not in (1, 3):
+        raise KairosError(
+            f"{path}: images: got {images.dtype} {images.shape}, allowed: uint8, N×H×W×C with 1 or 3 channels"
+        )
+    return images, protocol
+
+
+def _hashes(files: dict[str, str], weights: str) -> dict[str, str]:
+    return {name: value for name, value in files.items() if name.startswith(f"{weights}/")}
