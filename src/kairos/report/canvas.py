@@ -1,0 +1,145 @@
+"""How all figures look: one colour, dash and marker per method everywhere, labels beside lines that do not overlap.
+
+Only matplotlib's object interface is used, and SVG files carry no date and no random ids: same numbers, same bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK, MUTED, GRID = "#1f2328", "#667079", "#e6e8eb"
+# Okabe and Ito's palette, distinct in every common colour blindness; the baseline is black, its yellow is too light
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3")
+_MARKERS = ("s", "D", "^", "v", "P", "X", "p")
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+
+STYLE = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib: same figures on every machine
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "text.color": INK,
+    "legend.frameon": False,
+    "svg.hashsalt": "kairos",
+    "svg.fonttype": "path",
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a method is drawn."""
+
+    color: str
+    marker: str
+    dash: Any
+
+
+@dataclass(frozen=True)
+class Label:
+    """A text beside the right edge of the axes, for the line that ends at height `y` (data)."""
+
+    y: float
+    text: str
+    color: str
+    bold: bool = False
+
+
+def looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
+    """A look per method, by its place in the configuration; the baseline is black."""
+    others = [method for method in methods if method != baseline]
+    table = {}
+    for k, method in enumerate(others):
+        cycle, place = divmod(k, len(_COLORS))
+        table[method] = Look(_COLORS[place], _MARKERS[place], _DASHES[cycle % len(_DASHES)])
+    if baseline is not None:
+        table[baseline] = Look("#000000", "o", "-")
+    return table
+
+
+def figure(width: float, height: float, rows: int = 1, columns: int = 1, **margins: float) -> tuple[Figure, Any]:
+    """A figure of a size in inches with a grid of axes (rows, columns); margins are in inches."""
+    result = Figure(figsize=(width, height), facecolor="white")
+    axes = result.subplots(rows, columns, squeeze=False)
+    left, right = margins.get("left", 0.75), margins.get("right", 0.2)
+    top, bottom = margins.get("top", 0.4), margins.get("bottom", 0.55)
+    cell = (width - left - right) / columns, (height - top - bottom) / rows
+    result.subplots_adjust(
+        left=left / width,
+        right=1 - right / width,
+        top=1 - top / height,
+        bottom=bottom / height,
+        wspace=margins.get("between", 0.5) / cell[0],
+        hspace=margins.get("above", 0.6) / cell[1],
+    )
+    return result, axes
+
+
+def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
+    """Write labels right of the axes at the heights of their lines, moved apart where they would overlap."""
+    if not labels:
+        return
+    box = axes.get_window_extent()
+    dpi = axes.get_figure(root=True).dpi  # type: ignore[union-attr]
+    gap = size * 1.3 / 72 * dpi / box.height  # line height as a share of the axes
+    ordered = sorted(labels, key=lambda label: label.y)
+    true = [float(axes.transAxes.inverted().transform(axes.transData.transform((1, label.y)))[1]) for label in ordered]
+    for label, height, place in zip(ordered, true, _spread_out(true, gap)):
+        axes.annotate(
+            label.text,
+            xy=(1.0, height),
+            xytext=(1.045, place),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            color=label.color,
+            fontsize=size,
+            fontweight="bold" if label.bold else "normal",
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": label.color, "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0},
+        )
+
+
+def _spread_out(heights: Sequence[float], gap: float) -> list[float]:
+    """Places in the order of `heights`, at least `gap` apart, each near its own: groups that touch share their middle."""
+    groups: list[tuple[float, int]] = []  # (middle, number of labels)
+    for height in heights:
+        middle, count = height, 1
+        while groups and middle - (count - 1) * gap / 2 < groups[-1][0] + (groups[-1][1] + 1) * gap / 2:
+            other, size = groups.pop()
+            middle, count = (middle * count + other * size) / (count + size), count + size
+        groups.append((middle, count))
+    return [middle + (k - (count - 1) / 2) * gap for middle, count in groups for k in range(count)]
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred moving average; at the ends over what there is."""
+    ones = np.ones(window)
+    return np.convolve(values, ones, "same") / np.convolve(np.ones(len(values)), ones, "same")
+
+
+def save(drawing: Figure, path: Path) -> None:
+    """Write a figure as PNG and SVG beside each other; `path` is without suffix."""
+    with matplotlib.rc_context(STYLE):
+        drawing.savefig(path.with_suffix(".png"), dpi=160, bbox_inches="tight", pad_inches=0.08)
+        drawing.savefig(path.with_suffix(".svg"), bbox_inches="tight", pad_inches=0.08, metadata={"Date": None})

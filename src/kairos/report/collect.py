@@ -1,0 +1,243 @@
+"""An experiment's results folder as plain values: everything that the report and the tracking import read."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kairos.config import Experiment
+from kairos.errors import KairosError
+from kairos.files import read_json, read_lines
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """One evaluated milestone of a training.
+
+    Attributes:
+        step: optimiser steps taken.
+        images: images seen.
+        seconds: training time up to here, accumulated over resumes; None where no clock was kept.
+        record: its ``milestone.json``.
+        strategy: columns t, p, w, effective; a row per timestep.
+        evaluation: its evaluation record.
+        grid: picture of the first samples.
+    """
+
+    step: int
+    images: int
+    seconds: float | None
+    record: Record
+    strategy: pd.DataFrame
+    evaluation: Record
+    grid: Path
+
+    def value(self, name: str) -> float | None:
+        """A metric, or one of val_loss, val_vlb, val_vlb_without_last; None where it was not measured."""
+        validation = self.evaluation.get("validation") or {}
+        found = validation if name.startswith("val_") else self.evaluation["metrics"]
+        return found.get(name.removeprefix("val_"))
+
+
+@dataclass(frozen=True)
+class Training:
+    """One method with one seed; `metrics` has a row per line of metrics.jsonl, `timing` per line of timing.jsonl."""
+
+    method: str
+    seed: int
+    milestones: tuple[Milestone, ...]
+    metrics: pd.DataFrame
+    timing: pd.DataFrame
+    record: Record
+
+    @property
+    def final(self) -> Milestone:
+        """The last milestone."""
+        return self.milestones[-1]
+
+    @property
+    def learned(self) -> bool:
+        """Whether the sampler learns while it trains."""
+        return bool(self.final.record.get("learned"))
+
+    def seconds(self, steps: Any) -> Any:
+        """Training time up to `steps`, interpolated between the clock's entries; NaN where no clock was kept."""
+        if self.timing.empty:
+            return np.full(np.shape(steps), np.nan)
+        known = self.timing.drop_duplicates("step", keep="last").sort_values("step")
+        return np.interp(steps, np.r_[0, known["step"]], np.r_[0.0, known["seconds"]])
+
+    @property
+    def started(self) -> datetime | None:
+        """When the training was first started."""
+        if self.timing.empty or "started" not in self.timing:
+            return None
+        return datetime.fromisoformat(str(self.timing["started"].iloc[0]))
+
+
+@dataclass(frozen=True)
+class Results:
+    """All results of an experiment: trainings in the order of the configuration, and what they are compared with."""
+
+    experiment: Experiment
+    folder: Path
+    trainings: tuple[Training, ...]
+    reference: Record
+    dataset: Record
+    autoencoder: Record
+    jobs: tuple[Record, ...]
+
+    @property
+    def metric(self) -> str:
+        """Name of the Fréchet distance: ``frechet_<extractor>``, or ``fid`` with Inception features."""
+        return str(self.reference["metric"])
+
+    @property
+    def methods(self) -> list[str]:
+        """Methods in the order of the configuration."""
+        return list(self.experiment.methods)
+
+    @property
+    def baseline(self) -> str | None:
+        """The method that samples uniformly and weights nothing, which factors refer to."""
+        for name, method in self.experiment.methods.items():
+            if method.sampler["name"] == "uniform" and method.weighting["name"] == "none":
+                return name
+        return None
+
+    def of(self, method: str) -> list[Training]:
+        """The trainings of a method, one per seed."""
+        return [training for training in self.trainings if training.method == method]
+
+
+def collect(experiment: Experiment, folder: Path | str) -> Results:
+    """Read the results of every method and seed of the experiment.
+
+    Raises:
+        KairosError: something is missing or damaged (named, with the command that makes it), or an evaluation used
+            another extractor or other reference statistics than the reference rows.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise KairosError(f"--results: {folder} is no folder; `make run EXPERIMENT=...` makes results/<experiment>")
+    trainings = tuple(
+        _training(folder / method / f"seed{seed}", experiment, method, seed)
+        for method in experiment.methods
+        for seed in experiment.seeds
+    )
+    results = Results(
+        experiment=experiment,
+        folder=folder,
+        trainings=trainings,
+        reference=_json(folder / "reference" / "reference.json", "reference"),
+        dataset=_json(folder / "dataset" / "manifest.json", "prepare"),
+        autoencoder=_json(folder / "autoencoder" / "manifest.json", "autoencoder"),
+        jobs=tuple(_json(path, "--timing") for path in sorted(folder.glob("timing/**/*.json"))),
+    )
+    _check_comparable(results)
+    return results
+
+
+def real_images(results: Results, count: int) -> np.ndarray:
+    """The first `count` held-out images, uint8 (count, height, width, channels)."""
+    dataset = results.folder / "dataset"
+    indices = _read(dataset / "heldout.npy", "prepare", np.load)[:count]
+    images = _read(dataset / "images.npy", "prepare", functools.partial(np.load, mmap_mode="r"))
+    return np.asarray(images[indices])
+
+
+def _training(folder: Path, experiment: Experiment, method: str, seed: int) -> Training:
+    record = _json(folder / "training.json", "train")
+    metrics = _lines(folder / "metrics.jsonl", required=True)
+    timing = _lines(folder / "timing.jsonl", required=False)
+    clock = {int(step): float(seconds) for step, seconds in zip(timing.get("step", []), timing.get("seconds", []))}
+    milestones = tuple(_milestone(folder, step, clock) for step in experiment.milestones)
+    return Training(method, seed, milestones, metrics, timing, record)
+
+
+def _milestone(folder: Path, step: int, clock: dict[int, float]) -> Milestone:
+    name = f"{step:07d}"
+    place = folder / "milestones" / name
+    record = _json(place / "milestone.json", "train")
+    grid = folder / "samples" / f"{name}.png"
+    if not grid.exists():
+        raise _missing(grid, "sample")
+    return Milestone(
+        step=step,
+        images=int(record["images_seen"]),
+        seconds=0.0 if step == 0 else clock.get(step),
+        record=record,
+        strategy=_read(place / "strategy.csv", "train", pd.read_csv),
+        evaluation=_json(folder / "evaluation" / f"{name}.json", "evaluate"),
+        grid=grid,
+    )
+
+
+def _check_comparable(results: Results) -> None:
+    for training in results.trainings:
+        for milestone in training.milestones:
+            protocol = milestone.evaluation["protocol"]
+            for key in ("extractor_hash", "reference_hash"):
+                if protocol[key] != results.reference[key]:
+                    path = results.folder / training.method / f"seed{training.seed}" / "evaluation"
+                    raise KairosError(
+                        f"{path / f'{milestone.step:07d}.json'}: its {key} {protocol[key][:12]} is not that of "
+                        f"reference/reference.json ({results.reference[key][:12]}), so the two cannot be compared; "
+                        "run `kairos evaluate` again"
+                    )
+            if results.metric not in milestone.evaluation["metrics"]:
+                raise KairosError(
+                    f"{training.method} seed {training.seed} step {milestone.step}: its evaluation has no "
+                    f"{results.metric}; run `kairos evaluate` again"
+                )
+
+
+def _missing(path: Path, command: str) -> KairosError:
+    return KairosError(
+        f"{path} is missing; `kairos {command}` makes it (`make run EXPERIMENT=...` runs all that is missing)"
+    )
+
+
+def _read(path: Path, command: str, reader: Callable[[Path], Any]) -> Any:
+    try:
+        return reader(path)
+    except FileNotFoundError:
+        raise _missing(path, command) from None
+    except ValueError as error:
+        raise KairosError(
+            f"{path} cannot be read ({error}); delete it and let `kairos {command}` make it again"
+        ) from None
+
+
+def _json(path: Path, command: str) -> Record:
+    record: Record = _read(path, command, read_json)
+    return record
+
+
+def _lines(path: Path, required: bool) -> pd.DataFrame:
+    """A JSON-lines file as a table; a dictionary in a line becomes columns with dotted names."""
+    if required and not path.exists():
+        raise _missing(path, "train")
+
+    def parse(path: Path) -> pd.DataFrame:
+        return pd.DataFrame([_flat(json.loads(line)) for line in read_lines(path)])
+
+    return _read(path, "train", parse)
+
+
+def _flat(record: Record, prefix: str = "") -> Record:
+    flat: Record = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,161 @@
+"""Figures over training: the distance by steps and by time, training losses, validation loss per timestep."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, smooth
+from kairos.report.collect import Results
+from kairos.report.table import curve
+
+_REFERENCE_LABELS = {
+    "floor": "floor: real, held out",
+    "reconstruction": "reconstruction",
+    "gaussian": "gaussian",
+    "noise": "noise",
+}
+_POINTS = 1500  # points of a drawn line; more are not visible
+
+
+def metric_label(name: str) -> str:
+    """What an axis says about a metric."""
+    if name == "fid":
+        return "FID (lower is better)"
+    return f"Fréchet distance, {name.removeprefix('frechet_')} features (lower is better)"
+
+
+def metric_against_steps(results: Results, looks: dict[str, Look]) -> Figure:
+    """Distance against optimiser steps."""
+    return _metric(results, looks, time=False)
+
+
+def metric_against_time(results: Results, looks: dict[str, Look]) -> Figure:
+    """Distance against training time."""
+    return _metric(results, looks, time=True)
+
+
+def training_loss(results: Results, looks: dict[str, Look]) -> Figure:
+    """Smoothed training losses: as minimised, and the squared error without weights; mean over seeds."""
+    drawing, grid = figure(10, 3.9, 1, 2, right=1.45, between=1.9)
+    panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
+    for axes, (column, title) in zip(grid[0], panels):
+        labels = []
+        for method, look in looks.items():
+            table = _mean_over_seeds(results, method, column)
+            if table is None:
+                continue
+            steps, values = table
+            values = smooth(values, max(1, len(values) // 40))
+            keep = slice(None, None, -(-len(steps) // _POINTS))
+            axes.plot(steps[keep], values[keep], color=look.color, linestyle=look.dash, linewidth=1.4)
+            labels.append(Label(float(values[-1]), method, look.color))
+        axes.set(title=title, xlabel="training step", ylabel="loss (smoothed, log)", yscale="log")
+        axes.margins(x=0)
+        label_lines(axes, labels)
+    return drawing
+
+
+def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
+    """Validation loss per timestep at the last milestone: linear, logarithmic, and relative to uniform."""
+    baseline = results.baseline
+    drawing, grid = figure(10, 3.9 if baseline is None else 7.4, 1 if baseline is None else 2, 2, right=1.45, above=0.95)
+    losses = {method: _per_timestep(results, method) for method in looks}
+    for axes, scale in zip(grid[0], ("linear", "log")):
+        for method, look in looks.items():
+            timesteps, values = losses[method]
+            axes.plot(timesteps, values, color=look.color, linestyle=look.dash, linewidth=1.4, label=method)
+        axes.set(xlabel="timestep t (0: almost clean)", ylabel="validation loss", yscale=scale)
+        axes.set_title(f"Loss per timestep, {scale} axis")
+        axes.margins(x=0)
+    ends = [Label(float(losses[m][1][-1]), m, look.color) for m, look in looks.items()]
+    label_lines(grid[0][1], ends)
+    if baseline is None:
+        return drawing
+    for axes in grid[1]:
+        axes.remove()
+    axes = drawing.add_subplot(grid[1][0].get_gridspec()[1, :])
+    labels = []
+    for method, look in looks.items():
+        timesteps, values = losses[method]
+        ratio = values / losses[baseline][1]
+        axes.plot(timesteps, ratio, color=look.color, linestyle=look.dash, linewidth=1.4)
+        labels.append(Label(float(ratio[-1]), method, look.color))
+    axes.set(xlabel="timestep t (0: almost clean)", ylabel=f"loss / loss of {baseline}", yscale="log")
+    axes.set_title(f"Relative to {baseline}: below 1 is better there")
+    _plain_log(axes)
+    axes.margins(x=0)
+    label_lines(axes, labels)
+    return drawing
+
+
+def _metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
+    drawing, grid = figure(8.6, 5.2, right=2.0)
+    axes = grid[0][0]
+    curves = {method: curve(results, method) for method in looks}
+    longest = max((c.seconds[-1] for c in curves.values() if np.isfinite(c.seconds[-1])), default=0.0)
+    unit, divisor = ("h", 3600) if longest > 3 * 3600 else ("min", 60) if longest > 180 else ("s", 1)
+    labels = []
+    for method, look in looks.items():
+        own = curves[method]
+        x = own.seconds / divisor if time else own.steps
+        down = np.minimum(own.spread, own.mean * 0.999)  # a log axis has no zero
+        axes.fill_between(x, own.mean - down, own.mean + own.spread, color=look.color, alpha=0.13, linewidth=0)
+        axes.errorbar(
+            x, own.mean, yerr=[down, own.spread], color=look.color, linestyle=look.dash, marker=look.marker,
+            markersize=4.5, linewidth=1.6, elinewidth=0.9, capsize=2,
+        )  # fmt: skip
+        labels.append(Label(float(own.mean[-1]), method, look.color, bold=True))
+    for name, row in results.reference["rows"].items():
+        value = row.get(results.metric)
+        if value is not None and value > 0:
+            axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+            labels.append(Label(float(value), _REFERENCE_LABELS.get(name, name), MUTED))
+    axes.set(yscale="log", ylabel=metric_label(results.metric))
+    _plain_log(axes)
+    if time:
+        axes.set_xlabel(f"training time in {unit}")
+    else:
+        axes.set_xlabel(f"training step ({results.experiment.training.batch_size} images each)")
+        _step_axis(axes, next(iter(curves.values())).steps)
+    right = max((c.seconds[-1] / divisor if time else c.steps[-1]) for c in curves.values())
+    if np.isfinite(right):
+        axes.set_xlim(right=right * 1.01)
+    label_lines(axes, labels)
+    return drawing
+
+
+def _step_axis(axes: Axes, steps: np.ndarray) -> None:
+    """Linear for evenly spread milestones, logarithmic past the first one where they grow by orders of magnitude."""
+    if steps[-1] / steps[1] > 20:
+        axes.set_xscale("symlog", linthresh=steps[1], linscale=0.4)
+    axes.set_xticks(steps, [f"{step:,.0f}" for step in steps])
+    axes.set_xlim(left=-0.03 * steps[1] if steps[-1] / steps[1] > 20 else -0.015 * steps[-1])
+
+
+def _plain_log(axes: Axes) -> None:
+    """Numbers instead of powers of ten on a log axis, with enough ticks on a short one."""
+    low, high = axes.get_ylim()
+    decades = np.log10(high / low)
+    subs = (1.0, 2.0, 5.0) if decades < 3 else (1.0,)
+    if decades < 0.7:
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+    else:
+        axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _mean_over_seeds(results: Results, method: str, column: str) -> tuple[np.ndarray, np.ndarray] | None:
+    tables = [training.metrics for training in results.of(method)]
+    if any(column not in table for table in tables):
+        return None
+    joined = tables[0][["step"]].copy()
+    joined["value"] = np.mean([table[column].to_numpy(float)[: len(joined)] for table in tables], axis=0)
+    return joined["step"].to_numpy(float), joined["value"].to_numpy(float)
+
+
+def _per_timestep(results: Results, method: str) -> tuple[np.ndarray, np.ndarray]:
+    tables = [training.final.evaluation["validation"]["per_timestep"] for training in results.of(method)]
+    timesteps = np.array([entry["t"] for entry in tables[0]], float)
+    return timesteps, np.mean([[entry["loss"] for entry in table] for table in tables], axis=0)

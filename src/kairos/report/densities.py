@@ -1,0 +1,75 @@
+"""Figures of the strategies themselves: density p(t) and effective weight p(t)·w(t), over training."""
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from kairos.report.canvas import INK, MUTED, Look, figure
+from kairos.report.collect import Results
+from kairos.report.table import NOT_MOVED, moved
+
+_COLUMNS = 3
+
+
+def density(results: Results, looks: dict[str, Look]) -> Figure:
+    """p(t) of every method at every milestone, as a multiple of uniform's."""
+    return _panels(results, "p", "T · p(t)  (uniform: 1)", "linear")
+
+
+def effective_weight(results: Results, looks: dict[str, Look]) -> Figure:
+    """p(t)·w(t) of every method at every milestone: what the optimiser sees."""
+    return _panels(results, "effective", "T · p(t) · w(t)", "log")
+
+
+def _panels(results: Results, column: str, label: str, scale: str) -> Figure:
+    methods = results.methods
+    steps = results.experiment.milestones
+    columns = min(_COLUMNS, len(methods))
+    rows = -(-len(methods) // columns)
+    drawing, grid = figure(
+        9.6, 0.75 + 2.25 * rows, rows, columns, top=0.75, bottom=0.55, between=0.3, above=0.5, left=0.7
+    )
+    colors = matplotlib.colormaps["viridis"](np.linspace(0.92, 0.0, len(steps)))
+    highest, changing = 0.0, False
+    for place, axes in enumerate(grid.flat):
+        if place >= len(methods):
+            axes.remove()
+            continue
+        trainings = results.of(methods[place])
+        fixed = all(np.array_equal(m.strategy[column], t.final.strategy[column]) for t in trainings for m in t.milestones)
+        changing = changing or not fixed
+        for training in trainings[:1] if fixed else trainings:
+            for milestone, color in zip(training.milestones[-1:] if fixed else training.milestones, colors):
+                table = milestone.strategy
+                values = table[column].to_numpy(float) * len(table)
+                highest = max(highest, float(values.max()))
+                axes.plot(table["t"], values, color=INK if fixed else color, linewidth=1.4 if fixed else 1.2)
+        axes.axhline(1, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
+        axes.set_title(methods[place], fontsize=9.5)
+        axes.text(1, 1.05, _note(trainings), transform=axes.transAxes, ha="right", fontsize=8, color=MUTED)
+        axes.set_yscale(scale)
+        axes.margins(x=0)
+        if place + columns >= len(methods):
+            axes.set_xlabel("timestep t")
+        else:
+            axes.tick_params(labelbottom=False)
+        if place % columns == 0:
+            axes.set_ylabel(label)
+        else:
+            axes.tick_params(labelleft=False)
+    for axes in drawing.axes:
+        axes.set_ylim(*((0, highest * 1.08) if scale == "linear" else (highest * 1e-4, highest * 2)))
+    handles = [Line2D([], [], color=INK, linewidth=1.6, label="does not change")]
+    if changing:
+        handles += [Line2D([], [], color=color, linewidth=2, label=f"step {step:,}") for color, step in zip(colors, steps)]
+    drawing.legend(handles=handles, loc="upper left", ncols=len(handles), bbox_to_anchor=(0.06, 1.0), fontsize=8.5)
+    return drawing
+
+
+def _note(trainings: list) -> str:  # type: ignore[type-arg]
+    distances = [distance for distance in map(moved, trainings) if distance is not None]
+    if not distances:
+        return "fixed"
+    text = f"moved by {max(distances):.2f}" if max(distances) >= NOT_MOVED else "has not moved"
+    return f"learned, {text}"

@@ -1,0 +1,66 @@
+"""Figures of images: every method at every milestone, and the final samples beside real images."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+from kairos.report.canvas import INK, MUTED, Look, figure
+from kairos.report.collect import Results, real_images
+
+
+def samples(results: Results, looks: dict[str, Look]) -> Figure:
+    """Grids of the first seed: a row per method, a column per milestone."""
+    methods, steps = results.methods, results.experiment.milestones
+    side = min(1.9, 9.0 / len(steps))
+    drawing, grid = figure(
+        1.25 + side * len(steps), 0.35 + side * len(methods), len(methods), len(steps),
+        left=1.15, right=0.05, top=0.3, bottom=0.05, between=0.08, above=0.08,
+    )  # fmt: skip
+    for row, method in zip(grid, methods):
+        for axes, milestone in zip(row, results.of(method)[0].milestones):
+            _show(axes, _picture(milestone.grid))
+        row[0].text(-0.06, 0.5, method, transform=row[0].transAxes, ha="right", va="center", fontweight="bold")
+    for axes, step in zip(grid[0], steps):
+        axes.set_title("untrained" if step == 0 else f"step {step:,}", loc="center", fontsize=9.5)
+    return drawing
+
+
+def final_samples(results: Results, looks: dict[str, Look]) -> Figure:
+    """Real held-out images and every method's last milestone (first seed), in one picture each."""
+    pictures = [("real, held out", tile(real_images(results, results.experiment.sampling.grid)))]
+    pictures += [(method, _picture(results.of(method)[0].final.grid)) for method in results.methods]
+    columns = min(4, len(pictures))
+    rows = -(-len(pictures) // columns)
+    drawing, grid = figure(
+        9.6, 0.15 + 2.65 * rows, rows, columns, left=0.05, right=0.05, top=0.35, bottom=0.05, between=0.15, above=0.4
+    )
+    for place, axes in enumerate(grid.flat):
+        if place >= len(pictures):
+            axes.remove()
+            continue
+        _show(axes, pictures[place][1])
+        axes.set_title(pictures[place][0], fontsize=9.5, color=MUTED if place == 0 else INK)
+    return drawing
+
+
+def tile(images: np.ndarray, gap: int = 2) -> np.ndarray:
+    """Images (n, height, width, channels) on a nearly square grid with white gaps, uint8."""
+    count, height, width, channels = images.shape
+    columns = int(np.ceil(np.sqrt(count)))
+    rows = -(-count // columns)
+    canvas = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, np.uint8)
+    for k, image in enumerate(images):
+        y, x = gap + (k // columns) * (height + gap), gap + (k % columns) * (width + gap)
+        canvas[y : y + height, x : x + width] = image
+    return canvas
+
+
+def _picture(path: object) -> np.ndarray:
+    with Image.open(path) as image:  # type: ignore[arg-type]
+        return np.asarray(image.convert("RGB"))
+
+
+def _show(axes: Axes, picture: np.ndarray) -> None:
+    axes.imshow(picture.squeeze(), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+    axes.axis("off")

@@ -1,0 +1,72 @@
+"""summary.csv: one row per evaluated milestone and one per reference row, each with the protocol of its numbers."""
+
+import csv
+import io
+from typing import Any
+
+from kairos.config import REFERENCE_ROWS
+from kairos.report.collect import Milestone, Results, Training
+
+_PROTOCOL = ("n_samples", "sampler", "sampler_steps", "weights", "extractor_hash", "reference_hash", "eval_seed")
+_OPTIONAL_PROTOCOL = ("sets", "spacing", "clip", "sample_seed", "guidance_scale")
+
+
+def columns(results: Results) -> list[str]:
+    """The columns in their order: those a script may rely on, then whatever else was measured."""
+    metric = results.metric
+    fixed = ["experiment", "method", "seed", "step", "images_seen", "train_seconds"]
+    fixed += [metric, f"{metric}_spread", "val_loss", "val_vlb", *_PROTOCOL]
+    measured = [name for milestone in _milestones(results) for name in milestone.evaluation["metrics"]]
+    measured += [name for row in results.reference["rows"].values() for name in row]
+    optional = [name for name in dict.fromkeys(measured) if name not in fixed and not name.endswith("_sets")]
+    return [*fixed, *optional, "val_vlb_without_last", *_OPTIONAL_PROTOCOL, "extractor", "identity"]
+
+
+def rows(results: Results) -> list[dict[str, Any]]:
+    """The table's rows: every training's milestones in the order of the configuration, then the reference rows."""
+    table = [_row(results, training, milestone) for training in results.trainings for milestone in training.milestones]
+    reference = results.reference
+    for name in REFERENCE_ROWS:
+        if name in reference["rows"]:
+            shared = {key: reference.get(key) for key in ("extractor", "extractor_hash", "reference_hash", "sets")}
+            table.append(
+                {
+                    "experiment": results.experiment.experiment,
+                    "method": name,
+                    **reference["rows"][name],
+                    "n_samples": reference["num_samples"],
+                    "eval_seed": results.experiment.evaluation.seed,
+                    **shared,
+                }
+            )
+    return table
+
+
+def text(results: Results) -> str:
+    """The content of summary.csv; floats have as many digits as they need to be read back exactly."""
+    names = columns(results)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: value for key, value in row.items() if value is not None} for row in rows(results))
+    return file.getvalue()
+
+
+def _row(results: Results, training: Training, milestone: Milestone) -> dict[str, Any]:
+    validation = ("val_loss", "val_vlb", "val_vlb_without_last")
+    return {
+        "experiment": results.experiment.experiment,
+        "method": training.method,
+        "seed": training.seed,
+        "step": milestone.step,
+        "images_seen": milestone.images,
+        "train_seconds": milestone.seconds,
+        **milestone.evaluation["metrics"],
+        **{name: milestone.value(name) for name in validation},
+        **milestone.evaluation["protocol"],
+        "identity": milestone.record["identity"],
+    }
+
+
+def _milestones(results: Results) -> list[Milestone]:
+    return [milestone for training in results.trainings for milestone in training.milestones]

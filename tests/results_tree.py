@@ -1,0 +1,196 @@
+"""Writes a small results/<experiment>/ tree in the formats of the pipeline, with numbers of a made-up but lawful training.
+
+For tests of what reads results (report, tracking) without training anything.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from kairos.config import Experiment, validate
+from kairos.files import write_json, write_text
+
+METRIC = "frechet_classifier32"
+T = 100
+EXTRACTOR_HASH = "e" * 64
+REFERENCE_HASH = "f" * 64
+# method: (sampler and weighting, final distance, speed of the fall)
+METHODS: dict[str, tuple[dict[str, Any], float, float]] = {
+    "uniform": ({"sampler": "uniform"}, 24.0, 1.0),
+    "p2": ({"sampler": "uniform", "weighting": "p2"}, 23.6, 1.0),
+    "min_snr": ({"sampler": "uniform", "weighting": "min_snr"}, 17.0, 1.5),
+    "log_normal": ({"sampler": "log_normal"}, 31.0, 0.9),
+    "speed": ({"sampler": "speed", "weighting": "change_aware"}, 18.0, 1.4),
+    "adaptive": ({"sampler": {"name": "adaptive", "frequency": 4}}, 29.0, 0.9),
+}
+
+
+def experiment(seeds: tuple[int, ...] = (0, 1), methods: tuple[str, ...] = tuple(METHODS)) -> dict[str, Any]:
+    """The experiment file's values."""
+    return {
+        "experiment": "tiny",
+        "seeds": list(seeds),
+        "autoencoder": {"kind": "train"},
+        "model": "dit",
+        "diffusion": {"process": {"name": "discrete", "timesteps": T}},
+        "training": {"batch_size": 64, "milestones": [100, 200, 400]},
+        "methods": {method: METHODS[method][0] for method in methods},
+        "sampling": {"steps": 20, "grid": 16},
+        "evaluation": {"extractor": {"name": "classifier", "features": 32}, "num_samples": 400},
+    }
+
+
+def write(root: Path, seeds: tuple[int, ...] = (0, 1), methods: tuple[str, ...] = tuple(METHODS)) -> tuple[Path, Path]:
+    """Write the experiment file and its results below `root`; returns both paths."""
+    values = experiment(seeds, methods)
+    config = root / "tiny.yaml"
+    write_text(config, yaml.safe_dump(values, sort_keys=False))
+    checked = validate(values)
+    results = root / "results" / "tiny"
+    _write_shared(results)
+    for method in methods:
+        for seed in seeds:
+            _write_training(results / method / f"seed{seed}", checked, method, seed)
+    return config, results
+
+
+def distance(method: str, seed: int, step: int) -> float:
+    """The made-up distance: an exponential fall from 320 to the method's final value at step 400."""
+    _, final, speed = METHODS[method]
+    share = (np.exp(-step * speed / 80) - np.exp(-400 * speed / 80)) / (1 - np.exp(-400 * speed / 80))
+    return float(final + (320 - final) * share + (0.3 * (seed - 0.5) if step else 0.0))
+
+
+def _write_shared(results: Path) -> None:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (60, 8, 8, 1), dtype=np.uint8)
+    (results / "dataset").mkdir(parents=True)
+    np.save(results / "dataset" / "images.npy", images)
+    np.save(results / "dataset" / "heldout.npy", np.arange(40, 60))
+    write_json(
+        results / "dataset" / "manifest.json",
+        {
+            "source": "digits", "count": 60, "height": 8, "width": 8, "channels": 1, "classes": ["0", "1"],
+            "train_count": 40, "heldout_count": 20, "content_sha256": "d" * 64, "skipped": [],
+        },
+    )  # fmt: skip
+    write_json(
+        results / "autoencoder" / "manifest.json",
+        {"kind": "train", "class": "AutoencoderKL", "latent_shape": [4, 4, 4], "psnr": 24.7, "sha256": "a" * 64},
+    )
+    rows = {"floor": 8.6, "reconstruction": 9.1, "gaussian": 88.0, "noise": 957.0}
+    write_json(
+        results / "reference" / "reference.json",
+        {
+            "extractor": "classifier32", "extractor_hash": EXTRACTOR_HASH, "metric": METRIC, "features": 32,
+            "accuracy": 0.981, "reference_hash": REFERENCE_HASH, "num_samples": 400, "sets": 3,
+            "rows": {
+                name: {METRIC: value, f"{METRIC}_spread": value * 0.02, "kid": value / 1000, "kid_spread": 0.001}
+                for name, value in rows.items()
+            },
+        },
+    )  # fmt: skip
+    for stage, cpu, startup in (("prepare", 3.0, 2.0), ("sample", 25.0, 12.5), ("evaluate", 20.0, 10.0)):
+        for k in range(2):
+            write_json(
+                results / "timing" / f"{stage}-{k}.json",
+                {
+                    "stage": stage, "wall_seconds": cpu + 1, "cpu_seconds": cpu, "startup_wall_seconds": startup + 1,
+                    "startup_cpu_seconds": startup, "peak_rss_bytes": int(6e8) + k,
+                },
+            )  # fmt: skip
+
+
+def _write_training(folder: Path, checked: Experiment, method: str, seed: int) -> None:
+    learned = method == "adaptive"
+    rng = np.random.default_rng([seed, 7])
+    identity = f"{method}-{seed}".encode().hex().ljust(64, "0")
+    lines = []
+    for step in range(1, 401):
+        loss = 0.2 + 0.9 * np.exp(-step / 90) + 0.03 * rng.standard_normal()
+        sampler = {"a": 1 - step / 1000, "b": 1.0} if learned else {}
+        lines.append(
+            {
+                "step": step, "images": 64 * step, "loss": loss, "mse": loss * 1.1, "lr": 1e-3, "grad_norm": 0.5,
+                "sampler": sampler,
+            }
+        )  # fmt: skip
+    write_text(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    per_step = 0.06 if learned else 0.05
+    timing = [
+        {"step": step, "seconds": per_step * step, "steps_run": step, "started": "2026-01-02T03:04:05+00:00"}
+        for step in checked.milestones
+    ]
+    write_text(folder / "timing.jsonl", "".join(json.dumps(line) + "\n" for line in timing))
+    for k, step in enumerate(checked.milestones):
+        _write_milestone(folder, checked, method, seed, step, k, identity)
+    write_json(
+        folder / "training.json",
+        {
+            "identity": identity, "method": method, "seed": seed, "steps": 400, "milestones": [0, 100, 200, 400],
+            "components": {name: "c" * 64 for name in ("model", "ema", "optimizer", "strategy", "metrics")},
+            "provenance": {"kairos": "0.1.0", "torch": "2.9.0", "git_commit": "0123456789abcdef"},
+        },
+    )  # fmt: skip
+
+
+def _write_milestone(
+    folder: Path, checked: Experiment, method: str, seed: int, step: int, k: int, identity: str
+) -> None:
+    learned = method == "adaptive"
+    place = folder / "milestones" / f"{step:07d}"
+    t = np.arange(T)
+    u = (t + 0.5) / T
+    a = 1 - 0.12 * k if learned else 1.0
+    p = {"log_normal": np.exp(-(np.log(u / (1 - u)) ** 2) / 2) / (u * (1 - u)), "speed": np.where(t < 70, 5.0, 1.0)}.get(
+        method, u ** (a - 1)
+    )
+    p = p / p.sum()
+    snr = np.exp(9 - 16 * u)
+    w = {"p2": 1 / (1 + snr), "min_snr": np.minimum(snr, 5) / snr, "speed": 0.4 + 0.2 * np.sin(np.pi * u)}.get(
+        method, np.ones(T)
+    )
+    table = "".join(f"{t},{p[t]!r},{w[t]!r},{(p * w)[t]!r}\n" for t in range(T)).replace("np.float64(", "").replace(")", "")
+    write_text(place / "strategy.csv", "t,p,w,effective\n" + table)
+    moved = float(abs(p - 1 / T).sum() / 2)
+    strategy = {"updates": 25 * k, "a": a, "b": 1.0, "tv_from_start": moved} if learned else {"tv_from_start": 0.0}
+    write_json(
+        place / "milestone.json",
+        {
+            "step": step, "images_seen": 64 * step, "identity": identity, "method": method, "seed": seed,
+            "config": checked.plain(), "shape": [4, 4, 4], "conditions": {}, "autoencoder_sha256": "a" * 64,
+            "dataset_sha256": "d" * 64, "strategy": strategy, "learned": learned,
+            "provenance": {"kairos": "0.1.0", "torch": "2.9.0", "git_commit": "0123456789abcdef"}, "files": {},
+        },
+    )  # fmt: skip
+    value = distance(method, seed, step)
+    sets = [value * factor for factor in (0.97, 1.0, 1.03)]
+    strata = [{"t": t0 + 2, "stratum": [t0, t0 + 5], "c": 0.01, "loss": 0.9 * np.exp(-t0 / 40) + 2 / (step + 50)}
+              for t0 in range(0, T, 5)]  # fmt: skip
+    loss = float(np.mean([entry["loss"] for entry in strata])) * (1.02 if method == "log_normal" else 1.0)
+    write_json(
+        folder / "evaluation" / f"{step:07d}.json",
+        {
+            "step": step,
+            "metrics": {
+                METRIC: value, f"{METRIC}_spread": float(np.std(sets, ddof=1)), f"{METRIC}_sets": sets,
+                "kid": value / 1000, "kid_spread": 0.001,
+            },
+            "protocol": {
+                "extractor": "classifier32", "extractor_hash": EXTRACTOR_HASH, "n_samples": 400, "sets": 3,
+                "sampler": "ddim", "sampler_steps": 20, "spacing": "trailing", "clip": False, "weights": "ema",
+                "reference_hash": REFERENCE_HASH, "sample_seed": 0, "eval_seed": 0,
+            },
+            "validation": {"loss": loss, "vlb": loss / 30, "vlb_without_last": loss / 31, "per_timestep": strata},
+            "warnings": ["fewer than ten times as many images as features"] if step == 0 else [],
+        },
+    )  # fmt: skip
+    grid = np.random.default_rng([step, seed]).integers(0, 256, (42, 42), dtype=np.uint8)
+    grid[:, ::10], grid[:, 1::10], grid[::10], grid[1::10] = 255, 255, 255, 255
+    path = folder / "samples" / f"{step:07d}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(grid).save(path)
