@@ -1,0 +1,245 @@
+"""Training: exact resume, identity, milestones, damage, locks; every claim with the number of steps computed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from training_case import command, experiment, make_latents, train_command, write_experiment
+
+from kairos.errors import DamagedError, KairosError
+from kairos.files import read_json, write_text
+from kairos.training import checkpoint
+from kairos.training.milestone import check_milestone, open_milestone
+from kairos.training.order import batch_positions
+from kairos.training.run import train
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory) -> Path:
+    return make_latents(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def finished(latents, tmp_path_factory) -> Path:
+    """An uninterrupted training of adaptive with Min-SNR."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    done = train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
+    assert done["steps_run"] == 40
+    return out
+
+
+def components(out: Path) -> dict[str, str]:
+    return read_json(out / "training.json")["components"]
+
+
+def acknowledge(out: Path) -> None:
+    for path in out.glob(".state/*/complete/*.json"):
+        path.with_suffix(".acknowledged").touch()
+
+
+def test_outputs_of_a_training(finished):
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert lines[-1]["images"] == 640 and lines[-1]["sampler"]["updates"] == 7
+    assert set(lines[0]) == {"step", "images", "loss", "mse", "lr", "grad_norm", "sampler"}
+    assert lines[0]["lr"] == pytest.approx(2e-4) and lines[-1]["lr"] == 1e-3
+    for step in (0, 20, 40):
+        record = check_milestone(finished / "milestones" / f"{step:07d}")
+        assert record["step"] == step and record["config"]["experiment"] == "case"
+    assert read_json(finished / "milestones" / "0000000" / "milestone.json")["strategy"]["tv_from_start"] == 0
+    assert read_json(finished / "milestones" / "0000040" / "milestone.json")["strategy"]["tv_from_start"] > 0
+
+
+def test_two_trainings_are_equal_to_the_last_byte(finished, latents, tmp_path):
+    train(experiment(), "adaptive", 0, tmp_path / "run", latents, [0, 20, 40])
+    assert components(tmp_path / "run") == components(finished)
+    for name in ("checkpoint.pt", "metrics.jsonl", "training.json", "milestones/0000040/milestone.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes(), name
+
+
+def test_segments_equal_one_training(finished, latents, tmp_path):
+    out = tmp_path / "run"
+    assert train(experiment(), "adaptive", 0, out, latents, [0, 20])["steps_run"] == 20
+    assert train(experiment(), "adaptive", 0, out, latents, [40])["steps_run"] == 20
+    assert components(out) == components(finished)
+
+
+def test_raising_the_last_milestone_computes_only_the_new_steps(finished, latents, tmp_path):
+    out = tmp_path / "run"
+    train(experiment(), "adaptive", 0, out, latents, [0, 20])
+    acknowledge(out)
+    shutil.rmtree(out / "milestones")  # as dvc and snakemake do before they run a job again
+    assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 20
+    assert components(out) == components(finished) and check_milestone(out / "milestones" / "0000020")
+
+
+def test_a_finished_training_whose_books_were_not_written_computes_nothing_again(finished, latents, tmp_path):
+    out = tmp_path / "run"
+    train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
+    shutil.rmtree(out / "milestones")
+    (out / "training.json").unlink()
+    assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 0
+    assert components(out) == components(finished) and check_milestone(out / "milestones" / "0000040")
+
+
+def test_an_acknowledged_training_asked_for_again_starts_over(finished, latents, tmp_path):
+    out = tmp_path / "run"
+    train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
+    acknowledge(out)
+    assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 40
+    assert components(out) == components(finished)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"training__batch_size": 8},
+        {"training__optimizer__lr": 2e-3},
+        {"diffusion__prediction": "v"},
+        {"model__depth": 2},
+        {"training__ema__decay": 0.9},
+    ],
+)
+def test_changed_parameters_never_resume_old_weights(latents, tmp_path, change):
+    plain = experiment({"uniform": {}})
+    if "model__depth" in change:
+        changed = experiment({"uniform": {}}, model={**plain["model"], "depth": 2})
+    else:
+        base = {"training__milestones": [20, 40]}
+        changed = experiment({"uniform": {}}, **base, **change)
+    first = train(plain, "uniform", 0, tmp_path / "run", latents, [0, 2])
+    second = train(changed, "uniform", 0, tmp_path / "run", latents, [0, 2])
+    assert second["steps_run"] == 2 and second["identity"] != first["identity"]
+
+
+def test_lengths_logging_and_names_are_no_part_of_the_identity(latents, tmp_path):
+    plain = experiment({"uniform": {}})
+    same = experiment(
+        {"other": {}}, training__milestones=[3, 9], training__log_every=2, training__segments=2,
+        training__checkpoint_every=7,
+    )  # fmt: skip
+    first = train(plain, "uniform", 0, tmp_path / "a", latents, [0, 1])
+    second = train(same, "other", 0, tmp_path / "b", latents, [0, 1])
+    assert first["identity"] == second["identity"]
+
+
+def test_methods_of_a_seed_see_the_same_images_and_noise(latents, tmp_path):
+    outs = []
+    for method in ("uniform", "p2"):
+        plain = experiment({"uniform": {}, "p2": {"weighting": "p2"}})
+        train(plain, method, 3, tmp_path / method, latents, [0, 1])
+        outs.append(json.loads((tmp_path / method / "metrics.jsonl").read_text().splitlines()[0]))
+    assert outs[0]["mse"] == outs[1]["mse"] and outs[0]["loss"] != outs[1]["loss"]
+
+
+def test_data_order_visits_every_image_once_an_epoch():
+    seen = torch.cat([batch_positions(1, step, 30, 12) for step in range(5)])
+    assert sorted(seen[:30].tolist()) == list(range(30)) == sorted(seen[30:].tolist())
+    assert seen[:30].tolist() != seen[30:].tolist()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_a_damaged_checkpoint_is_recognised_and_the_one_before_it_used(finished, latents, tmp_path, damage, capsys):
+    out = tmp_path / "run"
+    train(experiment(), "adaptive", 0, out, latents, [0, 20])
+    last = max(out.glob(".state/*/checkpoints/*.ckpt"))
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    last.unlink()
+    last.write_bytes({"flip": bytes(content), "cut": content[:-100], "empty": b""}[damage])
+    done = train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
+    assert done["steps_run"] == 30  # from the checkpoint at step 10
+    assert "the one before it is used" in capsys.readouterr().err
+    assert components(out) == components(finished)
+
+
+def test_metrics_that_do_not_belong_to_the_checkpoint_are_not_trusted(finished, latents, tmp_path):
+    out = tmp_path / "run"
+    train(experiment(), "adaptive", 0, out, latents, [0, 20])
+    metrics = next(out.glob(".state/*/metrics.jsonl"))
+    write_text(metrics, metrics.read_text().replace('"loss": 0', '"loss": 9', 1))
+    assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 40
+    assert components(out) == components(finished)
+
+
+def test_a_non_finite_loss_stops_at_once_and_keeps_the_last_good_state(latents, tmp_path):
+    out = tmp_path / "run"
+    plain = experiment({"uniform": {}}, training__optimizer__lr=1e-3)
+    train(plain, "uniform", 0, out, latents, [0, 20])
+    wild = experiment({"uniform": {}}, training__optimizer={"lr": 1e30, "warmup_steps": 0, "grad_clip": None})
+    with pytest.raises(KairosError, match=r"step \d+: loss .* not finite"):
+        train(wild, "uniform", 0, out, latents, [0, 20])
+    assert check_milestone(out / "milestones" / "0000020")
+
+
+def test_a_milestone_opens_and_a_damaged_one_does_not(finished, tmp_path):
+    folder = tmp_path / "0000040"
+    shutil.copytree(finished / "milestones" / "0000040", folder)
+    opened = {weights: open_milestone(folder, weights).model for weights in ("ema", "raw")}
+    x, t = torch.randn(2, 4, 4, 4), torch.tensor([3, 50])
+    assert not torch.equal(opened["ema"](x, t, {}), opened["raw"](x, t, {}))
+    path = folder / "ema" / "diffusion_pytorch_model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match="does not match"):
+        open_milestone(folder)
+    with pytest.raises(KairosError, match="not a milestone"):
+        open_milestone(tmp_path / "nothing")
+
+
+def test_verify_prints_components_and_finds_damage(finished, tmp_path):
+    done = subprocess.run(command("verify", finished), capture_output=True, text=True, check=True)
+    assert dict(line.split() for line in done.stdout.splitlines()) == components(finished)
+    for name in ("checkpoint.pt", "metrics.jsonl", "milestones/0000020/raw/config.json"):
+        copy = tmp_path / "copy"
+        shutil.copytree(finished, copy, ignore=shutil.ignore_patterns(".state"))
+        content = bytearray((copy / name).read_bytes())
+        content[len(content) // 2] ^= 4
+        (copy / name).write_bytes(content)
+        damaged = subprocess.run(command("verify", copy), capture_output=True, text=True, check=False)
+        assert damaged.returncode == 1 and "Traceback" not in damaged.stderr, name
+        shutil.rmtree(copy)
+
+
+def test_two_processes_cannot_train_at_once_and_a_kill_frees_the_lock(latents, tmp_path):
+    config = write_experiment(tmp_path / "x.yaml", experiment({"uniform": {}}, training__milestones=[100_000]))
+    line = train_command(config, "uniform", tmp_path / "run", latents)
+    first = subprocess.Popen(line, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        lock = tmp_path / "run" / ".state" / "lock"
+        for _ in range(600):
+            if lock.exists() and lock.read_text():
+                break
+            time.sleep(0.1)
+        second = subprocess.run(line, capture_output=True, text=True, check=False)
+        assert second.returncode == 1 and "another process" in second.stderr and "Traceback" not in second.stderr
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    plain = experiment({"uniform": {}}, training__milestones=[100_000])
+    assert train(plain, "uniform", 0, tmp_path / "run", latents, [0, 2])["step"] == 2
+
+
+def test_bf16_conditions_and_dropout_of_labels_resume_exactly(latents, tmp_path):
+    plain = experiment(
+        {"uniform": {}},
+        model={"name": "dit", "patch": 2, "width": 16, "depth": 1, "heads": 2, "conditions": ["class"]},
+        training__precision="bf16",
+        training__condition_dropout=0.3,
+    )
+    train(plain, "uniform", 0, tmp_path / "a", latents, [0, 6])
+    train(plain, "uniform", 0, tmp_path / "b", latents, [0, 3])
+    train(plain, "uniform", 0, tmp_path / "b", latents, [6])
+    assert components(tmp_path / "a") == components(tmp_path / "b")
+
+
+def test_checkpoint_files_that_are_none():
+    with pytest.raises(DamagedError, match="not a checkpoint"):
+        checkpoint.read(Path(__file__))

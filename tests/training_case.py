@@ -1,0 +1,82 @@
+"""A small real training for the tests: digits as 4x4x4 latents (their 2x2 blocks), written as stage encode writes them."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from kairos.config import validate
+from kairos.files import sha256_bytes, write_json
+
+
+def make_latents(folder: Path, count: int = 200) -> Path:
+    """Write `folder`/dataset and `folder`/latents; returns the latter."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = (digits.images[:count] * 255 / 16).round().astype(np.uint8)[..., None]  # (n, 8, 8, 1)
+    dataset, latents = folder / "dataset", folder / "latents"
+    (dataset / "conditions").mkdir(parents=True)
+    latents.mkdir()
+    np.save(dataset / "images.npy", images)
+    np.save(dataset / "conditions" / "class.npy", digits.target[:count].astype(np.int64))
+    order = np.random.default_rng(0).permutation(count)
+    np.save(dataset / "train.npy", np.sort(order[count // 4 :]))
+    np.save(dataset / "heldout.npy", np.sort(order[: count // 4]))
+    conditions = {"class": {"kind": "class", "num_classes": 10, "file": "conditions/class.npy"}}
+    content = sha256_bytes(images.tobytes())
+    write_json(dataset / "manifest.json", {"content_sha256": content, "count": count, "conditions": conditions})
+    blocks = images.reshape(count, 4, 2, 4, 2).transpose(0, 2, 4, 1, 3).reshape(count, 4, 4, 4)
+    np.save(latents / "mean.npy", blocks.astype(np.float32))
+    np.save(latents / "logvar.npy", np.full(blocks.shape, 2.0, np.float32))
+    manifest = {
+        "kind": "moments", "shape": [4, 4, 4], "count": count, "scaling_factor": 0.01, "shift_factor": 80.0,
+        "flips": False, "autoencoder_sha256": "blocks", "dataset_sha256": content, "content_sha256": content,
+        "conditions": conditions, "dataset": "../dataset", "files": {"mean.npy": "", "logvar.npy": ""},
+    }  # fmt: skip
+    write_json(latents / "manifest.json", manifest)
+    return latents
+
+
+def experiment(methods: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A tiny experiment as plain values; `changes` replace fields by dotted name with __ for dots."""
+    values: dict[str, Any] = {
+        "experiment": "case",
+        "model": {"name": "dit", "patch": 2, "width": 16, "depth": 1, "heads": 2},
+        "diffusion": {"process": {"name": "discrete", "timesteps": 100}},
+        "training": {
+            "batch_size": 16, "milestones": [20, 40], "checkpoint_every": 10, "device": "cpu",
+            "optimizer": {"lr": 1e-3, "warmup_steps": 5},
+        },
+        "methods": methods or {
+            "uniform": {},
+            "adaptive": {"sampler": {"name": "adaptive", "frequency": 4, "feature_timesteps": 20}, "weighting": "min_snr"},
+        },
+        "evaluation": {"num_samples": 40},
+    }  # fmt: skip
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        section = values
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return validate(values).plain()
+
+
+def write_experiment(path: Path, plain: dict[str, Any]) -> Path:
+    """Write an experiment file."""
+    path.write_text(yaml.safe_dump(plain))
+    return path
+
+
+def command(*arguments: Any) -> list[str]:
+    """The command line of a kairos subcommand."""
+    return [sys.executable, "-m", "kairos", *(str(argument) for argument in arguments)]
+
+
+def train_command(config: Path, method: str, out: Path, latents: Path, *more: Any) -> list[str]:
+    """The command line of a training."""
+    base = ("train", "--config", config, "--method", method, "--seed", 0, "--out", out, "--latents", latents)
+    return command(*base, *more)
