@@ -1,0 +1,170 @@
+"""From images to latents and back, the same for every kind of autoencoder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kairos.data.dataset import open_record
+from kairos.errors import ConfigError, DamagedError, KairosError
+from kairos.files import sha256_file, sha256_json
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, AutoencoderTiny
+
+
+class Codec(Protocol):
+    """An autoencoder ready for use; the manifest is the record of stage autoencoder."""
+
+    manifest: dict[str, Any]
+
+    @property
+    def scaling_factor(self) -> float:
+        """What latents are multiplied by, after the shift, on the way to model space."""
+
+    @property
+    def shift_factor(self) -> float:
+        """What is subtracted from latents on the way to model space."""
+
+    def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Images (n, C, H, W) in [-1, 1] to mean and log-variance (n, c, h, w) of the latents z; None: no variance."""
+
+    def decode(self, x0: Tensor) -> Tensor:
+        """Model space (n, c, h, w) to images (n, C, H, W), in [-1, 1] but for overshoot."""
+
+    def to_model_space(self, z: Tensor) -> Tensor:
+        """x0 = (z − shift) · scale."""
+
+
+@dataclass(frozen=True)
+class PixelCodec:
+    """No autoencoder: x0 is the image."""
+
+    manifest: dict[str, Any]
+    scaling_factor: float = 1.0
+    shift_factor: float = 0.0
+
+    def encode(self, images: Tensor) -> tuple[Tensor, None]:
+        """The images themselves."""
+        return images, None
+
+    def decode(self, x0: Tensor) -> Tensor:
+        """The images themselves."""
+        return x0
+
+    def to_model_space(self, z: Tensor) -> Tensor:
+        """The latents themselves."""
+        return z
+
+
+@dataclass(frozen=True)
+class AutoencoderCodec:
+    """An AutoencoderKL or AutoencoderTiny of diffusers.
+
+    `grey`: the images have one channel and the autoencoder three; grey is repeated before encoding and the three
+    channels are averaged after decoding.
+    """
+
+    manifest: dict[str, Any]
+    model: "AutoencoderKL | AutoencoderTiny"
+    device: torch.device
+    grey: bool
+
+    @property
+    def scaling_factor(self) -> float:
+        """What latents are multiplied by, after the shift, on the way to model space."""
+        return self.manifest["scaling_factor"]
+
+    @property
+    def shift_factor(self) -> float:
+        """What is subtracted from latents on the way to model space."""
+        return self.manifest["shift_factor"]
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Images (n, C, H, W) in [-1, 1] to mean and log-variance (n, c, h, w), None without a variance."""
+        images = images.to(self.device)
+        encoded = self.model.encode(images.expand(-1, 3, -1, -1) if self.grey else images)
+        if hasattr(encoded, "latents"):  # AutoencoderTiny
+            return encoded.latents, None
+        return encoded.latent_dist.mean, encoded.latent_dist.logvar
+
+    @torch.no_grad()
+    def decode(self, x0: Tensor) -> Tensor:
+        """Model space (n, c, h, w) to images (n, C, H, W), in [-1, 1] but for overshoot."""
+        images = self.model.decode(x0.to(self.device) / self.scaling_factor + self.shift_factor).sample
+        return images.mean(dim=1, keepdim=True) if self.grey else images
+
+    def to_model_space(self, z: Tensor) -> Tensor:
+        """x0 = (z − shift) · scale."""
+        return (z - self.shift_factor) * self.scaling_factor
+
+
+def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
+    """The codec of a folder that stage autoencoder wrote.
+
+    Raises:
+        KairosError: the folder is missing or not complete.
+        DamagedError: weights or configuration are not those that the manifest tells of.
+    """
+    folder = Path(folder)
+    manifest = open_record(folder, f"autoencoder --config F --dataset DIR --out {folder}")
+    if manifest["kind"] == "none":
+        return PixelCodec(manifest)
+    for name, expected in manifest["files"].items():
+        if not (folder / name).is_file() or sha256_file(folder / name) != expected:
+            raise DamagedError(f"{folder / name}: is missing or damaged; make it again with: kairos autoencoder")
+    return wrap(load_model(folder), manifest, device)
+
+
+def wrap(model: Any, manifest: dict[str, Any], device: torch.device | str) -> AutoencoderCodec:
+    """A codec around a model in memory; the manifest needs scaling_factor, shift_factor and image_shape."""
+    model = model.to(device).eval().requires_grad_(False)
+    grey = manifest["image_shape"][0] == 1 and model.config.in_channels == 3
+    return AutoencoderCodec(manifest, model, torch.device(device), grey)
+
+
+def load_model(folder: Path | str) -> Any:
+    """The diffusers autoencoder in a folder, in float32, its class as its config.json says."""
+    from kairos.files import read_json
+
+    name = read_json(Path(folder) / "config.json").get("_class_name")
+    if name == "AutoencoderKL":
+        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL as cls
+    elif name == "AutoencoderTiny":
+        from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny as cls
+    else:
+        raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: AutoencoderKL or AutoencoderTiny")
+    try:
+        return cls.from_pretrained(str(folder), torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise KairosError(f"autoencoder: {folder} cannot be loaded ({' '.join(str(error).split())})") from None
+
+
+def downsampling(model: Any) -> int:
+    """How many pixels of an image's side make one latent."""
+    channels = model.config.get("block_out_channels") or model.config.encoder_block_out_channels
+    return 2 ** (len(channels) - 1)
+
+
+def check_size(shape: tuple[int, int, int], factor: int, what: str) -> None:
+    """Refuse images that the autoencoder cannot halve as often as it wants to.
+
+    Raises:
+        ConfigError: names the sizes that work.
+    """
+    _, height, width = shape
+    if height % factor or width % factor:
+        below, above = (max(factor, height // factor * factor), -(-height // factor) * factor)
+        near = " or ".join(str(size) for size in sorted({below, above}))
+        raise ConfigError(
+            f"dataset.resolution: images are {height}×{width}, but {what} needs sides that are multiples of {factor}; "
+            f"allowed: {near}, for example"
+        )
+
+
+def model_hash(files: dict[str, str]) -> str:
+    """One hash of an autoencoder's configuration and weights."""
+    return sha256_json({name: value for name, value in files.items() if not name.endswith(".png")})

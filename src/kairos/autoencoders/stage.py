@@ -1,0 +1,123 @@
+"""Stage autoencoder: the space the diffusion model works in becomes a folder; see `codec.load_codec`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kairos import clock
+from kairos.autoencoders.codec import check_size, downsampling, model_hash, wrap
+from kairos.autoencoders.quality import PICTURED, psnr, reconstruct, write_picture
+from kairos.config.data import AutoencoderConfig
+from kairos.data.dataset import PreparedDataset
+from kairos.errors import ConfigError
+from kairos.files import sha256_file, sync_folder, write_json
+
+_PSNR_IMAGES = 512  # of the held-out ones, at most
+_STATE = ".state.pt"  # checkpoint of a training that was killed
+
+
+def make_autoencoder(
+    config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool = False
+) -> dict[str, Any]:
+    """Train or fetch the autoencoder, write its folder and return its manifest.
+
+    The manifest holds kind, class, scaling and shift factor, image_shape and latent_shape (channels, height, width),
+    the hash of weights and configuration, and the PSNR on held-out images in dB.
+
+    Raises:
+        ConfigError: the autoencoder does not fit the images, or its path cannot be used.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "manifest.json").unlink(missing_ok=True)
+    if config.kind == "none":
+        clock.work_begins()
+        manifest = _manifest("none", None, 1.0, 0.0, dataset, dataset.shape, {}, "pixels", None)
+    elif config.kind == "train":
+        manifest = _train(config, dataset, out, device, flips)
+    else:
+        manifest = _pretrained(config, dataset, out, device)
+    write_json(out / "manifest.json", manifest)
+    (out / _STATE).unlink(missing_ok=True)
+    return manifest
+
+
+def _train(
+    config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool
+) -> dict[str, Any]:
+    from kairos.autoencoders.train import latent_statistics, train
+
+    clock.work_begins()
+    model = train(config, dataset, out / _STATE, device, flips)
+    shift, std = latent_statistics(model, dataset, config.encode_batch_size, device)
+    model.register_to_config(scaling_factor=1 / std, shift_factor=shift)
+    return _finish(config, model, dataset, out, device)
+
+
+def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device) -> dict[str, Any]:
+    from kairos.autoencoders.pretrained import fetch
+
+    model = fetch(config)
+    clock.work_begins()
+    check_size(dataset.shape, downsampling(model), f"the autoencoder {config.path}")
+    if model.config.in_channels not in (3, dataset.shape[0]):
+        raise ConfigError(
+            f"autoencoder.path: {config.path!r} takes {model.config.in_channels} channels, the images have "
+            f"{dataset.shape[0]}; set dataset.color"
+        )
+    if model.config.in_channels == 3 and dataset.shape[0] not in (1, 3):
+        raise ConfigError(f"autoencoder.path: {config.path!r} takes 3 channels, the images have {dataset.shape[0]}")
+    return _finish(config, model, dataset, out, device)
+
+
+def _finish(
+    config: AutoencoderConfig, model: Any, dataset: PreparedDataset, out: Path, device: torch.device
+) -> dict[str, Any]:
+    """Measure the model, save it and give the manifest."""
+    scale = float(model.config.scaling_factor)
+    shift = float(model.config.get("shift_factor") or 0.0)
+    facts = {"scaling_factor": scale, "shift_factor": shift, "image_shape": list(dataset.shape)}
+    codec = wrap(model, facts, device)
+    indices = dataset.heldout[:_PSNR_IMAGES]
+    images, others = dataset.images[indices], reconstruct(codec, dataset, indices, config.encode_batch_size)
+    mean, _ = codec.encode(dataset.tensor(indices[:1]))
+    write_picture(out / "reconstructions.png", images[:PICTURED], others[:PICTURED])
+
+    model.register_to_config(_name_or_path="")  # where it came from is this machine's matter
+    model.save_pretrained(str(out), safe_serialization=True)
+    names = ("config.json", "diffusion_pytorch_model.safetensors")
+    for name in names:
+        with open(out / name, "rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(out)
+    files = {name: sha256_file(out / name) for name in (*names, "reconstructions.png")}
+    latent_shape = tuple(mean.shape[1:])
+    name = type(model).__name__
+    return _manifest(
+        config.kind, name, scale, shift, dataset, latent_shape, files, model_hash(files), psnr(images, others)
+    )
+
+
+def _manifest(
+    kind: str,
+    name: str | None,
+    scale: float,
+    shift: float,
+    dataset: PreparedDataset,
+    latent_shape: tuple[int, ...],
+    files: dict[str, str],
+    sha256: str,
+    quality: float | None,
+) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "class": name,
+        "scaling_factor": scale,
+        "shift_factor": shift,
+        "image_shape": list(dataset.shape),
+        "latent_shape": list(latent_shape),
+        "sha256": sha256,
+        "psnr": None if quality is None else round(quality, 3),
+        "files": files,
+    }

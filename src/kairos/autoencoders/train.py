@@ -1,0 +1,171 @@
+"""A small KL autoencoder trained on the data set itself (diffusers AutoencoderKL, purely convolutional).
+
+All randomness of step k is a function of (seed, k), so a killed training goes on from its checkpoint as if nothing had
+happened.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import Tensor
+
+from kairos.autoencoders.codec import check_size
+from kairos.config.data import AutoencoderConfig
+from kairos.data.dataset import PreparedDataset
+from kairos.files import atomic, sha256_json
+from kairos.fingerprint import fingerprint
+from kairos.progress import Progress, say
+from kairos.randomness import derived_seed, generator
+
+_CHECKPOINT_EVERY = 200
+_BETAS = (0.9, 0.99)
+
+
+def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> AutoencoderKL:
+    """An untrained autoencoder for images of `shape` (channels, height, width)."""
+    levels = len(config.channels)
+    check_size(shape, 2 ** (levels - 1), f"an autoencoder with {levels} levels (autoencoder.channels)")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derived_seed(config.seed, "autoencoder/weights"))
+        return AutoencoderKL(
+            in_channels=shape[0],
+            out_channels=shape[0],
+            down_block_types=("DownEncoderBlock2D",) * levels,
+            up_block_types=("UpDecoderBlock2D",) * levels,
+            block_out_channels=tuple(config.channels),
+            layers_per_block=config.layers,
+            latent_channels=config.latent_channels,
+            norm_num_groups=_groups(config.channels),
+            sample_size=shape[1],
+            mid_block_add_attention=False,  # at 128×128 latents attention would need gigabytes
+        )
+
+
+def _groups(channels: list[int]) -> int:
+    """Groups for normalisation that divide every width, of 4 channels or more where that is possible."""
+    common = math.gcd(*channels)
+    return max(groups for groups in range(1, common + 1) if common % groups == 0 and groups <= max(1, common // 4))
+
+
+def loss_terms(model: Any, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean squared error per pixel and KL divergence from a standard normal per latent dimension.
+
+    Args:
+        images: (n, C, H, W) in [-1, 1].
+        noise: standard normal of the latents' shape.
+    """
+    posterior = model.encode(images).latent_dist
+    reconstruction = model.decode(posterior.mean + posterior.std * noise).sample
+    kl = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
+    return (reconstruction - images).square().mean(), kl
+
+
+def train(
+    config: AutoencoderConfig, dataset: PreparedDataset, state: Path, device: torch.device, flips: bool = False
+) -> AutoencoderKL:
+    """Train an autoencoder on the training images.
+
+    Args:
+        flips: half of the images, by chance, are flipped horizontally.
+        state: file of the checkpoint that a killed training goes on from; the caller removes it when all is written.
+    """
+    model = build_model(config, dataset.shape).to(device).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
+    identity = _identity(config, dataset, device, flips)
+    first = _resume(state, identity, model, optimizer)
+    latent_shape = _latent_shape(config, dataset)
+    shown: dict[str, Tensor] = {}
+    progress = Progress(config.steps, "autoencoder", "step", start=first)
+    for step in range(first, config.steps):
+        images, noise = (part.to(device) for part in _batch(config, dataset, step, latent_shape, flips))
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * _decay(step, config.steps)
+        mse, kl = loss_terms(model, images, noise)
+        optimizer.zero_grad(set_to_none=True)
+        (mse + config.kl_weight * kl).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        shown.update(mse=mse.detach(), kl=kl.detach())
+        progress.advance(facts=lambda: f"mse {float(shown['mse']):.5f}, kl {float(shown['kl']):.3f}")
+        if (step + 1) % _CHECKPOINT_EVERY == 0 or step + 1 == config.steps:
+            content = {"identity": identity, "step": step + 1, "model": model.state_dict()}
+            with atomic(state) as file:
+                torch.save({**content, "optimizer": optimizer.state_dict()}, file)
+    progress.close()
+    return model.eval()
+
+
+def _decay(step: int, steps: int) -> float:
+    """Cosine decay to zero after a short linear warm-up."""
+    return min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def _batch(
+    config: AutoencoderConfig, dataset: PreparedDataset, step: int, latent_shape: tuple[int, int, int], flips: bool
+) -> tuple[Tensor, Tensor]:
+    """Images and latent noise of a step."""
+    size = config.batch_size
+    chosen = torch.randint(len(dataset.train), (size,), generator=generator(config.seed, "autoencoder/order", step))
+    images = dataset.tensor(dataset.train[chosen.numpy()])
+    if flips:
+        flipped = torch.rand(size, generator=generator(config.seed, "autoencoder/flips", step)) < 0.5
+        images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
+    noise = torch.randn(size, *latent_shape, generator=generator(config.seed, "autoencoder/latent", step))
+    return images, noise
+
+
+def _latent_shape(config: AutoencoderConfig, dataset: PreparedDataset) -> tuple[int, int, int]:
+    factor = 2 ** (len(config.channels) - 1)
+    _, height, width = dataset.shape
+    return config.latent_channels, height // factor, width // factor
+
+
+def _identity(config: AutoencoderConfig, dataset: PreparedDataset, device: torch.device, flips: bool) -> str:
+    """What decides the weights: a checkpoint of anything else is not resumed."""
+    return sha256_json(
+        {
+            "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size"}),
+            "dataset": dataset.manifest["content_sha256"],
+            "code": fingerprint([__name__]),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "device": device.type,
+            "flips": flips,
+        }
+    )
+
+
+def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optimizer) -> int:
+    """Load the checkpoint if it belongs to this training; gives the number of steps done."""
+    if not state.is_file():
+        return 0
+    try:
+        content = torch.load(state, weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged file; starting over is right for all
+        say(f"autoencoder: checkpoint {state} is damaged ({type(error).__name__}), starting over")
+        return 0
+    if content["identity"] != identity:
+        return 0
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    say(f"autoencoder: goes on after step {content['step']}")
+    return content["step"]
+
+
+def latent_statistics(
+    model: Any, dataset: PreparedDataset, batch_size: int, device: torch.device
+) -> tuple[float, float]:
+    """Mean and standard deviation of the latents of the training images, the samples' variance included."""
+    total = square = count = 0.0
+    with torch.no_grad():
+        for start in range(0, len(dataset.train), batch_size):
+            posterior = model.encode(dataset.tensor(dataset.train[start : start + batch_size]).to(device)).latent_dist
+            mean = posterior.mean.double()
+            total += float(mean.sum())
+            square += float((mean**2 + posterior.var.double()).sum())
+            count += mean.numel()
+    center = total / count
+    return center, math.sqrt(square / count - center**2)

@@ -1,0 +1,64 @@
+"""An image file's content becomes pixels of one form: 8 bits, grey or RGB, square, of the resolution asked for."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from kairos.errors import KairosError
+
+
+def read_image(data: bytes | Path) -> Image.Image:
+    """Decode an image file completely, upright as its EXIF orientation says.
+
+    Raises:
+        ValueError: it cannot be decoded; the text says why.
+    """
+    try:
+        with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as image:
+            image.load()  # open alone reads the header only; a truncated file fails here
+            return ImageOps.exif_transpose(image)
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def to_pixels(image: Image.Image, color: str, crop: str, resolution: int | None, name: str) -> np.ndarray:
+    """Bring a decoded image into the data set's form: uint8 (height, width, channels).
+
+    Args:
+        color: ``grey`` (1 channel) or ``rgb`` (3 channels).
+        crop: ``center`` cuts the largest centred square out; ``none`` wants square images.
+        resolution: side in pixels after resizing (bicubic with antialiasing), or None to keep the size.
+        name: what messages call the image.
+
+    Raises:
+        KairosError: the image is not square and nothing says to cut it.
+    """
+    image = _eight_bit(image).convert("L" if color == "grey" else "RGB")
+    width, height = image.size
+    if width != height:
+        if crop == "none":
+            raise KairosError(f"dataset.crop: {name} is {width}×{height} pixels, crop none takes square images only")
+        side = min(width, height)
+        left, top = (width - side) // 2, (height - side) // 2
+        image = image.crop((left, top, left + side, top + side))
+    if resolution is not None and image.size != (resolution, resolution):
+        image = image.resize((resolution, resolution), Image.Resampling.BICUBIC)
+    pixels = np.asarray(image)
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """Opaque, at most 8 bits per channel: transparency over white, 16 bits scaled by 1/257, floats of [0, 1] by 255."""
+    if image.mode.startswith("I"):
+        wide = np.asarray(image).astype(np.int64).clip(0, 65535)  # PIL has no 16-bit colour: these are grey
+        return Image.fromarray(((wide + 128) // 257).astype(np.uint8))
+    if image.mode == "F":
+        values = np.asarray(image)
+        top = 1.0 if values.max() <= 1.0 else 255.0
+        return Image.fromarray((values / top * 255.0).round().clip(0, 255).astype(np.uint8))
+    if "A" in image.mode or "a" in image.mode or "transparency" in image.info:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image if image.mode in ("L", "RGB") else image.convert("RGB")

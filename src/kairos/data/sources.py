@@ -1,0 +1,209 @@
+"""Where images come from: scikit-learn's digits, a folder, parquet files, the Hugging Face hub.
+
+A source knows how many images it has and reads one by its number, so that a random subset reads no other. Images are
+decoded by us, not by the library that stores them, so that a broken one can be named.
+"""
+
+import glob
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from kairos.config.data import DatasetConfig
+from kairos.data.decode import read_image
+from kairos.errors import ConfigError, KairosError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Images by number.
+
+    `read` raises ValueError with the reason where an image is broken; `name` says which file or row it is; `labels` is
+    int64 (count,) with values below len(classes), or None.
+    """
+
+    count: int
+    read: Callable[[int], Image.Image]
+    name: Callable[[int], str]
+    labels: np.ndarray | None = None
+    classes: list[str] | None = None
+
+
+def open_source(config: DatasetConfig) -> Source:
+    """The source that an experiment's section `dataset` names.
+
+    Raises:
+        ConfigError: the folder, file, data set or column does not exist, or holds no image.
+    """
+    return {"digits": _digits, "folder": _folder, "parquet": _parquet, "hub": _hub}[config.source](config)
+
+
+def _digits(config: DatasetConfig) -> Source:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    pixels = (digits.images * (255 / 16)).round().astype(np.uint8)  # the scans have values 0..16
+    classes = [str(name) for name in digits.target_names]
+    return Source(
+        len(pixels),
+        lambda index: Image.fromarray(pixels[index]),
+        lambda index: f"digit {index}",
+        digits.target.astype(np.int64),
+        classes,
+    )
+
+
+def _folder(config: DatasetConfig) -> Source:
+    """All images below a folder; where all lie in two or more subfolders, those are the classes."""
+    root = Path(str(config.path))
+    if not root.is_dir():
+        raise ConfigError(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
+    names = sorted(_image_files(root))
+    if not names:
+        raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
+    tops = [name.split("/")[0] if "/" in name else None for name in names]
+    classes = sorted({top for top in tops if top is not None})
+    if None in tops or len(classes) < 2:
+        return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__)
+    number = {name: index for index, name in enumerate(classes)}
+    labels = np.array([number[str(top)] for top in tops], dtype=np.int64)
+    return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__, labels, classes)
+
+
+def _image_files(root: Path) -> list[str]:
+    found = []
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in files:
+            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
+                found.append(Path(folder, name).relative_to(root).as_posix())
+    return found
+
+
+def _parquet(config: DatasetConfig) -> Source:
+    path = str(config.path)
+    files = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
+    if os.path.isdir(path):
+        files = sorted(str(file) for file in Path(path).rglob("*.parquet"))
+    if not files or not all(os.path.isfile(file) for file in files):
+        raise ConfigError(f"dataset.path: got {path!r}, allowed: parquet file(s) that exist, a glob or their folder")
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    _quiet()
+    starts = np.cumsum([0, *(_rows(file) for file in files)])
+    try:
+        table = load_dataset("parquet", data_files=files, split="train")
+    except (DatasetGenerationError, OSError, ValueError) as error:
+        raise KairosError(f"dataset.path: {path!r} cannot be read as parquet ({error.__cause__ or error})") from None
+
+    def name(index: int) -> str:
+        file = int(np.searchsorted(starts, index, side="right")) - 1
+        return f"row {index - starts[file]} of {os.path.basename(files[file])}"
+
+    return _table(table, config, name)
+
+
+def _rows(file: str) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(file).metadata.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"dataset.path: {file!r} is not a parquet file ({' '.join(str(error).split())})") from None
+
+
+def _hub(config: DatasetConfig) -> Source:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+    _quiet()
+    try:
+        table = load_dataset(str(config.path), split=config.split)
+    except (DatasetGenerationError, DatasetNotFoundError, OSError, ValueError, RuntimeError) as error:
+        raise KairosError(
+            f"dataset.path: hub data set {config.path!r} (split {config.split!r}) cannot be loaded: "
+            f"{' '.join(str(error).split())}. Without a network, put a copy into the Hugging Face cache (HF_HOME), or "
+            "fetch its parquet files and set dataset.source: parquet and dataset.path to them"
+        ) from None
+    return _table(table, config, lambda index: f"row {index} of {config.path} ({config.split})")
+
+
+def _quiet() -> None:
+    from datasets import disable_progress_bars
+
+    disable_progress_bars()  # our own progress counts images
+
+
+def _table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Source:
+    """A source from a `datasets.Dataset`."""
+    from datasets import Image as ImageFeature
+
+    column = _image_column(table.features, config)
+    if isinstance(table.features[column], ImageFeature):
+        table = table.cast_column(column, ImageFeature(decode=False))
+    labels, classes = _labels(table, config)
+    cells = table.select_columns(column)
+    if len(table) == 0:
+        raise ConfigError(f"dataset.path: {config.path!r} holds no rows")
+
+    def read(index: int) -> Image.Image:
+        cell = cells[index][column]
+        if isinstance(cell, dict):  # Image(decode=False): the file's bytes, or where it lies
+            cell = cell["bytes"] if cell.get("bytes") is not None else cell.get("path")
+        if not cell:
+            raise ValueError("the cell is empty")
+        return read_image(Path(cell) if isinstance(cell, str) else bytes(cell))
+
+    return Source(len(table), read, name, labels, classes)
+
+
+def _image_column(features: Any, config: DatasetConfig) -> str:
+    from datasets import Image as ImageFeature
+    from datasets import Value
+
+    def holds_images(feature: Any) -> bool:
+        if isinstance(feature, Value):
+            return feature.dtype in ("binary", "large_binary")
+        return isinstance(feature, ImageFeature) or (isinstance(feature, dict) and "bytes" in feature)
+
+    found = [name for name, feature in features.items() if holds_images(feature)]
+    columns = f"columns: {', '.join(features)}; of images: {', '.join(found) or 'none'}"
+    if config.image_column is not None:
+        if config.image_column not in found:
+            raise ConfigError(
+                f"dataset.image_column: got {config.image_column!r}, allowed: a column of images ({columns})"
+            )
+        return config.image_column
+    if len(found) != 1:
+        raise ConfigError(f"dataset.image_column: {config.path!r} has {len(found)} image columns, name one ({columns})")
+    return found[0]
+
+
+def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[str] | None]:
+    column = config.label_column or ("label" if "label" in table.features else None)
+    if column is None:
+        return None, None
+    if column not in table.features:
+        raise ConfigError(f"dataset.label_column: got {column!r}, allowed: one of {', '.join(table.features)}")
+    values = table.select_columns(column).with_format("arrow")[:][column].to_pylist()
+    if all(isinstance(value, str) for value in values):
+        classes = sorted(set(values))
+        number = {name: index for index, name in enumerate(classes)}
+        return np.array([number[value] for value in values], dtype=np.int64), classes
+    if not all(isinstance(value, int) and value >= 0 for value in values):
+        odd = next(value for value in values if not isinstance(value, int) or value < 0)
+        raise ConfigError(f"dataset.label_column: {column!r} holds {odd!r}, allowed: integers from 0 or texts")
+    named = getattr(table.features[column], "names", None)
+    classes = list(named or map(str, range(max(values) + 1)))
+    if max(values) >= len(classes):
+        raise ConfigError(f"dataset.label_column: {column!r} holds {max(values)}, allowed: below {len(classes)}")
+    return np.array(values, dtype=np.int64), classes
