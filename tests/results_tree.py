@@ -110,8 +110,9 @@ def _write_training(folder: Path, checked: Experiment, method: str, seed: int) -
     rng = np.random.default_rng([seed, 7])
     identity = f"{method}-{seed}".encode().hex().ljust(64, "0")
     lines = []
+    level = 1 + 0.15 * list(METHODS).index(method)
     for step in range(1, 401):
-        loss = 0.2 + 0.9 * np.exp(-step / 90) + 0.03 * rng.standard_normal()
+        loss = level * 0.2 + 0.9 * np.exp(-step / 90) + 0.03 * rng.standard_normal()
         sampler = {"a": 1 - step / 1000, "b": 1.0} if learned else {}
         lines.append(
             {
@@ -169,9 +170,12 @@ def _write_milestone(
     )  # fmt: skip
     value = distance(method, seed, step)
     sets = [value * factor for factor in (0.97, 1.0, 1.03)]
-    strata = [{"t": t0 + 2, "stratum": [t0, t0 + 5], "c": 0.01, "loss": 0.9 * np.exp(-t0 / 40) + 2 / (step + 50)}
-              for t0 in range(0, T, 5)]  # fmt: skip
-    loss = float(np.mean([entry["loss"] for entry in strata])) * (1.02 if method == "log_normal" else 1.0)
+    strata = []
+    for t0 in range(0, T, 5):
+        tilt = 1 + 0.1 * list(METHODS).index(method) * (t0 / T - 0.5)
+        loss = float((0.9 * np.exp(-t0 / 40) + 2 / (step + 50)) * tilt)
+        strata.append({"t": t0 + 2, "stratum": [t0, t0 + 5], "c": 0.01, "loss": loss})
+    loss = float(np.mean([entry["loss"] for entry in strata]))
     write_json(
         folder / "evaluation" / f"{step:07d}.json",
         {

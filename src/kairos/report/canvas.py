@@ -11,7 +11,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 INK, MUTED, GRID = "#1f2328", "#667079", "#e6e8eb"
 # Okabe and Ito's palette, distinct in every common colour blindness; the baseline is black, its yellow is too light
@@ -83,14 +85,16 @@ def figure(width: float, height: float, rows: int = 1, columns: int = 1, **margi
     axes = result.subplots(rows, columns, squeeze=False)
     left, right = margins.get("left", 0.75), margins.get("right", 0.2)
     top, bottom = margins.get("top", 0.4), margins.get("bottom", 0.55)
-    cell = (width - left - right) / columns, (height - top - bottom) / rows
+    between, above = margins.get("between", 0.5), margins.get("above", 0.6)
+    cell_width = (width - left - right - between * (columns - 1)) / columns
+    cell_height = (height - top - bottom - above * (rows - 1)) / rows
     result.subplots_adjust(
         left=left / width,
         right=1 - right / width,
         top=1 - top / height,
         bottom=bottom / height,
-        wspace=margins.get("between", 0.5) / cell[0],
-        hspace=margins.get("above", 0.6) / cell[1],
+        wspace=between / cell_width,
+        hspace=above / cell_height,
     )
     return result, axes
 
@@ -111,13 +115,18 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
             xytext=(1.045, place),
             xycoords="axes fraction",
             textcoords="axes fraction",
-            color=label.color,
+            color=_darker(label.color),
             fontsize=size,
             fontweight="bold" if label.bold else "normal",
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": label.color, "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0},
+            arrowprops={"arrowstyle": "-", "color": label.color, "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)},
         )
+
+
+def _darker(color: str) -> tuple[float, ...]:
+    """The colour for text: light lines are visible, light letters are not readable."""
+    return tuple(0.78 * part for part in to_rgb(color))
 
 
 def _spread_out(heights: Sequence[float], gap: float) -> list[float]:
@@ -130,6 +139,17 @@ def _spread_out(heights: Sequence[float], gap: float) -> list[float]:
             middle, count = (middle * count + other * size) / (count + size), count + size
         groups.append((middle, count))
     return [middle + (k - (count - 1) / 2) * gap for middle, count in groups for k in range(count)]
+
+
+def plain_log(axes: Axes) -> None:
+    """A log axis upwards with numbers instead of powers of ten, and enough of them where it is short."""
+    low, high = axes.get_ylim()
+    decades = np.log10(high / low)
+    axes.yaxis.set_major_locator(
+        MaxNLocator(6) if decades < 0.6 else LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,))
+    )
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:

@@ -3,9 +3,8 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, smooth
+from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, plain_log, smooth
 from kairos.report.collect import Results
 from kairos.report.table import curve
 
@@ -52,6 +51,7 @@ def training_loss(results: Results, looks: dict[str, Look]) -> Figure:
             labels.append(Label(float(values[-1]), method, look.color))
         axes.set(title=title, xlabel="training step", ylabel="loss (smoothed, log)", yscale="log")
         axes.margins(x=0)
+        plain_log(axes)
         label_lines(axes, labels)
     return drawing
 
@@ -59,7 +59,8 @@ def training_loss(results: Results, looks: dict[str, Look]) -> Figure:
 def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Validation loss per timestep at the last milestone: linear, logarithmic, and relative to uniform."""
     baseline = results.baseline
-    drawing, grid = figure(10, 3.9 if baseline is None else 7.4, 1 if baseline is None else 2, 2, right=1.45, above=0.95)
+    rows = 1 if baseline is None else 2
+    drawing, grid = figure(10, 3.7 * rows, rows, 2, right=1.45, above=0.95, between=0.8)
     losses = {method: _per_timestep(results, method) for method in looks}
     for axes, scale in zip(grid[0], ("linear", "log")):
         for method, look in looks.items():
@@ -68,6 +69,8 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
         axes.set(xlabel="timestep t (0: almost clean)", ylabel="validation loss", yscale=scale)
         axes.set_title(f"Loss per timestep, {scale} axis")
         axes.margins(x=0)
+        if scale == "log":
+            plain_log(axes)
     ends = [Label(float(losses[m][1][-1]), m, look.color) for m, look in looks.items()]
     label_lines(grid[0][1], ends)
     if baseline is None:
@@ -83,7 +86,7 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
         labels.append(Label(float(ratio[-1]), method, look.color))
     axes.set(xlabel="timestep t (0: almost clean)", ylabel=f"loss / loss of {baseline}", yscale="log")
     axes.set_title(f"Relative to {baseline}: below 1 is better there")
-    _plain_log(axes)
+    plain_log(axes)
     axes.margins(x=0)
     label_lines(axes, labels)
     return drawing
@@ -112,7 +115,7 @@ def _metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
             axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
             labels.append(Label(float(value), _REFERENCE_LABELS.get(name, name), MUTED))
     axes.set(yscale="log", ylabel=metric_label(results.metric))
-    _plain_log(axes)
+    plain_log(axes)
     if time:
         axes.set_xlabel(f"training time in {unit}")
     else:
@@ -131,19 +134,6 @@ def _step_axis(axes: Axes, steps: np.ndarray) -> None:
         axes.set_xscale("symlog", linthresh=steps[1], linscale=0.4)
     axes.set_xticks(steps, [f"{step:,.0f}" for step in steps])
     axes.set_xlim(left=-0.03 * steps[1] if steps[-1] / steps[1] > 20 else -0.015 * steps[-1])
-
-
-def _plain_log(axes: Axes) -> None:
-    """Numbers instead of powers of ten on a log axis, with enough ticks on a short one."""
-    low, high = axes.get_ylim()
-    decades = np.log10(high / low)
-    subs = (1.0, 2.0, 5.0) if decades < 3 else (1.0,)
-    if decades < 0.7:
-        axes.yaxis.set_major_locator(MaxNLocator(6))
-    else:
-        axes.yaxis.set_major_locator(LogLocator(subs=subs))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _mean_over_seeds(results: Results, method: str, column: str) -> tuple[np.ndarray, np.ndarray] | None:

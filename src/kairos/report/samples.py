@@ -1,5 +1,7 @@
 """Figures of images: every method at every milestone, and the final samples beside real images."""
 
+from pathlib import Path
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -7,6 +9,7 @@ from PIL import Image
 
 from kairos.report.canvas import INK, MUTED, Look, figure
 from kairos.report.collect import Results, real_images
+from kairos.sampling.grid import grid as tile
 
 
 def samples(results: Results, looks: dict[str, Look]) -> Figure:
@@ -44,20 +47,8 @@ def final_samples(results: Results, looks: dict[str, Look]) -> Figure:
     return drawing
 
 
-def tile(images: np.ndarray, gap: int = 2) -> np.ndarray:
-    """Images (n, height, width, channels) on a nearly square grid with white gaps, uint8."""
-    count, height, width, channels = images.shape
-    columns = int(np.ceil(np.sqrt(count)))
-    rows = -(-count // columns)
-    canvas = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, np.uint8)
-    for k, image in enumerate(images):
-        y, x = gap + (k // columns) * (height + gap), gap + (k % columns) * (width + gap)
-        canvas[y : y + height, x : x + width] = image
-    return canvas
-
-
-def _picture(path: object) -> np.ndarray:
-    with Image.open(path) as image:  # type: ignore[arg-type]
+def _picture(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
         return np.asarray(image.convert("RGB"))
 
 

@@ -1,0 +1,62 @@
+"""Numbers and lists as people read them."""
+
+import math
+from collections.abc import Sequence
+
+from kairos.report.table import Factor
+
+NONE = "–"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with `digits` significant digits, thousands separated; a dash for none."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def plus_minus(value: float | None, spread: float | None, digits: int = 4) -> str:
+    """``21.3 ± 0.9``: two digits of the spread, and as many decimals of the value."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if spread is None or not math.isfinite(spread) or spread == 0:
+        return number(value, digits)
+    decimals = min(max(0, 1 - math.floor(math.log10(spread))), 8)
+    return f"{value:,.{decimals}f} ± {spread:.{decimals}f}"
+
+
+def times(factor: Factor | None) -> tuple[str, str]:
+    """A factor against uniform, and the range that the uncertainty leaves it."""
+    if factor is None:
+        return NONE, ""
+    value = "not reached" if factor.value is None else f"{factor.value:.2f}×"
+    if factor.easy == factor.hard:
+        return value, ""
+    ends = ["not reached" if end is None else "∞" if math.isinf(end) else f"{end:.2f}" for end in (factor.hard, factor.easy)]
+    return value, " – ".join(ends)
+
+
+def listed(names: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+
+def plural(count: int, unit: str, units: str | None = None) -> str:
+    """``1 seed``, ``1,600 steps``."""
+    return f"{count:,} {unit if count == 1 else units or unit + 's'}"
+
+
+def seconds(value: float | None) -> str:
+    """A span of time: 0.4 s, 75 s, 12.5 min, 3.2 h."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    for unit, size in (("h", 3600), ("min", 60)):
+        if value >= 3 * size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
+
+
+def component(named: dict[str, object]) -> str:
+    """A sampler or weighting with its options in one line."""
+    options = [f"{key} {value}" for key, value in named.items() if key != "name" and value is not None]
+    return str(named["name"]) + (f" ({', '.join(options)})" if options else "")
