@@ -60,6 +60,8 @@ class Store:
         A request that was fulfilled and acknowledged before, and that is made again, is meant to be computed again.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.rglob(".tmp-*"):  # of killed writers; the lock says that none is at work
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         request = self._request(milestones)
         if request.exists() and request.with_suffix(".acknowledged").exists():
             say(f"{self.out}: complete before and asked for again: starts from step 0")

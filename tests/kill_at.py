@@ -1,0 +1,83 @@
+"""Run the kairos command line and SIGKILL this very process at an exact point: ``kill_at.py POINT N ARGUMENT...``.
+
+The process dies for real, at the N-th passage of the point; nothing is caught, flushed or cleaned up.
+"""
+
+import os
+import signal
+import sys
+
+
+def die_at(count, function):
+    """The function, killed at its `count`-th call before it does anything."""
+    calls = [0]
+
+    def wrapped(*arguments, **keywords):
+        calls[0] += 1
+        if calls[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **keywords)
+
+    return wrapped
+
+
+def main() -> None:
+    point, count, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    from kairos import files
+    from kairos.cli import main as run
+    from kairos.strategies.adaptive import Adaptive
+    from kairos.training import checkpoint, loop
+
+    if point == "step":  # before a step is computed
+        loop.Trainer.advance = die_at(count, loop.Trainer.advance)
+    elif point == "after_optimizer":  # the optimiser has stepped, the sampler has not measured it yet
+        Adaptive._measure = die_at(2 * count, Adaptive._measure)
+    elif point in ("half_written", "not_synced", "not_renamed"):  # inside a checkpoint write
+        write = checkpoint.write
+        writes = [0]
+
+        def killing(path, content):
+            writes[0] += 1
+            if writes[0] == count:
+                if point == "not_synced":
+                    files.os.fsync = die_at(1, os.fsync)
+                elif point == "not_renamed":
+                    files.os.replace = die_at(1, os.replace)
+                else:
+                    checkpoint.atomic = half_written
+            write(path, content)
+
+        checkpoint.write = killing
+    else:
+        raise SystemExit(f"unknown point {point}")
+    sys.exit(run(arguments))
+
+
+def half_written(path):
+    """Stands for `files.atomic`: opens the real temporary file and dies in the middle of its second write."""
+    from kairos import files
+
+    real = files.atomic(path)
+
+    class Half:
+        def __enter__(self):
+            self.file = real.__enter__()
+            self.writes = 0
+            return self
+
+        def write(self, data):
+            self.writes += 1
+            if self.writes == 2:
+                self.file.write(data[: len(data) // 2])
+                self.file.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return self.file.write(data)
+
+        def __exit__(self, *_):
+            raise AssertionError("was to be dead by now")
+
+    return Half()
+
+
+if __name__ == "__main__":
+    main()

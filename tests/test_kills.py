@@ -1,0 +1,88 @@
+"""Twenty SIGKILLs of one training of adaptive with Min-SNR in two segments; the result is that of a training left alone."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from training_case import experiment, make_latents, train_command, write_experiment
+
+from kairos.files import read_json
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+STEPS = (200, 400)
+# (point, passage) in the order of the training; every entry is one process that dies
+BEFORE_FIRST_CHECKPOINT = [("step", 1), ("step", 7), ("step", 20)]
+INSIDE_CHECKPOINT_WRITE = [
+    ("half_written", 1), ("not_synced", 1), ("not_renamed", 1), ("half_written", 2), ("not_renamed", 2), ("not_synced", 2),
+]  # fmt: skip
+BETWEEN_STEP_AND_SAMPLER = [("after_optimizer", 1), ("after_optimizer", 5), ("after_optimizer", 3), ("after_optimizer", 8)]
+
+
+def case() -> dict:
+    return experiment(training__milestones=list(STEPS), training__segments=2, training__checkpoint_every=25)
+
+
+def killed(line: list[str], point: str, passage: int) -> None:
+    """Run the line until it dies at the point; it must have died by SIGKILL."""
+    script = [sys.executable, str(Path(__file__).with_name("kill_at.py")), point, str(passage), *line[3:]]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == -signal.SIGKILL, (point, passage, done.stderr)
+
+
+def killed_after(line: list[str], out: Path, seconds: float) -> bool:
+    """SIGKILL the line some time after it has taken the training's lock; False if it had finished."""
+    lock = out / ".state" / "lock"
+    process = subprocess.Popen(line, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while process.poll() is None and not (lock.exists() and lock.read_text() == f"pid {process.pid}"):
+        time.sleep(0.01)
+    time.sleep(seconds)
+    finished = process.poll() is not None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return not finished
+
+
+def run(line: list[str]) -> str:
+    return subprocess.run(line, capture_output=True, text=True, check=True).stderr
+
+
+def test_twenty_kills_change_nothing(tmp_path):
+    latents = make_latents(tmp_path / "data")
+    config = write_experiment(tmp_path / "x.yaml", case())
+    alone, out = tmp_path / "alone", tmp_path / "killed"
+    segments = (("--milestones", 0, STEPS[0]), ("--milestones", STEPS[1]))
+    for segment in segments:
+        run(train_command(config, "adaptive", alone, latents, *segment))
+    first, second = (train_command(config, "adaptive", out, latents, *segment) for segment in segments)
+
+    for point, passage in BEFORE_FIRST_CHECKPOINT + INSIDE_CHECKPOINT_WRITE[:3] + BETWEEN_STEP_AND_SAMPLER[:2]:
+        killed(first, point, passage)
+    kills = 8
+    moments = random.Random(0)
+    for _ in range(3):
+        kills += killed_after(first, out, moments.uniform(0.0, 0.6))
+    said = run(first)
+    assert "goes on from step" in said or "0 steps to do" in said
+    for point, passage in INSIDE_CHECKPOINT_WRITE[3:] + BETWEEN_STEP_AND_SAMPLER[2:]:
+        killed(second, point, passage)
+        kills += 1
+    for attempt in range(20):
+        if kills >= 20:
+            break
+        kills += killed_after(second, out, moments.uniform(0.0, 0.5) / (1 + attempt / 4))
+    assert kills >= 20
+    run(second)
+
+    assert read_json(out / "training.json") == read_json(alone / "training.json")
+    for name in ("checkpoint.pt", "metrics.jsonl", *(f"milestones/{step:07d}/milestone.json" for step in (0, *STEPS))):
+        assert (out / name).read_bytes() == (alone / name).read_bytes(), name
+    timing = [json.loads(line) for line in (out / "timing.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in timing] == list(range(25, STEPS[1] + 1, 25))
+    assert not list(out.glob(".state/*/checkpoints/.tmp-*.ckpt"))
