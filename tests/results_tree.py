@@ -1,4 +1,4 @@
-"""Writes a small results/<experiment>/ tree in the formats of the pipeline, with numbers of a made-up but lawful training.
+"""Writes a small results/<experiment>/ tree in the formats of the pipeline, with numbers from a formula.
 
 For tests of what reads results (report, tracking) without training anything.
 """
@@ -147,15 +147,18 @@ def _write_milestone(
     t = np.arange(T)
     u = (t + 0.5) / T
     a = 1 - 0.12 * k if learned else 1.0
-    p = {"log_normal": np.exp(-(np.log(u / (1 - u)) ** 2) / 2) / (u * (1 - u)), "speed": np.where(t < 70, 5.0, 1.0)}.get(
-        method, u ** (a - 1)
-    )
+    p = {
+        "log_normal": np.exp(-(np.log(u / (1 - u)) ** 2) / 2) / (u * (1 - u)),
+        "speed": np.where(t < 70, 5.0, 1.0),
+    }.get(method, u ** (a - 1))
     p = p / p.sum()
     snr = np.exp(9 - 16 * u)
     w = {"p2": 1 / (1 + snr), "min_snr": np.minimum(snr, 5) / snr, "speed": 0.4 + 0.2 * np.sin(np.pi * u)}.get(
         method, np.ones(T)
     )
-    table = "".join(f"{t},{p[t]!r},{w[t]!r},{(p * w)[t]!r}\n" for t in range(T)).replace("np.float64(", "").replace(")", "")
+    table = (
+        "".join(f"{t},{p[t]!r},{w[t]!r},{(p * w)[t]!r}\n" for t in range(T)).replace("np.float64(", "").replace(")", "")
+    )
     write_text(place / "strategy.csv", "t,p,w,effective\n" + table)
     moved = float(abs(p - 1 / T).sum() / 2)
     strategy = {"updates": 25 * k, "a": a, "b": 1.0, "tv_from_start": moved} if learned else {"tv_from_start": 0.0}

@@ -21,7 +21,7 @@ _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7
 _MARKERS = ("s", "D", "^", "v", "P", "X", "p")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: same figures on every machine
     "font.size": 9.5,
     "axes.titlesize": 10.5,
@@ -59,12 +59,13 @@ class Look:
 
 @dataclass(frozen=True)
 class Label:
-    """A text beside the right edge of the axes, for the line that ends at height `y` (data)."""
+    """A text beside the right edge of the axes, for a line that ends at height `y` (data), before the edge at `x`."""
 
     y: float
     text: str
     color: str
     bold: bool = False
+    x: float | None = None
 
 
 def looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
@@ -109,6 +110,9 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     ordered = sorted(labels, key=lambda label: label.y)
     true = [float(axes.transAxes.inverted().transform(axes.transData.transform((1, label.y)))[1]) for label in ordered]
     for label, height, place in zip(ordered, true, _spread_out(true, gap)):
+        if label.x is not None:
+            right = axes.get_xlim()[1]
+            axes.plot([label.x, right], [label.y, label.y], color=label.color, lw=0.7, ls=(0, (1, 2)), alpha=0.7)
         axes.annotate(
             label.text,
             xy=(1.0, height),
@@ -120,7 +124,15 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
             fontweight="bold" if label.bold else "normal",
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": label.color, "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": label.color,
+                "lw": 0.7,
+                "alpha": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 0,
+                "relpos": (0, 0.5),
+            },
         )
 
 
@@ -130,7 +142,7 @@ def _darker(color: str) -> tuple[float, ...]:
 
 
 def _spread_out(heights: Sequence[float], gap: float) -> list[float]:
-    """Places in the order of `heights`, at least `gap` apart, each near its own: groups that touch share their middle."""
+    """Places in the order of `heights`, at least `gap` apart, each near its own; groups that touch share a middle."""
     groups: list[tuple[float, int]] = []  # (middle, number of labels)
     for height in heights:
         middle, count = height, 1

@@ -108,7 +108,7 @@ def _metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
             x, own.mean, yerr=[down, own.spread], color=look.color, linestyle=look.dash, marker=look.marker,
             markersize=4.5, linewidth=1.6, elinewidth=0.9, capsize=2,
         )  # fmt: skip
-        labels.append(Label(float(own.mean[-1]), method, look.color, bold=True))
+        labels.append(Label(float(own.mean[-1]), method, look.color, bold=True, x=float(x[-1])))
     for name, row in results.reference["rows"].items():
         value = row.get(results.metric)
         if value is not None and value > 0:

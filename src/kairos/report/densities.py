@@ -37,7 +37,9 @@ def _panels(results: Results, column: str, label: str, scale: str) -> Figure:
             axes.remove()
             continue
         trainings = results.of(methods[place])
-        fixed = all(np.array_equal(m.strategy[column], t.final.strategy[column]) for t in trainings for m in t.milestones)
+        fixed = all(
+            np.array_equal(m.strategy[column], t.final.strategy[column]) for t in trainings for m in t.milestones
+        )
         changing = changing or not fixed
         for training in trainings[:1] if fixed else trainings:
             for milestone, color in zip(training.milestones[-1:] if fixed else training.milestones, colors):
@@ -62,7 +64,9 @@ def _panels(results: Results, column: str, label: str, scale: str) -> Figure:
         axes.set_ylim(*((0, highest * 1.08) if scale == "linear" else (highest * 1e-4, highest * 2)))
     handles = [Line2D([], [], color=INK, linewidth=1.6, label="does not change")]
     if changing:
-        handles += [Line2D([], [], color=color, linewidth=2, label=f"step {step:,}") for color, step in zip(colors, steps)]
+        handles += [
+            Line2D([], [], color=color, linewidth=2, label=f"step {step:,}") for color, step in zip(colors, steps)
+        ]
     drawing.legend(handles=handles, loc="upper left", ncols=len(handles), bbox_to_anchor=(0.06, 1.0), fontsize=8.5)
     return drawing
 

@@ -24,19 +24,19 @@ FIGURES = {
     "metric_vs_steps": Plot(
         curves.metric_against_steps,
         "Distance against training steps",
-        "Mean over seeds; bars and bands are the larger of the spread over sets of samples and over seeds. Dashed lines "
-        "are the reference rows, computed with as many images and the same statistics.",
+        "Mean over seeds; bars and bands are the larger of the spread over sets of samples and over seeds. Dashed "
+        "lines are the reference rows, computed with as many images and the same statistics.",
     ),
     "metric_vs_time": Plot(
         curves.metric_against_time,
         "Distance against training time",
-        "The same distances over the seconds spent training (data loading, checkpoints and the sampler's own work "
-        "included, evaluation not). Times are this machine's and vary with its load.",
+        "The same distances over the seconds spent in training steps, the sampler's own work included, checkpoints "
+        "and evaluation not. Times are this machine's and vary with its load.",
     ),
     "validation_loss": Plot(
         curves.validation_loss,
-        "Validation loss per timestep",
-        "Squared error of the last milestone on the same held-out images, noise and timesteps for every method, mean "
+        "Per timestep, at the last milestone",
+        "Squared error on the same held-out images, noise and timesteps for every method, mean "
         "over seeds. It shows where on the timestep axis a strategy gains and what it gives up for that.",
     ),
     "density": Plot(
@@ -53,9 +53,9 @@ FIGURES = {
     ),
     "training_loss": Plot(
         curves.training_loss,
-        "Training losses",
-        "Each method draws its own timesteps and weights them in its own way, so levels do not compare between methods: "
-        "use these curves to see whether a training is stable, and the validation loss to compare.",
+        "Over training steps",
+        "Each method draws its own timesteps and weights them in its own way, so levels do not compare between "
+        "methods: use these curves to see whether a training is stable, and the validation loss to compare.",
     ),
     "final_samples": Plot(
         samples.final_samples,

@@ -12,15 +12,16 @@ from pathlib import Path
 STYLE = """
 :root { --ink: #1f2328; --muted: #667079; --line: #dfe3e6; --soft: #f5f7f8; --warn: #8a5300; --warn-soft: #fff6e5; }
 * { box-sizing: border-box; }
-body { margin: 0; color: var(--ink); background: #fff; font: 16px/1.55 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 2.2rem 1.5rem 4rem; }
+body { margin: 0; color: var(--ink); background: #fff;
+  font: 16px/1.55 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
+main { max-width: 1140px; margin: 0 auto; padding: 2.2rem 1.5rem 4rem; }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .3rem; }
 h2 { font-size: 1.3rem; margin: 3rem 0 .6rem; padding-top: .6rem; border-top: 1px solid var(--line); }
 h3 { font-size: 1rem; margin: 1.8rem 0 .4rem; }
 p { margin: .5rem 0; max-width: 46rem; }
 .lead { color: var(--muted); }
-.verdict { background: var(--soft); border-left: 4px solid #0072B2; padding: .7rem 1.1rem; margin: 1.2rem 0; font-size: 1.05rem; }
-.verdict p { max-width: none; }
+.verdict { background: var(--soft); border-left: 4px solid #0072B2; padding: .7rem 1.1rem; margin: 1.2rem 0; }
+.verdict p { max-width: none; font-size: 1.05rem; margin: .35rem 0; }
 nav { font-size: .93rem; margin: 1rem 0; }
 nav a { display: inline-block; margin-right: 1.1rem; }
 a { color: #0059a0; text-decoration: none; } a:hover { text-decoration: underline; }
@@ -31,8 +32,11 @@ th, td { padding: .38rem .8rem .38rem 0; }
 td { border-bottom: 1px solid var(--line); vertical-align: top; }
 th.n, td.n { text-align: right; white-space: nowrap; }
 tr.total td { font-weight: 600; border-bottom: 0; }
-small, .muted { color: var(--muted); } td small { display: block; font-size: .8rem; line-height: 1.35; }
-.mark { display: inline-block; padding: 0 .45em; border-radius: .8em; font-size: .78rem; background: #e3eef6; color: #004a77; white-space: nowrap; }
+small, .muted { color: var(--muted); }
+th small { display: block; font-weight: 400; }
+td small { display: block; font-size: .8rem; line-height: 1.35; }
+.mark { display: inline-block; padding: 0 .45em; border-radius: .8em; font-size: .78rem; white-space: nowrap;
+  background: #e3eef6; color: #004a77; }
 .mark.warn { background: var(--warn-soft); color: var(--warn); }
 .swatch { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .45em; }
 .warnings { background: var(--warn-soft); border-left: 4px solid #d99000; padding: .5rem 1.1rem; margin: 1rem 0; }
@@ -66,7 +70,7 @@ class Table:
     """A table whose cells are HTML; `numeric` columns are aligned to the right."""
 
     header: Sequence[str]
-    rows: list[Sequence[str]]
+    rows: Sequence[Sequence[str]]
     numeric: frozenset[int] = field(default_factory=frozenset)
     total: bool = False  # the last row is a sum
 
@@ -98,9 +102,11 @@ def table(content: Table) -> str:
 
     last = len(content.rows) - 1
     rows = "\n".join(
-        line(cells, "td", ' class="total"' if content.total and k == last else "") for k, cells in enumerate(content.rows)
+        line(cells, "td", ' class="total"' if content.total and k == last else "")
+        for k, cells in enumerate(content.rows)
     )
-    return f'<div class="scroll"><table>\n<thead>{line(content.header, "th")}</thead>\n<tbody>\n{rows}\n</tbody></table></div>'
+    head = f"<thead>{line(content.header, 'th')}</thead>"
+    return f'<div class="scroll"><table>\n{head}\n<tbody>\n{rows}\n</tbody></table></div>'
 
 
 def definitions(items: Iterable[tuple[str, str]]) -> str:

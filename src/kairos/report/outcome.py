@@ -47,13 +47,13 @@ def verdict(results: Results, rows: list[Row]) -> list[str]:
     better = [row.method for row in rows if _lower(row, baseline)]
     worse = [row.method for row in rows if row is not baseline and _lower(baseline, row)]
     alike_baseline = [row.method for row in rows if row is not baseline and row.method not in (*better, *worse)]
-    parts = [
-        f"{verb}: {listed(names)}"
-        for verb, names in (("better", better), ("worse", worse), ("not distinguishable", alike_baseline))
-        if names
-    ]
-    if parts:
-        sentences.append(f"Against {baseline.method}, beyond the spread, {'; '.join(parts)}.")
+    where = baseline.method
+    if better:
+        sentences.append(f"Below {where} by more than the spread: {listed(better)}.")
+    if worse:
+        sentences.append(f"Above {where} by more than the spread: {listed(worse)}.")
+    if alike_baseline:
+        sentences.append(f"Not distinguishable from {where}: {listed(alike_baseline)}.")
     sure = [row for row in rows if row.method in better and row.steps and row.steps.value and row.steps.hard]
     if sure:
         fastest = max(sure, key=lambda row: row.steps.value)  # type: ignore[union-attr, arg-type, return-value]
@@ -96,7 +96,7 @@ def _of_distances(results: Results) -> list[str]:
         own = curve(results, method)
         if gaussian is not None and own.mean[-1] >= gaussian:
             messages.append(
-                f"{method} ends at {number(own.mean[-1])}, not below a Gaussian fitted to the data ({number(gaussian)})."
+                f"{method} ends at {number(own.mean[-1])}, not below a Gaussian fitted to the data, {number(gaussian)}."
             )
         for k, (before, after) in enumerate(pairwise(own.mean)):
             if after - before > np.hypot(own.spread[k], own.spread[k + 1]):
@@ -120,7 +120,9 @@ def _of_evaluations(results: Results) -> list[str]:
 
 def _of_exactness(results: Results) -> list[str]:
     reasons = [
-        reason for training in results.trainings for reason in training.record["provenance"].get("inexact_because") or []
+        reason
+        for training in results.trainings
+        for reason in training.record["provenance"].get("inexact_because") or []
     ]
     return [f"Not bit-exact: {reason}." for reason in dict.fromkeys(reasons)]
 

@@ -53,7 +53,8 @@ def all_sections(results: Results, rows: list[Row], looks: dict[str, Look], figu
     yield Section(
         "strategies",
         "Strategies",
-        _figure(figures, "density")
+        tables.methods(results, looks)
+        + _figure(figures, "density")
         + _figure(figures, "effective_weight")
         + (f"<h3>Learned samplers</h3>{learned}" if learned else ""),
     )
@@ -88,24 +89,41 @@ def _protocol(results: Results) -> str:
     training = experiment.training
     losses = listed([component(loss) for loss in diffusion.losses])
     optimizer = training.optimizer
-    items = [
-        ("Distance", f"<b>{escape(results.metric)}</b>: Fréchet distance between Gaussians fitted to features. It is "
-         "comparable only with numbers of the same extractor and reference."),
-        ("Extractor", f"{features}, {digest(reference['extractor_hash'])}"),
-        ("Images", f"{protocol['n_samples']:,} per set ({ratio:.1f} per feature), {plural(protocol['sets'], 'set')}; "
-         "the spread is the standard deviation over sets"),
-        ("Reference statistics", f"{digest(reference['reference_hash'])}, training images; the same for all rows"),
-        ("Sampling", sampling),
-        ("Validation loss", f"{plural(evaluation.loss_images, 'held-out image')}, {plural(evaluation.strata, 'stratum', 'strata')} "
-         f"between the two end points, fixed noise, seed {protocol['eval_seed']}. VLB: losses weighted by the variational "
-         "bound's c averaged over strata"),
-        ("Diffusion", f"{escape(component(diffusion.process))}, {diffusion.prediction} prediction, loss {escape(losses)}"),
-        ("Model", escape(component(experiment.model))),
-        ("Training", f"{training.batch_size} images per step, {optimizer.name} at {optimizer.lr:g}, EMA {training.ema.decay:g}, "
-         f"{training.precision}, {plural(training.threads, 'thread')}; seeds {listed([str(s) for s in experiment.seeds])}; "
-         "data order, noise and initial weights are the same for all methods of a seed"),
-    ]  # fmt: skip
-    return definitions(items)
+    bound = "VLB: losses weighted by the variational bound's c, averaged over strata"
+    paired = "data order, noise and initial weights are the same for all methods of a seed"
+    return definitions(
+        [
+            (
+                "Distance",
+                f"<b>{escape(results.metric)}</b>: Fréchet distance between Gaussians fitted to features; comparable "
+                "only with numbers of the same extractor and reference",
+            ),
+            ("Extractor", f"{features}, {digest(reference['extractor_hash'])}"),
+            (
+                "Images",
+                f"{protocol['n_samples']:,} per set ({ratio:.1f} per feature), {plural(protocol['sets'], 'set')}; the "
+                "spread is the standard deviation over sets",
+            ),
+            ("Reference", f"statistics of the training images, {digest(reference['reference_hash'])}, for all rows"),
+            ("Sampling", sampling),
+            (
+                "Validation loss",
+                f"{plural(evaluation.loss_images, 'held-out image')}, {plural(evaluation.strata, 'stratum', 'strata')} "
+                f"between the two end points, fixed noise, seed {protocol['eval_seed']}. {bound}",
+            ),
+            (
+                "Diffusion",
+                f"{escape(component(diffusion.process))}, {diffusion.prediction} prediction, loss {escape(losses)}",
+            ),
+            ("Model", escape(component(experiment.model))),
+            (
+                "Training",
+                f"{training.batch_size} images per step, {optimizer.name} at {optimizer.lr:g}, EMA "
+                f"{training.ema.decay:g}, {training.precision}, {plural(training.threads, 'thread')}; seeds "
+                f"{listed([str(seed) for seed in experiment.seeds])}; {paired}",
+            ),
+        ]
+    )
 
 
 def _cost(results: Results) -> str:
@@ -124,12 +142,11 @@ def _provenance(results: Results) -> str:
     autoencoder = results.autoencoder
     psnr = f", reconstruction PSNR {autoencoder['psnr']:.1f} dB" if autoencoder.get("psnr") is not None else ""
     skipped = results.dataset.get("skipped") or []
-    items = [
-        ("Data", f"{digest(results.dataset['content_sha256'])}, {plural(results.dataset['count'], 'image')}"
-         + (f", {plural(len(skipped), 'broken image')} skipped" if skipped else "")),
-        ("Autoencoder", f"{escape(autoencoder['kind'])}{psnr}, <code>{escape(str(autoencoder['sha256'])[:12])}</code>"),
-        *((escape(key.replace("_", " ")), escape(value)) for key, value in shared.items() if value not in (None, [], "")),
-    ]  # fmt: skip
+    data = f"{digest(results.dataset['content_sha256'])}, {plural(results.dataset['count'], 'image')}"
+    if skipped:
+        data += f", {plural(len(skipped), 'broken image')} skipped"
+    items = [("Data", data), ("Autoencoder", f"{autoencoder['kind']}{psnr}, {digest(str(autoencoder['sha256']))}")]
+    items += [(key.replace("_", " "), escape(value)) for key, value in shared.items() if value not in ("None", "[]")]
     header = ["method", "seed", "steps", "identity", "EMA weights", *map(escape, varying)]
     lines = [
         [

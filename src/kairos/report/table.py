@@ -1,7 +1,8 @@
 """The comparison: final values with their spread, which differences are real, and factors against uniform.
 
-A method's uncertainty is the larger of two spreads: over its sets of samples (pooled over seeds) and over its seeds. Two
-methods differ when their means are further apart than their uncertainties combined; those that do not are not ranked.
+A method's uncertainty is the larger of two spreads: over its sets of samples (pooled over seeds) and over its seeds.
+Two methods differ when their means are further apart than their uncertainties combined; those that do not are not
+ranked.
 """
 
 import math

@@ -18,7 +18,18 @@ _REFERENCE_MEANING = {
     "gaussian": "a Gaussian fitted to the training data in the model's space: no structure learned",
     "noise": "uniform noise",
 }
-STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate", "report", "track")
+STAGES = (
+    "prepare",
+    "autoencoder",
+    "encode",
+    "extractor",
+    "reference",
+    "train",
+    "sample",
+    "evaluate",
+    "report",
+    "track",
+)
 
 
 def comparison(results: Results, rows: list[Row], looks: dict[str, Look]) -> str:
@@ -44,6 +55,15 @@ def comparison(results: Results, rows: list[Row], looks: dict[str, Look]) -> str
             ]
         )
     return html.table(Table(header, lines, frozenset(range(2, len(header)))))
+
+
+def methods(results: Results, looks: dict[str, Look]) -> str:
+    """Sampler and weighting of every method with all options."""
+    lines = [
+        [_name(name, looks), escape(component(method.sampler)), escape(component(method.weighting))]
+        for name, method in results.experiment.methods.items()
+    ]
+    return html.table(Table(["method", "sampler", "weighting"], lines))
 
 
 def milestones(results: Results, looks: dict[str, Look]) -> str:
@@ -114,7 +134,16 @@ def learned(results: Results) -> str:
             )
     if not lines:
         return ""
-    header = ["method", "seed", "step", "policy updates", "a", "b", "total variation distance<br>of p(t) from its start", ""]
+    header = [
+        "method",
+        "seed",
+        "step",
+        "policy updates",
+        "a",
+        "b",
+        "total variation distance<br>of p(t) from its start",
+        "",
+    ]
     return html.table(Table(header, lines, frozenset(range(1, 7))))
 
 
@@ -126,7 +155,14 @@ def cost(jobs: tuple[Record, ...]) -> tuple[str, float]:
     order = sorted(stages, key=lambda stage: STAGES.index(stage) if stage in STAGES else len(STAGES))
     lines = [_cost_line(stage, stages[stage]) for stage in order]
     lines.append(_cost_line("all", list(jobs)))
-    header = ["stage", "jobs", "wall time<small>summed over jobs</small>", "CPU time", "of it start-up", "peak memory<small>of a job</small>"]
+    header = [
+        "stage",
+        "jobs",
+        "wall time<small>summed over jobs</small>",
+        "CPU time",
+        "of it start-up",
+        "peak memory<small>of a job</small>",
+    ]
     total = sum(job["cpu_seconds"] for job in jobs)
     share = sum(job["startup_cpu_seconds"] for job in jobs) / total
     return html.table(Table(header, lines, frozenset(range(1, 6)), total=True)), share
@@ -159,7 +195,7 @@ def _name(method: str, looks: dict[str, Look]) -> str:
 
 def _method(results: Results, method: str, looks: dict[str, Look]) -> str:
     config = results.experiment.methods[method]
-    lines = component(config.sampler) + " × " + component(config.weighting)
+    lines = f"{config.sampler['name']} × {config.weighting['name']}"
     mark = ""
     distances = [distance for distance in map(moved, results.of(method)) if distance is not None]
     if distances and not max(distances) >= NOT_MOVED:

@@ -12,7 +12,9 @@ def number(value: float | None, digits: int = 3) -> str:
     """A number with `digits` significant digits, thousands separated; a dash for none."""
     if value is None or not math.isfinite(value):
         return NONE
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+    if abs(value) >= 10 ** (digits - 1) or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}"
 
 
 def plus_minus(value: float | None, spread: float | None, digits: int = 4) -> str:
@@ -30,10 +32,10 @@ def times(factor: Factor | None) -> tuple[str, str]:
     if factor is None:
         return NONE, ""
     value = "not reached" if factor.value is None else f"{factor.value:.2f}×"
-    if factor.easy == factor.hard:
+    if factor.easy is None or factor.easy == factor.hard:
         return value, ""
-    ends = ["not reached" if end is None else "∞" if math.isinf(end) else f"{end:.2f}" for end in (factor.hard, factor.easy)]
-    return value, " – ".join(ends)
+    most = "∞" if math.isinf(factor.easy) else f"{factor.easy:.2f}×"
+    return value, f"at most {most}" if factor.hard is None else f"{factor.hard:.2f}–{most}"
 
 
 def listed(names: Sequence[str]) -> str:
