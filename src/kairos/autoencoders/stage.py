@@ -1,6 +1,7 @@
 """Stage autoencoder: the space the diffusion model works in becomes a folder; see `codec.load_codec`."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def _finish(
     model.register_to_config(_name_or_path="")  # where it came from is this machine's matter
     model.save_pretrained(str(out), safe_serialization=True)
     names = ("config.json", "diffusion_pytorch_model.safetensors")
+    shutil.copymode(out / names[0], out / names[1])  # diffusers leaves the weights readable to nobody else
     for name in names:
         with open(out / name, "rb") as file:
             os.fsync(file.fileno())

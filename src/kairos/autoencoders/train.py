@@ -77,7 +77,6 @@ def train(
     identity = _identity(config, dataset, device, flips)
     first = _resume(state, identity, model, optimizer)
     latent_shape = _latent_shape(config, dataset)
-    shown: dict[str, Tensor] = {}
     progress = Progress(config.steps, "autoencoder", "step", start=first)
     for step in range(first, config.steps):
         images, noise = (part.to(device) for part in _batch(config, dataset, step, latent_shape, flips))
@@ -88,8 +87,7 @@ def train(
         (mse + config.kl_weight * kl).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        shown.update(mse=mse.detach(), kl=kl.detach())
-        progress.advance(facts=lambda: f"mse {float(shown['mse']):.5f}, kl {float(shown['kl']):.3f}")
+        progress.advance(facts=f"mse {mse.item():.5f}, kl {kl.item():.3f}")
         if (step + 1) % _CHECKPOINT_EVERY == 0 or step + 1 == config.steps:
             content = {"identity": identity, "step": step + 1, "model": model.state_dict()}
             with atomic(state) as file:
