@@ -31,4 +31,5 @@ def setup(threads: int, device: str, deterministic: bool = True) -> torch.device
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
     torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs 5 % of a small model's step; nothing reads it
     return chosen
