@@ -181,13 +181,6 @@ def test_classes_go_round():
     assert conditions_of(range(4, 9), ["class"], description, None)["class"].tolist() == [1, 2, 0, 1, 2]
 
 
-def test_rounding_to_uint8():
-    values = torch.tensor([-1.5, -1.0, -1 + 1 / 127.5 * 0.6, 0.0, 1.0, 9.0]).view(1, 1, 1, 6)
-    assert draw.to_uint8(values).flatten().tolist() == [0, 0, 1, 128, 255, 255]
-    every = torch.arange(256).view(1, 1, 16, 16)
-    assert torch.equal(draw.to_uint8(every / 127.5 - 1).flatten(), every.flatten().to(torch.uint8))
-
-
 def test_grid_is_large_enough_to_see(tmp_path):
     images = np.zeros((10, 8, 8, 1), np.uint8)
     images[1] = 200

@@ -1,9 +1,10 @@
 """Images from a model: one generator per image index, so that an image depends on the seed and its index alone.
 
 Starting noise and the noise of every step of image i come from the generator of (seed, i), whatever batch i is in. The
-network's own arithmetic is the same for all batches of at least `SMALLEST_BATCH` images (measured on CPU, DiT and U-Net);
-below it matrix products of another shape change the last bits. A smaller last batch is therefore filled up with further
-images, which are thrown away.
+network's own arithmetic is the same for all batches of at least `SMALLEST_BATCH` images (measured on CPU, one thread,
+DiT and U-Net: bit for bit); below it matrix products of another shape change the last bits. A smaller last batch is
+therefore filled up with further images, which are thrown away. Batch sizes below it and GPUs give images that are equal
+up to rounding.
 """
 
 from collections.abc import Iterator
@@ -60,9 +61,3 @@ def starting_noise(
     generators = [generator(seed, "sample", index) for index in indices]
     noise = torch.stack([torch.randn(shape, generator=g) for g in generators])
     return noise.to(device), generators
-
-
-def to_uint8(images: Tensor) -> Tensor:
-    """Images in [-1, 1], (batch, channels, height, width), to uint8 (batch, height, width, channels), rounded."""
-    scaled = ((images.float() + 1) * 127.5).round().clamp(0, 255)
-    return scaled.to(torch.uint8).permute(0, 2, 3, 1).contiguous()

@@ -10,11 +10,12 @@ import torch
 
 from kairos import clock, compute
 from kairos.config import base, experiment
+from kairos.data.dataset import to_uint8
 from kairos.errors import ConfigError, KairosError
 from kairos.files import atomic, read_json
 from kairos.progress import Progress, say
 from kairos.sampling.conditions import conditions_of
-from kairos.sampling.draw import batches, guided, starting_noise, to_uint8
+from kairos.sampling.draw import batches, guided, starting_noise
 from kairos.sampling.grid import write_grid
 from kairos.sampling.registries import SCHEDULERS
 
@@ -106,7 +107,7 @@ def sample_milestone(job: Job, request: Request) -> None:
             network = guided(milestone.model, conditions, record["conditions"], options.guidance_scale)
             noise, generators = starting_noise(seed, indices, tuple(record["shape"]), device)
             x0 = scheme(network, noise, generators)  # (batch, c, h, w)
-            parts.append(to_uint8(codec.decode(x0))[:kept].cpu().numpy())
+            parts.append(to_uint8(codec.decode(x0))[:kept])
             progress.advance(kept)
     progress.close()
     images = np.concatenate(parts)  # (num, height, width, channels)

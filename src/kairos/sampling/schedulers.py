@@ -1,13 +1,13 @@
 """Sampling schemes: from noise to x0 with diffusers' schedulers, on the timesteps that are visited alone.
 
-A scheme is what a registry entry builds from ``(options, process, steps)``: its ``timesteps`` are those that the network
-is shown, in order, and calling it as ``scheme(network, noise, generators)`` gives x0.
+A scheme is what a registry entry builds from ``(options, process, steps)``: a function ``scheme(network, noise,
+generators)`` that gives x0.
 
-The visited timesteps form a process of their own, with betas 1 - alpha-bar_i / alpha-bar_{i-1} (Nichol and Dhariwal 2021,
-section 4), and diffusers' scheduler runs all steps of that one. This is exact for every spacing. Diffusers' own spacing
-is not: its DDIM takes the previous timestep to be ``t - T // steps``, wrong unless steps divides T (and always with
-``linspace``), its DDPM adds noise to the last image when that step is not t = 0, and its ``trailing`` timesteps end
-in -1 for some numbers of steps (1000 in 61).
+The visited timesteps form a process of their own, with betas 1 - alpha-bar_i / alpha-bar_{i-1} (Nichol and Dhariwal
+2021, section 4), and diffusers' scheduler runs all steps of that one. This is exact for every spacing. Diffusers' own
+spacing is not: its DDIM takes the previous timestep to be ``t - T // steps``, wrong unless steps divides T (and always
+with ``linspace``), its DDPM adds noise to the last image when that step is not t = 0, and its ``trailing`` timesteps
+end in -1 for some numbers of steps (1000 in 61).
 """
 
 from collections.abc import Callable, Sequence
@@ -93,7 +93,7 @@ def ddim(options: DdimOptions, process: Any, steps: int) -> Scheme:
 
 
 def ddpm(options: DdpmOptions, process: Any, steps: int) -> Scheme:
-    """Ancestral sampling (Ho et al. 2020, algorithm 2); variance beta_t (fixed_large) or the posterior's (fixed_small)."""
+    """Ancestral sampling (Ho et al. 2020, algorithm 2) with variance beta_t (fixed_large) or the posterior's."""
     from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
     visited = spaced_timesteps(options.spacing, steps, process.timesteps)

@@ -1,0 +1,87 @@
+"""``kairos extractor``, ``kairos reference`` and ``kairos evaluate``."""
+
+import argparse
+from pathlib import Path
+
+from kairos.cli.common import add_config, add_timing, write_timing
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """Arguments of the three subcommands."""
+    add = parser.add_argument
+    if name == "evaluate":
+        parser.epilog = "Repeat --samples, --out and --milestone, in pairs, to evaluate several files in one job."
+        add("--samples", type=Path, action="append", required=True, metavar="F", help="npz of images (repeatable)")
+        add("--out", type=Path, action="append", required=True, metavar="F", help="JSON record to write (repeatable)")
+        add(
+            "--reference",
+            type=Path,
+            required=True,
+            metavar="F",
+            help="reference.json or its folder; or an npz of real images (with --extractor)",
+        )
+        add("--milestone", type=Path, action="append", metavar="D", help="adds the validation loss (repeatable)")
+        add(
+            "--extractor", type=Path, metavar="DIR", help="folder, or inception; default: ../extractor of the reference"
+        )
+        add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents of the milestone")
+        add("--sets", type=int, default=1, metavar="K", help="with an npz reference: sets to split the samples into")
+    else:
+        add_config(parser)
+        add("--dataset", type=Path, required=True, metavar="DIR", help="prepared data set")
+        if name == "reference":
+            for part in ("autoencoder", "latents", "extractor"):
+                add(f"--{part}", type=Path, required=True, metavar="DIR", help=f"folder of stage {part}")
+        add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    add_timing(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the subcommand."""
+    {"extractor": _extractor, "reference": _reference, "evaluate": _evaluate}[arguments.command](arguments)
+
+
+def _extractor(arguments: argparse.Namespace) -> None:
+    from kairos.config.experiment import load
+
+    config = load(arguments.config)
+    from kairos import clock, compute
+    from kairos.data.dataset import open_dataset
+    from kairos.evaluation import extractors
+    from kairos.evaluation.registries import EXTRACTORS
+
+    dataset = open_dataset(arguments.dataset)
+    EXTRACTORS.entry(config.evaluation.extractor["name"]).load()  # its imports are start-up
+    compute.setup(config.training.threads, "cpu")
+    clock.work_begins()
+    extractors.make(config.evaluation.extractor, dataset, arguments.out)
+    write_timing(arguments)
+
+
+def _reference(arguments: argparse.Namespace) -> None:
+    from kairos.config.experiment import load
+
+    config = load(arguments.config)
+    from kairos.evaluation import reference
+
+    a = arguments
+    reference.build(config, a.dataset, a.autoencoder, a.latents, a.extractor, a.out)
+    write_timing(arguments)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from kairos.errors import ConfigError
+
+    milestones = arguments.milestone or [None] * len(arguments.samples)
+    if not len(arguments.samples) == len(arguments.out) == len(milestones):
+        raise ConfigError(
+            f"--samples, --out, --milestone: got {len(arguments.samples)}, {len(arguments.out)}, "
+            f"{len(arguments.milestone or [])}; allowed: as many --out (and --milestone, if any) as --samples"
+        )
+    if arguments.sets < 1:
+        raise ConfigError(f"--sets: got {arguments.sets}, allowed: 1 or more")
+    from kairos.evaluation import evaluate
+
+    jobs = [evaluate.Job(*paths) for paths in zip(arguments.samples, arguments.out, milestones)]
+    evaluate.run(jobs, arguments.reference, arguments.extractor, arguments.latents, arguments.sets)
+    write_timing(arguments, files=len(jobs))

@@ -1,0 +1,178 @@
+"""A small classifier of the data set's own images as feature extractor, where Inception is absent or out of place.
+
+Trained on the labelled training split; its features are the layer before the classes. The training is deterministic on
+one machine and takes seconds on small images.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch_fidelity import FeatureExtractorBase, register_feature_extractor
+from torch_fidelity.utils import create_feature_extractor
+
+from kairos.data.dataset import PreparedDataset
+from kairos.errors import KairosError
+from kairos.evaluation.extractors import Extractor
+from kairos.evaluation.registries import ClassifierOptions
+from kairos.files import atomic, read_json, sha256_file
+from kairos.progress import Progress, say
+from kairos.randomness import derived_seed, generator
+
+WEIGHTS = "model.safetensors"
+NAME = "kairos-classifier"
+SMALLEST_SIDE = 4  # convolutions halve the image until it is no larger
+
+
+class Classifier(nn.Module):
+    """Convolutions that halve the image, then features, then classes.
+
+    Without normalisation layers: they would take from the features how far an image is from the training images.
+
+    Args:
+        shape: (height, width, channels) of the uint8 images.
+        classes: number of classes.
+        channels: width of the first convolution; it doubles up to four times that.
+        features: width of the layer before the classes.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], classes: int, channels: int, features: int):
+        super().__init__()
+        height, width, inputs = shape
+        layers: list[nn.Module] = [nn.Conv2d(inputs, channels, 3, padding=1), nn.ReLU()]
+        level = channels
+        while max(height, width) > SMALLEST_SIDE:
+            wider = min(2 * level, 4 * channels)
+            layers += [nn.Conv2d(level, wider, 3, stride=2, padding=1), nn.ReLU()]
+            level, height, width = wider, -(-height // 2), -(-width // 2)
+        self.body = nn.Sequential(*layers, nn.Flatten(), nn.Linear(level * height * width, features), nn.ReLU())
+        self.head = nn.Linear(features, classes)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 (batch, channels, height, width) to features (batch, features) and logits (batch, classes)."""
+        features = self.body(images.float() / 127.5 - 1)
+        return features, self.head(features)
+
+
+def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
+    """Train the classifier, write its weights into the folder and return what the manifest says of it.
+
+    Raises:
+        KairosError: the data set has no classes.
+    """
+    if dataset.labels is None:
+        raise KairosError(
+            "evaluation.extractor: got classifier, but the data set has no classes to train it on; "
+            "allowed: inception, or a data set with labels"
+        )
+    classes = len(dataset.manifest["classes"])
+    name = f"classifier{options.features}"
+    shape = tuple(dataset.images.shape[1:])
+    labels = torch.from_numpy(np.array(dataset.labels))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derived_seed(options.seed, "classifier weights"))
+        model = Classifier(shape, classes, options.channels, options.features)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps)
+    order = generator(options.seed, "classifier order")
+    progress = Progress(options.steps, f"train {name}", "step")
+    for _ in range(options.steps):
+        chosen = dataset.train[torch.randint(len(dataset.train), (options.batch_size,), generator=order).numpy()]
+        _, logits = model(_pixels(dataset, chosen))
+        loss = nn.functional.cross_entropy(logits, labels[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        progress.advance(1, lambda: f"loss {loss.item():.3f}")  # noqa: B023 - called before the next step
+    progress.close()
+
+    accuracy = _accuracy(model.eval(), dataset, labels)
+    say(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images right")
+    from safetensors.torch import save
+
+    with atomic(folder / WEIGHTS) as file:
+        file.write(save(model.state_dict()))
+    digest = sha256_file(folder / WEIGHTS)
+    return {
+        "name": name,
+        "metric": f"frechet_{name}",
+        "features": options.features,
+        "accuracy": accuracy,
+        "classes": classes,
+        "shape": list(shape),
+        "sha256": digest,
+        "dataset_sha256": dataset.manifest["content_sha256"],
+        "files": {WEIGHTS: digest},
+    }
+
+
+def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
+    """Open a classifier's folder."""
+    module = create_feature_extractor(
+        NAME, ["features"], cuda=False, feature_extractor_weights_path=str(folder), verbose=False
+    )
+    return Extractor(manifest, module, "features", None)
+
+
+class ClassifierExtractor(FeatureExtractorBase):
+    """The classifier as torch-fidelity knows it; its weights path is the extractor's folder."""
+
+    def __init__(
+        self, name: str, features_list: list[str], feature_extractor_weights_path: str | None = None, **_: Any
+    ):
+        super().__init__(name, features_list)
+        if feature_extractor_weights_path is None:
+            raise KairosError(f"{name}: pass the folder of stage extractor as feature_extractor_weights_path")
+        from safetensors.torch import load_file
+
+        folder = Path(feature_extractor_weights_path)
+        manifest = read_json(folder / "manifest.json")
+        channels, features = manifest["options"]["channels"], manifest["features"]
+        self.model = Classifier(tuple(manifest["shape"]), manifest["classes"], channels, features)
+        self.model.load_state_dict(load_file(folder / WEIGHTS))
+
+    @staticmethod
+    def get_provided_features_list() -> tuple[str, ...]:
+        """Layers by name."""
+        return ("features", "logits")
+
+    @staticmethod
+    def get_default_feature_layer_for_metric(metric: str) -> str:
+        """Logits for the Inception score, features for distances."""
+        return "logits" if metric == "isc" else "features"
+
+    @staticmethod
+    def can_be_compiled() -> bool:
+        """Not worth it."""
+        return False
+
+    @staticmethod
+    def get_dummy_input_for_compile() -> Tensor:
+        """Never compiled."""
+        raise NotImplementedError
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """The requested layers of uint8 (batch, channels, height, width)."""
+        features, logits = self.model(images)
+        layers = {"features": features, "logits": logits}
+        return tuple(layers[name] for name in self.features_list)
+
+
+register_feature_extractor(NAME, ClassifierExtractor)
+
+
+def _pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.array(dataset.images[indices])).permute(0, 3, 1, 2)
+
+
+def _accuracy(model: Classifier, dataset: PreparedDataset, labels: Tensor, batch_size: int = 256) -> float:
+    """Share of the held-out images that are classified right."""
+    right = 0
+    with torch.inference_mode():
+        for start in range(0, len(dataset.heldout), batch_size):
+            chosen = dataset.heldout[start : start + batch_size]
+            right += int((model(_pixels(dataset, chosen))[1].argmax(1) == labels[chosen]).sum())
+    return right / len(dataset.heldout)

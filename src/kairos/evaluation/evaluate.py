@@ -1,0 +1,196 @@
+"""Stage `evaluate`: distances of samples from the real images, and the validation loss, each with its protocol."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kairos import clock, compute
+from kairos.errors import ConfigError, KairosError
+from kairos.evaluation import distances
+from kairos.evaluation.distances import Target
+from kairos.evaluation.extractors import Extractor, extract, make, open_extractor
+from kairos.evaluation.reference import Reference, open_reference, reference_hash
+from kairos.evaluation.validation import latents_folder, validation_loss
+from kairos.files import sha256_file, write_json
+from kairos.progress import say
+from kairos.sampling.sample import read_samples
+
+
+@dataclass(frozen=True)
+class Job:
+    """Samples to evaluate.
+
+    Args:
+        samples: npz file.
+        out: the JSON record that is written.
+        milestone: folder, for the validation loss; None: distances alone.
+    """
+
+    samples: Path
+    out: Path
+    milestone: Path | None = None
+
+
+def run(
+    jobs: list[Job], reference: Path, extractor: Path | None = None, latents: Path | None = None, sets: int = 1
+) -> None:
+    """Evaluate every job.
+
+    Args:
+        jobs: what is evaluated.
+        reference: folder or reference.json of stage reference, or an npz file of real images.
+        extractor: its folder, or ``inception``; None: ``../extractor``, seen from the reference's folder.
+        latents: folder for the validation loss; None: ``../../../../latents``, seen from the milestone.
+        sets: with an npz reference: sets that the samples are split into.
+
+    Raises:
+        KairosError: a file is missing, damaged, or does not belong to the others.
+    """
+    outside = reference.suffix == ".npz"
+    if outside and extractor is None:
+        raise ConfigError("--extractor: got none, allowed where --reference is an npz: a folder, or inception")
+    if extractor == Path("inception") and not extractor.exists():
+        extractor = distances.CACHE / "inception"
+        make({"name": "inception", "path": None}, None, extractor)
+    device = _setup(next((job.milestone for job in jobs if job.milestone), None))
+    folder = reference if reference.is_dir() else reference.parent
+    opened = open_extractor(extractor or folder / "../extractor", device)
+    clock.work_begins()
+    known = outside_reference(reference, opened) if outside else open_reference(reference, opened)
+    for job in jobs:
+        evaluate(job, known, opened, sets if outside else None, latents, device)
+
+
+def evaluate(
+    job: Job, reference: Reference, extractor: Extractor, sets: int | None, latents: Path | None, device: Any
+) -> dict[str, Any]:
+    """Evaluate one samples file, write its record and return it."""
+    images, protocol = read_samples(job.samples)
+    parts, warnings = split(images, reference.record["num_samples"], sets, str(job.samples))
+    warnings += distances.check_number(len(parts[0]), extractor.width, str(job.samples))
+    for warning in warnings:
+        say(f"warning: {warning}")
+    with torch.inference_mode():
+        samples = [distances.sample_of(extractor, extract(extractor, part)) for part in parts]
+    metrics = distances.summarise([distances.score(sample, reference.target) for sample in samples])
+    record = {
+        "step": protocol.get("step"),
+        "metrics": metrics,
+        "protocol": _protocol(protocol, reference, extractor, len(parts), len(parts[0])),
+        "warnings": warnings,
+    }
+    if job.milestone is not None:
+        record["validation"] = _validation(job, protocol, reference, latents, device)
+    write_json(job.out, record)
+    metric = reference.target.metric
+    say(f"evaluate {job.samples}: {metric} {metrics[metric]:.4g} ± {metrics[metric + '_spread'] or 0:.2g}")
+    return record
+
+
+def split(
+    images: np.ndarray, num_samples: int | None, sets: int | None, where: str
+) -> tuple[list[np.ndarray], list[str]]:
+    """Sets of equal size in the order of the images, and the warnings.
+
+    Args:
+        images: all of them.
+        num_samples: images per set, as the reference fixes it; None: `sets` sets.
+        sets: number of sets where the size is not fixed.
+        where: the file, for messages.
+
+    Raises:
+        KairosError: fewer images than one set has.
+    """
+    size = num_samples or len(images) // max(sets or 1, 1)
+    count = len(images) // size if size else 0
+    if count == 0:
+        raise KairosError(f"{where}: got {len(images)} images, allowed: at least {num_samples or sets}, one full set")
+    rest = len(images) - count * size
+    warnings = [f"{where}: the last {rest} images fill no set of {size} and are not used"] if rest else []
+    return [images[k * size : (k + 1) * size] for k in range(count)], warnings
+
+
+def outside_reference(path: Path, extractor: Extractor) -> Reference:
+    """A reference made of an npz file of real images; its statistics are cached by content hash.
+
+    Raises:
+        KairosError: the file is no npz of images, or holds too few for the extractor.
+    """
+    images, _ = read_samples(path)
+    for warning in distances.check_number(len(images), extractor.width, str(path)):
+        say(f"warning: {warning}")
+    parts = {"images": sha256_file(path), "extractor": extractor.hash}
+    statistics = distances.cached(parts, lambda: distances.statistics(extract(extractor, images)[extractor.layer]))
+    record = {
+        "num_samples": None,
+        "reference_hash": reference_hash(statistics, extractor),
+        "eval_seed": 0,
+        "validation": {"images": 256, "strata": 32, "seed": 0},
+    }
+    return Reference(record, Target(extractor.manifest["metric"], statistics))
+
+
+def _setup(milestone: Path | None) -> Any:
+    """Threads and device as the milestone's training states them; one thread for images from outside."""
+    from kairos.sampling.sample import configuration
+
+    if milestone is None:
+        return compute.setup(1, "auto")
+    training = configuration(milestone, {}).training
+    return compute.setup(training.threads, training.device, training.deterministic)
+
+
+def _protocol(
+    protocol: dict[str, Any], reference: Reference, extractor: Extractor, sets: int, n: int
+) -> dict[str, Any]:
+    """How the numbers came about; what images from outside do not say is null."""
+    scheduler = protocol.get("scheduler") or {}
+    return {
+        "extractor": extractor.name,
+        "extractor_hash": extractor.hash,
+        "accuracy": extractor.manifest["accuracy"],
+        "n_samples": n,
+        "sets": sets,
+        "sampler": scheduler.get("name"),
+        "sampler_steps": protocol.get("steps"),
+        "spacing": scheduler.get("spacing"),
+        "clip": scheduler.get("clip"),
+        "eta": scheduler.get("eta"),
+        "variance": scheduler.get("variance"),
+        "guidance_scale": protocol.get("guidance_scale"),
+        "weights": protocol.get("weights"),
+        "sample_seed": protocol.get("seed"),
+        "identity": protocol.get("identity"),
+        "reference_hash": reference.record["reference_hash"],
+        "eval_seed": reference.record["eval_seed"],
+    }
+
+
+def _validation(
+    job: Job, protocol: dict[str, Any], reference: Reference, latents: Path | None, device: Any
+) -> dict[str, Any]:
+    """The validation loss of the milestone's EMA weights.
+
+    Raises:
+        KairosError: the samples were drawn from another milestone, or the latents are not those it was trained on.
+    """
+    from kairos.data.latents import open_latents
+    from kairos.training.milestone import open_milestone
+
+    assert job.milestone is not None
+    milestone = open_milestone(job.milestone, "ema", device)
+    record = milestone.record
+    drawn = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
+    if drawn != (record["identity"], record["step"]):
+        raise KairosError(f"{job.samples}: drawn from another milestone than {job.milestone}; draw the samples again")
+    folder = latents or latents_folder(job.milestone)
+    opened = open_latents(folder)
+    for name in ("autoencoder_sha256", "dataset_sha256"):
+        if opened.manifest[name] != record[name]:
+            raise KairosError(
+                f"{folder}: {name} is not that of {job.milestone}; pass the latents it was trained on as --latents DIR"
+            )
+    return validation_loss(milestone, opened, reference.loss_settings, device)

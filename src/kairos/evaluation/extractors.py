@@ -1,0 +1,123 @@
+"""Feature extractors: made once per experiment in a folder of their own, run by torch-fidelity.
+
+The folder's manifest says what the extractor is called, how wide its features are, and which column its Fréchet
+distance goes into: `frechet_<name>` for our own, `fid` for Inception alone.
+"""
+
+import dataclasses
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kairos.config.base import build
+from kairos.data.dataset import PreparedDataset
+from kairos.errors import DamagedError, KairosError
+from kairos.evaluation.registries import EXTRACTORS
+from kairos.files import read_json, sha256_file, write_json
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """An opened extractor.
+
+    Attributes:
+        manifest: kind, name, metric (column of the Fréchet distance), features (width), accuracy, sha256, shape.
+        module: torch-fidelity's feature extractor, which gives the layers by name.
+        layer: the layer whose statistics are compared.
+        logits: the layer that the Inception score is computed from, or None.
+        device: where features are computed.
+    """
+
+    manifest: dict[str, Any]
+    module: Any
+    layer: str
+    logits: str | None
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def name(self) -> str:
+        """Name with width, e.g. classifier32."""
+        return self.manifest["name"]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the weights."""
+        return self.manifest["sha256"]
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return self.manifest["features"]
+
+
+def make(extractor: dict[str, Any], dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
+    """Stage `extractor`: fill the folder, write its manifest last and return it.
+
+    Args:
+        extractor: field `evaluation.extractor` of the experiment.
+        dataset: what the classifier is trained on; Inception needs none.
+        folder: where it goes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    manifest = {"kind": extractor["name"], "options": extractor, **build(EXTRACTORS, extractor, dataset, folder)}
+    write_json(folder / "manifest.json", manifest)
+    return manifest
+
+
+def open_extractor(folder: Path, device: torch.device | str = "cpu") -> Extractor:
+    """Open the folder that stage `extractor` filled, for computing on `device`.
+
+    Raises:
+        KairosError: it is not there.
+        DamagedError: a file is missing or has changed.
+    """
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise KairosError(
+            f"{folder}: no manifest.json; make it with: kairos extractor --config F --dataset DIR --out DIR"
+        )
+    manifest = read_json(path)
+    for name, digest in manifest["files"].items():
+        if not (folder / name).is_file() or sha256_file(folder / name) != digest:
+            raise DamagedError(f"{folder / name}: missing or damaged; make it again with: kairos extractor")
+    module = importlib.import_module(EXTRACTORS.entry(manifest["kind"]).module)
+    return dataclasses.replace(module.load(folder, manifest), device=torch.device(device))
+
+
+class Images(torch.utils.data.Dataset):
+    """Images, uint8 (n, height, width, channels), as torch-fidelity reads them: uint8 (channels, height, width)."""
+
+    def __init__(self, images: NDArray[np.uint8]):
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(np.array(self.images[index])).permute(2, 0, 1)
+
+
+def extract(extractor: Extractor, images: NDArray[np.uint8], batch_size: int = 64) -> dict[str, torch.Tensor]:
+    """Features of images by layer, each float32 (n, width).
+
+    Raises:
+        KairosError: the extractor takes images of another size.
+    """
+    from torch_fidelity.utils import get_featuresdict_from_dataset
+
+    shape = extractor.manifest["shape"]
+    if shape is not None and list(images.shape[1:]) != shape:
+        raise KairosError(
+            f"images: got {images.shape[1:]} (height, width, channels), allowed: {tuple(shape)}, the images that "
+            f"{extractor.name} was trained on"
+        )
+    cuda = extractor.device.type == "cuda"
+    module = extractor.module.to(extractor.device)
+    # save_cpu_ram: read in this process, no worker processes for small arrays
+    return get_featuresdict_from_dataset(Images(images), module, batch_size, cuda, save_cpu_ram=True, verbose=False)

@@ -1,0 +1,92 @@
+"""Inception-v3 as torch-fidelity has it: FID, Inception score and KID proper, where its weights are present."""
+
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_fidelity import register_feature_extractor
+from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
+from torch_fidelity.utils import create_feature_extractor
+
+from kairos.data.dataset import PreparedDataset
+from kairos.errors import KairosError
+from kairos.evaluation.extractors import Extractor
+from kairos.evaluation.registries import InceptionOptions
+from kairos.files import link_file, sha256_file
+from kairos.progress import say
+
+WEIGHTS = URL_INCEPTION_V3.rsplit("/", 1)[1]
+NAME = "kairos-inception"
+
+
+def weights_path(options: InceptionOptions) -> Path:
+    """Where the weights are expected: the configured file, or where torch-fidelity keeps its download."""
+    return Path(options.path) if options.path else Path(torch.hub.get_dir()) / "checkpoints" / WEIGHTS
+
+
+def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
+    """Put the weights into the folder, downloaded if need be, and return what the manifest says of the extractor.
+
+    Raises:
+        KairosError: there are no weights; the message says which file goes where.
+    """
+    path = weights_path(options)
+    if not path.is_file():
+        if options.path:
+            raise KairosError(missing(path, "there is no such file"))
+        say(f"inception: downloading {URL_INCEPTION_V3}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            digest = WEIGHTS.rsplit("-", 1)[1].split(".")[0]
+            torch.hub.download_url_to_file(URL_INCEPTION_V3, str(path), hash_prefix=digest, progress=False)
+        except (urllib.error.URLError, OSError, RuntimeError) as error:
+            raise KairosError(missing(path, f"the download failed ({error})")) from None
+    link_file(path, folder / WEIGHTS)
+    digest = sha256_file(folder / WEIGHTS)
+    return {
+        "name": "inception",
+        "metric": "fid",
+        "features": 2048,
+        "accuracy": None,
+        "shape": None,  # resizes images of any size
+        "sha256": digest,
+        "dataset_sha256": None,
+        "files": {WEIGHTS: digest},
+    }
+
+
+def missing(path: Path, why: str) -> str:
+    """What a user without the weights is told."""
+    return (
+        f"evaluation.extractor: inception needs the weights {path}, but {why}. Put the file from {URL_INCEPTION_V3} "
+        "there, or name it as evaluation.extractor.path; evaluation.extractor: classifier needs none"
+    )
+
+
+class Inception(FeatureExtractorInceptionV3):
+    """torch-fidelity's Inception, which takes grey images too, as RGB."""
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """The requested layers of uint8 (batch, 1 or 3, height, width)."""
+        return super().forward(images.expand(-1, 3, -1, -1))
+
+
+register_feature_extractor(NAME, Inception)
+
+
+def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
+    """Open the folder.
+
+    Raises:
+        KairosError: the file holds no Inception weights.
+    """
+    layers = ["2048", "logits_unbiased"]
+    try:
+        module = create_feature_extractor(
+            NAME, layers, cuda=False, feature_extractor_weights_path=str(folder / WEIGHTS), verbose=False
+        )
+    except Exception as error:  # unpickling and loading raise many kinds
+        raise KairosError(f"{folder / WEIGHTS}: not torch-fidelity's Inception weights ({error})") from None
+    return Extractor(manifest, module, "2048", "logits_unbiased")
