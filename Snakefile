@@ -1,0 +1,56 @@
+# kairos: compare timestep strategies for diffusion training.
+#   snakemake                                        the demo (params.yaml)
+#   snakemake --configfile experiments/cifar10.yaml  another experiment; nothing of params.yaml leaks into it
+from snakemake.utils import min_version
+
+from kairos.workflow import controller
+from kairos.workflow.arguments import files, folder, folders, repeated
+
+min_version("9.19")
+
+plan = controller.open_plan(workflow, config)
+RESULTS = plan.results
+TRAINING = f"{RESULTS}/{{method}}/seed{{seed}}"
+
+
+wildcard_constraints:
+    method=plan.matching(plan.methods),
+    seed=plan.matching(plan.seeds),
+
+
+localrules:
+    all,
+    report,
+
+
+rule all:
+    input:
+        f"{RESULTS}/report.html",
+        f"{RESULTS}/summary.csv",
+        f"{RESULTS}/tracking.json" if plan.experiment.tracking.enabled else [],
+
+
+include: "workflow/rules/prepare.smk"
+include: "workflow/rules/autoencoder.smk"
+include: "workflow/rules/encode.smk"
+include: "workflow/rules/train.smk"
+include: "workflow/rules/sample.smk"
+include: "workflow/rules/evaluate.smk"
+include: "workflow/rules/report.smk"
+
+
+if plan.experiment.tracking.enabled:
+
+    include: "workflow/rules/track.smk"
+
+
+onstart:
+    controller.starts(workflow, plan)
+
+
+onsuccess:
+    controller.succeeded(workflow, plan)
+
+
+onerror:
+    controller.failed(workflow)

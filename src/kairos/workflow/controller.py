@@ -1,0 +1,124 @@
+"""What the Snakefile does besides its rules: reads the experiment, and looks after a run's beginning and end.
+
+Only the controller writes here; the processes that Snakemake starts for single jobs parse the Snakefile too, and find
+the experiment as the controller froze it.
+"""
+
+import fcntl
+import glob
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from kairos.config import load, validate
+from kairos.errors import KairosError
+from kairos.files import read_json
+from kairos.progress import duration, say
+from kairos.workflow import acknowledge
+from kairos.workflow.plan import Plan, plan
+
+_FROZEN = "KAIROS_EXPERIMENT"  # how a job's own Snakemake process finds the controller's frozen experiment
+_DEFAULT = "params.yaml"
+_held: list[Any] = []  # the lock file, open as long as this process lives
+_began = time.time()
+
+
+def open_plan(workflow: Any, config: dict[str, Any]) -> Plan:
+    """The experiment that Snakemake was called for, checked and frozen; ends the process where it cannot be used."""
+    try:
+        if not workflow.is_main_process and _FROZEN in os.environ:
+            return Plan(load(os.environ[_FROZEN]), Path(os.environ[_FROZEN]))
+        found = plan(_experiment(workflow, config))
+        if workflow.is_main_process:
+            os.environ[_FROZEN] = str(found.config.resolve())
+            if not workflow.dryrun:
+                _lock(Path(found.results))
+                _forget_failed_import(Path(found.results))
+        return found
+    except KairosError as error:
+        _end(str(error))
+
+
+def _experiment(workflow: Any, config: dict[str, Any]) -> Any:
+    files = workflow.config_settings.configfiles
+    if len(files) == 1 and not workflow.config_settings.config:
+        return load(files[0])
+    if files:
+        return validate(dict(config), " + ".join(str(file) for file in files))
+    if not config:
+        return load(_DEFAULT)
+    load(_DEFAULT)
+    values = yaml.safe_load(Path(_DEFAULT).read_text(encoding="utf-8"))
+    return validate({**values, **config}, f"{_DEFAULT} with --config")
+
+
+def _end(message: str) -> NoReturn:
+    """End with one message; Snakemake would add a traceback to an exception."""
+    print(f"kairos: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _lock(results: Path) -> None:
+    """Hold the experiment for this process, and remove the locks of a Snakemake that was killed.
+
+    Snakemake's own lock files outlive a killed controller and would stop the next one. This lock falls with its
+    process, so whoever holds it knows that Snakemake's locks on the same results are left over.
+
+    Raises:
+        KairosError: another Snakemake works on these results.
+    """
+    path = Path(".kairos") / f"{results.name}.lock"
+    path.parent.mkdir(exist_ok=True)
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (held until the process ends)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        raise KairosError(f"{results}: another run ({file.read().strip()}) is at work there; wait for it") from None
+    file.truncate(0)
+    file.write(f"pid {os.getpid()}")
+    file.flush()
+    _held.append(file)
+    for left in Path(".snakemake/locks").glob("*.lock"):
+        if any(line.startswith(f"{results}/") for line in left.read_text().splitlines()):
+            left.unlink()
+
+
+def _forget_failed_import(results: Path) -> None:
+    """An import into MLflow that failed stops nothing, and is tried again by the next run."""
+    record = results / "tracking.json"
+    if record.exists() and not read_json(record).get("imported"):
+        record.unlink()
+
+
+def data_files(plan: Plan) -> list[str]:
+    """The files a data set is read from, as far as they exist; `kairos prepare` says what is missing."""
+    dataset = plan.experiment.dataset
+    if dataset.source not in ("folder", "parquet"):
+        return []
+    return sorted(glob.glob(os.path.expanduser(str(dataset.path))))
+
+
+def starts(workflow: Any, plan: Plan) -> None:
+    """Before the first job: see `acknowledge`."""
+    acknowledge.acknowledge(workflow, Path(plan.results))
+
+
+def succeeded(workflow: Any, plan: Plan) -> None:
+    """After the last job."""
+    report = Path(plan.results) / "report.html"
+    say(f"{plan.experiment.experiment}: done in {duration(time.time() - _began)}; the report is {report}")
+
+
+def failed(workflow: Any) -> None:
+    """Name the failed jobs' log files with what they say last."""
+    say("Not everything could be computed; what is complete stays, and the same command goes on from there.")
+    for job in workflow.dag.needrun_jobs():
+        log = Path(str(job.log[0])) if job.log else None
+        if log and not workflow.dag.finished(job) and log.exists() and log.stat().st_mtime >= _began:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            say(f"  {log}: {lines[-1] if lines else 'no message'}")

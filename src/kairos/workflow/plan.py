@@ -1,0 +1,170 @@
+"""An experiment as the workflow sees it: its folders, its trainings and the segments that they are split into."""
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from kairos.config import Experiment, freeze
+from kairos.workflow import dependencies
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of every training that is one job.
+
+    Attributes:
+        steps: its milestones.
+        after: last milestone of the segment before; none for the first.
+        name: of this segment in rule names and log files, with a leading ``_``; empty where it is the only one.
+        last: whether the training is complete with it.
+    """
+
+    steps: tuple[int, ...]
+    after: tuple[int, ...]
+    name: str
+    last: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Its milestones as folders and files name them."""
+        return names(self.steps)
+
+    @property
+    def before(self) -> list[str]:
+        """The milestone that it goes on from."""
+        return names(self.after)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the Snakefile needs to know of an experiment.
+
+    Attributes:
+        experiment: the checked experiment.
+        config: its frozen copy, which all jobs read.
+    """
+
+    experiment: Experiment
+    config: Path
+
+    @cached_property
+    def plain(self) -> dict[str, Any]:
+        """The whole resolved experiment."""
+        return self.experiment.plain()
+
+    @property
+    def results(self) -> str:
+        """The experiment's folder, relative."""
+        return f"results/{self.experiment.experiment}"
+
+    @property
+    def methods(self) -> list[str]:
+        """Names of the methods."""
+        return list(self.experiment.methods)
+
+    @property
+    def seeds(self) -> list[int]:
+        """All seeds."""
+        return self.experiment.seeds
+
+    @property
+    def steps(self) -> list[str]:
+        """All milestones as files name them: 7 digits."""
+        return names(self.experiment.milestones)
+
+    @property
+    def gpu(self) -> int:
+        """GPUs that a computing job asks for."""
+        return int(self.experiment.training.device.startswith("cuda"))
+
+    @property
+    def threads(self) -> int:
+        """Computing threads of a job."""
+        return self.experiment.training.threads
+
+    def frozen(self, wildcards: Any, output: Any) -> str:
+        """The configuration file of a job: a parameter that Snakemake does not compare, see `arguments`."""
+        return self.config.as_posix()
+
+    def sampling_options(self, wildcards: Any, output: Any) -> str:
+        """Arguments of ``kairos sample`` that state the whole sampling section; not compared either."""
+        sampling = self.plain["sampling"]
+        arguments = {
+            "--scheduler": json.dumps(sampling["scheduler"]),
+            "--steps": sampling["steps"],
+            "--weights": sampling["weights"],
+            "--guidance-scale": sampling["guidance_scale"],
+            "--batch-size": sampling["batch_size"],
+            "--grid-images": sampling["grid"],
+            "--seed": sampling["seed"],
+        }
+        return " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """The jobs of a training, in order."""
+        parts = self.experiment.segments
+        before = [(), *((part[-1],) for part, _ in pairwise(parts))]
+        return [
+            Segment(part, after, f"_{number}" if len(parts) > 1 else "", number == len(parts))
+            for number, (part, after) in enumerate(zip(parts, before), 1)
+        ]
+
+    def matching(self, values: list[Any]) -> str:
+        """Wildcard constraint: one of these."""
+        return "|".join(re.escape(str(value)) for value in values)
+
+    def depends(self, stage: str) -> dict[str, Any]:
+        """``params:`` of a stage: every field and the code that its results depend on.
+
+        Those of a training stage are functions of the wildcard ``method``.
+        """
+        if stage not in dependencies.PER_TRAINING:
+            return {**dependencies.settings(stage, self.plain), "code": dependencies.code(stage, self.plain)}
+        fields = [*dependencies.settings(stage, self.plain, self.methods[0]), "code"]
+        return {name: self._of_method(stage, name) for name in fields}
+
+    def _of_method(self, stage: str, name: str) -> Any:
+        def value(wildcards: Any) -> Any:
+            if name == "code":
+                return dependencies.code(stage, self.plain, wildcards.method)
+            return dependencies.settings(stage, self.plain, wildcards.method)[name]
+
+        return value
+
+    def training(self, method: str, seed: int) -> str:
+        """The folder of a training."""
+        return f"{self.results}/{method}/seed{seed}"
+
+    def everything(self) -> dict[str, list[str]]:
+        """All records that the report and the tracking read."""
+        trainings = [self.training(method, seed) for method in self.methods for seed in self.seeds]
+        stages = [*dependencies.SHARED]
+        jobs = [f"{stage}_{method}_seed{seed}{segment.name}" for stage in dependencies.PER_TRAINING
+                for method in self.methods for seed in self.seeds for segment in self.segments]  # fmt: skip
+        records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
+        ends = ("training.json", "metrics.jsonl", "timing.jsonl")
+        per_step = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
+        return {
+            "shared": [f"{self.results}/{record}.json" for record in records],
+            "trainings": [f"{training}/{name}" for training in trainings for name in ends],
+            "steps": [
+                f"{training}/{name.format(step)}" for training in trainings for step in self.steps for name in per_step
+            ],
+            "timing": [f"{self.results}/timing/{job}.json" for job in (*stages, *jobs)],
+        }
+
+
+def names(steps: tuple[int, ...]) -> list[str]:
+    """Steps as folders and files name them: 7 digits."""
+    return [f"{step:07d}" for step in steps]
+
+
+def plan(experiment: Experiment) -> Plan:
+    """Freeze an experiment and plan it."""
+    return Plan(experiment, freeze(experiment))

@@ -1,0 +1,26 @@
+# The space that the diffusion model works in: pixels, our own autoencoder or a pretrained one.
+
+
+rule autoencoder:
+    input:
+        dataset=f"{RESULTS}/dataset/manifest.json",
+    output:
+        record=f"{RESULTS}/autoencoder/manifest.json",
+        timing=f"{RESULTS}/timing/autoencoder.json",
+    log:
+        f"{RESULTS}/logs/autoencoder.log",
+    conda:
+        "../../envs/environment.yml"
+    threads: plan.threads
+    resources:
+        mem_mb=6000,
+        runtime=720,
+        gpu=plan.gpu,
+    params:
+        **plan.depends("autoencoder"),
+        config=plan.frozen,
+        dataset=folder("dataset"),
+        out=folder("record"),
+    shell:
+        "kairos autoencoder --config {params.config} --dataset {params.dataset} --out {params.out}"
+        " --timing {output.timing} 2>&1 | tee {log}"

@@ -1,0 +1,28 @@
+# Latent moments of every image; in pixel space only a record that points to the data set.
+
+
+rule encode:
+    input:
+        dataset=f"{RESULTS}/dataset/manifest.json",
+        autoencoder=f"{RESULTS}/autoencoder/manifest.json",
+    output:
+        record=f"{RESULTS}/latents/manifest.json",
+        timing=f"{RESULTS}/timing/encode.json",
+    log:
+        f"{RESULTS}/logs/encode.log",
+    conda:
+        "../../envs/environment.yml"
+    threads: plan.threads
+    resources:
+        mem_mb=6000,
+        runtime=720,
+        gpu=plan.gpu,
+    params:
+        **plan.depends("encode"),
+        config=plan.frozen,
+        dataset=folder("dataset"),
+        autoencoder=folder("autoencoder"),
+        out=folder("record"),
+    shell:
+        "kairos encode --config {params.config} --dataset {params.dataset} --autoencoder {params.autoencoder}"
+        " --out {params.out} --timing {output.timing} 2>&1 | tee {log}"

@@ -1,0 +1,23 @@
+# A data set becomes one uniform, memory-mappable form with a fixed split into training and held-out images.
+
+
+rule prepare:
+    input:
+        controller.data_files(plan),
+    output:
+        record=f"{RESULTS}/dataset/manifest.json",
+        timing=f"{RESULTS}/timing/prepare.json",
+    log:
+        f"{RESULTS}/logs/prepare.log",
+    conda:
+        "../../envs/environment.yml"
+    threads: 1
+    resources:
+        mem_mb=4000,
+        runtime=120,
+    params:
+        **plan.depends("prepare"),
+        config=plan.frozen,
+        out=folder("record"),
+    shell:
+        "kairos prepare --config {params.config} --out {params.out} --timing {output.timing} 2>&1 | tee {log}"

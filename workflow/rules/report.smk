@@ -1,0 +1,31 @@
+# The table, the figures and the self-contained report.
+
+
+rule report:
+    input:
+        **plan.everything(),
+    output:
+        page=f"{RESULTS}/report.html",
+        table=report(f"{RESULTS}/summary.csv", caption="../report/summary.rst", category="Table"),
+        figures=report(
+            directory(f"{RESULTS}/figures"),
+            patterns=["{name}.svg"],
+            caption="../report/figures.rst",
+            category="Figures",
+            labels={"figure": "{name}"},
+        ),
+    log:
+        f"{RESULTS}/logs/report.log",
+    conda:
+        "../../envs/environment.yml"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=30,
+    params:
+        **plan.depends("report"),
+        config=plan.frozen,
+        results=folder("page"),
+    shell:
+        "kairos report --config {params.config} --results {params.results}"
+        " --timing {params.results}/logs/report.timing.json 2>&1 | tee {log}"

@@ -1,0 +1,41 @@
+# Images from all milestones of a segment of a training, and a grid picture of each.
+
+
+for segment in plan.segments:
+
+    rule:
+        name:
+            f"sample{segment.name}"
+        input:
+            milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
+            autoencoder=f"{RESULTS}/autoencoder/manifest.json",
+            latents=f"{RESULTS}/latents/manifest.json",
+        output:
+            images=[f"{TRAINING}/samples/{step}.npz" for step in segment.names],
+            grids=report(
+                [f"{TRAINING}/samples/{step}.png" for step in segment.names],
+                caption="../report/samples.rst",
+                category="Samples",
+                labels={"method": "{method}", "seed": "{seed}"},
+            ),
+            timing=f"{RESULTS}/timing/sample_{{method}}_seed{{seed}}{segment.name}.json",
+        log:
+            f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.name}.log",
+        conda:
+            "../../envs/environment.yml"
+        threads: plan.threads
+        resources:
+            mem_mb=6000,
+            runtime=720,
+            gpu=plan.gpu,
+        params:
+            **plan.depends("sample"),
+            options=plan.sampling_options,
+            milestones=repeated("--milestone", folders("milestones")),
+            out=repeated("--out", files("images")),
+            grid=repeated("--grid", files("grids")),
+            autoencoder=folder("autoencoder"),
+            latents=folder("latents"),
+        shell:
+            "kairos sample {params.milestones} {params.out} {params.grid} --num {params.num} {params.options}"
+            " --autoencoder {params.autoencoder} --latents {params.latents} --timing {output.timing} 2>&1 | tee {log}"

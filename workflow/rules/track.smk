@@ -1,0 +1,29 @@
+# Import into MLflow; what fails here is said, stops nothing and is tried again by the next run.
+
+
+localrules:
+    track,
+
+
+rule track:
+    input:
+        **plan.everything(),
+        table=f"{RESULTS}/summary.csv",
+        figures=f"{RESULTS}/figures",
+    output:
+        f"{RESULTS}/tracking.json",
+    log:
+        f"{RESULTS}/logs/track.log",
+    conda:
+        "../../envs/environment.yml"
+    threads: 1
+    resources:
+        mem_mb=2000,
+        runtime=60,
+    params:
+        **plan.depends("track"),
+        config=plan.frozen,
+        results=folder("table"),
+    shell:
+        "kairos track --config {params.config} --results {params.results} --out {output}"
+        " --timing {params.results}/logs/track.timing.json 2>&1 | tee {log}"

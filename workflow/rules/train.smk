@@ -1,0 +1,33 @@
+# One job per method, seed and segment; it resumes from the training's own state by itself.
+
+
+for segment in plan.segments:
+
+    rule:
+        name:
+            f"train{segment.name}"
+        input:
+            latents=f"{RESULTS}/latents/manifest.json",
+            before=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.before],
+        output:
+            milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
+            end=[f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl", "timing.jsonl") if segment.last],
+            timing=f"{RESULTS}/timing/train_{{method}}_seed{{seed}}{segment.name}.json",
+        log:
+            f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.name}.log",
+        conda:
+            "../../envs/environment.yml"
+        threads: plan.threads
+        resources:
+            mem_mb=6000,
+            runtime=1440,
+            gpu=plan.gpu,
+        params:
+            **plan.depends("train"),
+            config=plan.frozen,
+            steps=list(segment.steps),
+            latents=folder("latents"),
+            out=f"{TRAINING}",
+        shell:
+            "kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
+            " --latents {params.latents} --milestones {params.steps} --timing {output.timing} 2>&1 | tee {log}"
