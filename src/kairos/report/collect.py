@@ -140,7 +140,7 @@ def collect(experiment: Experiment, folder: Path | str) -> Results:
         reference=_json(folder / "reference" / "reference.json", "reference"),
         dataset=_json(folder / "dataset" / "manifest.json", "prepare"),
         autoencoder=_json(folder / "autoencoder" / "manifest.json", "autoencoder"),
-        jobs=tuple(_json(path, "--timing") for path in sorted(folder.glob("timing/**/*.json"))),
+        jobs=_jobs(folder),
     )
     _check_comparable(results)
     return results
@@ -179,6 +179,12 @@ def _milestone(folder: Path, step: int, clock: dict[int, float]) -> Milestone:
         evaluation=_json(folder / "evaluation" / f"{name}.json", "evaluate"),
         grid=grid,
     )
+
+
+def _jobs(folder: Path) -> tuple[Record, ...]:
+    """Time records of the jobs that a report depends on; its own of an earlier time is none of them."""
+    records = [_json(path, "--timing") for path in sorted(folder.glob("timing/**/*.json"))]
+    return tuple(record for record in records if record["stage"] not in ("report", "track"))
 
 
 def _check_comparable(results: Results) -> None:

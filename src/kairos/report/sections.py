@@ -132,7 +132,7 @@ def _cost(results: Results) -> str:
     content, share = tables.cost(results.jobs)
     return (
         f"<p>Start-up (interpreter and imports) takes <b>{share:.0%}</b> of all CPU time. "
-        "Times are those of the machine and of its load; this report's own job is not in it.</p>" + content
+        "Times are those of the machine and of its load; the jobs that report and track are not in it.</p>" + content
     )
 
 

@@ -27,8 +27,6 @@ STAGES = (
     "train",
     "sample",
     "evaluate",
-    "report",
-    "track",
 )
 
 

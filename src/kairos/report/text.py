@@ -60,5 +60,5 @@ def seconds(value: float | None) -> str:
 
 def component(named: dict[str, object]) -> str:
     """A sampler or weighting with its options in one line."""
-    options = [f"{key} {value}" for key, value in named.items() if key != "name" and value is not None]
+    options = [f"{key} {value}" for key, value in named.items() if key != "name" and value not in (None, [])]
     return str(named["name"]) + (f" ({', '.join(options)})" if options else "")

@@ -1,0 +1,123 @@
+"""Stage `track`: one MLflow run per training under a parent run per experiment; a failure is said and stops nothing.
+
+Importing twice changes nothing: runs are found again by their tags and only what they lack is logged.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kairos import clock
+from kairos.config import Experiment
+from kairos.errors import KairosError
+from kairos.files import write_json
+from kairos.progress import Progress, say
+from kairos.report.collect import Results, Training, collect
+from kairos.tracking import content, store
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+_ARTIFACTS = ("report.html", "summary.csv")
+
+
+def track(experiment: Experiment, folder: Path, out: Path) -> None:
+    """Import the results in `folder` and write what came of it to `out`.
+
+    Raises:
+        KairosError: the results are incomplete. That MLflow cannot be used is no error: it is said, and written.
+    """
+    results = collect(experiment, folder)
+    if not experiment.tracking.enabled:
+        clock.work_begins()
+        write_json(out, {"imported": False, "error": "tracking.enabled is false"})
+        return
+    uri = store.tracking_uri(experiment.tracking.uri)
+    try:
+        record = _import(results, uri)
+    except Exception as error:  # whatever goes wrong with a store must not stop a workflow
+        message = _explained(error, uri)
+        say(f"kairos track: nothing is lost, but the import into MLflow failed: {message}")
+        record = {"imported": False, "error": message, "uri": store.without_credentials(uri)}
+    write_json(out, record)
+
+
+def _import(results: Results, uri: str) -> dict[str, Any]:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    try:
+        from mlflow import MlflowClient
+    except ImportError as error:
+        raise KairosError(f"mlflow cannot be imported ({error}); install kairos[pipeline]") from None
+    clock.work_begins()
+    with store.exclusive(uri):
+        client = MlflowClient(tracking_uri=uri)
+        name = results.experiment.tracking.experiment or f"kairos/{results.experiment.experiment}"
+        with store.patience(seconds=4, retries=1):
+            experiment = store.experiment_id(client, name, uri)
+        with store.patience(seconds=60, retries=2):
+            parent = _parent(client, experiment, results)
+            progress = Progress(len(results.trainings), "track", "run")
+            runs = {}
+            for training in results.trainings:
+                run = _child(client, experiment, parent, results, training)
+                runs[f"{training.method}/seed{training.seed}"] = run.info.run_id
+                progress.advance()
+            progress.close()
+    return {
+        "imported": True,
+        "uri": store.without_credentials(uri),
+        "experiment": name,
+        "parent": parent.info.run_id,
+        "runs": runs,
+    }
+
+
+def _parent(client: "MlflowClient", experiment: str, results: Results) -> "Run":
+    points = content.reference_points(results)
+    start = min(point.timestamp for point in points)
+    identifying = content.identifying_tags(results, None)
+    run = store.find_or_create(client, experiment, identifying, results.experiment.experiment, {}, start)
+    tags = {"kairos.data": results.dataset["content_sha256"]}
+    params = {"methods": ", ".join(results.methods), "model": results.experiment.model["name"]}
+    store.fill(client, run, params, points, tags)
+    run_id = run.info.run_id
+    if (results.folder / "figures").is_dir():
+        client.log_artifacts(run_id, str(results.folder / "figures"), "figures")
+    for name in _ARTIFACTS:
+        if (results.folder / name).exists():
+            client.log_artifact(run_id, str(results.folder / name))
+    _finish(client, run, max(point.timestamp for point in points))
+    return run
+
+
+def _child(client: "MlflowClient", experiment: str, parent: "Run", results: Results, training: Training) -> "Run":
+    points = content.points(training)
+    identifying = content.identifying_tags(results, training)
+    tags = content.tags(results, training)
+    commit = {key: tags.pop(key) for key in ("mlflow.source.git.commit",) if key in tags}  # of the first import
+    name = f"{training.method} seed {training.seed}"
+    start = min(point.timestamp for point in points)
+    run = store.find_or_create(client, experiment, identifying, name, commit, start)
+    tags["mlflow.parentRunId"] = parent.info.run_id
+    store.fill(client, run, content.parameters(results, training), points, tags)
+    _finish(client, run, max(point.timestamp for point in points))
+    return run
+
+
+def _finish(client: "MlflowClient", run: "Run", end: int) -> None:
+    if run.info.status != "FINISHED":
+        client.set_terminated(run.info.run_id, "FINISHED", end)
+
+
+def _explained(error: Exception, uri: str) -> str:
+    """The cause in one line, without credentials."""
+    if isinstance(error, KairosError):
+        return str(error)
+    text = " ".join(str(error).split())
+    shown = store.without_credentials(uri)
+    secret = uri.split("//")[-1].rpartition("@")[0]
+    if secret:
+        text = text.replace(f"{secret}@", "")
+    return f"{shown}: {type(error).__name__}: {text[:300]}"

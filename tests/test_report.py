@@ -1,0 +1,302 @@
+"""The report: what it reads, what it computes, what it writes."""
+
+import base64
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import results_tree
+from PIL import Image
+
+from kairos.cli import main
+from kairos.config import load
+from kairos.errors import KairosError
+from kairos.files import hash_folder, read_json, sha256_file, write_json
+from kairos.report import outcome, table
+from kairos.report.build import build, document
+from kairos.report.canvas import _spread_out
+from kairos.report.collect import collect
+
+METRIC = results_tree.METRIC
+ISSUE_COLUMNS = [
+    "experiment", "method", "seed", "step", "images_seen", "train_seconds", METRIC, f"{METRIC}_spread", "val_loss",
+    "val_vlb", "n_samples", "sampler", "sampler_steps", "weights", "extractor_hash", "reference_hash", "eval_seed",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A whole tree with its report, made by the command line; not to be changed."""
+    config, results = results_tree.write(tmp_path_factory.mktemp("built"))
+    assert main(["report", "--config", str(config), "--results", str(results)]) == 0
+    return config, results
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Two methods and one seed, without a report; free to be changed."""
+    return results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "adaptive"))
+
+
+def page_of(small, built):
+    """The page of the small tree, with the pictures of the large one: drawing takes long."""
+    return document(collect(load(small[0]), small[1]), built[1] / "figures")
+
+
+def rows_of(path):
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        return list(reader.fieldnames), list(reader)
+
+
+def test_summary_has_the_columns_and_rows_a_script_may_rely_on(built):
+    columns, rows = rows_of(built[1] / "summary.csv")
+    assert columns[: len(ISSUE_COLUMNS)] == ISSUE_COLUMNS
+    assert {"kid", "kid_spread", "val_vlb_without_last", "sets", "spacing", "clip", "sample_seed"} <= set(columns)
+    assert len(rows) == 6 * 2 * 4 + 4
+    assert [row["method"] for row in rows[-4:]] == ["floor", "reconstruction", "gaussian", "noise"]
+    for row in rows[-4:]:
+        assert row["seed"] == row["step"] == row["val_loss"] == ""
+        assert row["reference_hash"] == results_tree.REFERENCE_HASH and row["n_samples"] == "400"
+
+
+def test_summary_numbers_are_read_back_exactly(built):
+    _, rows = rows_of(built[1] / "summary.csv")
+    for row in rows[:-4]:
+        step = int(row["step"])
+        assert float(row[METRIC]) == results_tree.distance(row["method"], int(row["seed"]), step)
+        assert float(row["train_seconds"]) == pytest.approx(step * (0.06 if row["method"] == "adaptive" else 0.05))
+        assert int(row["images_seen"]) == 64 * step
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("uniform/seed0/training.json", "kairos train"),
+        ("uniform/seed0/metrics.jsonl", "kairos train"),
+        ("uniform/seed0/milestones/0000100/strategy.csv", "kairos train"),
+        ("uniform/seed0/evaluation/0000200.json", "kairos evaluate"),
+        ("uniform/seed0/samples/0000400.png", "kairos sample"),
+        ("reference/reference.json", "kairos reference"),
+        ("dataset/manifest.json", "kairos prepare"),
+    ],
+)
+def test_a_missing_part_is_named_with_the_command_that_makes_it(small, capsys, name, command):
+    config, results = small
+    (results / name).unlink()
+    assert main(["report", "--config", str(config), "--results", str(results)]) == 1
+    message = capsys.readouterr().err
+    assert str(results / name) in message and command in message
+    assert not (results / "report.html").exists() and not (results / "figures").exists()
+
+
+def test_a_damaged_record_and_a_missing_folder_are_one_message(small, capsys, tmp_path):
+    config, results = small
+    (results / "uniform/seed0/training.json").write_text('{"identity": ')
+    assert main(["report", "--config", str(config), "--results", str(results)]) == 1
+    assert "training.json cannot be read" in capsys.readouterr().err
+    assert main(["report", "--config", str(config), "--results", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere is no folder" in capsys.readouterr().err
+
+
+def test_evaluations_with_other_reference_statistics_are_refused(small):
+    config, results = small
+    path = results / "uniform/seed0/evaluation/0000400.json"
+    record = read_json(path)
+    record["protocol"]["reference_hash"] = "0" * 64
+    write_json(path, record)
+    with pytest.raises(KairosError, match=r"0000400\.json: its reference_hash 000000000000"):
+        collect(load(config), results)
+
+
+def test_ranks_only_where_they_are_beyond_the_spread(built):
+    rows = table.compare(collect(load(built[0]), built[1]))
+    ranks = {row.method: (row.first_rank, row.last_rank) for row in rows}
+    assert ranks == {
+        "min_snr": (1, 1), "speed": (2, 2), "p2": (3, 4), "uniform": (3, 4), "adaptive": (5, 5), "log_normal": (6, 6),
+    }  # fmt: skip
+    assert [row.method for row in rows if row.like_best] == ["min_snr"]
+    html = (built[1] / "report.html").read_text()
+    assert "Below uniform by more than the spread: min_snr and speed." in html
+    assert "Not distinguishable from uniform: p2." in html
+
+
+def test_methods_within_the_spread_of_the_best_are_marked_and_no_winner_is_named(tmp_path, built):
+    tree = results_tree.write(tmp_path, methods=("uniform", "p2"))
+    collected = collect(load(tree[0]), tree[1])
+    rows = table.compare(collected)
+    assert all(row.like_best and not row.ranked for row in rows)
+    verdict = " ".join(outcome.verdict(collected, rows))
+    assert "p2 and uniform end within the spread" in verdict and "not ranked" in verdict
+    assert "≈ best" in page_of(tree, built)
+
+
+def test_factors_against_uniform(built):
+    results = collect(load(built[0]), built[1])
+    rows = {row.method: row for row in table.compare(results)}
+    steps = [0, 100, 200, 400]
+    curve = [np.mean([results_tree.distance("min_snr", seed, step) for seed in (0, 1)]) for step in steps]
+    reached = np.interp(-24.0, -np.array(curve), steps)  # uniform ends at 24
+    assert rows["min_snr"].steps.value == pytest.approx(400 / reached)
+    assert rows["min_snr"].time.value == pytest.approx(400 / reached)  # its steps take as long as uniform's
+    assert rows["min_snr"].steps.hard < rows["min_snr"].steps.value < rows["min_snr"].steps.easy
+    assert rows["uniform"].steps == rows["uniform"].time == table.Factor(1.0, 1.0, 1.0)
+    assert rows["log_normal"].steps.value is None and rows["p2"].steps.hard is None
+    assert "not reached" in (built[1] / "report.html").read_text()
+
+
+def test_time_counts_what_a_step_costs(small):
+    config, results = small
+    for step in (100, 200, 400):  # adaptive as good as uniform, in steps 1.2 times as long
+        path = results / "adaptive/seed0/evaluation" / f"{step:07d}.json"
+        record = read_json(path)
+        record["metrics"][METRIC] = results_tree.distance("uniform", 0, step)
+        write_json(path, record)
+    row = next(row for row in table.compare(collect(load(config), results)) if row.method == "adaptive")
+    assert row.steps.value == pytest.approx(1.0) and row.time.value == pytest.approx(1 / 1.2)
+
+
+def test_crossing():
+    steps, values = np.array([0.0, 10, 20]), np.array([100.0, 50, 60])
+    assert table.crossing(steps, values, 75) == 5
+    assert table.crossing(steps, values, 49) is None
+    assert table.crossing(steps, values, 100) == 0
+
+
+def test_without_a_uniform_method_there_is_no_baseline(tmp_path, built):
+    tree = results_tree.write(tmp_path, seeds=(0,), methods=("p2", "speed"))
+    html = page_of(tree, built)
+    assert "no baseline" in html and "One seed" in html
+    assert all(row.steps is None for row in table.compare(collect(load(tree[0]), tree[1])))
+
+
+def test_learned_samplers_are_listed_and_one_that_has_not_moved_is_marked(built, small):
+    text = re.sub(r"<[^>]+>", " ", (built[1] / "report.html").read_text())
+    assert "policy updates" in text and "has not moved" not in text
+    results = small[1]
+    for step in (0, 100, 200, 400):
+        path = results / "adaptive/seed0/milestones" / f"{step:07d}" / "milestone.json"
+        record = read_json(path)
+        record["strategy"]["tv_from_start"] = 0.004
+        write_json(path, record)
+    html = page_of(small, built)
+    assert html.count('<span class="mark warn">has not moved</span>') == 2  # comparison, and its last milestone
+    assert "adaptive seed 0: its sampler learns but has not moved" in html
+
+
+def test_a_method_that_ends_above_the_gaussian_or_gets_worse_is_warned_of(small, built):
+    config, results = small
+    path = results / "adaptive/seed0/evaluation/0000400.json"
+    record = read_json(path)
+    record["metrics"][METRIC] = 120.0
+    record["warnings"] = ["<script>fewer images</script>"]
+    write_json(path, record)
+    messages = outcome.warnings(collect(load(config), results))
+    assert any("adaptive ends at 120, not below a Gaussian" in message for message in messages)
+    assert any(message.startswith("adaptive gets worse from step 200") for message in messages)
+    html = page_of(small, built)
+    assert "<script" not in html and "&lt;script&gt;" in html
+
+
+def test_unknown_spread_and_clock_are_blank_not_wrong(small):
+    config, results = small
+    for training in ("uniform/seed0", "adaptive/seed0"):
+        (results / training / "timing.jsonl").unlink()
+        for path in (results / training / "evaluation").glob("*.json"):
+            record = read_json(path)
+            record["metrics"][f"{METRIC}_spread"] = None
+            write_json(path, record)
+    build(load(config), results)
+    _, rows = rows_of(results / "summary.csv")
+    assert {row[f"{METRIC}_spread"] for row in rows[:-4]} == {""}
+    assert {row["train_seconds"] for row in rows[:-4] if row["step"] != "0"} == {""}
+    html = (results / "report.html").read_text()
+    assert "no timing.jsonl" in html and not re.search(r"\bnan\b", re.sub(r"base64,[^\"]+", "", html))
+
+
+class _Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.links, self.images, self.ids, self.tags = [], [], set(), set()
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags.add(tag)
+        self.ids.add(attributes.get("id"))
+        self.links += [attributes["href"]] if "href" in attributes else []
+        self.images += [attributes["src"]] if "src" in attributes else []
+
+
+def test_the_page_is_self_contained(built):
+    page = _Page()
+    page.feed((built[1] / "report.html").read_text())
+    assert not {"script", "link", "iframe"} & page.tags
+    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links) and page.links
+    assert len(page.images) == 8
+    for source in page.images:
+        kind, data = re.fullmatch(r"data:image/(png|svg\+xml);base64,(.+)", source).groups()
+        content = base64.b64decode(data)
+        assert Image.open(io.BytesIO(content)).size[0] > 500 if kind == "png" else b"<svg" in content[:900]
+
+
+def test_the_page_says_how_the_numbers_came_about(built):
+    text = re.sub(r"<[^>]+>", "", re.sub(r"<style.*?</style>", "", (built[1] / "report.html").read_text(), flags=re.S))
+    for fact in (
+        "held-out accuracy 98.1%", "400 per set (12.5 per feature), 3 sets",
+        "20 steps, trailing spacing, x0 not clipped", "EMA weights", "eeeeeeeeeeee", "ffffffffffff", "Start-up (interpreter and imports) takes 51% of all CPU time",
+        "reconstruction PSNR 24.7 dB", "0123456789abcdef",
+    ):  # fmt: skip
+        assert fact in text, fact
+
+
+def test_the_same_results_give_the_same_bytes(small):
+    config, results = small
+    names = ("report.html", "summary.csv")
+    build(load(config), results)
+    first = hash_folder(results / "figures"), [sha256_file(results / name) for name in names]
+    write_json(results / "timing" / "report.json", {"stage": "report", "cpu_seconds": 1.0})  # of this report itself
+    build(load(config), results)
+    assert (hash_folder(results / "figures"), [sha256_file(results / name) for name in names]) == first
+    assert {Path(name).suffix for name in first[0]} == {".png", ".svg"} and len(first[0]) == 16
+
+
+def test_only_methods_and_seeds_of_the_configuration_count(tmp_path):
+    _, results = results_tree.write(tmp_path / "wide")
+    config, _ = results_tree.write(tmp_path / "narrow", seeds=(1,), methods=("uniform", "p2"))
+    collected = collect(load(config), results)
+    assert [(t.method, t.seed) for t in collected.trainings] == [("uniform", 1), ("p2", 1)]
+
+
+def test_a_report_that_cannot_be_made_leaves_the_old_one(small):
+    config, results = small
+    build(load(config), results)
+    before = hash_folder(results / "figures"), sha256_file(results / "report.html")
+    (results / "dataset/images.npy").unlink()  # noticed only while the figures are drawn
+    with pytest.raises(KairosError, match=r"images\.npy is missing"):
+        build(load(config), results)
+    assert (hash_folder(results / "figures"), sha256_file(results / "report.html")) == before
+    assert not list(results.glob(".tmp-*"))
+
+
+def test_labels_keep_their_order_and_their_distance():
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 5, 12):
+        heights = sorted(rng.random(count) * 0.4)
+        places = _spread_out(heights, 0.06)
+        assert all(after - before >= 0.06 - 1e-9 for before, after in pairwise(places))
+        assert np.mean(places) == pytest.approx(np.mean(heights))
+    assert _spread_out([0.1, 0.5, 0.9], 0.06) == [0.1, 0.5, 0.9]
+
+
+def test_the_report_imports_nothing_heavy():
+    code = "import sys, kairos.report.build; print(sorted({'torch','diffusers','sklearn','mlflow'} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(answer.stdout.replace("'", '"')) == []

@@ -1,0 +1,218 @@
+"""Import into MLflow: complete, idempotent, and never in the way."""
+
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import results_tree
+
+from kairos.config import load
+from kairos.errors import KairosError
+from kairos.files import read_json, write_json
+from kairos.report.collect import collect
+from kairos.tracking import content, store
+from kairos.tracking.track import track
+
+METRIC = results_tree.METRIC
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A results tree of two methods and one seed, in a working folder of its own without any tracking set up."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "adaptive"))
+
+
+def counts(database="mlflow.db"):
+    with sqlite3.connect(database) as connection:
+        names = ("runs", "metrics", "params", "tags", "experiments")
+        return {name: connection.execute(f"select count(*) from {name}").fetchone()[0] for name in names}
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_import_is_complete_and_importing_again_adds_nothing(tree):
+    from mlflow import MlflowClient
+
+    config, results = tree
+    out = results / "tracking.json"
+    (results / "figures").mkdir()
+    (results / "figures" / "density.svg").write_text("<svg/>")
+    (results / "report.html").write_text("<html/>")
+    track(load(config), results, out)
+    record, first = read_json(out), counts()
+    assert record["imported"] and record["uri"] == "sqlite:///mlflow.db"
+    assert set(record["runs"]) == {"uniform/seed0", "adaptive/seed0"} and first["runs"] == 3
+
+    client = MlflowClient(tracking_uri="sqlite:///mlflow.db")
+    run = client.get_run(record["runs"]["adaptive/seed0"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["sampler.name"] == "adaptive" and run.data.params["sampler.frequency"] == "4"
+    assert run.data.params["weighting.name"] == "none" and run.data.params["training.optimizer.name"] == "adam"
+    training = collect(load(config), results).of("adaptive")[0]
+    assert run.data.tags["kairos.identity"] == training.record["identity"]
+    assert run.data.tags["kairos.data"] == "d" * 64
+    assert run.data.tags["mlflow.source.git.commit"] == "0123456789abcdef"
+    assert run.data.tags["mlflow.parentRunId"] == record["parent"]
+    losses = client.get_metric_history(run.info.run_id, "loss")
+    assert [(m.step, m.value) for m in sorted(losses, key=lambda m: m.step)] == list(
+        zip(training.metrics["step"], training.metrics["loss"])
+    )
+    distances = {m.step: m for m in client.get_metric_history(run.info.run_id, METRIC)}
+    assert {step: m.value for step, m in distances.items()} == {m.step: m.value(METRIC) for m in training.milestones}
+    assert distances[400].timestamp - distances[0].timestamp == 24_000  # 400 steps of 60 ms
+    assert {"sampler.a", "val_loss", "val_vlb", "kid", "mse", "lr", "grad_norm"} <= set(run.data.metrics)
+    assert {item.path for item in client.list_artifacts(record["parent"])} == {"figures", "report.html"}
+
+    track(load(config), results, out)
+    assert counts() == first and read_json(out) == record
+
+    # another clock (a training computed again) adds nothing; a corrected value becomes the latest one
+    timing = results / "uniform/seed0/timing.jsonl"
+    timing.write_text(timing.read_text().replace("2026-01-02", "2026-03-04"))
+    path = results / "uniform/seed0/evaluation/0000400.json"
+    evaluation = read_json(path)
+    evaluation["metrics"][METRIC] = 5.0
+    write_json(path, evaluation)
+    track(load(config), results, out)
+    assert counts() == {**first, "metrics": first["metrics"] + 1}
+    assert client.get_run(record["runs"]["uniform/seed0"]).data.metrics[METRIC] == 5.0
+
+    # a deleted experiment is a failure that is said, not one that stops anything
+    client.delete_experiment(client.get_experiment_by_name("kairos/tiny").experiment_id)
+    track(load(config), results, out)
+    assert read_json(out)["imported"] is False and "was deleted; restore it" in read_json(out)["error"]
+
+
+def test_an_unreachable_server_is_said_quickly_and_stops_nothing(tree):
+    config, results = tree
+    uri = f"http://someone:secret@127.0.0.1:{free_port()}"
+    out = results / "tracking.json"
+    command = [
+        sys.executable,
+        "-m",
+        "kairos",
+        "track",
+        "--config",
+        str(config),
+        "--results",
+        str(results),
+        "--out",
+        str(out),
+    ]
+    began = time.monotonic()
+    answer = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "MLFLOW_TRACKING_URI": uri})
+    assert answer.returncode == 0 and time.monotonic() - began < 45  # start-up of mlflow on a busy machine included
+    record = read_json(out)
+    assert record["imported"] is False and record["uri"].startswith("http://127.0.0.1:")
+    assert "import into MLflow failed" in answer.stderr and "Traceback" not in answer.stderr
+    assert "secret" not in answer.stderr + out.read_text()
+
+
+def test_switched_off(tree):
+    config, results = tree
+    config.write_text(config.read_text() + "tracking: {enabled: false}\n")
+    track(load(config), results, results / "tracking.json")
+    assert read_json(results / "tracking.json") == {"imported": False, "error": "tracking.enabled is false"}
+    assert not Path("mlflow.db").exists()
+
+
+def test_missing_mlflow_is_said(tree, monkeypatch, capsys):
+    config, results = tree
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    track(load(config), results, results / "tracking.json")
+    assert "kairos[pipeline]" in read_json(results / "tracking.json")["error"]
+    assert "mlflow cannot be imported" in capsys.readouterr().err
+
+
+def test_missing_results_are_an_error(tree):
+    config, results = tree
+    (results / "uniform/seed0/training.json").unlink()
+    with pytest.raises(KairosError, match=r"training\.json is missing"):
+        track(load(config), results, results / "tracking.json")
+
+
+def test_long_curves_are_thinned_and_an_extension_keeps_their_points(tree):
+    config, results = tree
+    path = results / "uniform/seed0/metrics.jsonl"
+
+    def steps_with(lines):
+        path.write_text("".join(json.dumps({"step": k + 1, "loss": 1.0}) + "\n" for k in range(lines)))
+        training = collect(load(config), results).of("uniform")[0]
+        return {point.step for point in content.points(training) if point.key == "loss"}
+
+    short, medium, long = steps_with(2000), steps_with(3000), steps_with(9000)
+    assert len(short) == 2000 and len(medium) == 1500 and 1000 <= len(long) <= 2000
+    assert medium - short == {step for step in medium if step > 2000}
+    assert {step for step in long if step <= 3000} <= medium
+
+
+def test_uri_precedence_and_credentials(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert store.tracking_uri(None) == "sqlite:///mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server:5000")
+    assert store.tracking_uri(None) == "http://server:5000"
+    assert store.tracking_uri("sqlite:///other.db") == "sqlite:///other.db"
+    assert store.without_credentials("https://me:pw@host:5000/a") == "https://host:5000/a"
+    assert store.without_credentials("sqlite:///mlflow.db") == "sqlite:///mlflow.db"
+
+
+@pytest.mark.long
+def test_two_imports_at_once_into_a_fresh_database(tree):
+    config, results = tree
+    outs = [results / f"tracking{k}.json" for k in range(2)]
+    command = [sys.executable, "-m", "kairos", "track", "--config", str(config), "--results", str(results), "--out"]
+    jobs = [subprocess.Popen([*command, str(out)], stderr=subprocess.PIPE, text=True) for out in outs]
+    for job in jobs:
+        assert job.wait(timeout=240) == 0
+    first, second = map(read_json, outs)
+    assert first["imported"] and first == second and counts()["runs"] == 3
+
+
+@pytest.mark.long
+def test_import_into_a_server(tree, monkeypatch, tmp_path):
+    config, results = tree
+    (results / "report.html").write_text("<html/>")
+    port = free_port()
+    uri = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += [
+        "--backend-store-uri",
+        f"sqlite:///{tmp_path}/server.db",
+        "--artifacts-destination",
+        str(tmp_path / "art"),
+    ]
+    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with open(tmp_path / "server.log", "w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    try:
+        for _ in range(240):
+            try:
+                urllib.request.urlopen(f"{uri}/health", timeout=2)
+                break
+            except OSError:
+                time.sleep(0.5)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        out = results / "tracking.json"
+        track(load(config), results, out)
+        record, first = read_json(out), counts(tmp_path / "server.db")
+        assert record["imported"], record
+        assert first["runs"] == 3 and not Path("mlflow.db").exists()
+        assert list((tmp_path / "art").rglob("report.html"))
+        track(load(config), results, out)
+        assert counts(tmp_path / "server.db") == first and read_json(out) == record
+    finally:
+        os.killpg(server.pid, 15)
+        server.wait(timeout=30)
