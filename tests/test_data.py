@@ -1,0 +1,381 @@
+"""Stage prepare: sources, the uniform form, the split, broken images, kills."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kairos.cli import main
+from kairos.config.data import DatasetConfig
+from kairos.data.dataset import open_dataset, to_uint8
+from kairos.data.decode import read_image, to_pixels
+from kairos.data.prepare import prepare, write_dataset
+from kairos.data.sources import open_source
+from kairos.errors import ConfigError, KairosError
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def picture(seed: int, height: int = 8, width: int = 8, channels: int = 3) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+    return Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
+
+
+def write_pictures(folder: Path, count: int, **size: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        picture(index, **size).save(folder / f"{index:03d}.png")
+    return folder
+
+
+def config(**fields) -> DatasetConfig:
+    return DatasetConfig.model_validate(fields)
+
+
+def folder_config(path: Path, **fields) -> DatasetConfig:
+    return config(source="folder", path=str(path), **fields)
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """Keep what `datasets` copies out of the user's home."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    out = tmp_path_factory.mktemp("digits")
+    prepare(config(color="grey", heldout=0.25), out)
+    return open_dataset(out)
+
+
+def test_digits_are_the_scans(digits):
+    from sklearn.datasets import load_digits
+
+    scans = load_digits()
+    assert digits.images.shape == (1797, 8, 8, 1)
+    assert np.array_equal(digits.labels, scans.target)
+    assert np.array_equal((digits.images[:, :, :, 0] * (16 / 255)).round(), scans.images)
+    assert digits.images.max() == 255
+    assert digits.manifest["classes"] == [str(k) for k in range(10)]
+    assert digits.manifest["conditions"]["class"]["num_classes"] == 10
+
+
+def test_split_is_a_partition_of_the_stated_size(digits):
+    assert len(digits.heldout) == round(0.25 * 1797)
+    assert sorted([*digits.train, *digits.heldout]) == list(range(1797))
+    assert digits.train.dtype == np.int64
+
+
+def test_statistics_are_those_of_the_training_images(digits):
+    pixels = digits.images[digits.train] / 255
+    assert digits.manifest["channel_mean"] == pytest.approx([pixels.mean()])
+    assert digits.manifest["channel_std"] == pytest.approx([pixels.std()])
+
+
+def test_tensor_and_back(digits):
+    images = digits.tensor([3, 1])
+    assert images.shape == (2, 1, 8, 8)
+    assert float(images.min()) == -1 and float(images.max()) == 1
+    assert np.array_equal(to_uint8(images), digits.images[[3, 1]])
+
+
+def test_split_depends_on_its_seed_only(tmp_path):
+    write_pictures(tmp_path / "in", 30)
+    first, again, other = (
+        prepare(folder_config(tmp_path / "in", split_seed=seed), tmp_path / name)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert first == again
+    assert first["files"]["images.npy"] == other["files"]["images.npy"]
+    assert first["files"]["heldout.npy"] != other["files"]["heldout.npy"]
+
+
+def test_content_hash_follows_content_alone(tmp_path):
+    write_pictures(tmp_path / "in", 10)
+    before = prepare(folder_config(tmp_path / "in"), tmp_path / "out")["content_sha256"]
+    shutil.copytree(tmp_path / "in", tmp_path / "moved")
+    assert prepare(folder_config(tmp_path / "moved"), tmp_path / "out")["content_sha256"] == before
+    pixels = np.asarray(Image.open(tmp_path / "in" / "004.png")).copy()
+    pixels[0, 0, 0] ^= 1
+    Image.fromarray(pixels).save(tmp_path / "in" / "004.png")
+    assert prepare(folder_config(tmp_path / "in"), tmp_path / "out")["content_sha256"] != before
+
+
+def test_limit_is_a_subset_chosen_by_the_seed(tmp_path):
+    write_pictures(tmp_path / "in", 40)
+    whole, part, other = (
+        (prepare(folder_config(tmp_path / "in", **fields), tmp_path / "out"), np.load(tmp_path / "out" / "images.npy"))[
+            1
+        ]
+        for fields in ({}, {"limit": 12}, {"limit": 12, "split_seed": 5})
+    )
+    assert len(part) == len(other) == 12
+    present = {image.tobytes() for image in whole}
+    assert {image.tobytes() for image in part} < present
+    assert not np.array_equal(part, other)
+
+
+def test_folder_per_class_and_nested(tmp_path):
+    write_pictures(tmp_path / "in" / "cat", 3)
+    write_pictures(tmp_path / "in" / "ant" / "deeper", 2)
+    (tmp_path / "in" / "cat" / "notes.txt").write_text("not an image")
+    manifest = prepare(folder_config(tmp_path / "in"), tmp_path / "out")
+    assert manifest["classes"] == ["ant", "cat"]
+    assert list(open_dataset(tmp_path / "out").labels) == [0, 0, 1, 1, 1]
+
+
+def test_flat_folder_has_no_classes(tmp_path):
+    write_pictures(tmp_path / "in", 4)
+    manifest = prepare(folder_config(tmp_path / "in"), tmp_path / "out")
+    assert manifest["classes"] is None and manifest["conditions"] == {}
+    assert open_dataset(tmp_path / "out").labels is None
+
+
+def test_missing_and_empty_folder(tmp_path):
+    with pytest.raises(ConfigError, match=r"dataset.path.*nowhere.*folder that exists"):
+        prepare(folder_config(tmp_path / "nowhere"), tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty.*holds no image"):
+        prepare(folder_config(tmp_path / "empty"), tmp_path / "out")
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def test_broken_image_is_named_and_refused(tmp_path):
+    write_pictures(tmp_path / "in", 6)
+    damage(tmp_path / "in" / "003.png")
+    with pytest.raises(KairosError, match=r"003\.png is broken.*dataset\.broken: skip"):
+        prepare(folder_config(tmp_path / "in"), tmp_path / "out")
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_broken_image_is_skipped_and_counted(tmp_path):
+    write_pictures(tmp_path / "in" / "a", 4)
+    write_pictures(tmp_path / "in" / "b", 4)
+    (tmp_path / "in" / "a" / "002.png").write_bytes(b"no image")
+    manifest = prepare(folder_config(tmp_path / "in", broken="skip"), tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out")
+    assert manifest["skipped"] == ["a/002.png"]
+    assert manifest["count"] == len(dataset.images) == 7
+    assert list(dataset.labels) == [0, 0, 0, 1, 1, 1, 1]
+    assert np.array_equal(dataset.images[2], np.asarray(picture(3)))
+
+
+def test_all_broken(tmp_path):
+    write_pictures(tmp_path / "in", 3)
+    for file in (tmp_path / "in").iterdir():
+        file.write_bytes(b"")
+    with pytest.raises(KairosError, match="none of the 3 images is usable"):
+        prepare(folder_config(tmp_path / "in", broken="skip"), tmp_path / "out")
+
+
+def test_sizes_must_agree_without_a_resolution(tmp_path):
+    write_pictures(tmp_path / "in", 3)
+    picture(9, 16, 16).save(tmp_path / "in" / "odd.png")
+    with pytest.raises(ConfigError, match=r"dataset\.resolution.*odd\.png has 16×16.*8×8"):
+        prepare(folder_config(tmp_path / "in"), tmp_path / "out")
+    manifest = prepare(folder_config(tmp_path / "in", resolution=8), tmp_path / "out")
+    assert (manifest["count"], manifest["height"], manifest["width"]) == (4, 8, 8)
+
+
+def test_center_crop(tmp_path):
+    wide = picture(0, 8, 14)
+    assert np.array_equal(to_pixels(wide, "rgb", "center", None, "it"), np.asarray(wide)[:, 3:11])
+    assert to_pixels(wide, "rgb", "center", 4, "it").shape == (4, 4, 3)
+    with pytest.raises(KairosError, match="it is 14×8 pixels"):
+        to_pixels(wide, "rgb", "none", None, "it")
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (Image.new("RGBA", (4, 4), (200, 0, 0, 0)), (255, 255, 255)),
+        (Image.new("RGBA", (4, 4), (200, 10, 0, 255)), (200, 10, 0)),
+        (Image.new("LA", (4, 4), (7, 255)), (7, 7, 7)),
+        (Image.new("P", (4, 4), 0), (0, 0, 0)),
+        (Image.new("CMYK", (4, 4), (0, 0, 0, 255)), (0, 0, 0)),
+        (Image.new("1", (4, 4), 1), (255, 255, 255)),
+        (Image.fromarray(np.full((4, 4), 65535, np.uint16)), (255, 255, 255)),
+        (Image.fromarray(np.full((4, 4), 257 * 100, np.uint16)), (100, 100, 100)),
+        (Image.fromarray(np.full((4, 4), 0.4, np.float32)), (102, 102, 102)),
+    ],
+    ids=["transparent", "opaque", "LA", "palette", "cmyk", "bilevel", "white16", "grey16", "float"],
+)
+def test_modes(image, expected):
+    assert tuple(to_pixels(image, "rgb", "center", None, "it")[0, 0]) == expected
+    assert to_pixels(image, "grey", "center", None, "it").shape == (4, 4, 1)
+
+
+def test_sixteen_bit_png_and_exif_rotation(tmp_path):
+    ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    Image.fromarray(ramp).save(tmp_path / "ramp.png")
+    grey = to_pixels(read_image(tmp_path / "ramp.png"), "grey", "center", None, "it")[:, :, 0]
+    assert np.abs(grey - ramp / 257).max() <= 0.5
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    picture(1, 8, 16).save(tmp_path / "turned.png", exif=exif)
+    assert read_image(tmp_path / "turned.png").size == (8, 16)
+
+
+def write_parquet(path: Path, count: int, broken: int | None = None, column: str = "image", label="label") -> Path:
+    import datasets
+
+    rows = [{"bytes": _png(index), "path": None} for index in range(count)]
+    if broken is not None:
+        rows[broken]["bytes"] = rows[broken]["bytes"][:30]
+    data = {column: rows, label: [index % 2 for index in range(count)]}
+    features = datasets.Features(
+        {column: datasets.Image(decode=False), label: datasets.ClassLabel(names=["no", "yes"])}
+    )
+    datasets.Dataset.from_dict(data, features=features).to_parquet(str(path))
+    return path
+
+
+def _png(seed: int) -> bytes:
+    import io
+
+    buffer = io.BytesIO()
+    picture(seed).save(buffer, format="png")
+    return buffer.getvalue()
+
+
+def test_parquet(tmp_path, hub_cache):
+    write_parquet(tmp_path / "one.parquet", 5)
+    write_parquet(tmp_path / "two.parquet", 3)
+    manifest = prepare(config(source="parquet", path=str(tmp_path / "*.parquet")), tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out")
+    assert manifest["classes"] == ["no", "yes"]
+    assert list(dataset.labels) == [0, 1, 0, 1, 0, 0, 1, 0]
+    for row, seed in enumerate([0, 1, 2, 3, 4, 0, 1, 2]):
+        assert np.array_equal(dataset.images[row], np.asarray(picture(seed)))
+
+
+def test_parquet_names_the_broken_row(tmp_path, hub_cache):
+    write_parquet(tmp_path / "one.parquet", 5)
+    write_parquet(tmp_path / "two.parquet", 4, broken=2)
+    both = config(source="parquet", path=str(tmp_path / "*.parquet"))
+    with pytest.raises(KairosError, match=r"row 2 of two\.parquet is broken"):
+        prepare(both, tmp_path / "out")
+    manifest = prepare(both.model_copy(update={"broken": "skip"}), tmp_path / "out")
+    assert manifest["skipped"] == ["row 2 of two.parquet"] and manifest["count"] == 8
+
+
+def test_parquet_mistakes(tmp_path, hub_cache):
+    with pytest.raises(ConfigError, match=r"dataset\.path.*none\.parquet"):
+        open_source(config(source="parquet", path=str(tmp_path / "none.parquet")))
+    (tmp_path / "text.parquet").write_text("hello")
+    with pytest.raises(ConfigError, match="not a parquet file"):
+        open_source(config(source="parquet", path=str(tmp_path / "text.parquet")))
+    path = str(write_parquet(tmp_path / "good.parquet", 3, column="photo", label="kind"))
+    assert open_source(config(source="parquet", path=path)).labels is None
+    assert list(open_source(config(source="parquet", path=path, label_column="kind")).labels) == [0, 1, 0]
+    with pytest.raises(ConfigError, match=r"dataset\.image_column: got 'img'.*photo"):
+        open_source(config(source="parquet", path=path, image_column="img"))
+    with pytest.raises(ConfigError, match=r"dataset\.label_column: got 'tag'.*photo, kind"):
+        open_source(config(source="parquet", path=path, label_column="tag"))
+
+
+def test_table_without_images(tmp_path, hub_cache):
+    import datasets
+
+    datasets.Dataset.from_dict({"x": [1, 2]}).to_parquet(str(tmp_path / "x.parquet"))
+    with pytest.raises(ConfigError, match="has 0 image columns"):
+        open_source(config(source="parquet", path=str(tmp_path / "x.parquet")))
+
+
+def test_text_labels(tmp_path, hub_cache):
+    import datasets
+
+    rows = {"data": [_png(0), _png(1), _png(2)], "label": ["b", "a", "b"]}
+    datasets.Dataset.from_dict(
+        rows, features=datasets.Features(data=datasets.Value("binary"), label=datasets.Value("string"))
+    ).to_parquet(str(tmp_path / "t.parquet"))
+    source = open_source(config(source="parquet", path=str(tmp_path / "t.parquet")))
+    assert source.classes == ["a", "b"] and list(source.labels) == [1, 0, 1]
+    assert source.read(1).size == (8, 8)
+
+
+def test_hub_without_network_says_what_to_do(tmp_path, hub_cache, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(KairosError, match=r"someone/images.*cannot be loaded.*source: parquet"):
+        open_source(config(source="hub", path="someone/images"))
+
+
+@pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="CIFAR-10 is not in ../shared/data")
+def test_cifar10(tmp_path, hub_cache):
+    path = str(SHARED / "cifar10" / "*.parquet")
+    manifest = prepare(config(source="parquet", path=path, limit=3000), tmp_path)
+    assert (manifest["count"], manifest["height"], manifest["channels"]) == (3000, 32, 3)
+    assert manifest["classes"][3] == "cat" and manifest["conditions"]["class"]["num_classes"] == 10
+    assert manifest["channel_mean"] == pytest.approx([0.4914, 0.4822, 0.4465], abs=0.02)
+
+
+@pytest.mark.skipif(not (SHARED / "fashion_mnist").is_dir(), reason="Fashion-MNIST is not in ../shared/data")
+def test_fashion_mnist(tmp_path, hub_cache):
+    path = str(SHARED / "fashion_mnist" / "test-*.parquet")
+    manifest = prepare(config(source="parquet", path=path, limit=500, color="grey", resolution=32), tmp_path)
+    assert (manifest["count"], manifest["height"], manifest["channels"]) == (500, 32, 1)
+
+
+def test_number_of_training_images_is_checked(tmp_path):
+    write_pictures(tmp_path / "in", 10)
+    with pytest.raises(ConfigError, match=r"dataset\.train_images: got 8, allowed: 9"):
+        prepare(folder_config(tmp_path / "in", train_images=8), tmp_path / "out")
+    assert prepare(folder_config(tmp_path / "in", train_images=9), tmp_path / "out")["train_count"] == 9
+
+
+def _prepare_until_killed(path: Path, out: Path) -> None:
+    settings = folder_config(path)
+    source = open_source(settings)
+
+    def read(index):
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return source.read(index)
+
+    write_dataset(settings, type(source)(source.count, read, source.name), out)
+
+
+def test_killed_prepare_leaves_no_data_set(tmp_path):
+    write_pictures(tmp_path / "in", 10)
+    whole = prepare(folder_config(tmp_path / "in"), tmp_path / "out")
+    job = multiprocessing.get_context("fork").Process(
+        target=_prepare_until_killed, args=(tmp_path / "in", tmp_path / "out")
+    )
+    job.start()
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
+    with pytest.raises(KairosError, match=r"not complete.*kairos prepare"):
+        open_dataset(tmp_path / "out")
+    assert prepare(folder_config(tmp_path / "in"), tmp_path / "out") == whole
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        *("conditions", "heldout.npy", "images.npy", "manifest.json", "train.npy")
+    ]
+
+
+def test_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "experiment: mine\ndataset: {source: folder, path: in, heldout: 0.5}\nmethods: {uniform: {}}\n"
+    Path("mine.yaml").write_text(text)
+    assert main(["prepare", "--config", "mine.yaml"]) == 2
+    assert "dataset.path: got 'in'" in capsys.readouterr().err
+    write_pictures(Path("in"), 6)
+    assert main(["prepare", "--config", "mine.yaml", "--timing", "t.json"]) == 0
+    assert "3 training and 3 held-out images of 8×8×3" in capsys.readouterr().err
+    assert open_dataset("results/mine/dataset").manifest["count"] == 6
+    assert Path("t.json").is_file()
+    assert main(["autoencoder", "--config", "mine.yaml", "--dataset", "nowhere"]) == 1
+    assert "nowhere: does not exist; make it with: kairos prepare" in capsys.readouterr().err
