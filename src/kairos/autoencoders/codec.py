@@ -138,7 +138,9 @@ def load_model(folder: Path | str) -> Any:
     else:
         raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: AutoencoderKL or AutoencoderTiny")
     try:
-        return cls.from_pretrained(str(folder), torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False)
+        return cls.from_pretrained(
+            str(folder), torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise KairosError(f"autoencoder: {folder} cannot be loaded ({' '.join(str(error).split())})") from None
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos.autoencoders.codec import AutoencoderCodec, Codec
+from kairos.autoencoders.codec import Codec
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import KairosError
 from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
@@ -22,6 +22,7 @@ from kairos.progress import Progress, say
 
 _PARTIAL = ".partial"
 _SAVE_SECONDS = 2.0
+_ARRAYS = ("mean", "logvar", "mean_flipped", "logvar_flipped")
 
 
 def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int) -> dict[str, Any]:
@@ -41,7 +42,10 @@ def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch
     out.mkdir(parents=True, exist_ok=True)
     again = (out / "manifest.json").exists()  # complete and asked for again: computed again
     (out / "manifest.json").unlink(missing_ok=True)
-    files = _encode_moments(dataset, codec, out, flips, batch_size, again) if _has_moments(codec) else {}
+    for name in _ARRAYS:
+        (out / f"{name}.npy").unlink(missing_ok=True)
+    latent = codec.manifest["kind"] != "none"
+    files = _encode_moments(dataset, codec, out, flips, batch_size, again) if latent else {}
     manifest = {
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
@@ -59,10 +63,6 @@ def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch
     write_json(out / "manifest.json", manifest)
     shutil.rmtree(out / _PARTIAL, ignore_errors=True)
     return manifest
-
-
-def _has_moments(codec: Codec) -> bool:
-    return isinstance(codec, AutoencoderCodec)
 
 
 def _encode_moments(
@@ -113,8 +113,6 @@ def _encode_moments(
     progress.close()
 
     files = {f"{name}.npy": sha256_file(partial / f"{name}.npy") for name in names}
-    for old in ("mean", "logvar", "mean_flipped", "logvar_flipped"):
-        (out / f"{old}.npy").unlink(missing_ok=True)
     for name in files:
         os.replace(partial / name, out / name)
     sync_folder(out)

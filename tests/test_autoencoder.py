@@ -1,0 +1,232 @@
+"""Stage autoencoder and its codec: none, trained, pretrained."""
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kairos.autoencoders.codec import PixelCodec, load_codec
+from kairos.autoencoders.quality import psnr
+from kairos.autoencoders.stage import make_autoencoder
+from kairos.config.data import AutoencoderConfig, DatasetConfig
+from kairos.data.dataset import open_dataset, to_uint8
+from kairos.data.prepare import prepare
+from kairos.errors import ConfigError, DamagedError, KairosError
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+CPU = torch.device("cpu")
+TINY = {"kind": "train", "channels": [8, 16], "batch_size": 16, "learning_rate": 5e-3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact():
+    from kairos.compute import setup
+
+    setup(1, "cpu")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    out = tmp_path_factory.mktemp("digits")
+    prepare(DatasetConfig(color="grey", limit=300), out)
+    return open_dataset(out)
+
+
+def settings(**fields) -> AutoencoderConfig:
+    return AutoencoderConfig.model_validate({**TINY, **fields})
+
+
+@pytest.fixture(scope="module")
+def trained(digits, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained")
+    return out, make_autoencoder(settings(steps=60), digits, out, CPU)
+
+
+def test_none_is_the_pixels(digits, tmp_path):
+    manifest = make_autoencoder(AutoencoderConfig(), digits, tmp_path, CPU)
+    codec = load_codec(tmp_path)
+    images = digits.tensor([0, 1])
+    assert isinstance(codec, PixelCodec)
+    assert manifest["sha256"] == "pixels" and manifest["latent_shape"] == [1, 8, 8]
+    mean, logvar = codec.encode(images)
+    assert logvar is None
+    assert torch.equal(codec.decode(codec.to_model_space(mean)), images)
+
+
+def test_trained_gives_images_back(digits, trained):
+    out, manifest = trained
+    codec = load_codec(out)
+    images = digits.tensor(digits.heldout)
+    mean, logvar = codec.encode(images)
+    assert list(mean.shape[1:]) == manifest["latent_shape"] == [4, 4, 4]
+    assert logvar.shape == mean.shape
+    back = to_uint8(codec.decode(codec.to_model_space(mean)))
+    assert psnr(digits.images[digits.heldout], back) == pytest.approx(manifest["psnr"], abs=1e-3)
+    blank = np.full_like(back, round(255 * digits.manifest["channel_mean"][0]))
+    assert manifest["psnr"] > psnr(digits.images[digits.heldout], blank) + 3
+
+
+def test_model_space_is_standardised(digits, trained):
+    codec = load_codec(trained[0])
+    mean, logvar = codec.encode(digits.tensor(digits.train))
+    x0 = codec.to_model_space(mean + (0.5 * logvar).exp() * torch.randn(mean.shape))
+    assert float(x0.mean()) == pytest.approx(0, abs=0.03)
+    assert float(x0.std()) == pytest.approx(1, abs=0.03)
+
+
+def test_folder_is_a_diffusers_folder_with_a_picture(trained):
+    from diffusers import AutoencoderKL
+
+    out, manifest = trained
+    model = AutoencoderKL.from_pretrained(out, low_cpu_mem_usage=False)
+    assert model.config.scaling_factor == manifest["scaling_factor"]
+    assert model.config.shift_factor == manifest["shift_factor"]
+    with Image.open(out / "reconstructions.png") as image:
+        assert image.width >= 8 * 64
+    assert str(out) not in (out / "config.json").read_text()
+
+
+def test_training_is_deterministic_and_follows_its_seed(digits, tmp_path):
+    first, again, other = (
+        make_autoencoder(settings(steps=3, seed=seed), digits, tmp_path / name, CPU)["sha256"]
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert first == again != other
+
+
+def _train_until_killed(config, dataset, out) -> None:
+    import kairos.autoencoders.train as training
+
+    whole = training._batch
+
+    def batch(config, dataset, step, *rest):
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(config, dataset, step, *rest)
+
+    training._batch = batch
+    make_autoencoder(config, dataset, out, CPU)
+
+
+def test_killed_training_goes_on(digits, tmp_path, monkeypatch, capsys):
+    import kairos.autoencoders.train as training
+
+    monkeypatch.setattr(training, "_CHECKPOINT_EVERY", 4)
+    expected = make_autoencoder(settings(steps=10), digits, tmp_path / "whole", CPU)
+    job = multiprocessing.get_context("fork").Process(
+        target=_train_until_killed, args=(settings(steps=10), digits, tmp_path / "killed")
+    )
+    job.start()
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
+    with pytest.raises(KairosError, match=r"not complete.*kairos autoencoder"):
+        load_codec(tmp_path / "killed")
+    capsys.readouterr()
+    assert make_autoencoder(settings(steps=10), digits, tmp_path / "killed", CPU) == expected
+    assert "goes on after step 4" in capsys.readouterr().err
+    assert not (tmp_path / "killed" / ".state.pt").exists()
+
+
+def test_checkpoint_of_another_training_or_a_damaged_one_is_not_used(digits, tmp_path, monkeypatch, capsys):
+    import kairos.autoencoders.train as training
+
+    state = tmp_path / "state.pt"
+    training.train(settings(steps=2), digits, state, CPU)
+    capsys.readouterr()
+    training.train(settings(steps=2, seed=3), digits, state, CPU)
+    assert "goes on" not in capsys.readouterr().err
+    state.write_bytes(state.read_bytes()[:1000])
+    training.train(settings(steps=2), digits, state, CPU)
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_size_that_cannot_be_halved(digits, tmp_path):
+    with pytest.raises(ConfigError, match=r"dataset\.resolution: images are 8×8.*multiples of 16; allowed: 16"):
+        make_autoencoder(settings(channels=[8, 8, 8, 8, 8]), digits, tmp_path, CPU)
+
+
+def test_damaged_weights_are_recognised(digits, tmp_path):
+    make_autoencoder(settings(steps=1), digits, tmp_path, CPU)
+    weights = tmp_path / "diffusion_pytorch_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"safetensors.*damaged"):
+        load_codec(tmp_path)
+
+
+def test_pretrained_kl_keeps_its_own_scaling(digits, trained, tmp_path):
+    """A folder that we trained serves as a pretrained one for another experiment."""
+    source, trained_manifest = trained
+    config = AutoencoderConfig(kind="pretrained", path=str(source))
+    manifest = make_autoencoder(config, digits, tmp_path, CPU)
+    assert manifest["class"] == "AutoencoderKL"
+    assert manifest["scaling_factor"] == trained_manifest["scaling_factor"]
+    assert manifest["psnr"] == trained_manifest["psnr"]
+    images = digits.tensor([0, 5])
+    for ours, theirs in zip(load_codec(tmp_path).encode(images), load_codec(source).encode(images)):
+        assert torch.equal(ours, theirs)
+
+
+def test_pretrained_mistakes(digits, tmp_path, monkeypatch):
+    def make(path):
+        return make_autoencoder(AutoencoderConfig(kind="pretrained", path=str(path)), digits, tmp_path / "out", CPU)
+
+    with pytest.raises(ConfigError, match=r"autoencoder\.path: got .*nowhere.*hub id"):
+        make(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"lacks config\.json and diffusion_pytorch_model\.safetensors"):
+        make(tmp_path / "empty")
+    (tmp_path / "empty" / "diffusion_pytorch_model.safetensors").write_bytes(b"")
+    (tmp_path / "empty" / "config.json").write_text(json.dumps({"_class_name": "VQModel"}))
+    with pytest.raises(ConfigError, match=r"'VQModel', allowed: AutoencoderKL or AutoencoderTiny"):
+        make(tmp_path / "empty")
+    (tmp_path / "empty" / "config.json").write_text(json.dumps({"_class_name": "AutoencoderTiny"}))
+    with pytest.raises(KairosError, match=r"empty cannot be loaded"):
+        make(tmp_path / "empty")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(KairosError, match=r"someone/vae.*cannot be had from the hub.*set autoencoder\.path"):
+        make("someone/vae")
+
+
+taesd = pytest.mark.skipif(not (SHARED / "taesd").is_dir(), reason="taesd is not in ../shared/data")
+TAESD = AutoencoderConfig(kind="pretrained", path=str(SHARED / "taesd"))
+
+
+@taesd
+@pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="CIFAR-10 is not in ../shared/data")
+def test_taesd_gives_enlarged_cifar_images_back(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    files = str(SHARED / "cifar10" / "*.parquet")
+    config = DatasetConfig(source="parquet", path=files, limit=8, resolution=256, heldout=0.5)
+    prepare(config, tmp_path / "data")
+    manifest = make_autoencoder(TAESD, open_dataset(tmp_path / "data"), tmp_path / "out", CPU)
+    assert manifest["class"] == "AutoencoderTiny" and manifest["latent_shape"] == [4, 32, 32]
+    assert manifest["psnr"] > 30
+    assert "shared" not in (tmp_path / "out" / "config.json").read_text()
+
+
+@taesd
+def test_grey_images_through_a_colour_autoencoder(tmp_path):
+    prepare(DatasetConfig(color="grey", limit=6, resolution=32), tmp_path / "data")
+    dataset = open_dataset(tmp_path / "data")
+    make_autoencoder(TAESD, dataset, tmp_path / "out", CPU)
+    codec = load_codec(tmp_path / "out")
+    mean, logvar = codec.encode(dataset.tensor([0, 1]))
+    assert mean.shape == (2, 4, 4, 4) and logvar is None
+    assert codec.decode(codec.to_model_space(mean)).shape == (2, 1, 32, 32)
+
+
+@taesd
+def test_taesd_refuses_sizes(digits, tmp_path):
+    prepare(DatasetConfig(limit=4, resolution=28), tmp_path / "data")
+    with pytest.raises(ConfigError, match=r"28×28.*multiples of 8; allowed: 24 or 32"):
+        make_autoencoder(TAESD, open_dataset(tmp_path / "data"), tmp_path / "out", CPU)

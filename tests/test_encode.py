@@ -1,0 +1,175 @@
+"""Stage encode and the latents that a training reads."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from kairos.autoencoders import encode as encoding
+from kairos.autoencoders.codec import load_codec
+from kairos.autoencoders.encode import encode
+from kairos.autoencoders.stage import make_autoencoder
+from kairos.config.data import AutoencoderConfig, DatasetConfig
+from kairos.data.dataset import open_dataset
+from kairos.data.latents import open_latents
+from kairos.data.prepare import prepare
+from kairos.errors import KairosError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A data set and two autoencoders: none and a barely trained one."""
+    from kairos.compute import setup
+
+    setup(1, "cpu")
+    root = tmp_path_factory.mktemp("results")
+    prepare(DatasetConfig(color="grey", limit=100), root / "dataset")
+    dataset = open_dataset(root / "dataset")
+    config = AutoencoderConfig(kind="train", channels=[8, 16], steps=5, batch_size=8)
+    make_autoencoder(config, dataset, root / "autoencoder", CPU)
+    make_autoencoder(AutoencoderConfig(), dataset, root / "none", CPU)
+    return root
+
+
+@pytest.fixture(scope="module")
+def latents(results):
+    encode_into(results, "latents", flips=True)
+    return open_latents(results / "latents")
+
+
+def encode_into(results, name, flips=False, codec="autoencoder", batch_size=16):
+    dataset = open_dataset(results / "dataset")
+    return encode(dataset, load_codec(results / codec), results / name, flips, batch_size)
+
+
+def test_moments_are_those_of_the_codec(results, latents):
+    codec, dataset = load_codec(results / "autoencoder"), open_dataset(results / "dataset")
+    assert latents.shape == (4, 4, 4) and latents.count == 100 and latents.stochastic
+    assert np.array_equal(latents.train, dataset.train) and np.array_equal(latents.heldout, dataset.heldout)
+    mean, _ = codec.encode(dataset.tensor(range(100)))
+    assert torch.allclose(latents.means(range(100)), codec.to_model_space(mean), atol=1e-5)
+
+
+def test_flips_are_the_moments_of_flipped_images(results, latents):
+    codec, dataset = load_codec(results / "autoencoder"), open_dataset(results / "dataset")
+    for ours, theirs in zip(("mean_flipped", "logvar_flipped"), codec.encode(dataset.tensor(range(10)).flip(3))):
+        assert np.allclose(latents.moments[ours][:10], theirs.numpy(), atol=1e-5)
+    assert not np.allclose(latents.moments["mean_flipped"], latents.moments["mean"][:, :, :, ::-1])
+
+
+def test_batch_samples_from_the_moments(results, latents):
+    indices = np.array([7, 3, 90])
+    flips = torch.tensor([False, True, False])
+    noise = torch.randn(3, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    z = []
+    for index, flip, part in zip(indices, flips, noise):
+        suffix = "_flipped" if flip else ""
+        mean, logvar = (torch.tensor(latents.moments[name + suffix][index]) for name in ("mean", "logvar"))
+        z.append(mean + torch.exp(logvar / 2) * part)
+    expected = load_codec(results / "autoencoder").to_model_space(torch.stack(z))
+    assert torch.allclose(latents.batch(indices, flips, noise), expected, atol=1e-6)
+    assert torch.equal(latents.batch(indices), latents.means(indices))
+    assert latents.batch(indices, flips, noise).dtype == torch.float32
+
+
+def test_flips_that_were_not_encoded_are_refused(results):
+    encode_into(results, "unflipped")
+    latents = open_latents(results / "unflipped")
+    assert not latents.can_flip and "mean_flipped" not in latents.moments
+    assert torch.equal(latents.batch([0, 1], torch.tensor([False, False])), latents.means([0, 1]))
+    with pytest.raises(KairosError, match=r"dataset\.flips"):
+        latents.batch([0, 1], torch.tensor([False, True]))
+
+
+def test_pixels(results):
+    manifest = encode_into(results, "pixels", flips=True, codec="none")
+    latents, dataset = open_latents(results / "pixels"), open_dataset(results / "dataset")
+    assert manifest["kind"] == "pixels" and manifest["files"] == {} and not latents.stochastic
+    assert torch.equal(latents.means([4, 2]), dataset.tensor([4, 2]))
+    flipped = latents.batch([4, 2], torch.tensor([True, False]), torch.randn(2, 1, 8, 8))
+    assert torch.equal(flipped[0], dataset.tensor([4])[0].flip(2))
+    assert torch.equal(flipped[1], dataset.tensor([2])[0])
+
+
+def test_conditions(results, latents):
+    assert latents.condition_kinds["class"]["num_classes"] == 10
+    classes = latents.conditions([5, 0])["class"]
+    assert classes.dtype == torch.int64
+    assert classes.tolist() == [int(open_dataset(results / "dataset").labels[index]) for index in (5, 0)]
+
+
+def test_content_hash_follows_what_training_reads(results, latents):
+    again = encode_into(results, "again", flips=True)
+    assert again == {**latents.manifest, "dataset": "../dataset"}
+    unflipped = encode_into(results, "other")
+    pixels = encode_into(results, "other", codec="none")
+    hashes = {item["content_sha256"] for item in (again, unflipped, pixels)}
+    assert len(hashes) == 3
+
+
+def _encode_until_killed(results, name):
+    encoding._SAVE_SECONDS = 0.0
+    codec = load_codec(results / "autoencoder")
+    dataset = open_dataset(results / "dataset")
+
+    class Dying:
+        manifest, calls = codec.manifest, 0
+        scaling_factor, shift_factor = codec.scaling_factor, codec.shift_factor
+
+        def encode(self, images):
+            self.calls += 1
+            if self.calls == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return codec.encode(images)
+
+    encode(dataset, Dying(), results / name, True, 16)
+
+
+def test_killed_encode_goes_on_with_the_same_bits(results, latents, capsys, monkeypatch):
+    job = multiprocessing.get_context("fork").Process(target=_encode_until_killed, args=(results, "killed"))
+    job.start()
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
+    with pytest.raises(KairosError, match=r"not complete.*kairos encode"):
+        open_latents(results / "killed")
+    capsys.readouterr()
+    assert encode_into(results, "killed", flips=True) == latents.manifest
+    assert "goes on after image 48" in capsys.readouterr().err
+    assert sorted(file.name for file in (results / "killed").iterdir()) == [
+        *("logvar.npy", "logvar_flipped.npy", "manifest.json", "mean.npy", "mean_flipped.npy")
+    ]
+
+
+def test_partial_encode_of_something_else_is_not_used(results, capsys):
+    job = multiprocessing.get_context("fork").Process(target=_encode_until_killed, args=(results, "foreign"))
+    job.start()
+    job.join()
+    assert (results / "foreign" / ".partial" / "progress.json").is_file()
+    capsys.readouterr()
+    encode_into(results, "foreign", flips=True, batch_size=8)
+    assert "goes on" not in capsys.readouterr().err
+
+
+def test_missing_and_mismatched_folders(results, latents, tmp_path):
+    with pytest.raises(KairosError, match=r"none-here: does not exist; make it with: kairos encode"):
+        open_latents(tmp_path / "none-here")
+    shutil.copytree(results / "dataset", tmp_path / "dataset")
+    shutil.copytree(results / "latents", tmp_path / "latents")
+    (tmp_path / "latents" / "logvar.npy").unlink()
+    with pytest.raises(KairosError, match=r"logvar\.npy: is missing; make it with: kairos encode"):
+        open_latents(tmp_path / "latents")
+    prepare(DatasetConfig(color="grey", limit=100, split_seed=4), tmp_path / "dataset")
+    with pytest.raises(KairosError, match="another version of"):
+        open_latents(tmp_path / "latents")
+
+
+def test_autoencoder_for_other_images(results, tmp_path):
+    prepare(DatasetConfig(color="rgb", limit=10), tmp_path / "colour")
+    with pytest.raises(KairosError, match=r"shape \[1, 8, 8\].*data set has \[3, 8, 8\]"):
+        encode(open_dataset(tmp_path / "colour"), load_codec(results / "autoencoder"), tmp_path / "out", False, 8)
