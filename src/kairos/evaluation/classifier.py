@@ -86,7 +86,7 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
         loss.backward()
         optimizer.step()
         schedule.step()
-        progress.advance(1, lambda: f"loss {loss.item():.3f}")  # noqa: B023 - called before the next step
+        progress.advance(1, f"loss {loss.item():.3f}")
     progress.close()
 
     accuracy = _accuracy(model.eval(), dataset, labels)

@@ -63,6 +63,7 @@ def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int
 
     ``trailing`` holds t = T - 1, ``leading`` holds t = 0, ``linspace`` both.
     """
+    ascending: NDArray[Any]
     if spacing == "leading":
         ascending = np.arange(steps) * (timesteps // steps)
     elif spacing == "trailing":

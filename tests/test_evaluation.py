@@ -1,0 +1,437 @@
+"""Evaluation: distances against known values, the extractor, reference rows, the validation loss, the whole chain."""
+
+import dataclasses
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from kairos.cli import main
+from kairos.data.dataset import open_dataset
+from kairos.diffusion.processes import build_process
+from kairos.errors import DamagedError, KairosError
+from kairos.evaluation import distances, evaluate, extractors, validation
+from kairos.evaluation.distances import Sample, Target
+from kairos.evaluation.registries import METRICS
+from kairos.evaluation.settings import LossSettings
+from kairos.sampling.sample import read_samples, write_samples
+
+EXPERIMENT = {
+    "experiment": "tiny",
+    "dataset": {"source": "digits", "color": "grey", "heldout": 0.25},
+    "model": {"name": "dit", "patch": 2, "width": 32, "depth": 1, "heads": 2},
+    "training": {"batch_size": 16, "milestones": [2], "device": "cpu", "optimizer": {"lr": 1e-3}},
+    "methods": {"uniform": {}},
+    "sampling": {"steps": 3, "batch_size": 100, "grid": 9},
+    "evaluation": {
+        "extractor": {"name": "classifier", "features": 32, "steps": 400},
+        "num_samples": 330,
+        "sets": 2,
+        "loss_images": 40,
+        "strata": 4,
+    },
+}
+
+
+def write_config(folder: Path, **changes) -> Path:
+    values = json.loads(json.dumps(EXPERIMENT))
+    values["evaluation"].update(changes)
+    path = folder / "experiment.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def kairos(*arguments) -> int:
+    torch.set_num_threads(1)
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """The pipeline's stages on the digits in pixel space, as its rules call them."""
+    root = tmp_path_factory.mktemp("chain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        config = write_config(root)
+        assert kairos("prepare", "--config", config, "--out", "r/dataset") == 0
+        shared = ("--config", config, "--dataset", "r/dataset")
+        assert kairos("autoencoder", *shared, "--out", "r/autoencoder") == 0
+        assert kairos("encode", *shared, "--autoencoder", "r/autoencoder", "--out", "r/latents") == 0
+        assert kairos("extractor", *shared, "--out", "r/extractor") == 0
+        folders = ("--autoencoder", "r/autoencoder", "--latents", "r/latents", "--extractor", "r/extractor")
+        assert kairos("reference", *shared, *folders, "--out", "r/reference") == 0
+        train = ("--method", "uniform", "--seed", 0, "--out", "r/uniform/seed0", "--latents", "r/latents")
+        assert kairos("train", "--config", config, *train) == 0
+        milestones = [f"r/uniform/seed0/milestones/{step:07d}" for step in (0, 2)]
+        draw, judge = ["--num", 660, "--seed", 0], ["--reference", "r/reference/reference.json"]
+        for k, milestone in enumerate(milestones):
+            draw += ["--milestone", milestone, "--out", f"r/{k}.npz", "--grid", f"r/{k}.png"]
+            judge += ["--milestone", milestone, "--samples", f"r/{k}.npz", "--out", f"r/{k}.json"]
+        assert kairos("sample", *draw, "--timing", "r/sample.json") == 0
+        assert kairos("evaluate", *judge, "--timing", "r/evaluate.json") == 0
+    return root / "r"
+
+
+def gaussian_features(mean, std, count=20_000, width=4, seed=0):
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * std + mean
+
+
+def test_frechet_of_known_gaussians():
+    real = distances.statistics(gaussian_features(0.0, 1.0))
+    target = Target("frechet", real)
+    assert distances.frechet(None, Sample(gaussian_features(0.0, 1.0)), target)["frechet"] == pytest.approx(0, abs=1e-6)
+    other = distances.frechet(None, Sample(gaussian_features(0.0, 1.0, seed=1)), target)["frechet"]
+    assert 0 < other < 0.01
+    # d² = d (m² + (s - 1)²) = 4 (0.25 + 1)
+    moved = distances.frechet(None, Sample(gaussian_features(0.5, 2.0, seed=1)), target)["frechet"]
+    assert moved == pytest.approx(5.0, rel=0.03)
+
+
+def test_bias_of_two_equal_gaussians_is_the_published_one():
+    # 1,347 and 450 samples of 32 dimensions: 0.9 (the project's own facts)
+    values = []
+    for seed in range(4):
+        target = Target("frechet", distances.statistics(gaussian_features(0.0, 1.0, 1347, 32, 2 * seed)))
+        values.append(distances.frechet(None, Sample(gaussian_features(0.0, 1.0, 450, 32, 2 * seed + 1)), target))
+    assert np.mean([value["frechet"] for value in values]) == pytest.approx(0.9, abs=0.15)
+
+
+def test_kid_fits_the_sample_and_ignores_the_scale_of_features():
+    real, near, far = (gaussian_features(m, 1.0, 60, 8, seed) for seed, m in enumerate((0.0, 0.0, 1.0)))
+    values = {}
+    for scale in (1, 100):
+        target = Target("frechet_x", distances.statistics(real * scale))
+        values[scale] = [distances.kid(None, Sample(part * scale), target)["kid"] for part in (near, far)]
+    assert values[1] == pytest.approx(values[100], rel=1e-4)
+    assert abs(values[1][0]) < 0.2 < values[1][1]
+    assert distances.kid(None, Sample(near), Target("frechet_x", distances.statistics(real), kid=False)) == {}
+
+
+def test_number_of_images():
+    with pytest.raises(KairosError, match="got 32 images, allowed: more than 32"):
+        distances.check_number(32, 32, "evaluation.num_samples")
+    assert "10 times" in distances.check_number(33, 32, "x")[0]
+    assert distances.check_number(320, 32, "x") == []
+
+
+def test_statistics_are_computed_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def compute():
+        calls.append(1)
+        return distances.statistics(gaussian_features(0.0, 1.0, 100))
+
+    first = distances.cached({"images": "a"}, compute)
+    second = distances.cached({"images": "a"}, compute)
+    assert len(calls) == 1 and first.hash == second.hash and np.array_equal(first.features, second.features)
+    distances.cached({"images": "b"}, compute)
+    assert len(calls) == 2, "other images, other statistics"
+    path = next(iter((tmp_path / ".kairos/cache").iterdir()))
+    path.write_bytes(path.read_bytes()[:100])
+    for name in "ab":
+        assert distances.cached({"images": name}, compute).hash == first.hash
+    assert len(calls) == 3 and "damaged" in capsys.readouterr().err
+
+
+def test_two_at_once_write_whole_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    barrier = threading.Barrier(4)
+    results = []
+
+    def compute():
+        barrier.wait()
+        return distances.statistics(gaussian_features(0.0, 1.0, 2000, 32))
+
+    threads = [threading.Thread(target=lambda: results.append(distances.cached("x", compute))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({result.hash for result in results}) == 1
+    assert len(list((tmp_path / ".kairos/cache").iterdir())) == 1
+
+
+def test_classifier(chain):
+    manifest = json.loads((chain / "extractor/manifest.json").read_text())
+    assert manifest["name"] == "classifier32" and manifest["metric"] == "frechet_classifier32"
+    assert manifest["features"] == 32 and manifest["accuracy"] > 0.97
+    opened = extractors.open_extractor(chain / "extractor")
+    images = open_dataset(chain / "dataset").images
+    features = extractors.extract(opened, images[:50])["features"]
+    assert features.shape == (50, 32) and features.dtype == torch.float32
+    with pytest.raises(KairosError, match="allowed"):
+        extractors.extract(opened, np.zeros((3, 8, 8, 3), np.uint8))
+
+
+def test_classifier_serves_torch_fidelity_itself(chain):
+    import torch_fidelity
+
+    from kairos.evaluation.classifier import NAME
+
+    dataset = open_dataset(chain / "dataset")
+    real, held = (extractors.Images(dataset.images[part]) for part in (dataset.train, dataset.heldout[:330]))
+    metrics = torch_fidelity.calculate_metrics(
+        input1=held, input2=real, fid=True, cuda=False, cache=False, verbose=False, save_cpu_ram=True,
+        feature_extractor=NAME, feature_extractor_weights_path=str(chain / "extractor"),
+    )  # fmt: skip
+    row = json.loads((chain / "reference/reference.json").read_text())["rows"]["floor"]
+    assert row["frechet_classifier32"] == pytest.approx(metrics["frechet_inception_distance"], rel=1e-3)
+
+
+def test_classifier_is_deterministic(chain, tmp_path):
+    torch.set_num_threads(1)
+    options = json.loads((chain / "extractor/manifest.json").read_text())["options"]
+    dataset = open_dataset(chain / "dataset")
+    hashes = [extractors.make({**options, "steps": 5}, dataset, tmp_path / str(k))["sha256"] for k in range(2)]
+    assert hashes[0] == hashes[1]
+
+
+def test_damaged_extractor(chain, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(chain / "extractor", tmp_path / "extractor")
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.seek(500)
+        file.write(b"\0\1\2\3")
+    with pytest.raises(DamagedError, match=r"model\.safetensors"):
+        extractors.open_extractor(folder)
+
+
+def test_classifier_needs_classes(chain, tmp_path):
+    dataset = dataclasses.replace(open_dataset(chain / "dataset"), conditions={})
+    options = json.loads((chain / "extractor/manifest.json").read_text())["options"]
+    with pytest.raises(KairosError, match="no classes"):
+        extractors.make(options, dataset, tmp_path / "x")
+    assert not (tmp_path / "x/manifest.json").exists()
+
+
+def test_missing_inception_weights(tmp_path):
+    with pytest.raises(KairosError, match=r"nowhere\.pth.*classifier needs none"):
+        extractors.make({"name": "inception", "path": str(tmp_path / "nowhere.pth")}, None, tmp_path / "x")
+
+
+def test_inception_download_that_fails_says_where_the_file_goes(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("kairos.evaluation.inception.URL_INCEPTION_V3", (tmp_path / "no-6726825d.pth").as_uri())
+    with pytest.raises(KairosError, match=r"checkpoints/weights-inception-2015-12-05-6726825d\.pth, but the download"):
+        extractors.make({"name": "inception", "path": None}, None, tmp_path / "x")
+
+
+def test_inception_with_weights_of_the_right_form(tmp_path):
+    """The real network with random weights: features of grey and colour images, logits, Inception score."""
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+    class Random(FeatureExtractorInceptionV3):
+        def load_state_dict(self, *arguments, **keywords):
+            return None
+
+    torch.save({}, tmp_path / "empty.pth")
+    random = Random("random", ["2048"], feature_extractor_weights_path=str(tmp_path / "empty.pth"))
+    torch.save(random.state_dict(), tmp_path / "weights.pth")
+    manifest = extractors.make({"name": "inception", "path": str(tmp_path / "weights.pth")}, None, tmp_path / "x")
+    assert manifest["metric"] == "fid" and manifest["features"] == 2048
+    opened = extractors.open_extractor(tmp_path / "x")
+    grey = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 1), dtype=np.uint8)
+    features = extractors.extract(opened, grey)
+    torch.testing.assert_close(features["2048"], extractors.extract(opened, grey.repeat(3, axis=3))["2048"])
+    assert features["2048"].shape == (12, 2048) and features["logits_unbiased"].shape == (12, 1008)
+    assert distances.isc(None, distances.sample_of(opened, features), None)["isc"] >= 1.0
+    torch.save({"nothing": torch.zeros(1)}, tmp_path / "x" / "weights-inception-2015-12-05-6726825d.pth")
+    with pytest.raises(DamagedError):
+        extractors.open_extractor(tmp_path / "x")
+
+
+@pytest.mark.parametrize("timesteps,strata", [(1000, 32), (100, 7), (10, 32), (3, 5), (2, 4)])
+def test_strata_cover_every_timestep_once(timesteps, strata):
+    parts = validation.strata_of(timesteps, strata)
+    assert [t for part in parts for t in range(*part)] == list(range(timesteps))
+    assert parts[0] == (0, 1) and parts[-1] == (timesteps - 1, timesteps)
+    assert len(parts) == min(strata, timesteps - 2) + 2
+    for part in parts:
+        t = validation.spread_over(part, 50)
+        assert t.min() >= part[0] and t.max() < part[1]
+        assert float(t.float().mean()) == pytest.approx((part[0] + part[1] - 1) / 2, abs=0.5)
+
+
+class Latents:
+    """Held-out latents that are all zero: x_t is the scaled noise."""
+
+    heldout = np.arange(64)
+    shape = (1, 2, 2)
+
+    def batch(self, indices, flips=None, noise=None):
+        return torch.zeros(len(indices), *self.shape)
+
+    def conditions(self, indices):
+        return {}
+
+
+def loss_of(network, prediction="epsilon", schedule="linear", seed=0):
+    process = build_process(
+        {"process": {"name": "discrete", "timesteps": 50, "schedule": schedule}, "prediction": prediction}
+    )
+    milestone = SimpleNamespace(
+        process=process, record={"conditions": {}}, model=lambda x, t, conditions: network(process, x, t)
+    )
+    return process, validation.validation_loss(milestone, Latents(), LossSettings(64, 6, seed))
+
+
+def test_validation_loss_of_known_networks():
+    process, result = loss_of(lambda process, x, t: 0 * x)
+    assert result["loss"] == pytest.approx(1.0, abs=0.1), "predicting nothing leaves the noise's variance"
+    sigma = lambda process, t: torch.from_numpy(1 - process.schedule.alphas_cumprod)[t].sqrt().view(-1, 1, 1, 1)  # noqa: E731
+    _, perfect = loss_of(lambda process, x, t: (x / sigma(process, t)).float())
+    assert perfect["loss"] == pytest.approx(0, abs=1e-8)
+    # a constant error of 0.5 is 0.25 at every timestep: the VLB mean is that of c itself, exactly
+    _, constant = loss_of(lambda process, x, t: (x / sigma(process, t)).float() + 0.5)
+    assert constant["loss"] == pytest.approx(0.25, rel=1e-5)
+    assert constant["vlb"] == pytest.approx(0.25 * process.schedule.vlb.mean(), rel=1e-5)
+    without = process.schedule.vlb[:-1].sum() / 50
+    assert constant["vlb_without_last"] == pytest.approx(0.25 * without, rel=1e-5)
+    assert sum(b - a for a, b in (row["stratum"] for row in constant["per_timestep"])) == 50
+
+
+def test_last_timestep_dominates_the_vlb_with_the_cosine_schedule():
+    _, result = loss_of(lambda process, x, t: 0 * x, schedule="cosine")
+    assert result["vlb_without_last"] < 0.5 * result["vlb"]
+
+
+def test_validation_loss_is_of_epsilon_whatever_is_predicted():
+    """x0 = 0 is known to all three: no error; and the same noise for every network."""
+    for prediction in ("epsilon", "x0", "v"):
+
+        def network(process, x, t, prediction=prediction):
+            alpha = torch.from_numpy(process.schedule.alphas_cumprod)[t].view(-1, 1, 1, 1)
+            epsilon = x / (1 - alpha).sqrt()
+            return {"epsilon": epsilon, "x0": 0 * x, "v": alpha.sqrt() * epsilon}[prediction].float()
+
+        assert loss_of(network, prediction)[1]["loss"] == pytest.approx(0, abs=1e-8)
+    losses = [loss_of(lambda process, x, t: 0 * x, seed=seed)[1]["loss"] for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_reference_rows(chain):
+    record = json.loads((chain / "reference/reference.json").read_text())
+    rows = {name: row["frechet_classifier32"] for name, row in record["rows"].items()}
+    assert rows["floor"] < 10 and 3 * rows["floor"] < rows["gaussian"] and 5 * rows["gaussian"] < rows["noise"]
+    assert rows["reconstruction"] == rows["floor"], "without an autoencoder the images are themselves"
+    assert all(row["frechet_classifier32_spread"] > 0 and "kid" in row for row in record["rows"].values())
+    assert set(record["spread_of"]) == set(rows)
+    assert record["accuracy"] > 0.97 and record["num_samples"] == 330
+    assert record["metric"] == "frechet_classifier32"
+
+
+def test_samples_and_records(chain):
+    images, protocol = read_samples(chain / "1.npz")
+    assert images.shape == (660, 8, 8, 1) and protocol["step"] == 2 and protocol["scheduler"]["name"] == "ddim"
+    assert (chain / "0.png").stat().st_size > 100
+    records = [json.loads((chain / f"{k}.json").read_text()) for k in (0, 1)]
+    for step, record in zip((0, 2), records):
+        metrics, protocol = record["metrics"], record["protocol"]
+        assert record["step"] == step
+        assert len(metrics["frechet_classifier32_sets"]) == 2
+        assert metrics["frechet_classifier32"] == pytest.approx(np.mean(metrics["frechet_classifier32_sets"]))
+        assert metrics["frechet_classifier32_spread"] == pytest.approx(
+            np.std(metrics["frechet_classifier32_sets"], ddof=1)
+        )
+        assert protocol["n_samples"] == 330 and protocol["sampler_steps"] == 3 and protocol["weights"] == "ema"
+        for name in ("extractor_hash", "reference_hash", "spacing", "clip", "sample_seed", "eval_seed", "sampler"):
+            assert protocol[name] is not None, name
+        assert record["warnings"] == []
+        # a DiT starts at zero: untrained it predicts no noise at all
+        assert record["validation"]["loss"] == pytest.approx(1.0, abs=0.1)
+    assert records[0]["validation"]["per_timestep"][0]["stratum"] == [0, 1]
+
+
+def test_samples_do_not_depend_on_the_batch_size_or_number(chain, tmp_path):
+    milestone = chain / "uniform/seed0/milestones/0000002"
+    arguments = ("--milestone", milestone, "--out", tmp_path / "x.npz", "--seed", 0, "--num", 40, "--batch-size", 17)
+    assert kairos("sample", *arguments) == 0
+    assert np.array_equal(read_samples(tmp_path / "x.npz")[0], read_samples(chain / "1.npz")[0][:40])
+    assert kairos("sample", *arguments, "--scheduler", "{name: ddpm, clip: true}", "--weights", "raw") == 0
+    images, protocol = read_samples(tmp_path / "x.npz")
+    assert protocol["scheduler"]["clip"] is True and protocol["weights"] == "raw"
+    assert set(protocol["model_files"]) == {"raw/config.json", "raw/diffusion_pytorch_model.safetensors"}
+    assert not np.array_equal(images, read_samples(chain / "1.npz")[0][:40])
+
+
+def test_mistakes_of_sample(chain, tmp_path, capsys):
+    milestone = chain / "uniform/seed0/milestones/0000002"
+    arguments = ("sample", "--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 4)
+    for extra, status, message in (
+        (("--steps", 1001), 2, "sampling.steps"),
+        (("--scheduler", "dddim"), 2, "ddim"),
+        (("--guidance-scale", 2.0), 2, "guidance_scale"),
+        (("--autoencoder", tmp_path), 1, "--autoencoder"),
+    ):
+        assert kairos(*arguments, *extra) == status
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "x.npz").exists()
+
+
+def test_images_from_outside(chain, tmp_path, monkeypatch, capsys):
+    """Any npz of images against the experiment's reference, and against another npz."""
+    monkeypatch.chdir(tmp_path)
+    dataset = open_dataset(chain / "dataset")
+    np.savez(tmp_path / "own.npz", images=dataset.images[dataset.heldout[:340]])
+    np.savez(tmp_path / "real.npz", images=dataset.images[dataset.train])
+    arguments = ("evaluate", "--samples", "own.npz", "--out", "a.json")
+    assert kairos(*arguments, "--reference", chain / "reference") == 0
+    record = json.loads((tmp_path / "a.json").read_text())
+    floor = json.loads((chain / "reference/reference.json").read_text())["rows"]["floor"]["frechet_classifier32"]
+    assert record["metrics"]["frechet_classifier32"] == pytest.approx(floor, rel=1e-6)
+    assert record["metrics"]["frechet_classifier32_spread"] is None and "last 10 images" in record["warnings"][0]
+    assert record["protocol"]["sampler"] is None and record["step"] is None
+    assert "validation" not in record
+
+    assert kairos(*arguments, "--reference", "real.npz", "--extractor", chain / "extractor", "--sets", 2) == 0
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["protocol"]["n_samples"] == 170 and record["protocol"]["sets"] == 2
+    assert any("10 times" in warning for warning in record["warnings"])
+    assert "10 times" in capsys.readouterr().err
+
+    np.savez(tmp_path / "own.npz", images=dataset.images[:20])
+    assert kairos(*arguments, "--reference", chain / "reference") == 1
+    assert "allowed: at least 330" in capsys.readouterr().err
+    assert kairos(*arguments, "--reference", "real.npz", "--extractor", chain / "extractor") == 1
+    assert "allowed: more than 32" in capsys.readouterr().err
+    assert kairos(*arguments, "--reference", "real.npz") == 2
+    assert "--extractor" in capsys.readouterr().err
+
+
+def test_more_samples_than_held_out_images(chain, tmp_path, capsys):
+    config = write_config(tmp_path, num_samples=450)
+    arguments = ["reference", "--config", config, "--out", tmp_path / "reference"]
+    for part in ("dataset", "autoencoder", "latents", "extractor"):
+        arguments += [f"--{part}", chain / part]
+    assert kairos(*arguments) == 1
+    message = capsys.readouterr().err
+    assert "evaluation.num_samples: got 450, allowed: at most 449" in message
+    assert not (tmp_path / "reference/reference.json").exists()
+
+
+def test_samples_of_another_milestone_are_refused(chain, tmp_path):
+    record = json.loads((chain / "uniform/seed0/milestones/0000002/milestone.json").read_text())
+    images, protocol = read_samples(chain / "0.npz")
+    write_samples(tmp_path / "x.npz", images, {**protocol, "identity": record["identity"], "step": 0})
+    job = evaluate.Job(tmp_path / "x.npz", tmp_path / "x.json", chain / "uniform/seed0/milestones/0000002")
+    with pytest.raises(KairosError, match="another milestone"):
+        evaluate.run([job], chain / "reference")
+
+
+def brightness(options, sample, target):
+    """A metric that a later issue might add."""
+    return {"mean_feature": float(sample.features.mean())}
+
+
+def test_a_metric_is_added_by_name(chain, tmp_path, monkeypatch):
+    monkeypatch.setitem(METRICS, "mean_feature", dataclasses.replace(METRICS["isc"], code=f"{__name__}:brightness"))
+    evaluate.run([evaluate.Job(chain / "1.npz", tmp_path / "x.json")], chain / "reference")
+    metrics = json.loads((tmp_path / "x.json").read_text())["metrics"]
+    assert metrics["mean_feature"] > 0 and len(metrics["mean_feature_sets"]) == 2
