@@ -27,7 +27,8 @@ for segment in plan.segments:
             config=plan.frozen,
             steps=list(segment.steps),
             latents=folder("latents"),
+            part=segment.part,
             out=f"{TRAINING}",
         shell:
             "kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
-            " --latents {params.latents} --milestones {params.steps} --timing {output.timing} 2>&1 | tee {log}"
+            " --latents {params.latents} --milestones {params.steps} {params.part} --wait --timing {output.timing} 2>&1 | tee {log}"

@@ -17,6 +17,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--milestones", type=int, nargs="+", metavar="STEP", help="default: all of the experiment's")
     parser.add_argument("--until", type=int, metavar="STEP", help="stop at this milestone")
     parser.add_argument("--restart", action="store_true", help="forget the state and start from step 0")
+    parser.add_argument("--part", action="store_true", help="a later job goes on: publish the milestones only")
+    parser.add_argument("--wait", action="store_true", help="wait for a process that trains here already")
     add_timing(parser)
 
 
@@ -43,6 +45,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     clock.work_begins()
     done = train(
-        experiment.plain(), arguments.method, arguments.seed, arguments.out, latents, milestones, arguments.restart
+        experiment.plain(),
+        arguments.method,
+        arguments.seed,
+        arguments.out,
+        latents,
+        milestones,
+        restart=arguments.restart,
+        part=arguments.part,
+        wait=arguments.wait,
     )
     write_timing(arguments, method=arguments.method, seed=arguments.seed, **done)

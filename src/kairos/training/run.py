@@ -29,6 +29,8 @@ def train(
     latents_folder: Path,
     milestones: list[int],
     restart: bool = False,
+    part: bool = False,
+    wait: bool = False,
 ) -> dict[str, Any]:
     """Train until every one of `milestones` is reached, and publish them in `out`.
 
@@ -40,6 +42,8 @@ def train(
         latents_folder: what `kairos encode` made.
         milestones: steps to keep weights at, increasing; the last one is the length.
         restart: forget the state and start from step 0.
+        part: publish the milestones only; a later call completes the training.
+        wait: wait for another process that trains here, such as a killed controller's job, instead of refusing.
 
     Returns:
         What happened: ``steps_run`` by this call and ``step`` reached.
@@ -52,7 +56,7 @@ def train(
     latents = open_latents(latents_folder)
     identity = identity_of(plain, method, seed, latents.manifest, device.type)
     store = Store(out, identity["identity"])
-    with exclusive(out / ".state"):
+    with exclusive(out / ".state", wait):
         if restart:
             store.clear()
         missing = store.start(milestones)
@@ -86,7 +90,7 @@ def train(
             "components": {**component_hashes(content), "metrics": sha256_file(store.metrics)},
             "provenance": provenance(settings, device),
         }
-        store.publish(milestones, record)
+        store.publish(milestones, None if part else record)
     return {"steps_run": steps_run, "step": content["step"], "identity": identity["identity"]}
 
 

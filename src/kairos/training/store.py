@@ -27,7 +27,7 @@ KEPT = 2  # checkpoints: a damaged last one leaves the one before it
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path, wait: bool = False) -> Iterator[None]:
     """Let one process at a time work on a training; the lock falls with the process that holds it.
 
     Raises:
@@ -39,7 +39,11 @@ def exclusive(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            raise KairosError(f"{folder.parent}: another process ({file.read().strip()}) is training here") from None
+            other = f"{folder.parent}: another process ({file.read().strip()}) is training here"
+            if not wait:
+                raise KairosError(other) from None
+            say(f"{other}; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
         file.truncate(0)
         file.write(f"pid {os.getpid()}")
         file.flush()
@@ -161,12 +165,14 @@ class Store:
                 other.unlink()
         write_json(mine, {"identity": self.identity, "milestones": milestones})
 
-    def publish(self, milestones: list[int], record: dict[str, Any]) -> None:
-        """Link what a request asked for into the training's folder, records last."""
+    def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
+        """Link what a request asked for into the training's folder, records last; without one the milestones only."""
         for step in milestones:
             target = self.out / "milestones" / step_name(step)
             if not _same(self.milestone(step), target):
                 link_tree(self.milestone(step), target)
+        if record is None:
+            return
         link_file(self.folder / "checkpoints" / f"{step_name(record['steps'])}.ckpt", self.out / "checkpoint.pt")
         for path in (self.metrics, self.timing):
             target = self.out / path.name

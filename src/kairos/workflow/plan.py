@@ -34,6 +34,10 @@ class Segment:
         """Its milestones as folders and files name them."""
         return names(self.steps)
 
+    def part(self, wildcards: Any, output: Any) -> str:
+        """Argument of ``kairos train`` for a segment that another one follows."""
+        return "" if self.last else "--part"
+
     @property
     def before(self) -> list[str]:
         """The milestone that it goes on from."""
