@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -364,6 +365,27 @@ def test_killed_prepare_leaves_no_data_set(tmp_path):
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         *("conditions", "heldout.npy", "images.npy", "manifest.json", "train.npy")
     ]
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A file system with room for 64 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_full_disk(tmp_path, full_disk, capsys):
+    (tmp_path / "demo.yaml").write_text("experiment: demo\nmethods: {uniform: {}}\n")
+    out = full_disk / "dataset"
+    assert main(["prepare", "--config", str(tmp_path / "demo.yaml"), "--out", str(out)]) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("kairos: No space left on device while writing") and "images.npy" in message
+    with pytest.raises(KairosError, match="not complete"):
+        open_dataset(out)
 
 
 def test_command_line(tmp_path, capsys, monkeypatch):

@@ -113,8 +113,8 @@ def test_content_hash_follows_what_training_reads(results, latents):
     assert len(hashes) == 3
 
 
-def _encode_until_killed(results, name):
-    encoding._SAVE_SECONDS = 0.0
+def _encode_until_killed(results, name, batch_size=16, last_call=9, save_seconds=0.0):
+    encoding._SAVE_SECONDS = save_seconds
     codec = load_codec(results / "autoencoder")
     dataset = open_dataset(results / "dataset")
 
@@ -124,11 +124,11 @@ def _encode_until_killed(results, name):
 
         def encode(self, images):
             self.calls += 1
-            if self.calls == 9:
+            if self.calls == last_call:
                 os.kill(os.getpid(), signal.SIGKILL)
             return codec.encode(images)
 
-    encode(dataset, Dying(), results / name, True, 16)
+    encode(dataset, Dying(), results / name, True, batch_size)
 
 
 def test_killed_encode_goes_on_with_the_same_bits(results, latents, capsys, monkeypatch):
@@ -146,13 +146,19 @@ def test_killed_encode_goes_on_with_the_same_bits(results, latents, capsys, monk
     ]
 
 
-def test_partial_encode_of_something_else_is_not_used(results, capsys):
+def test_partial_encode_of_something_else_is_not_used(results, latents, capsys):
     job = multiprocessing.get_context("fork").Process(target=_encode_until_killed, args=(results, "foreign"))
     job.start()
     job.join()
     assert (results / "foreign" / ".partial" / "progress.json").is_file()
+    job = multiprocessing.get_context("fork").Process(
+        target=_encode_until_killed, args=(results, "foreign", 8, 5, 1e9)
+    )  # another batch size: begins anew, and dies before it has recorded anything
+    job.start()
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
     capsys.readouterr()
-    encode_into(results, "foreign", flips=True, batch_size=8)
+    assert encode_into(results, "foreign", flips=True) == latents.manifest
     assert "goes on" not in capsys.readouterr().err
 
 

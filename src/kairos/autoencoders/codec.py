@@ -14,11 +14,15 @@ from kairos.files import sha256_file, sha256_json
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
 
+FILES = ("config.json", "diffusion_pytorch_model.safetensors")  # a diffusers folder
+
 
 class Codec(Protocol):
-    """An autoencoder ready for use; the manifest is the record of stage autoencoder."""
+    """An autoencoder ready for use."""
 
-    manifest: dict[str, Any]
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The record of stage autoencoder."""
 
     @property
     def scaling_factor(self) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kairos.autoencoders.codec import Codec
+from kairos.data.arrays import create_array
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import KairosError
 from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
@@ -72,7 +73,6 @@ def _encode_moments(
     partial = out / _PARTIAL
     if again:
         shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(exist_ok=True)
     key = sha256_json(
         {
             "autoencoder": codec.manifest["sha256"],
@@ -86,15 +86,13 @@ def _encode_moments(
     names = _names(codec, dataset, flips)
     shape = (len(dataset.images), *codec.manifest["latent_shape"])
     done = _done(partial, key, names, shape)
-    mode = "r+" if done else "w+"
-    arrays = {
-        name: np.lib.format.open_memmap(
-            partial / f"{name}.npy", mode, None if done else np.float32, None if done else shape
-        )
-        for name in names
-    }
     if done:
         say(f"encode: goes on after image {done}")
+        arrays = {name: np.load(partial / f"{name}.npy", mmap_mode="r+") for name in names}
+    else:
+        shutil.rmtree(partial, ignore_errors=True)  # with it the record, so that no other encode trusts our arrays
+        partial.mkdir()
+        arrays = {name: create_array(partial / f"{name}.npy", shape, np.float32) for name in names}
 
     progress = Progress(shape[0], "encode", "image", start=done)
     saved = time.monotonic()

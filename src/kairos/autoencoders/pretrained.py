@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from kairos.autoencoders.codec import load_model
+from kairos.autoencoders.codec import FILES, load_model
 from kairos.config.data import AutoencoderConfig
 from kairos.errors import ConfigError, KairosError
-
-_FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 
 
 def fetch(config: AutoencoderConfig) -> Any:
@@ -19,7 +17,7 @@ def fetch(config: AutoencoderConfig) -> Any:
     """
     path = str(config.path)
     if Path(path).is_dir():
-        missing = [name for name in _FILES if not (Path(path) / name).is_file()]
+        missing = [name for name in FILES if not (Path(path) / name).is_file()]
         if missing:
             raise ConfigError(f"autoencoder.path: folder {path!r} lacks {' and '.join(missing)} (a diffusers folder)")
         return load_model(path)
@@ -29,10 +27,10 @@ def fetch(config: AutoencoderConfig) -> Any:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return load_model(snapshot_download(path, allow_patterns=list(_FILES)))
+        return load_model(snapshot_download(path, allow_patterns=list(FILES)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise KairosError(
             f"autoencoder.path: {path!r} is no folder here and cannot be had from the hub "
-            f"({' '.join(str(error).split())[:200]}). Put {' and '.join(_FILES)} into a folder and set "
+            f"({' '.join(str(error).split())[:200]}). Put {' and '.join(FILES)} into a folder and set "
             "autoencoder.path to it"
         ) from None

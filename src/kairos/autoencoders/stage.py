@@ -1,19 +1,17 @@
 """Stage autoencoder: the space the diffusion model works in becomes a folder; see `codec.load_codec`."""
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kairos import clock
-from kairos.autoencoders.codec import check_size, downsampling, model_hash, wrap
+from kairos.autoencoders.codec import FILES, check_size, downsampling, model_hash, wrap
 from kairos.autoencoders.quality import PICTURED, psnr, reconstruct, write_picture
 from kairos.config.data import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import ConfigError
-from kairos.files import sha256_file, sync_folder, write_json
+from kairos.files import atomic, sha256_file, write_json, write_text
 
 _PSNR_IMAGES = 512  # of the held-out ones, at most
 _STATE = ".state.pt"  # checkpoint of a training that was killed
@@ -85,20 +83,24 @@ def _finish(
     mean, _ = codec.encode(dataset.tensor(indices[:1]))
     write_picture(out / "reconstructions.png", images[:PICTURED], others[:PICTURED])
 
-    model.register_to_config(_name_or_path="")  # where it came from is this machine's matter
-    model.save_pretrained(str(out), safe_serialization=True)
-    names = ("config.json", "diffusion_pytorch_model.safetensors")
-    shutil.copymode(out / names[0], out / names[1])  # diffusers leaves the weights readable to nobody else
-    for name in names:
-        with open(out / name, "rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(out)
-    files = {name: sha256_file(out / name) for name in (*names, "reconstructions.png")}
+    _save(model, out)
+    files = {name: sha256_file(out / name) for name in (*FILES, "reconstructions.png")}
     latent_shape = tuple(mean.shape[1:])
     name = type(model).__name__
     return _manifest(
         config.kind, name, scale, shift, dataset, latent_shape, files, model_hash(files), psnr(images, others)
     )
+
+
+def _save(model: Any, out: Path) -> None:
+    """Write the folder that diffusers' `from_pretrained` reads; its own `save_pretrained` hides a full disk's error."""
+    from safetensors.torch import save
+
+    model.register_to_config(_name_or_path="")  # where it came from is this machine's matter
+    write_text(out / FILES[0], model.to_json_string())
+    weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
+    with atomic(out / FILES[1]) as file:
+        file.write(save(weights, metadata={"format": "pt"}))
 
 
 def _manifest(

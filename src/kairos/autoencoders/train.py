@@ -4,6 +4,7 @@ All randomness of step k is a function of (seed, k), so a killed training goes o
 happened.
 """
 
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,11 @@ def train(
         optimizer.step()
         progress.advance(facts=f"mse {mse.item():.5f}, kl {kl.item():.3f}")
         if (step + 1) % _CHECKPOINT_EVERY == 0 or step + 1 == config.steps:
-            content = {"identity": identity, "step": step + 1, "model": model.state_dict()}
+            content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            buffer = io.BytesIO()  # torch.save itself hides a full disk's error
+            torch.save({"identity": identity, "step": step + 1, **content}, buffer)
             with atomic(state) as file:
-                torch.save({**content, "optimizer": optimizer.state_dict()}, file)
+                file.write(buffer.getbuffer())
     progress.close()
     return model.eval()
 

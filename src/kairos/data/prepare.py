@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kairos.config.data import DatasetConfig
+from kairos.data.arrays import create_array
 from kairos.data.decode import to_pixels
 from kairos.data.sources import Source, open_source
 from kairos.errors import ConfigError, KairosError
@@ -52,7 +53,7 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     os.replace(temporary, out / "images.npy")
     for name, indices in split.items():
         np.save(out / f"{name}.npy", indices.astype(np.int64))
-    conditions = {}
+    conditions: dict[str, dict[str, Any]] = {}
     if source.labels is not None and source.classes is not None:
         np.save(out / "conditions" / "class.npy", source.labels[kept])
         conditions["class"] = {"kind": "class", "num_classes": len(source.classes), "file": "conditions/class.npy"}
@@ -113,7 +114,7 @@ def _write_images(
             continue
         pixels = to_pixels(image, config.color, config.crop, config.resolution, name)
         if images is None:
-            images = np.lib.format.open_memmap(temporary, "w+", np.uint8, (len(chosen), *pixels.shape))
+            images = create_array(temporary, (len(chosen), *pixels.shape), np.uint8)
         elif pixels.shape != images.shape[1:]:
             raise ConfigError(
                 f"dataset.resolution: got null, but {name} has {pixels.shape[1]}×{pixels.shape[0]} pixels and those "
@@ -133,7 +134,7 @@ def _shortened(path: Path, count: int) -> Path:
     """A copy of the first `count` rows of an array file, in the place of the whole."""
     whole = np.load(path, mmap_mode="r")
     shorter = path.with_name(".tmp-shorter.npy")
-    array = np.lib.format.open_memmap(shorter, "w+", whole.dtype, (count, *whole.shape[1:]))
+    array = create_array(shorter, (count, *whole.shape[1:]), whole.dtype)
     for start in range(0, count, _CHUNK):
         array[start : start + _CHUNK] = whole[start : min(start + _CHUNK, count)]
     array.flush()

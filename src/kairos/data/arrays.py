@@ -1,0 +1,25 @@
+"""Array files that are written in place, piece by piece, through memory maps."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.memmap:
+    """A new .npy file of zeros, open for writing.
+
+    Its room on the disk is taken at once: writing through a memory map to a full disk would kill the process.
+
+    Raises:
+        OSError: the disk has no room (ENOSPC); the message names the file.
+    """
+    array = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    with open(path, "r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+        except OSError as error:
+            path.unlink()
+            raise OSError(error.errno, error.strerror, str(path)) from None
+    return array
