@@ -24,7 +24,7 @@ METHODS: dict[str, tuple[dict[str, Any], float, float]] = {
     "p2": ({"sampler": "uniform", "weighting": "p2"}, 23.6, 1.0),
     "min_snr": ({"sampler": "uniform", "weighting": "min_snr"}, 17.0, 1.5),
     "log_normal": ({"sampler": "log_normal"}, 31.0, 0.9),
-    "speed": ({"sampler": "speed", "weighting": "change_aware"}, 18.0, 1.4),
+    "speed": ({"sampler": "speed", "weighting": "change_aware"}, 18.6, 1.4),
     "adaptive": ({"sampler": {"name": "adaptive", "frequency": 4}}, 29.0, 0.9),
 }
 
@@ -87,7 +87,7 @@ def _write_shared(results: Path) -> None:
         results / "reference" / "reference.json",
         {
             "extractor": "classifier32", "extractor_hash": EXTRACTOR_HASH, "metric": METRIC, "features": 32,
-            "accuracy": 0.981, "reference_hash": REFERENCE_HASH, "num_samples": 400, "sets": 3,
+            "accuracy": 0.981, "reference_hash": REFERENCE_HASH, "eval_seed": 0, "num_samples": 400, "sets": 3,
             "rows": {
                 name: {METRIC: value, f"{METRIC}_spread": value * 0.02, "kid": value / 1000, "kid_spread": 0.001}
                 for name, value in rows.items()
@@ -191,6 +191,7 @@ def _write_milestone(
                 "extractor": "classifier32", "extractor_hash": EXTRACTOR_HASH, "n_samples": 400, "sets": 3,
                 "sampler": "ddim", "sampler_steps": 20, "spacing": "trailing", "clip": False, "weights": "ema",
                 "reference_hash": REFERENCE_HASH, "sample_seed": 0, "eval_seed": 0,
+                "identity": identity,
             },
             "validation": {"loss": loss, "vlb": loss / 30, "vlb_without_last": loss / 31, "per_timestep": strata},
             "warnings": ["fewer than ten times as many images as features"] if step == 0 else [],

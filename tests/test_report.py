@@ -197,11 +197,16 @@ def test_a_method_that_ends_above_the_gaussian_or_gets_worse_is_warned_of(small,
     path = results / "adaptive/seed0/evaluation/0000400.json"
     record = read_json(path)
     record["metrics"][METRIC] = 120.0
-    record["warnings"] = ["<script>fewer images</script>"]
+    record["warnings"] = ["results/a.npz: <script>few images</script>"]
+    write_json(path, record)
+    path = results / "uniform/seed0/evaluation/0000400.json"
+    record = read_json(path)
+    record["warnings"] = ["results/b.npz: <script>few images</script>"]
     write_json(path, record)
     messages = outcome.warnings(collect(load(config), results))
     assert any("adaptive ends at 120, not below a Gaussian" in message for message in messages)
     assert any(message.startswith("adaptive gets worse from step 200") for message in messages)
+    assert "Evaluation (2 of 8 milestones): <script>few images</script>" in messages
     html = page_of(small, built)
     assert "<script" not in html and "&lt;script&gt;" in html
 
@@ -258,15 +263,22 @@ def test_the_page_says_how_the_numbers_came_about(built):
         assert fact in text, fact
 
 
-def test_the_same_results_give_the_same_bytes(small):
+def state_of(results):
+    return hash_folder(results / "figures"), [sha256_file(results / name) for name in ("report.html", "summary.csv")]
+
+
+def test_same_results_give_the_same_bytes_and_a_failure_leaves_them(small):
     config, results = small
-    names = ("report.html", "summary.csv")
     build(load(config), results)
-    first = hash_folder(results / "figures"), [sha256_file(results / name) for name in names]
+    first = state_of(results)
+    assert {Path(name).suffix for name in first[0]} == {".png", ".svg"} and len(first[0]) == 16
     write_json(results / "timing" / "report.json", {"stage": "report", "cpu_seconds": 1.0})  # of this report itself
     build(load(config), results)
-    assert (hash_folder(results / "figures"), [sha256_file(results / name) for name in names]) == first
-    assert {Path(name).suffix for name in first[0]} == {".png", ".svg"} and len(first[0]) == 16
+    assert state_of(results) == first
+    (results / "dataset/images.npy").unlink()  # noticed only while the figures are drawn
+    with pytest.raises(KairosError, match=r"images\.npy is missing"):
+        build(load(config), results)
+    assert state_of(results) == first and not list(results.glob(".tmp-*"))
 
 
 def test_only_methods_and_seeds_of_the_configuration_count(tmp_path):
@@ -274,17 +286,6 @@ def test_only_methods_and_seeds_of_the_configuration_count(tmp_path):
     config, _ = results_tree.write(tmp_path / "narrow", seeds=(1,), methods=("uniform", "p2"))
     collected = collect(load(config), results)
     assert [(t.method, t.seed) for t in collected.trainings] == [("uniform", 1), ("p2", 1)]
-
-
-def test_a_report_that_cannot_be_made_leaves_the_old_one(small):
-    config, results = small
-    build(load(config), results)
-    before = hash_folder(results / "figures"), sha256_file(results / "report.html")
-    (results / "dataset/images.npy").unlink()  # noticed only while the figures are drawn
-    with pytest.raises(KairosError, match=r"images\.npy is missing"):
-        build(load(config), results)
-    assert (hash_folder(results / "figures"), sha256_file(results / "report.html")) == before
-    assert not list(results.glob(".tmp-*"))
 
 
 def test_labels_keep_their_order_and_their_distance():

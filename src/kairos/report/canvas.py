@@ -15,6 +15,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+DPI = 160  # of PNG files
 INK, MUTED, GRID = "#1f2328", "#667079", "#e6e8eb"
 # Okabe and Ito's palette, distinct in every common colour blindness; the baseline is black, its yellow is too light
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3")
@@ -173,5 +174,5 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 def save(drawing: Figure, path: Path) -> None:
     """Write a figure as PNG and SVG beside each other; `path` is without suffix."""
     with matplotlib.rc_context(STYLE):
-        drawing.savefig(path.with_suffix(".png"), dpi=160, bbox_inches="tight", pad_inches=0.08)
+        drawing.savefig(path.with_suffix(".png"), dpi=DPI, bbox_inches="tight", pad_inches=0.08)
         drawing.savefig(path.with_suffix(".svg"), bbox_inches="tight", pad_inches=0.08, metadata={"Date": None})

@@ -191,6 +191,11 @@ def _check_comparable(results: Results) -> None:
     for training in results.trainings:
         for milestone in training.milestones:
             protocol = milestone.evaluation["protocol"]
+            if protocol["identity"] != milestone.record["identity"]:
+                raise KairosError(
+                    f"{training.method} seed {training.seed} step {milestone.step}: its evaluation is of another "
+                    f"training ({protocol['identity'][:12]}); run `kairos sample` and `kairos evaluate` again"
+                )
             for key in ("extractor_hash", "reference_hash"):
                 if protocol[key] != results.reference[key]:
                     path = results.folder / training.method / f"seed{training.seed}" / "evaluation"

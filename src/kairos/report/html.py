@@ -9,6 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from PIL import Image
+
+from kairos.report.canvas import DPI
+
 STYLE = """
 :root { --ink: #1f2328; --muted: #667079; --line: #dfe3e6; --soft: #f5f7f8; --warn: #8a5300; --warn-soft: #fff6e5; }
 * { box-sizing: border-box; }
@@ -29,6 +33,7 @@ a { color: #0059a0; text-decoration: none; } a:hover { text-decoration: underlin
 table { border-collapse: collapse; font-size: .88rem; margin: .6rem 0; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 600; vertical-align: bottom; border-bottom: 2px solid var(--line); }
 th, td { padding: .38rem .8rem .38rem 0; }
+td:last-child:not(.n) { min-width: 11rem; }
 td { border-bottom: 1px solid var(--line); vertical-align: top; }
 th.n, td.n { text-align: right; white-space: nowrap; }
 tr.total td { font-weight: 600; border-bottom: 0; }
@@ -38,7 +43,8 @@ td small { display: block; font-size: .8rem; line-height: 1.35; }
 .mark { display: inline-block; padding: 0 .45em; border-radius: .8em; font-size: .78rem; white-space: nowrap;
   background: #e3eef6; color: #004a77; }
 .mark.warn { background: var(--warn-soft); color: var(--warn); }
-.swatch { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .45em; }
+.name { white-space: nowrap; }
+.name i { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .45em; }
 .warnings { background: var(--warn-soft); border-left: 4px solid #d99000; padding: .5rem 1.1rem; margin: 1rem 0; }
 .warnings ul { margin: .2rem 0; padding-left: 1.1rem; }
 figure { margin: 1.2rem 0 1.8rem; } figure img { max-width: 100%; height: auto; display: block; }
@@ -118,8 +124,12 @@ def picture(path: Path, title: str, caption: str) -> str:
     """A figure with its image inside the page; SVG or PNG by suffix."""
     kind = {".svg": "image/svg+xml", ".png": "image/png"}[path.suffix]
     data = base64.b64encode(path.read_bytes()).decode()
+    size = ""
+    if path.suffix == ".png":  # as large as it was drawn, so that all figures have letters of one size
+        with Image.open(path) as image:
+            size = f' width="{round(image.width * 96 / DPI)}"'
     return (
-        f'<figure><h3>{escape(title)}</h3><img alt="{escape(title)}" src="data:{kind};base64,{data}">'
+        f'<figure><h3>{escape(title)}</h3><img alt="{escape(title)}"{size} src="data:{kind};base64,{data}">'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
 

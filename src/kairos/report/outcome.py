@@ -1,9 +1,8 @@
 """What came out, in sentences computed from the numbers, and what a reader has to be warned of."""
 
+import re
 from collections import defaultdict
 from itertools import pairwise
-
-import numpy as np
 
 from kairos.report.collect import Results
 from kairos.report.table import NOT_MOVED, Row, curve, moved
@@ -77,7 +76,7 @@ def warnings(results: Results) -> list[str]:
 
 
 def _lower(one: Row, other: Row) -> bool:
-    return other.mean - one.mean > float(np.hypot(one.spread, other.spread))
+    return one.mean + one.spread < other.mean - other.spread
 
 
 def _of_samplers(results: Results) -> list[str]:
@@ -99,7 +98,7 @@ def _of_distances(results: Results) -> list[str]:
                 f"{method} ends at {number(own.mean[-1])}, not below a Gaussian fitted to the data, {number(gaussian)}."
             )
         for k, (before, after) in enumerate(pairwise(own.mean)):
-            if after - before > np.hypot(own.spread[k], own.spread[k + 1]):
+            if after - before > own.spread[k] + own.spread[k + 1]:
                 messages.append(
                     f"{method} gets worse from step {own.steps[k]:,.0f} ({number(before)}) to "
                     f"{own.steps[k + 1]:,.0f} ({number(after)}), beyond the spread."
@@ -114,7 +113,7 @@ def _of_evaluations(results: Results) -> list[str]:
         for milestone in training.milestones:
             total += 1
             for message in milestone.evaluation.get("warnings") or []:
-                places[message] += 1
+                places[re.sub(r"^\S+\.npz: ", "", message)] += 1  # the same for every file of samples
     return [f"Evaluation ({count} of {total} milestones): {message}" for message, count in places.items()]
 
 

@@ -12,10 +12,10 @@ from kairos.report.table import Row
 from kairos.report.text import component, listed, number, plural
 
 _HOW_TO_READ = (
-    "Lower is better. A rank is shown only where it is beyond the uncertainty, which is the larger of the spread over "
-    "sets of samples and over seeds; ranges of ranks are ties. “Fewer steps” is how many times sooner a "
-    "method reaches the baseline's final distance (interpolated linearly between milestones), “less time” the same in "
-    "seconds of training; below each, the range when the curves are shifted by their combined uncertainty."
+    "Lower is better. The uncertainty of a distance is the larger of its spread over sets of samples and over seeds. "
+    "Methods whose intervals overlap are not ranked: they share a range of ranks. “Fewer steps” is how many times sooner "
+    "a method reaches the baseline's final distance (interpolated linearly between milestones), “less time” the same in "
+    "seconds of training; below each, the range when the curve is shifted by the uncertainty of both."
 )
 
 

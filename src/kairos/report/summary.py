@@ -35,7 +35,7 @@ def rows(results: Results) -> list[dict[str, Any]]:
                     "method": name,
                     **reference["rows"][name],
                     "n_samples": reference["num_samples"],
-                    "eval_seed": results.experiment.evaluation.seed,
+                    "eval_seed": reference["eval_seed"],
                     **shared,
                 }
             )

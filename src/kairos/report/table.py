@@ -1,8 +1,7 @@
 """The comparison: final values with their spread, which differences are real, and factors against uniform.
 
 A method's uncertainty is the larger of two spreads: over its sets of samples (pooled over seeds) and over its seeds.
-Two methods differ when their means are further apart than their uncertainties combined; those that do not are not
-ranked.
+Two methods differ when their intervals, mean ± uncertainty, do not overlap; those that do not differ are not ranked.
 """
 
 import math
@@ -35,7 +34,7 @@ class Curve:
 class Factor:
     """How many times fewer steps (or less time) a method needs for uniform's final value; None: not reached.
 
-    `easy` and `hard` are the factors when the method's curve lies lower and higher by the combined uncertainty.
+    `easy` and `hard` are the factors when the method's curve lies lower and higher by both methods' uncertainty.
     """
 
     value: float | None
@@ -112,8 +111,8 @@ def compare(results: Results) -> list[Row]:
 
 
 def lower(one: Curve, other: Curve) -> bool:
-    """Whether `one` ends lower than `other` by more than their combined uncertainty."""
-    return bool(other.mean[-1] - one.mean[-1] > math.hypot(one.spread[-1], other.spread[-1]))
+    """Whether `one` ends lower than `other`, their intervals apart."""
+    return bool(one.mean[-1] + one.spread[-1] < other.mean[-1] - other.spread[-1])
 
 
 def crossing(steps: np.ndarray, values: np.ndarray, target: float) -> float | None:
@@ -145,7 +144,7 @@ def _factor(own: Curve, baseline: Curve, own_cost: np.ndarray, baseline_cost: np
     needed = float(np.interp(needed, baseline.steps, baseline_cost))
     if not needed > 0 or not np.isfinite(own_cost).all():  # no clock, or uniform never improved on its start
         return None
-    margin = 0.0 if own is baseline else math.hypot(own.spread[-1], baseline.spread[-1])
+    margin = 0.0 if own is baseline else float(own.spread[-1] + baseline.spread[-1])
 
     def at(shift: float) -> float | None:
         step = crossing(own.steps, own.mean + shift, target)

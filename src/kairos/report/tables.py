@@ -126,7 +126,7 @@ def learned(results: Results) -> str:
                     number(state.get("updates"), 5),
                     number(state.get("a")),
                     number(state.get("b")),
-                    number(state.get("tv_from_start")),
+                    f"{state['tv_from_start']:.3f}",
                     mark,
                 ]
             )
@@ -188,7 +188,7 @@ def _rank(row: Row) -> str:
 
 
 def _name(method: str, looks: dict[str, Look]) -> str:
-    return f'<span class="swatch" style="background:{looks[method].color}"></span><b>{escape(method)}</b>'
+    return f'<b class="name"><i style="background:{looks[method].color}"></i>{escape(method)}</b>'
 
 
 def _method(results: Results, method: str, looks: dict[str, Look]) -> str:
