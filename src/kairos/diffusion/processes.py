@@ -1,16 +1,20 @@
 """Forward processes: how x0 becomes x_t, and what the network is asked to predict.
 
 A sampler draws *fractions* of the process in [0, 1); `times` turns them into this process' own time: an index for a
-discrete process, a noise level for a continuous one. The training loop knows no more of time than that.
+discrete process, a noise level for a continuous one. The training loop knows no more of time than that, and asks the
+process for everything that depends on it: how the network is called, what its output stands for, what a sample weighs.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kairos.diffusion.registries import PROCESSES, DiscreteOptions
 from kairos.diffusion.schedule import make_schedule
+
+if TYPE_CHECKING:
+    from kairos.strategies import Weighting
 
 
 class Discrete:
@@ -21,6 +25,8 @@ class Discrete:
         self.timesteps = options.timesteps
         self.prediction = prediction
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._weighting: Weighting | None = None
+        self._weights = torch.empty(0)
 
     def times(self, fractions: Tensor) -> Tensor:
         """Timesteps min(floor(u T), T-1), int64, of fractions u in [0, 1), float64; shape (batch,)."""
@@ -35,6 +41,30 @@ class Discrete:
         shape = (-1, *[1] * (like.ndim - 1))
         signal, noise = self._tables[like.device]
         return signal[t].view(shape), noise[t].view(shape)
+
+    def weights(self, weighting: "Weighting", t: Tensor) -> Tensor:
+        """The factor of each sample's loss at t, float32 (batch,), on the device of t."""
+        if self._weighting is not weighting or self._weights.device != t.device:
+            self._weighting, self._weights = weighting, torch.from_numpy(weighting.weights()).float().to(t.device)
+        return self._weights[t]
+
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        """The network's output at t; preconditioned processes scale its input and output here."""
+        output: Tensor = network(x_t, t, conditions)
+        return output
+
+    def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
+        """A configuration of diffusers' DDPMScheduler for this process; None where diffusers has none."""
+        names = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}
+        return {
+            "_class_name": "DDPMScheduler",
+            "num_train_timesteps": self.timesteps,
+            "trained_betas": self.schedule.betas.tolist(),
+            "prediction_type": names[self.prediction],
+            "variance_type": self.schedule.variance,
+            "clip_sample": clip,
+            "timestep_spacing": "trailing",
+        }
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """x_t = sqrt(alpha-bar) x0 + sqrt(1 - alpha-bar) noise; all (batch, ...), t (batch,)."""

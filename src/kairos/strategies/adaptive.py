@@ -159,7 +159,7 @@ class Adaptive(Sampler):
     def _loss(self, observation: Observation, index: Tensor, t: Tensor, noise: torch.Generator) -> Tensor:
         x0 = observation.x0
         drawn = torch.randn((len(index), *x0.shape[1:]), generator=noise, device=x0.device)
-        error = observation.error(index, t.to(x0.device), drawn)
+        error = observation.error(index, (t + 0.5).double() / self.schedule.timesteps, drawn)
         return error * self.coefficients[t].to(x0.device)
 
     def _learn(self, observation: Observation, rewards: Tensor) -> None:

@@ -31,8 +31,8 @@ class Observation:
         x0: the batch, (batch, ...).
         fractions: what the sampler drew for it, float64 (batch,).
         error: per-sample squared error of epsilon, float32 (n,), of the model as it now is, in evaluation mode and
-            without gradients: ``error(index, t, noise)`` with the samples `index` of the batch, int64 (n,), at
-            timesteps t, int64 (n,), with `noise` (n, ...).
+            without gradients: ``error(index, fractions, noise)`` with the samples `index` of the batch, int64 (n,), at
+            `fractions` of the process, float64 (n,), with `noise` (n, ...).
         generator: for what is random in the measurement; the same state before and after is the sampler's business.
     """
 

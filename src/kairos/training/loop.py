@@ -39,8 +39,7 @@ class Trainer:
         self.process = build_process(plain["diffusion"])
         chosen = plain["methods"][method]
         self.sampler = make_sampler(chosen["sampler"], self.process.schedule, seed)
-        weights = make_weighting(chosen["weighting"], self.process.schedule, self.process.prediction).weights()
-        self.weights = torch.from_numpy(weights).float().to(device)  # (T,)
+        self.weighting = make_weighting(chosen["weighting"], self.process.schedule, self.process.prediction)
         self.losses = [_component(LOSSES, loss) for loss in plain["diffusion"]["losses"]]
         self.probes: dict[str, Probe] = {
             probe["name"]: PROBES.build(probe["name"], {k: v for k, v in probe.items() if k != "name"})
@@ -97,9 +96,9 @@ class Trainer:
         self.model.train()
         x_t = self.process.noised(x0, noise, t)
         with self._autocast():
-            output = self.network(x_t, t, conditions)
+            output = self.process.predict(self.network, x_t, t, conditions)
         prediction = Prediction(self.process, x0, noise, t, x_t, output)
-        weights = self.weights[t]
+        weights = self.process.weights(self.weighting, t)
         terms = {name: function(options, prediction) for name, options, function in self.losses}
         total = torch.stack(
             [
@@ -165,12 +164,12 @@ class Trainer:
     def _error_function(self, x0: Tensor, conditions: dict[str, Tensor]) -> Any:
         """Per-sample squared error of epsilon in evaluation mode: what samplers and probes measure with."""
 
-        def error(index: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-            clean = x0[index]
+        def error(index: Tensor, fractions: Tensor, noise: Tensor) -> Tensor:
+            clean, t = x0[index], self.process.times(fractions).to(x0.device)
             x_t = self.process.noised(clean, noise, t)
             chosen = {name: values[index] for name, values in conditions.items()}
             with torch.no_grad(), evaluating(self.model), self._autocast():
-                output = self.network(x_t, t, chosen)
+                output = self.process.predict(self.network, x_t, t, chosen)
             return per_sample((self.process.epsilon(output.float(), x_t, t) - noise) ** 2)
 
         return error

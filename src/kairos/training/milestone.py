@@ -31,11 +31,13 @@ def write_milestone(folder: Path, trainer: "Trainer", start_density: Any, facts:
 
     images = trainer.density_images() if trainer.sampler.learned else None
     density = trainer.sampler.density(images)
-    weights = trainer.weights.double().cpu().numpy()
+    weights = trainer.weighting.weights()
     with atomic_folder(folder) as temporary:
         models.save(trainer.model, temporary / "ema", trainer.ema)
         models.save(trainer.model, temporary / "raw")
-        write_json(temporary / "scheduler" / "scheduler_config.json", _scheduler_config(trainer))
+        scheduler = trainer.process.scheduler_config(clip=trainer.latents.manifest["kind"] == "pixels")
+        if scheduler is not None:
+            write_json(temporary / "scheduler" / "scheduler_config.json", scheduler)
         write_text(temporary / "strategy.csv", strategy_csv(density, weights))
         statistics = trainer.sampler.statistics()
         record = {
@@ -62,21 +64,6 @@ def strategy_csv(density: Any, weights: Any) -> str:
     for t, (p, w) in enumerate(zip(density, weights, strict=True)):
         writer.writerow([t, f"{p:.17g}", f"{w:.17g}", f"{p * w:.17g}"])
     return buffer.getvalue()
-
-
-def _scheduler_config(trainer: "Trainer") -> dict[str, Any]:
-    """A DDPMScheduler configuration for diffusers with this process' betas."""
-    names = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}
-    schedule = trainer.process.schedule
-    return {
-        "_class_name": "DDPMScheduler",
-        "num_train_timesteps": schedule.timesteps,
-        "trained_betas": schedule.betas.tolist(),
-        "prediction_type": names[trainer.process.prediction],
-        "variance_type": {"fixed_large": "fixed_large", "fixed_small": "fixed_small"}[schedule.variance],
-        "clip_sample": trainer.latents.manifest["kind"] == "pixels",
-        "timestep_spacing": "trailing",
-    }
 
 
 def check_milestone(folder: Path) -> dict[str, Any]:
