@@ -1,4 +1,8 @@
-"""Backbones. A model is a module ``model(x, t, conditions)`` with ``config()`` for the file it is saved with."""
+"""Backbones by registry name.
+
+A backbone is a module ``model(x, t, conditions)`` made by ``Class(options, shape, conditions)``, with ``config()`` for
+its config.json and ``Class.from_config(config)`` back from it, ``weights()`` and ``load_weights(weights)``.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -42,24 +46,21 @@ def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> No
     write_json(folder / "config.json", module.config())
 
 
-def load(folder: Path) -> Any:
+def load(name: str, folder: Path) -> Any:
     """The model that a folder holds, in evaluation mode.
 
+    Args:
+        name: of the backbone in the registry.
+        folder: what `save` wrote.
+
     Raises:
-        KairosError: not a model folder of ours or of diffusers' UNet2DModel.
+        KairosError: not a model folder.
     """
     from safetensors.torch import load_file
 
     path = folder / "config.json"
     if not path.is_file():
         raise KairosError(f"{folder}: no config.json; not a model folder")
-    config = read_json(path)
-    if config.get("_class_name") == "UNet2DModel":
-        from kairos.models.unet import UNet as cls
-    elif config.get("_class_name") == "DiT":
-        from kairos.models.dit import DiT as cls  # type: ignore[assignment]
-    else:
-        raise KairosError(f"{path}: _class_name: got {config.get('_class_name')!r}, allowed: UNet2DModel, DiT")
-    module = cls.from_config(config)
+    module = MODELS.entry(name).load().from_config(read_json(path))
     module.load_weights(load_file(folder / WEIGHTS))
     return module.eval()

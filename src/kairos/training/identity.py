@@ -1,6 +1,6 @@
 """The identity of a training: the hash of what decides its trajectory, and nothing else.
 
-Number of steps, milestones, segments, logging, probes and paths are not in it: a longer training of the same identity
+Number of steps, milestones, segments, logging and paths are not in it: a longer training of the same identity
 goes on where the shorter one ended. No torch here: the workflow asks for code fingerprints too.
 """
 
@@ -18,6 +18,7 @@ _TRAJECTORY = (
     "deterministic",
     "threads",
     "condition_dropout",
+    "probes",
 )
 
 

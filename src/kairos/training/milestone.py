@@ -122,4 +122,6 @@ def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> M
     record = check_milestone(folder)
     if weights not in ("ema", "raw"):
         raise KairosError(f"weights: got {weights!r}, allowed: ema, raw")
-    return Milestone(models.load(folder / weights).to(device), build_process(record["config"]["diffusion"]), record)
+    config = record["config"]
+    model = models.load(config["model"]["name"], folder / weights).to(device)
+    return Milestone(model, build_process(config["diffusion"]), record)

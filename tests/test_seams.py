@@ -1,0 +1,227 @@
+"""Seams: one small addition of each kind, registered here and used through the whole way without a change elsewhere."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from training_case import experiment, make_latents
+
+from kairos.conditions import CONDITIONS
+from kairos.config.training import length_in_steps
+from kairos.diffusion.losses import per_sample
+from kairos.diffusion.processes import Discrete
+from kairos.diffusion.registries import LOSSES, PROCESSES, DiscreteOptions, LossOptions
+from kairos.files import read_json, write_json
+from kairos.models.registries import MODELS
+from kairos.options import option
+from kairos.strategies import Sampler, Weighting
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.training.milestone import open_milestone
+from kairos.training.registries import PROBES
+from kairos.training.run import train
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory) -> Path:
+    return make_latents(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Register a component for the length of a test."""
+
+    def register(registry, name, attribute, options=None):
+        monkeypatch.setitem(registry, name, None)
+        registry.add(name, f"test_seams:{attribute}", *([options] if options else []))
+
+    return register
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+class Edges(Sampler):
+    """Only the two ends of the process, half and half."""
+
+    def cdf(self, fraction):
+        return np.where(fraction <= 0, 0.0, np.where(fraction < 1, 0.5, 1.0))
+
+    def quantile(self, probability):
+        return np.where(probability < 0.5, 0.0, 1.0)
+
+
+class Ramp(Weighting):
+    def weights(self):
+        return np.linspace(0, 2, self.schedule.timesteps)
+
+
+def test_a_sampler_and_a_weighting(registered, latents, tmp_path):
+    registered(SAMPLERS, "edges", "Edges")
+    registered(WEIGHTINGS, "ramp", "Ramp")
+    train(experiment({"new": {"sampler": "edges", "weighting": "ramp"}}), "new", 0, tmp_path, latents, [0, 2])
+    table = (tmp_path / "milestones" / "0000002" / "strategy.csv").read_text().splitlines()
+    assert table[-1].split(",")[2:] == ["2", repr(2 * float(table[-1].split(",")[1])).removesuffix(".0")]
+
+
+class Flow:
+    """A continuous process, rectified flow: time is the fraction itself, the network predicts noise - x0."""
+
+    def __init__(self, options, prediction):
+        self.schedule = Discrete(DiscreteOptions(timesteps=50), "epsilon").schedule  # the grid that is shown
+        self.prediction = prediction
+
+    def times(self, fractions):
+        return fractions.float()
+
+    def weights(self, weighting, t):
+        return torch.ones_like(t)
+
+    def predict(self, network, x_t, t, conditions):
+        return network(x_t, 1000 * t, conditions)
+
+    def noised(self, x0, noise, t):
+        return x0 + t.view(-1, 1, 1, 1) * (noise - x0)
+
+    def target(self, x0, noise, t):
+        return noise - x0
+
+    def epsilon(self, output, x_t, t):
+        return x_t + (1 - t.view(-1, 1, 1, 1)) * output
+
+    def scheduler_config(self, clip):
+        return None
+
+
+@pytest.mark.parametrize("method", ["uniform", "adaptive"])
+def test_a_continuous_process(registered, latents, tmp_path, method):
+    registered(PROCESSES, "flow", "Flow")
+    plain = experiment(
+        {"uniform": {}, "adaptive": {"sampler": {"name": "adaptive", "frequency": 1}}}, diffusion={"process": "flow"}
+    )
+    train(plain, method, 0, tmp_path, latents, [0, 5])
+    milestone = open_milestone(tmp_path / "milestones" / "0000005")
+    assert isinstance(milestone.process, Flow)
+    assert lines(tmp_path)[-1]["mse"] < 3
+
+
+def test_a_loss_term_that_the_strategy_does_not_weight(registered, latents, tmp_path):
+    registered(LOSSES, "magnitude", "magnitude", LossOptions)
+    losses = ["mse", {"name": "magnitude", "scale": 0.5, "weighted": False}]
+    plain = experiment({"p2": {"weighting": "p2"}}, diffusion={"process": {"name": "discrete"}, "losses": losses})
+    train(plain, "p2", 0, tmp_path, latents, [0, 3])
+    assert lines(tmp_path)[-1]["magnitude"] > 0
+
+
+def magnitude(options, prediction):
+    return per_sample(prediction.output**2)
+
+
+class Linear(nn.Module):
+    """A backbone that scales its input."""
+
+    def __init__(self, options, shape, conditions):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((), options.start))
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(LinearOptions(), (1, 1, 1), {})
+
+    def forward(self, x, t, conditions):
+        return self.factor * x
+
+    def config(self):
+        return {"_class_name": "Linear"}
+
+    def weights(self):
+        return dict(self.state_dict())
+
+    def load_weights(self, weights):
+        self.load_state_dict(weights)
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    start: float = option(0.5, "initial factor", gt=0)
+
+
+def test_a_backbone(registered, latents, tmp_path):
+    registered(MODELS, "linear", "Linear", LinearOptions)
+    train(experiment({"uniform": {}}, model={"name": "linear", "start": 0.25}), "uniform", 0, tmp_path, latents, [0, 3])
+    raw = open_milestone(tmp_path / "milestones" / "0000003", "raw").model
+    assert raw.factor.item() != 0.25
+
+
+class TextUNet(Linear):
+    """A backbone that takes a sequence per image."""
+
+    def forward(self, x, t, conditions):
+        assert conditions["text"].shape[1:] == (3, 2)
+        return self.factor * x + 0 * conditions["text"].mean()
+
+
+class Text:
+    def null(self, values):
+        return torch.full_like(values, -1)
+
+
+def text(options, description):
+    return Text()
+
+
+@dataclass(frozen=True)
+class TextOptions(LinearOptions):
+    conditions: list[str] = option(["text"], "conditions")
+
+
+def test_a_condition_that_is_a_sequence_per_image(registered, tmp_path):
+    registered(CONDITIONS, "text", "text")
+    registered(MODELS, "text_unet", "TextUNet", TextOptions)
+    latents = make_latents(tmp_path / "data")
+    dataset = tmp_path / "data" / "dataset"
+    np.save(dataset / "conditions" / "text.npy", np.zeros((200, 3, 2), np.float32))
+    description = {"kind": "text", "file": "conditions/text.npy"}
+    for folder in (dataset, latents):
+        manifest = read_json(folder / "manifest.json")
+        manifest["conditions"]["text"] = description
+        write_json(folder / "manifest.json", manifest)
+    plain = experiment({"uniform": {}}, model={"name": "text_unet"}, training__condition_dropout=0.5)
+    train(plain, "uniform", 0, tmp_path / "run", latents, [0, 2])
+    assert read_json(tmp_path / "run/milestones/0000002/milestone.json")["conditions"] == {"text": description}
+
+
+def test_a_probe_changes_nothing_but_the_log(registered, latents, tmp_path):
+    registered(PROBES, "gradient_size", "gradient_size")
+    probed = experiment({"uniform": {}}, training__probes=["gradient_size"])
+    first = train(probed, "uniform", 0, tmp_path / "a", latents, [0, 4])
+    second = train(experiment({"uniform": {}}), "uniform", 0, tmp_path / "b", latents, [0, 4])
+    assert all(line["gradient_size"]["largest"] > 0 for line in lines(tmp_path / "a"))
+    weights = [tmp_path / run / "milestones" / "0000004" / "raw" for run in "ab"]
+    name = "diffusion_pytorch_model.safetensors"
+    assert (weights[0] / name).read_bytes() == (weights[1] / name).read_bytes()
+    assert first["identity"] != second["identity"]  # its code runs in the training, so the fingerprint covers it
+
+
+def gradient_size(options):
+    def measure(moment):
+        return {"largest": max(p.grad.abs().max().item() for p in moment.model.parameters() if p.grad is not None)}
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("length", "steps"), [(500, 500), ("500 steps", 500), ("64k images", 1000), ("2M images", 31250), ("10 epochs", 157)]
+)
+def test_lengths_in_steps_images_and_epochs(length, steps):
+    assert length_in_steps(length, batch_size=64, train_images=1000) == steps
+
+
+@pytest.mark.parametrize("length", ["ten steps", 0, "-3 epochs", "5 epoch", "0 images"])
+def test_lengths_that_are_none_are_refused(length):
+    with pytest.raises(ValueError, match=r"training.milestones: .*allowed"):
+        length_in_steps(length, 64, 1000)
