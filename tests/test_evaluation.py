@@ -1,10 +1,8 @@
-"""Evaluation: distances against known values, the extractor, reference rows, the validation loss, the whole chain."""
+"""Evaluation as a user meets it: extractor, reference rows, samples, records, mistakes, additions by name."""
 
 import dataclasses
 import json
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +11,9 @@ import yaml
 
 from kairos.cli import main
 from kairos.data.dataset import open_dataset
-from kairos.diffusion.processes import build_process
 from kairos.errors import DamagedError, KairosError
-from kairos.evaluation import distances, evaluate, extractors, validation
-from kairos.evaluation.distances import Sample, Target
+from kairos.evaluation import distances, evaluate, extractors
 from kairos.evaluation.registries import METRICS
-from kairos.evaluation.settings import LossSettings
 from kairos.sampling.sample import read_samples, write_samples
 
 EXPERIMENT = {
@@ -75,86 +70,6 @@ def chain(tmp_path_factory):
         assert kairos("sample", *draw, "--timing", "r/sample.json") == 0
         assert kairos("evaluate", *judge, "--timing", "r/evaluate.json") == 0
     return root / "r"
-
-
-def gaussian_features(mean, std, count=20_000, width=4, seed=0):
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * std + mean
-
-
-def test_frechet_of_known_gaussians():
-    real = distances.statistics(gaussian_features(0.0, 1.0))
-    target = Target("frechet", real)
-    assert distances.frechet(None, Sample(gaussian_features(0.0, 1.0)), target)["frechet"] == pytest.approx(0, abs=1e-6)
-    other = distances.frechet(None, Sample(gaussian_features(0.0, 1.0, seed=1)), target)["frechet"]
-    assert 0 < other < 0.01
-    # d² = d (m² + (s - 1)²) = 4 (0.25 + 1)
-    moved = distances.frechet(None, Sample(gaussian_features(0.5, 2.0, seed=1)), target)["frechet"]
-    assert moved == pytest.approx(5.0, rel=0.03)
-
-
-def test_bias_of_two_equal_gaussians_is_the_published_one():
-    # 1,347 and 450 samples of 32 dimensions: 0.9 (the project's own facts)
-    values = []
-    for seed in range(4):
-        target = Target("frechet", distances.statistics(gaussian_features(0.0, 1.0, 1347, 32, 2 * seed)))
-        values.append(distances.frechet(None, Sample(gaussian_features(0.0, 1.0, 450, 32, 2 * seed + 1)), target))
-    assert np.mean([value["frechet"] for value in values]) == pytest.approx(0.9, abs=0.15)
-
-
-def test_kid_fits_the_sample_and_ignores_the_scale_of_features():
-    real, near, far = (gaussian_features(m, 1.0, 60, 8, seed) for seed, m in enumerate((0.0, 0.0, 1.0)))
-    values = {}
-    for scale in (1, 100):
-        target = Target("frechet_x", distances.statistics(real * scale))
-        values[scale] = [distances.kid(None, Sample(part * scale), target)["kid"] for part in (near, far)]
-    assert values[1] == pytest.approx(values[100], rel=1e-4)
-    assert abs(values[1][0]) < 0.2 < values[1][1]
-    assert distances.kid(None, Sample(near), Target("frechet_x", distances.statistics(real), kid=False)) == {}
-
-
-def test_number_of_images():
-    with pytest.raises(KairosError, match="got 32 images, allowed: more than 32"):
-        distances.check_number(32, 32, "evaluation.num_samples")
-    assert "10 times" in distances.check_number(33, 32, "x")[0]
-    assert distances.check_number(320, 32, "x") == []
-
-
-def test_statistics_are_computed_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    calls = []
-
-    def compute():
-        calls.append(1)
-        return distances.statistics(gaussian_features(0.0, 1.0, 100))
-
-    first = distances.cached({"images": "a"}, compute)
-    second = distances.cached({"images": "a"}, compute)
-    assert len(calls) == 1 and first.hash == second.hash and np.array_equal(first.features, second.features)
-    distances.cached({"images": "b"}, compute)
-    assert len(calls) == 2, "other images, other statistics"
-    path = next(iter((tmp_path / ".kairos/cache").iterdir()))
-    path.write_bytes(path.read_bytes()[:100])
-    for name in "ab":
-        assert distances.cached({"images": name}, compute).hash == first.hash
-    assert len(calls) == 3 and "damaged" in capsys.readouterr().err
-
-
-def test_two_at_once_write_whole_files(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    barrier = threading.Barrier(4)
-    results = []
-
-    def compute():
-        barrier.wait()
-        return distances.statistics(gaussian_features(0.0, 1.0, 2000, 32))
-
-    threads = [threading.Thread(target=lambda: results.append(distances.cached("x", compute))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({result.hash for result in results}) == 1
-    assert len(list((tmp_path / ".kairos/cache").iterdir())) == 1
 
 
 def test_classifier(chain):
@@ -245,75 +160,6 @@ def test_inception_with_weights_of_the_right_form(tmp_path):
     torch.save({"nothing": torch.zeros(1)}, tmp_path / "x" / "weights-inception-2015-12-05-6726825d.pth")
     with pytest.raises(DamagedError):
         extractors.open_extractor(tmp_path / "x")
-
-
-@pytest.mark.parametrize("timesteps,strata", [(1000, 32), (100, 7), (10, 32), (3, 5), (2, 4)])
-def test_strata_cover_every_timestep_once(timesteps, strata):
-    parts = validation.strata_of(timesteps, strata)
-    assert [t for part in parts for t in range(*part)] == list(range(timesteps))
-    assert parts[0] == (0, 1) and parts[-1] == (timesteps - 1, timesteps)
-    assert len(parts) == min(strata, timesteps - 2) + 2
-    for part in parts:
-        t = validation.spread_over(part, 50)
-        assert t.min() >= part[0] and t.max() < part[1]
-        assert float(t.float().mean()) == pytest.approx((part[0] + part[1] - 1) / 2, abs=0.5)
-
-
-class Latents:
-    """Held-out latents that are all zero: x_t is the scaled noise."""
-
-    heldout = np.arange(64)
-    shape = (1, 2, 2)
-
-    def batch(self, indices, flips=None, noise=None):
-        return torch.zeros(len(indices), *self.shape)
-
-    def conditions(self, indices):
-        return {}
-
-
-def loss_of(network, prediction="epsilon", schedule="linear", seed=0):
-    process = build_process(
-        {"process": {"name": "discrete", "timesteps": 50, "schedule": schedule}, "prediction": prediction}
-    )
-    milestone = SimpleNamespace(
-        process=process, record={"conditions": {}}, model=lambda x, t, conditions: network(process, x, t)
-    )
-    return process, validation.validation_loss(milestone, Latents(), LossSettings(64, 6, seed))
-
-
-def test_validation_loss_of_known_networks():
-    process, result = loss_of(lambda process, x, t: 0 * x)
-    assert result["loss"] == pytest.approx(1.0, abs=0.1), "predicting nothing leaves the noise's variance"
-    sigma = lambda process, t: torch.from_numpy(1 - process.schedule.alphas_cumprod)[t].sqrt().view(-1, 1, 1, 1)  # noqa: E731
-    _, perfect = loss_of(lambda process, x, t: (x / sigma(process, t)).float())
-    assert perfect["loss"] == pytest.approx(0, abs=1e-8)
-    # a constant error of 0.5 is 0.25 at every timestep: the VLB mean is that of c itself, exactly
-    _, constant = loss_of(lambda process, x, t: (x / sigma(process, t)).float() + 0.5)
-    assert constant["loss"] == pytest.approx(0.25, rel=1e-5)
-    assert constant["vlb"] == pytest.approx(0.25 * process.schedule.vlb.mean(), rel=1e-5)
-    without = process.schedule.vlb[:-1].sum() / 50
-    assert constant["vlb_without_last"] == pytest.approx(0.25 * without, rel=1e-5)
-    assert sum(b - a for a, b in (row["stratum"] for row in constant["per_timestep"])) == 50
-
-
-def test_last_timestep_dominates_the_vlb_with_the_cosine_schedule():
-    _, result = loss_of(lambda process, x, t: 0 * x, schedule="cosine")
-    assert result["vlb_without_last"] < 0.5 * result["vlb"]
-
-
-def test_validation_loss_is_of_epsilon_whatever_is_predicted():
-    """x0 = 0 is known to all three: no error; and the same noise for every network."""
-    for prediction in ("epsilon", "x0", "v"):
-
-        def network(process, x, t, prediction=prediction):
-            alpha = torch.from_numpy(process.schedule.alphas_cumprod)[t].view(-1, 1, 1, 1)
-            epsilon = x / (1 - alpha).sqrt()
-            return {"epsilon": epsilon, "x0": 0 * x, "v": alpha.sqrt() * epsilon}[prediction].float()
-
-        assert loss_of(network, prediction)[1]["loss"] == pytest.approx(0, abs=1e-8)
-    losses = [loss_of(lambda process, x, t: 0 * x, seed=seed)[1]["loss"] for seed in (0, 0, 1)]
-    assert losses[0] == losses[1] != losses[2]
 
 
 def test_reference_rows(chain):
@@ -435,3 +281,54 @@ def test_a_metric_is_added_by_name(chain, tmp_path, monkeypatch):
     evaluate.run([evaluate.Job(chain / "1.npz", tmp_path / "x.json")], chain / "reference")
     metrics = json.loads((tmp_path / "x.json").read_text())["metrics"]
     assert metrics["mean_feature"] > 0 and len(metrics["mean_feature_sets"]) == 2
+
+
+def blank(options, process, steps):
+    """A sampling scheme that a later issue might add: any function from noise to x0."""
+    return lambda network, noise, generators: network(noise, process.timesteps - 1) * 0 - 1
+
+
+def test_a_sampling_scheme_is_added_by_name(chain, tmp_path, monkeypatch):
+    from kairos.sampling.registries import SCHEDULERS
+
+    monkeypatch.setitem(SCHEDULERS, "blank", dataclasses.replace(METRICS["isc"], code=f"{__name__}:blank"))
+    milestone = chain / "uniform/seed0/milestones/0000002"
+    arguments = ("--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 3, "--scheduler", "blank")
+    assert kairos("sample", *arguments) == 0
+    images, protocol = read_samples(tmp_path / "x.npz")
+    assert images.max() == 0 and protocol["scheduler"] == {"name": "blank"}
+
+
+def make_pixels(options, dataset, folder):
+    """An extractor that a later issue might add: the mean and spread of an image's pixels."""
+    facts = {"name": "pixels2", "metric": "frechet_pixels2", "features": 2, "accuracy": None, "shape": None}
+    return {**facts, "sha256": "pixels", "dataset_sha256": None, "files": {}}
+
+
+def load(folder, manifest):
+    from torch_fidelity import FeatureExtractorBase
+
+    class Pixels(FeatureExtractorBase):
+        @staticmethod
+        def get_provided_features_list():
+            return ("pixels",)
+
+        def forward(self, images):
+            values = images.float().flatten(1)
+            return (torch.stack([values.mean(1), values.std(1)], dim=1),)
+
+    return extractors.Extractor(manifest, Pixels("pixels", ["pixels"]), "pixels", None)
+
+
+def test_an_extractor_is_added_by_name(chain, tmp_path, monkeypatch):
+    from kairos.evaluation.registries import EXTRACTORS
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(EXTRACTORS, "pixels", dataclasses.replace(METRICS["isc"], code=f"{__name__}:make_pixels"))
+    config = write_config(tmp_path, extractor="pixels")
+    shared = ("--config", config, "--dataset", chain / "dataset")
+    assert kairos("extractor", *shared, "--out", "extractor") == 0
+    folders = ("--autoencoder", chain / "autoencoder", "--latents", chain / "latents", "--extractor", "extractor")
+    assert kairos("reference", *shared, *folders, "--out", "reference") == 0
+    assert kairos("evaluate", "--samples", chain / "1.npz", "--reference", "reference", "--out", "x.json") == 0
+    assert json.loads(Path("x.json").read_text())["metrics"]["frechet_pixels2"] > 0
