@@ -141,6 +141,9 @@ def load_model(folder: Path | str) -> Any:
         from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny as cls
     else:
         raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: AutoencoderKL or AutoencoderTiny")
+    from diffusers.utils import logging
+
+    logging.set_verbosity_error()  # it warns of a field that every AutoencoderTiny it saved itself has
     try:
         return cls.from_pretrained(
             str(folder), torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False

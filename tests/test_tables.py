@@ -1,0 +1,133 @@
+"""Parquet files and hub data sets as sources."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kairos.config.data import DatasetConfig
+from kairos.data.dataset import open_dataset
+from kairos.data.prepare import prepare
+from kairos.data.sources import open_source
+from kairos.errors import ConfigError, KairosError
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8))
+
+
+def config(**fields) -> DatasetConfig:
+    return DatasetConfig.model_validate(fields)
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """Keep what `datasets` copies out of the user's home."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write_parquet(path: Path, count: int, broken: int | None = None, column: str = "image", label="label") -> Path:
+    import datasets
+
+    rows = [{"bytes": _png(index), "path": None} for index in range(count)]
+    if broken is not None:
+        rows[broken]["bytes"] = rows[broken]["bytes"][:30]
+    data = {column: rows, label: [index % 2 for index in range(count)]}
+    features = datasets.Features(
+        {column: datasets.Image(decode=False), label: datasets.ClassLabel(names=["no", "yes"])}
+    )
+    datasets.Dataset.from_dict(data, features=features).to_parquet(str(path))
+    return path
+
+
+def _png(seed: int) -> bytes:
+    buffer = io.BytesIO()
+    picture(seed).save(buffer, format="png")
+    return buffer.getvalue()
+
+
+def test_parquet(tmp_path, hub_cache):
+    write_parquet(tmp_path / "one.parquet", 5)
+    write_parquet(tmp_path / "two.parquet", 3)
+    manifest = prepare(config(source="parquet", path=str(tmp_path / "*.parquet")), tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out")
+    assert manifest["classes"] == ["no", "yes"]
+    assert list(dataset.labels) == [0, 1, 0, 1, 0, 0, 1, 0]
+    for row, seed in enumerate([0, 1, 2, 3, 4, 0, 1, 2]):
+        assert np.array_equal(dataset.images[row], np.asarray(picture(seed)))
+
+
+def test_parquet_names_the_broken_row(tmp_path, hub_cache):
+    write_parquet(tmp_path / "one.parquet", 5)
+    write_parquet(tmp_path / "two.parquet", 4, broken=2)
+    both = config(source="parquet", path=str(tmp_path / "*.parquet"))
+    with pytest.raises(KairosError, match=r"row 2 of two\.parquet is broken"):
+        prepare(both, tmp_path / "out")
+    manifest = prepare(both.model_copy(update={"broken": "skip"}), tmp_path / "out")
+    assert manifest["skipped"] == ["row 2 of two.parquet"] and manifest["count"] == 8
+
+
+def test_parquet_mistakes(tmp_path, hub_cache):
+    with pytest.raises(ConfigError, match=r"dataset\.path.*none\.parquet"):
+        open_source(config(source="parquet", path=str(tmp_path / "none.parquet")))
+    (tmp_path / "text.parquet").write_text("hello")
+    with pytest.raises(ConfigError, match="not a parquet file"):
+        open_source(config(source="parquet", path=str(tmp_path / "text.parquet")))
+    path = str(write_parquet(tmp_path / "good.parquet", 3, column="photo", label="kind"))
+    assert open_source(config(source="parquet", path=path)).labels is None
+    assert list(open_source(config(source="parquet", path=path, label_column="kind")).labels) == [0, 1, 0]
+    with pytest.raises(ConfigError, match=r"dataset\.image_column: got 'img'.*photo"):
+        open_source(config(source="parquet", path=path, image_column="img"))
+    with pytest.raises(ConfigError, match=r"dataset\.label_column: got 'tag'.*photo, kind"):
+        open_source(config(source="parquet", path=path, label_column="tag"))
+
+
+def test_table_without_images(tmp_path, hub_cache):
+    import datasets
+
+    datasets.Dataset.from_dict({"x": [1, 2]}).to_parquet(str(tmp_path / "x.parquet"))
+    with pytest.raises(ConfigError, match="has 0 image columns"):
+        open_source(config(source="parquet", path=str(tmp_path / "x.parquet")))
+
+
+def test_text_labels(tmp_path, hub_cache):
+    import datasets
+
+    rows = {"data": [_png(0), _png(1), _png(2)], "label": ["b", "a", "b"]}
+    datasets.Dataset.from_dict(
+        rows, features=datasets.Features(data=datasets.Value("binary"), label=datasets.Value("string"))
+    ).to_parquet(str(tmp_path / "t.parquet"))
+    source = open_source(config(source="parquet", path=str(tmp_path / "t.parquet")))
+    assert source.classes == ["a", "b"] and list(source.labels) == [1, 0, 1]
+    assert source.read(1).size == (8, 8)
+
+
+def test_hub_without_network_says_what_to_do(tmp_path, hub_cache, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(KairosError, match=r"someone/images.*cannot be loaded.*source: parquet"):
+        open_source(config(source="hub", path="someone/images"))
+
+
+@pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="CIFAR-10 is not in ../shared/data")
+def test_cifar10(tmp_path, hub_cache):
+    path = str(SHARED / "cifar10" / "*.parquet")
+    manifest = prepare(config(source="parquet", path=path, limit=3000), tmp_path)
+    assert (manifest["count"], manifest["height"], manifest["channels"]) == (3000, 32, 3)
+    assert manifest["classes"][3] == "cat" and manifest["conditions"]["class"]["num_classes"] == 10
+    assert manifest["channel_mean"] == pytest.approx([0.4914, 0.4822, 0.4465], abs=0.02)
+
+
+@pytest.mark.skipif(not (SHARED / "fashion_mnist").is_dir(), reason="Fashion-MNIST is not in ../shared/data")
+def test_fashion_mnist(tmp_path, hub_cache):
+    path = str(SHARED / "fashion_mnist" / "test-*.parquet")
+    manifest = prepare(config(source="parquet", path=path, limit=500, color="grey", resolution=32), tmp_path)
+    assert (manifest["count"], manifest["height"], manifest["channels"]) == (500, 32, 1)
