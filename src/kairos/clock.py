@@ -3,6 +3,7 @@
 A job calls `work_begins` when its imports are done; what came before counts as start-up.
 """
 
+import gc
 import os
 import resource
 import time
@@ -36,7 +37,8 @@ _imported = time.monotonic()
 
 
 def work_begins() -> None:
-    """Mark the end of start-up; the first call counts."""
+    """Mark the end of start-up; the first call counts. The garbage collector, off until then, is switched on."""
+    gc.enable()
     if not _marks:
         _marks.update(cpu=cpu_seconds(), wall=wall_seconds())
 

@@ -30,6 +30,7 @@ def setup(threads: int, device: str, deterministic: bool = True) -> torch.device
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
-    torch.use_deterministic_algorithms(deterministic)
+    # the same as use_deterministic_algorithms, which imports the compiler (4 s of CPU time) to tell it
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs 5 % of a small model's step; nothing reads it
     return chosen

@@ -49,6 +49,9 @@ def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
+    except OSError as error:  # a full disk says so without a name
+        error.filename = error.filename or str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ quick. Exit status: 0 done, 1 failed with a message, 2 wrong usage (command line
 
 import argparse
 import errno
+import gc
 import importlib
 import os
 import sys
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     from kairos.errors import ConfigError, KairosError
 
+    gc.disable()  # imports allocate much and free nothing: 1.5 s of 10 are saved; `clock.work_begins` enables it
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="kairos", description="Train diffusion models on the timesteps that matter.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -60,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
             where = f" while writing {error.filename}" if error.filename else ""
             return _fail(f"{error.strerror}{where}; what was complete before is still in place", 1)
         raise
+    finally:
+        gc.enable()
     return 0
 
 

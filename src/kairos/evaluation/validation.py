@@ -91,7 +91,8 @@ def _squared_error(
     """Mean squared error of epsilon per image, float64 (batch,)."""
     x0, noise, t = x0.to(device), noise.to(device), t.to(device)
     x_t = milestone.process.noised(x0, noise, t)
-    output = milestone.model(x_t, t, {name: values.to(device) for name, values in conditions.items()})
+    there = {name: values.to(device) for name, values in conditions.items()}
+    output = milestone.process.predict(milestone.model, x_t, t, there)
     epsilon = milestone.process.epsilon(output, x_t, t)
     return (epsilon - noise).double().square().flatten(1).mean(1).cpu()
 

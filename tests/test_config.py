@@ -1,0 +1,135 @@
+"""Experiment files: every refusal names the field, the value and what is allowed, and costs no job."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kairos.config import load, validate
+from kairos.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+def demo() -> dict:
+    return yaml.safe_load((ROOT / "params.yaml").read_text())
+
+
+def changed(path: str, value) -> dict:
+    values = demo()
+    *sections, last = path.split(".")
+    section = values
+    for part in sections:
+        section = section.setdefault(part, {})
+    section[last] = value
+    return values
+
+
+@pytest.mark.parametrize("path", ["params.yaml", *sorted(p.as_posix() for p in Path("experiments").glob("*.yaml"))])
+def test_committed_experiments_are_valid(path):
+    assert load(ROOT / path).milestones[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("bogus", 1, r"bogus: unknown field \(value 1\)\. Allowed: autoencoder, dataset"),
+        ("training.bath_size", 8, r"training.bath_size: unknown field \(value 8\); did you mean 'batch_size'\?"),
+        ("training.batch_size", -1, r"training.batch_size: got -1, allowed: greater than or equal to 1"),
+        ("training.batch_size", "many", r"training.batch_size: got 'many', allowed: a valid integer"),
+        ("diffusion.process.timesteps", -5, r"timesteps: got -5, allowed: integer >= 2"),
+        ("diffusion.prediction", "y", r"diffusion.prediction: got 'y', allowed: 'epsilon', 'x0' or 'v'"),
+        ("diffusion.losses", ["msee"], r"unknown loss 'msee'; did you mean 'mse'"),
+        ("methods.new", {"sampler": "speedy"}, r"methods.new.sampler: .*unknown sampler 'speedy'; did you mean 'speed'\?"),
+        ("methods.new", {"weighting": {"name": "min_snr", "gamma": 0}}, r"gamma: got 0, allowed: number > 0"),
+        ("methods.floor", {}, r"method name 'floor'"),
+        ("methods", {}, r"methods: got {}, allowed: .*at least 1"),
+        ("training.milestones", [10, 5], r"training.milestones: got \[10, 5\], allowed: increasing"),
+        ("training.milestones", ["5 epochs"], r"needs dataset.train_images"),
+        ("training.segments", 9, r"training.segments: got 9, allowed: at most the number of milestones \(3\)"),
+        ("training.device", "tpu", r"training.device: got 'tpu', allowed: .*cuda"),
+        ("training.ema.decay", 1.0, r"training.ema.decay: got 1.0, allowed: less than 1"),
+        ("training.optimizer.betas", [0.9, 1.0], r"betas: got .*in \[0, 1\)"),
+        ("dataset.source", "folder", r"dataset.path: got null, allowed: the path"),
+        ("dataset.flips", True, r"dataset.flips: got true, allowed: false for digits"),
+        ("sampling.guidance_scale", 2, r"sampling.guidance_scale"),
+        ("sampling.steps", 5000, r"sampling.steps: got 5000, allowed: at most .* = 1000"),
+        ("experiment", "a/b", r"experiment: got 'a/b'"),
+        ("seeds", [1, 1], r"seeds: got \[1, 1\], allowed: distinct"),
+    ],
+)
+def test_refusals(path, value, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(changed(path, value), "x.yaml")
+
+
+def test_several_mistakes_are_told_at_once():
+    values = changed("training.batch_size", 0)
+    values["seeds"] = []
+    with pytest.raises(ConfigError, match="2 fields cannot be used") as error:
+        validate(values)
+    assert "training.batch_size" in str(error.value) and "seeds" in str(error.value)
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "no.yaml")
+    (tmp_path / "a.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not YAML"):
+        load(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text("just text")
+    with pytest.raises(ConfigError, match="a mapping with the fields"):
+        load(tmp_path / "b.yaml")
+
+
+def test_a_name_alone_and_its_written_out_options_are_the_same_configuration():
+    short, long = demo(), demo()
+    short["methods"] = {"a": {"sampler": "speed"}}
+    long["methods"] = {"a": {"sampler": {"name": "speed", "k": 5, "tau": None}, "weighting": "none"}}
+    assert validate(short).plain() == validate(long).plain()
+
+
+def test_resolved_configuration_reads_back_as_itself(tmp_path):
+    plain = load(ROOT / "params.yaml").plain()
+    (tmp_path / "frozen.yaml").write_text(yaml.safe_dump(plain))
+    assert load(tmp_path / "frozen.yaml").plain() == plain
+
+
+def test_segments_share_out_all_milestones():
+    values = changed("training.milestones", [1, 2, 3, 4, 5])
+    for count in range(1, 6):
+        values["training"]["segments"] = count
+        segments = validate(values).segments
+        assert len(segments) == count and sum(segments, ()) == (0, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["--help"], 0), (["train", "--help"], 0), ([], 2), (["trane"], 2), (["train"], 2), (["verify", "/nowhere"], 1)],
+)
+def test_exit_statuses_and_no_traceback(arguments, status):
+    done = subprocess.run([sys.executable, "-m", "kairos", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert (done.stdout if status == 0 else done.stderr).strip()
+
+
+def test_help_of_every_subcommand_imports_nothing_heavy():
+    code = "import sys; from kairos.cli import main; main([{!r}, '--help']); "
+    code += "heavy = {{'torch', 'diffusers', 'mlflow', 'sklearn', 'pandas', 'matplotlib'}} & set(sys.modules); assert not heavy, heavy"
+    from kairos.cli import COMMANDS
+
+    for name in COMMANDS:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code.format(name)], check=True, capture_output=True)
+        assert time.perf_counter() - start < 10  # a hang, not a measurement
+
+
+def test_a_bad_file_stops_a_command_before_any_work(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump(changed("diffusion.process.timesteps", -1)))
+    line = [sys.executable, "-m", "kairos", "train", "--config", path, "--method", "uniform", "--seed", "0", "--out"]
+    done = subprocess.run([*line, tmp_path / "out"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "timesteps: got -1" in done.stderr and not (tmp_path / "out").exists()

@@ -1,0 +1,85 @@
+"""Backbones: published sizes, saved files that others open, odd sizes, conditions."""
+
+import pytest
+import torch
+
+from kairos.errors import KairosError
+from kairos.models import build, load, save
+
+CLASSES = {"class": {"kind": "class", "num_classes": 10}}
+
+
+def parameters(model) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "millions"),
+    [("S/2", {"width": 384, "depth": 12, "heads": 6, "patch": 2}, 33), ("B/4", {"width": 768, "depth": 12, "heads": 12, "patch": 4}, 130)],
+)  # fmt: skip
+def test_dit_has_the_published_sizes(name, options, millions):
+    classes = {"class": {"kind": "class", "num_classes": 1000}}
+    with torch.device("meta"):
+        model = build({"name": "dit", "conditions": ["class"], **options}, (4, 32, 32), classes)
+    assert parameters(model) / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+def test_dit_has_the_published_parameter_names():
+    model = build({"name": "dit", "width": 16, "depth": 1, "heads": 2, "conditions": ["class"]}, (4, 4, 4), CLASSES)
+    assert set(model.weights()) == {
+        "pos_embed", "x_embedder.proj.weight", "x_embedder.proj.bias",
+        *(f"t_embedder.mlp.{i}.{p}" for i in (0, 2) for p in ("weight", "bias")),
+        "y_embedder.embedding_table.weight",
+        *(f"blocks.0.{part}.{p}" for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
+          for p in ("weight", "bias")),
+        *(f"final_layer.{part}.{p}" for part in ("linear", "adaLN_modulation.1") for p in ("weight", "bias")),
+    }  # fmt: skip
+
+
+def test_dit_starts_as_zero_and_its_blocks_as_identity():
+    model = build({"name": "dit", "width": 16, "depth": 2, "heads": 2}, (3, 8, 4), {})
+    assert (model(torch.randn(2, 3, 8, 4), torch.tensor([0, 9]), {}) == 0).all()
+
+
+def test_dit_tells_position_time_and_class():
+    model = build({"name": "dit", "width": 16, "depth": 1, "heads": 2, "conditions": ["class"]}, (1, 4, 4), CLASSES)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    x, t = torch.ones(2, 1, 4, 4), torch.tensor([5, 5])
+    same = model(x, t, {"class": torch.tensor([3, 3])})
+    assert torch.allclose(same[0], same[1]) and same[0, 0, 0, 0] != same[0, 0, 2, 0] != same[0, 0, 0, 2]
+    assert not torch.allclose(same, model(x, t + 300, {"class": torch.tensor([3, 3])}))
+    assert not torch.allclose(same, model(x, t, {"class": torch.tensor([4, 10])}))
+
+
+def test_refusals():
+    with pytest.raises(KairosError, match=r"model.patch: got 3 .* divisor"):
+        build({"name": "dit", "patch": 3}, (1, 8, 8), {})
+    with pytest.raises(KairosError, match=r"model.conditions: got \['class'\].*what the data set has"):
+        build({"name": "dit", "conditions": ["class"]}, (1, 8, 8), {})
+
+
+@pytest.mark.long
+def test_unet_is_the_published_one_and_opens_in_diffusers(tmp_path):
+    from diffusers import UNet2DModel
+
+    with torch.device("meta"):
+        published = build({"name": "unet"}, (3, 32, 32), {})
+    assert parameters(published) / 1e6 == pytest.approx(35.7, abs=0.05)
+    options = {"name": "unet", "channels": 8, "multipliers": [1, 2], "blocks": 1, "attention": [4], "norm_groups": 4}
+    model = build(options, (1, 7, 5), {}).eval()  # padded to 8x6
+    x, t = torch.randn(2, 1, 7, 5), torch.tensor([1, 700])
+    assert model(x, t, {}).shape == x.shape
+    save(model, tmp_path)
+    assert torch.equal(load("unet", tmp_path)(x, t, {}), model(x, t, {}))
+    opened = UNet2DModel.from_pretrained(tmp_path, use_safetensors=True)
+    padded = torch.nn.functional.pad(x, (0, 1, 0, 1))
+    assert torch.allclose(opened(padded, t).sample[..., :7, :5], model(x, t, {}), atol=1e-6)
+    with pytest.raises(KairosError, match=r"pad: got false with images of 7x5, allowed: sizes that are multiples of 2"):
+        build({**options, "pad": False}, (1, 7, 5), {})
+    with pytest.raises(KairosError, match="norm_groups: got 3"):
+        build({**options, "norm_groups": 3}, (1, 8, 8), {})
+    conditional = build({**options, "conditions": ["class"]}, (1, 8, 8), CLASSES).eval()
+    both = conditional(torch.ones(2, 1, 8, 8), torch.tensor([5, 5]), {"class": torch.tensor([2, 10])})
+    assert not torch.allclose(both[0], both[1])
