@@ -43,7 +43,11 @@ def test_committed_experiments_are_valid(path):
         ("diffusion.process.timesteps", -5, r"timesteps: got -5, allowed: integer >= 2"),
         ("diffusion.prediction", "y", r"diffusion.prediction: got 'y', allowed: 'epsilon', 'x0' or 'v'"),
         ("diffusion.losses", ["msee"], r"unknown loss 'msee'; did you mean 'mse'"),
-        ("methods.new", {"sampler": "speedy"}, r"methods.new.sampler: .*unknown sampler 'speedy'; did you mean 'speed'\?"),
+        (
+            "methods.new",
+            {"sampler": "speedy"},
+            r"methods.new.sampler: .*unknown sampler 'speedy'; did you mean 'speed'\?",
+        ),
         ("methods.new", {"weighting": {"name": "min_snr", "gamma": 0}}, r"gamma: got 0, allowed: number > 0"),
         ("methods.floor", {}, r"method name 'floor'"),
         ("methods", {}, r"methods: got {}, allowed: .*at least 1"),

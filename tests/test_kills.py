@@ -22,7 +22,12 @@ BEFORE_FIRST_CHECKPOINT = [("step", 1), ("step", 7), ("step", 20)]
 INSIDE_CHECKPOINT_WRITE = [
     ("half_written", 1), ("not_synced", 1), ("not_renamed", 1), ("half_written", 2), ("not_renamed", 2), ("not_synced", 2),
 ]  # fmt: skip
-BETWEEN_STEP_AND_SAMPLER = [("after_optimizer", 1), ("after_optimizer", 5), ("after_optimizer", 3), ("after_optimizer", 8)]
+BETWEEN_STEP_AND_SAMPLER = [
+    ("after_optimizer", 1),
+    ("after_optimizer", 5),
+    ("after_optimizer", 3),
+    ("after_optimizer", 8),
+]
 
 
 def case() -> dict:
@@ -32,7 +37,9 @@ def case() -> dict:
 def killed(line: list[str], point: str, passage: int) -> None:
     """Run the line until it dies at the point; it must have died by SIGKILL."""
     script = [sys.executable, str(Path(__file__).with_name("kill_at.py")), point, str(passage), *line[3:]]
-    done = subprocess.run(script, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        script, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == -signal.SIGKILL, (point, passage, done.stderr)
 
 

@@ -215,7 +215,8 @@ def gradient_size(options):
 
 
 @pytest.mark.parametrize(
-    ("length", "steps"), [(500, 500), ("500 steps", 500), ("64k images", 1000), ("2M images", 31250), ("10 epochs", 157)]
+    ("length", "steps"),
+    [(500, 500), ("500 steps", 500), ("64k images", 1000), ("2M images", 31250), ("10 epochs", 157)],
 )
 def test_lengths_in_steps_images_and_epochs(length, steps):
     assert length_in_steps(length, batch_size=64, train_images=1000) == steps
