@@ -1,4 +1,4 @@
-"""Twenty SIGKILLs of one training of adaptive with Min-SNR in two segments; the result is that of a training left alone."""
+"""Twenty SIGKILLs of one training of adaptive with Min-SNR in two segments change nothing in its result."""
 
 import json
 import os
@@ -20,7 +20,8 @@ STEPS = (200, 400)
 # (point, passage) in the order of the training; every entry is one process that dies
 BEFORE_FIRST_CHECKPOINT = [("step", 1), ("step", 7), ("step", 20)]
 INSIDE_CHECKPOINT_WRITE = [
-    ("half_written", 1), ("not_synced", 1), ("not_renamed", 1), ("half_written", 2), ("not_renamed", 2), ("not_synced", 2),
+    ("half_written", 1), ("not_synced", 1), ("not_renamed", 1),
+    ("half_written", 2), ("not_renamed", 2), ("not_synced", 2),
 ]  # fmt: skip
 BETWEEN_STEP_AND_SAMPLER = [
     ("after_optimizer", 1),

@@ -15,7 +15,10 @@ def parameters(model) -> int:
 
 @pytest.mark.parametrize(
     ("name", "options", "millions"),
-    [("S/2", {"width": 384, "depth": 12, "heads": 6, "patch": 2}, 33), ("B/4", {"width": 768, "depth": 12, "heads": 12, "patch": 4}, 130)],
+    [
+        ("S/2", {"width": 384, "depth": 12, "heads": 6, "patch": 2}, 33),
+        ("B/4", {"width": 768, "depth": 12, "heads": 12, "patch": 4}, 130),
+    ],
 )  # fmt: skip
 def test_dit_has_the_published_sizes(name, options, millions):
     classes = {"class": {"kind": "class", "num_classes": 1000}}

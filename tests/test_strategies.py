@@ -62,7 +62,7 @@ def test_density_sums_to_one_and_matches_its_histogram(name, timesteps):
     x0 = torch.zeros(10_000, 1, 2, 2)
     generator = torch.Generator().manual_seed(1)
     draws = torch.cat([sampler.fractions(x0, generator) for _ in range(10)])
-    assert draws.dtype == torch.float64 and 0 <= draws.min() and draws.max() < 1
+    assert draws.dtype == torch.float64 and draws.min() >= 0 and draws.max() < 1
     counts = np.bincount((draws * timesteps).long().numpy(), minlength=timesteps)
     expected = p * len(draws)
     order = np.argsort(expected)[::-1]

@@ -1,4 +1,4 @@
-"""A small real training for the tests: digits as 4x4x4 latents (their 2x2 blocks), written as stage encode writes them."""
+"""A small real training for the tests: digits as 4x4x4 latents, their 2x2 blocks, written as stage encode does."""
 
 import sys
 from pathlib import Path
@@ -52,7 +52,9 @@ def experiment(methods: dict[str, Any] | None = None, **changes: Any) -> dict[st
         },
         "methods": methods or {
             "uniform": {},
-            "adaptive": {"sampler": {"name": "adaptive", "frequency": 4, "feature_timesteps": 20}, "weighting": "min_snr"},
+            "adaptive": {
+                "sampler": {"name": "adaptive", "frequency": 4, "feature_timesteps": 20}, "weighting": "min_snr",
+            },
         },
         "evaluation": {"num_samples": 40},
     }  # fmt: skip

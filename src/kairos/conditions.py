@@ -61,7 +61,7 @@ def build(descriptions: dict[str, dict[str, Any]]) -> dict[str, Condition]:
 
 
 def drop(conditions: dict[str, Tensor], kinds: dict[str, Condition], dropped: Tensor) -> dict[str, Tensor]:
-    """Replace the conditions of the samples in `dropped` (bool, (batch,)) by their null values, all of a sample together."""
+    """Replace all conditions of the samples in `dropped`, bool (batch,), by their null values."""
     result = {}
     for name, values in conditions.items():
         mask = dropped.view(-1, *[1] * (values.ndim - 1))

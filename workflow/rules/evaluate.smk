@@ -70,7 +70,7 @@ for segment in plan.segments:
             reference=f"{RESULTS}/reference/reference.json",
         output:
             records=[f"{TRAINING}/evaluation/{step}.json" for step in segment.names],
-            timing=f"{RESULTS}/timing/evaluate_{{method}}_seed{{seed}}{segment.name}.json",
+            timing=plan.timing("evaluate", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/evaluate_{{method}}_seed{{seed}}{segment.name}.log",
         conda:

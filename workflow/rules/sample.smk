@@ -18,7 +18,7 @@ for segment in plan.segments:
                 category="Samples",
                 labels={"method": "{method}", "seed": "{seed}"},
             ),
-            timing=f"{RESULTS}/timing/sample_{{method}}_seed{{seed}}{segment.name}.json",
+            timing=plan.timing("sample", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.name}.log",
         conda:

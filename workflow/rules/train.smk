@@ -12,7 +12,7 @@ for segment in plan.segments:
         output:
             milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
             end=[f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl", "timing.jsonl") if segment.last],
-            timing=f"{RESULTS}/timing/train_{{method}}_seed{{seed}}{segment.name}.json",
+            timing=plan.timing("train", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.name}.log",
         conda:

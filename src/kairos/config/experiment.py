@@ -71,7 +71,8 @@ class Experiment(Section):
             raise ValueError(f"training.milestones: got {list(self.training.milestones)}, allowed: increasing lengths")
         if self.training.segments > len(steps) - 1:
             raise ValueError(
-                f"training.segments: got {self.training.segments}, allowed: at most the number of milestones ({len(steps) - 1})"
+                f"training.segments: got {self.training.segments}, "
+                f"allowed: at most the number of milestones ({len(steps) - 1})"
             )
         conditions = self.model.get("conditions") or []
         if self.sampling.guidance_scale != 1 and not conditions:

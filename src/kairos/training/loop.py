@@ -143,7 +143,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise KairosError(
                 f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: not finite, stopped before the step was "
-                "taken; the last good state is kept. A lower training.optimizer.lr, a warm-up or precision fp32 may help"
+                "taken; the last good state is kept. A lower training.optimizer.lr, warm-up or precision fp32 may help"
             )
 
     def _autocast(self) -> Any:

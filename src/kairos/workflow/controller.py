@@ -110,8 +110,9 @@ def starts(workflow: Any, plan: Plan) -> None:
 
 def succeeded(workflow: Any, plan: Plan) -> None:
     """After the last job."""
-    report = Path(plan.results) / "report.html"
-    say(f"{plan.experiment.experiment}: done in {duration(time.time() - _began)}; the report is {report}")
+    made = any(job.rule.name == "report" for job in workflow.dag.jobs)
+    report = f"; the report is {plan.results}/report.html" if made else ""
+    say(f"{plan.experiment.experiment}: done in {duration(time.time() - _began)}{report}")
 
 
 def failed(workflow: Any) -> None:

@@ -20,12 +20,14 @@ class Segment:
     Attributes:
         steps: its milestones.
         after: last milestone of the segment before; none for the first.
+        number: from 1.
         name: of this segment in rule names and log files, with a leading ``_``; empty where it is the only one.
         last: whether the training is complete with it.
     """
 
     steps: tuple[int, ...]
     after: tuple[int, ...]
+    number: int
     name: str
     last: bool
 
@@ -115,7 +117,7 @@ class Plan:
         parts = self.experiment.segments
         before = [(), *((part[-1],) for part, _ in pairwise(parts))]
         return [
-            Segment(part, after, f"_{number}" if len(parts) > 1 else "", number == len(parts))
+            Segment(part, after, number, f"_{number}" if len(parts) > 1 else "", number == len(parts))
             for number, (part, after) in enumerate(zip(parts, before), 1)
         ]
 
@@ -145,23 +147,37 @@ class Plan:
         """The folder of a training."""
         return f"{self.results}/{method}/seed{seed}"
 
+    def timing(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
+        """Where a job of a training leaves what time it took."""
+        return f"{self.results}/timing/{stage}/{method}_seed{seed}/{segment.number}.json"
+
     def everything(self) -> dict[str, list[str]]:
         """All records that the report and the tracking read."""
-        trainings = [self.training(method, seed) for method in self.methods for seed in self.seeds]
-        stages = [*dependencies.SHARED]
-        jobs = [f"{stage}_{method}_seed{seed}{segment.name}" for stage in dependencies.PER_TRAINING
-                for method in self.methods for seed in self.seeds for segment in self.segments]  # fmt: skip
+        trainings = [(method, seed) for method in self.methods for seed in self.seeds]
+        folders = [self.training(*training) for training in trainings]
         records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
         ends = ("training.json", "metrics.jsonl", "timing.jsonl")
         per_step = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
         return {
             "shared": [f"{self.results}/{record}.json" for record in records],
-            "trainings": [f"{training}/{name}" for training in trainings for name in ends],
+            "trainings": [f"{folder}/{name}" for folder in folders for name in ends],
             "steps": [
-                f"{training}/{name.format(step)}" for training in trainings for step in self.steps for name in per_step
+                f"{folder}/{name.format(step)}" for folder in folders for step in self.steps for name in per_step
             ],
-            "timing": [f"{self.results}/timing/{job}.json" for job in (*stages, *jobs)],
+            "timing": [f"{self.results}/timing/{stage}.json" for stage in dependencies.SHARED]
+            + [
+                self.timing(stage, *training, segment)
+                for stage in dependencies.PER_TRAINING
+                for training in trainings
+                for segment in self.segments
+            ],
         }
+
+    def jobs(self) -> dict[str, int]:
+        """Number of jobs of each stage."""
+        trainings = len(self.methods) * len(self.seeds) * len(self.segments)
+        counts = dict.fromkeys(dependencies.SHARED, 1) | dict.fromkeys(dependencies.PER_TRAINING, trainings)
+        return counts | {"report": 1} | ({"track": 1} if self.experiment.tracking.enabled else {})
 
 
 def names(steps: tuple[int, ...]) -> list[str]:
