@@ -1,0 +1,45 @@
+"""``kairos check``: what an experiment file will do, before anything runs."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """The experiment file."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Check the file and print jobs, methods and milestones."""
+    from kairos.config import load
+    from kairos.workflow.plan import Plan
+
+    plan = Plan(load(arguments.file), arguments.file)
+    experiment = plan.experiment
+    print(f"{arguments.file}: experiment {experiment.experiment}, results in {plan.results}/\n")
+    _table([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in plan.jobs().items())])
+    print()
+    methods = experiment.methods.items()
+    _table(
+        [("method", "sampler", "weighting"), *((n, _component(m.sampler), _component(m.weighting)) for n, m in methods)]
+    )
+    steps = ", ".join(str(step) for step in experiment.milestones)
+    segments = f", in {len(plan.segments)} segments" if len(plan.segments) > 1 else ""
+    images = experiment.evaluation.num_samples * experiment.evaluation.sets
+    print(f"\nseeds: {', '.join(map(str, experiment.seeds))}")
+    print(f"milestones: {steps} (of {experiment.training.batch_size} images a step){segments}")
+    print(f"evaluated with {images} images a milestone, {experiment.evaluation.sets} sets")
+
+
+def _component(component: dict[str, Any]) -> str:
+    options = ", ".join(f"{key} {value}" for key, value in component.items() if key != "name" and value is not None)
+    return f"{component['name']} ({options})" if options else str(component["name"])
+
+
+def _table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        if number == 0:
+            print("  ".join("-" * width for width in widths))

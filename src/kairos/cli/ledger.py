@@ -1,0 +1,41 @@
+"""``kairos ledger``: what Snakemake and DVC know of the results; used by dvc.yaml and the Makefile."""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and their arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    default = Path("params.yaml")
+    table = actions.add_parser("fingerprints", help="write what each stage's results depend on: fields and code")
+    table.add_argument("--config", type=Path, default=default, metavar="F", help="experiment file (params.yaml)")
+    table.add_argument("--out", type=Path, required=True, metavar="F", help="YAML file to write")
+    stage = actions.add_parser("run", help="run exactly one stage's jobs of the Snakemake DAG")
+    stage.add_argument("stage", choices=_STAGES, help="which stage")
+    stage.add_argument("--config", type=Path, default=default, metavar="F", help="experiment file (params.yaml)")
+    stage.add_argument("--method", metavar="M", help="of a training's stages")
+    stage.add_argument("--seed", type=int, metavar="N", help="of a training's stages")
+    actions.add_parser("record", help="version in DVC what Snakemake has just computed (make record)")
+    actions.add_parser("adopt", help="make recorded results this clone's own (make adopt)")
+
+
+_STAGES = (
+    *("prepare", "autoencoder", "encode", "extractor", "reference"),
+    *("train", "sample", "evaluate", "report", "track"),
+)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Do the action."""
+    from kairos.workflow import ledger
+
+    match arguments.action:
+        case "fingerprints":
+            ledger.write_dependencies(arguments.config, arguments.out)
+        case "run":
+            ledger.run_stage(arguments.config, arguments.stage, arguments.method, arguments.seed)
+        case "record":
+            ledger.record()
+        case "adopt":
+            ledger.adopt()

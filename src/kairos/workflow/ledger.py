@@ -1,0 +1,199 @@
+"""The two ledgers of what has been computed, Snakemake's and DVC's, and how they are kept in step."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kairos.config import load
+from kairos.errors import ConfigError, KairosError
+from kairos.files import write_text
+from kairos.progress import say
+from kairos.workflow import dependencies
+from kairos.workflow.plan import Plan, plan
+
+RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
+_QUIET = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+def dependency_table(plan: Plan) -> dict[str, Any]:
+    """Fields and code fingerprint of every stage, of the stages of a training by method: DVC's ``params``."""
+    table: dict[str, Any] = {}
+    for stage in (*dependencies.SHARED, "report"):
+        table[stage] = _entry(stage, plan)
+    for stage in dependencies.PER_TRAINING:
+        table[stage] = {
+            method: {**_entry(stage, plan, method), "milestones": list(plan.experiment.milestones)}
+            for method in plan.methods
+        }
+    return table
+
+
+def _entry(stage: str, plan: Plan, method: str | None = None) -> dict[str, Any]:
+    return {
+        **dependencies.settings(stage, plan.plain, method),
+        "code": dependencies.code(stage, plan.plain, method),
+    }
+
+
+def write_dependencies(config: Path, out: Path) -> None:
+    """Write the table as YAML; the file is left alone where nothing has changed."""
+    table = json.loads(json.dumps(dependency_table(plan(load(config)))))  # no value twice, so no YAML anchors
+    text = yaml.safe_dump(table, sort_keys=True)
+    if not out.exists() or out.read_text(encoding="utf-8") != text:
+        out.unlink(missing_ok=True)  # may be a read-only link into DVC's cache
+        write_text(out, text)
+
+
+def targets(plan: Plan, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
+    """The rules of a stage, and files that its jobs make: one of every job.
+
+    Raises:
+        ConfigError: the stage needs a method and a seed of the experiment, or has none.
+    """
+    results = plan.results
+    if stage in dependencies.PER_TRAINING:
+        if method not in plan.methods or seed not in plan.seeds:
+            raise ConfigError(
+                f"ledger run {stage}: got --method {method} --seed {seed}, allowed: a method of {plan.methods} "
+                f"and a seed of {plan.seeds}"
+            )
+        rules = [f"{stage}{segment.name}" for segment in plan.segments]
+        return rules, [plan.timing(stage, method, seed, segment) for segment in plan.segments]
+    if method is not None or seed is not None:
+        raise ConfigError(f"ledger run {stage}: has neither --method nor --seed")
+    made = f"{results}/report.html" if stage == "report" else f"{results}/timing/{stage}.json"
+    return [stage], [made]
+
+
+def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:
+    """Run exactly one stage's jobs of the Snakemake DAG: what DVC's stages call.
+
+    Raises:
+        KairosError: a job failed.
+    """
+    rules, files = targets(plan(load(config)), stage, method, seed)
+    if snakemake(["--configfile", str(config), "--allowed-rules", *rules, "--", *files]):
+        raise KairosError(f"stage {stage} failed; its log is named above")
+
+
+def snakemake(arguments: list[str]) -> int:
+    """Run Snakemake of this environment; its exit status."""
+    return subprocess.run([sys.executable, "-m", "snakemake", *arguments], env=_environment()).returncode
+
+
+def stale_jobs(config: Path) -> str:
+    """What Snakemake would still run for an experiment, as it says it; empty where everything is up to date."""
+    command = [sys.executable, "-m", "snakemake", "--configfile", str(config), "--dry-run"]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    if done.returncode:
+        raise KairosError(f"snakemake --dry-run failed:\n{output.strip()}")
+    return "" if "Nothing to be done" in output else output[output.find("Job stats:") :].split("\n\n")[0].strip()
+
+
+def dvc(arguments: list[str]) -> "subprocess.CompletedProcess[str]":
+    """Run DVC of this environment, its output captured."""
+    command = [sys.executable, "-m", "dvc", *arguments]
+    return subprocess.run(command, env=_environment(), capture_output=True, text=True)
+
+
+def git(*arguments: str) -> str:
+    """Output of a git command.
+
+    Raises:
+        KairosError: git refuses, e.g. outside a repository.
+    """
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise KairosError(f"git {arguments[0]}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    tools = os.path.dirname(sys.executable)
+    return {**os.environ, **_QUIET, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+
+def record() -> None:
+    """Version what Snakemake has just computed: DVC's cache and dvc.lock get the results as they are.
+
+    Raises:
+        KairosError: results are stale, or the tree differs from the commit that they would be recorded with.
+    """
+    dirty = [line for line in git("status", "--porcelain").splitlines() if line[3:] != "dvc.lock"]
+    if dirty:
+        raise KairosError(
+            "record: the tree has changes that no commit holds, so the results could not be reproduced from one; "
+            "commit them first:\n" + "\n".join(dirty[:20])
+        )
+    stale = stale_jobs(Path(RECORDED))
+    if stale:
+        raise KairosError(f"record: results are stale; run `make demo` first. Snakemake would run:\n{stale}")
+    found = plan(load(RECORDED))
+    write_dependencies(Path(RECORDED), Path(found.results) / "dependencies.yaml")
+    done = dvc(["commit", "--force"])
+    if done.returncode:
+        raise KairosError(f"record: dvc commit failed:\n{done.stderr.strip()}")
+    changed = git("status", "--porcelain", "--", "dvc.lock")
+    say("recorded in dvc.lock; commit it: git add dvc.lock && git commit" if changed else "dvc.lock has it already")
+
+
+def adopt() -> None:
+    """Make the recorded results this clone's own: pull them, and put them into Snakemake's ledger.
+
+    Raises:
+        KairosError: there is no remote, it cannot be reached, or something would still have to run.
+    """
+    found = plan(load(RECORDED))
+    if not Path("dvc.lock").exists():
+        raise KairosError("adopt: no dvc.lock here, so nothing was recorded; `make demo` computes the results")
+    _pull()
+    made = [f"{found.results}/report.html", f"{found.results}/summary.csv"]
+    if snakemake(["--touch", "--quiet", "all", "--configfile", RECORDED, "--", *made]):
+        raise KairosError("adopt: snakemake --touch failed, see above")
+    if found.experiment.tracking.enabled:
+        snakemake(
+            [
+                "--quiet",
+                "all",
+                "--configfile",
+                RECORDED,
+                "--allowed-rules",
+                "track",
+                "--",
+                f"{found.results}/tracking.json",
+            ]
+        )
+    stale = stale_jobs(Path(RECORDED))
+    if stale:
+        raise KairosError(f"adopt: the recorded results do not belong to this tree. Snakemake would run:\n{stale}")
+    status = dvc(["status"])
+    if status.returncode or "up to date" not in status.stdout:
+        raise KairosError(f"adopt: dvc status is not clean:\n{(status.stdout + status.stderr).strip()}")
+    say(f"adopted: {found.results}/report.html; nothing to rerun for snakemake and dvc")
+
+
+def _pull() -> None:
+    checkout = dvc(["checkout"])
+    if not checkout.returncode:  # everything is in this clone's cache
+        return
+    remotes = dvc(["remote", "list"])
+    how = (
+        "Name where the recorded data lie, for this clone alone:\n"
+        "  dvc remote add --local --default store PATH_OR_URL\n"
+        "and call `make adopt` again. Without such a place, `make demo` computes the same results."
+    )
+    if not remotes.stdout.strip():
+        raise KairosError(f"adopt: no DVC remote is configured. {how}")
+    pull = dvc(["pull"])
+    if pull.returncode:
+        reason = pull.stderr.strip().splitlines()
+        raise KairosError(
+            f"adopt: dvc pull failed ({remotes.stdout.split()[1]}): {reason[-1] if reason else 'no message'}\n"
+            f"If the place has moved: {how.replace('add --local', 'add --force --local')}"
+        )
