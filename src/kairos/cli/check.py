@@ -8,6 +8,7 @@ from typing import Any
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """The experiment file."""
     parser.add_argument("file", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
+    parser.add_argument("--folder", action="store_true", help="print the folder of its results only")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -16,6 +17,9 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.workflow.plan import Plan
 
     plan = Plan(load(arguments.file), arguments.file)
+    if arguments.folder:
+        print(plan.results)
+        return
     experiment = plan.experiment
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {plan.results}/\n")
     _table([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in plan.jobs().items())])
