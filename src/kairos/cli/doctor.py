@@ -50,6 +50,7 @@ def _devices() -> list[tuple[bool, str, str]]:
         return [(False, "devices", f"torch cannot be imported: {error}")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     lines = [(True, "processors", f"{cores} usable, {platform.machine()}")]
+    lines.append((True, "threads", f"{torch.get_num_threads()} by default; every job sets training.threads instead"))
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(index)
