@@ -154,7 +154,7 @@ def adopt() -> None:
         raise KairosError("adopt: no dvc.lock here, so nothing was recorded; `make demo` computes the results")
     _pull()
     made = [f"{found.results}/report.html", f"{found.results}/summary.csv"]
-    if snakemake(["--touch", "--quiet", "all", "--configfile", RECORDED, "--", *made]):
+    if snakemake(["--touch", "--forceall", "--quiet", "all", "--configfile", RECORDED, "--", *made]):
         raise KairosError("adopt: snakemake --touch failed, see above")
     if found.experiment.tracking.enabled:
         snakemake(
@@ -172,10 +172,17 @@ def adopt() -> None:
     stale = stale_jobs(Path(RECORDED))
     if stale:
         raise KairosError(f"adopt: the recorded results do not belong to this tree. Snakemake would run:\n{stale}")
-    status = dvc(["status"])
-    if status.returncode or "up to date" not in status.stdout:
-        raise KairosError(f"adopt: dvc status is not clean:\n{(status.stdout + status.stderr).strip()}")
+    if not _dvc_clean():  # code was edited since, in a way that changes no result
+        dvc(["repro", "dependencies"])
+        say("dvc.lock brought up to date with code that computes the same")
+    if not _dvc_clean():
+        raise KairosError("adopt: dvc status is not clean; `dvc status` says what has changed since it was recorded")
     say(f"adopted: {found.results}/report.html; nothing to rerun for snakemake and dvc")
+
+
+def _dvc_clean() -> bool:
+    status = dvc(["status"])
+    return status.returncode == 0 and "up to date" in status.stdout
 
 
 def _pull() -> None:
@@ -190,10 +197,9 @@ def _pull() -> None:
     )
     if not remotes.stdout.strip():
         raise KairosError(f"adopt: no DVC remote is configured. {how}")
-    pull = dvc(["pull"])
-    if pull.returncode:
-        reason = pull.stderr.strip().splitlines()
+    if dvc(["pull"]).returncode:
+        name, place = remotes.stdout.split()[:2]
         raise KairosError(
-            f"adopt: dvc pull failed ({remotes.stdout.split()[1]}): {reason[-1] if reason else 'no message'}\n"
-            f"If the place has moved: {how.replace('add --local', 'add --force --local')}"
+            f"adopt: the recorded data are not all at {place} (remote {name}): it cannot be reached from here, or "
+            f"`dvc push` was not called where they were recorded. {how.replace('add --local', 'add --force --local')}"
         )
