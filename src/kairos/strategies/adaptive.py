@@ -9,6 +9,7 @@ reward is the mean over S, centred on a running mean and scaled; the entropy is 
 state. S chosen at one measurement is used from the next one on.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -25,6 +26,8 @@ from kairos.strategies.base import Array, Observation, Sampler
 from kairos.strategies.beta import beta_cdf
 
 _EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
+
+_START = math.log1p(math.exp(0.5)) + 1e-5  # a and b of a new policy: softplus of the last layer's bias
 
 
 class Policy(nn.Module):
@@ -92,7 +95,7 @@ class Adaptive(Sampler):
         self.updates = 0
         self.reward_mean = 0.0
         self.reward_scale = 0.0
-        self._last: dict[str, float] = {}
+        self._last = {"a": _START, "b": _START}
 
     def _build(self, channels: int, device: torch.device) -> Policy:
         """Make the policy at first use, when the number of channels is known."""
@@ -119,8 +122,7 @@ class Adaptive(Sampler):
         """p(t), shape (T,): the mean over the images `x0`; without images, or before the first draw, the start's."""
         edges = np.arange(self.schedule.timesteps + 1) / self.schedule.timesteps
         if self.policy is None or x0 is None:
-            start = float(nn.functional.softplus(torch.tensor(0.5)) + 1e-5)
-            return np.diff(beta_cdf(edges, np.array(start), np.array(start)))
+            return np.diff(beta_cdf(edges, np.array(_START), np.array(_START)))
         with torch.no_grad():
             a, b = (value.double().cpu().numpy()[:, None] for value in self.policy(x0))
         return np.diff(beta_cdf(edges[None], a, b), axis=1).mean(0)
