@@ -6,7 +6,6 @@ TESTS ?= tests
 
 UV_PROJECT_ENVIRONMENT ?= .venv
 BIN := $(abspath $(UV_PROJECT_ENVIRONMENT))/bin
-STAMP := $(UV_PROJECT_ENVIRONMENT)/.kairos-stamp
 
 export PATH := $(BIN):$(PATH)
 # Jobs run side by side, each with as many threads as the experiment says; libraries must not add their own.
@@ -22,50 +21,48 @@ help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 	@echo '  EXPERIMENT=experiments/x.yaml names another experiment, CORES=N the processors to use.'
 
-setup: $(STAMP)  ## the locked environment, in .venv (all others bring it themselves)
-
-$(STAMP): uv.lock pyproject.toml envs/bootstrap.py
+setup:  ## the locked environment, in .venv (all others bring it themselves)
 	@command -v $(PYTHON) >/dev/null || { echo "set-up: no $(PYTHON) here; 3.11 or newer is needed" >&2; exit 1; }
 	@$(PYTHON) envs/bootstrap.py
 
-demo: $(STAMP)  ## compare six timestep strategies on handwritten digits (params.yaml)
-	@$(BIN)/snakemake --cores $(CORES) --configfile params.yaml
+demo: setup  ## compare six timestep strategies on handwritten digits (params.yaml)
+	@$(BIN)/kairos check --folder params.yaml >/dev/null && $(BIN)/snakemake --cores $(CORES) --configfile params.yaml
 
-run: $(STAMP)  ## another experiment: make run EXPERIMENT=experiments/fashion_mnist.yaml
-	@$(BIN)/snakemake --cores $(CORES) --configfile $(EXPERIMENT)
+run: setup  ## another experiment: make run EXPERIMENT=experiments/fashion_mnist.yaml
+	@$(BIN)/kairos check --folder $(EXPERIMENT) >/dev/null && $(BIN)/snakemake --cores $(CORES) --configfile $(EXPERIMENT)
 
-test: $(STAMP)  ## the quick tests
+test: setup  ## the quick tests
 	@$(BIN)/python -m pytest -n $(CORES) -m "not long" $(TESTS)
 
-test-long: $(STAMP)  ## the tests that take longer
+test-long: setup  ## the tests that take longer
 	@$(BIN)/python -m pytest -n $(CORES) -m long $(TESTS)
 
-ui: $(STAMP)  ## look at the imported runs in MLflow
+ui: setup  ## look at the imported runs in MLflow
 	@case "$$MLFLOW_TRACKING_URI" in \
 	  http*) echo "the runs are on $$MLFLOW_TRACKING_URI" ;; \
 	  *) $(BIN)/mlflow ui --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///mlflow.db}" ;; \
 	esac
 
-record: $(STAMP)  ## version the demo's results in DVC, as Snakemake has just computed them
+record: setup  ## version the demo's results in DVC, as Snakemake has just computed them
 	@$(BIN)/kairos ledger record
 
-adopt: $(STAMP)  ## after a clone: pull the recorded results, nothing is left to rerun
+adopt: setup  ## after a clone: pull the recorded results, nothing is left to rerun
 	@$(BIN)/kairos ledger adopt
 
-reproduce: $(STAMP)  ## compute what dvc.lock does not have yet (dvc repro)
+reproduce: setup  ## compute what dvc.lock does not have yet (dvc repro)
 	@$(BIN)/dvc repro
 
-lint: $(STAMP)  ## formatting, style, types, workflow
+lint: setup  ## formatting, style, types, workflow
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/snakefmt --check Snakefile workflow
 	@$(BIN)/snakemake --lint
 
-format: $(STAMP)  ## format the code
+format: setup  ## format the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/snakefmt Snakefile workflow
 
-clean: $(STAMP)  ## delete the results of EXPERIMENT, the states of its trainings too
+clean: setup  ## delete the results of EXPERIMENT, the states of its trainings too
 	@folder=$$($(BIN)/kairos check --folder $(EXPERIMENT)) && rm -rf -- "$$folder" && echo "$$folder deleted"

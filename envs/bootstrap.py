@@ -28,18 +28,29 @@ PUBLIC_INDEX = "https://pypi.org/simple"
 
 
 def main():
-    """Build the environment; a second call only brings it up to date."""
+    """Build the environment, or bring it up to date; nothing to do where it is what the lock file says."""
     if sys.version_info < (3, 11):  # noqa: UP036  (this file is what an older Python is told by)
         version = ".".join(str(part) for part in sys.version_info[:2])
         fail(f"this python3 is {version}, and 3.11 or newer is needed. Name one: make PYTHON=/path/to/python3.12 ...")
     begun = time.monotonic()
     os.chdir(ROOT)
+    wanted = what_it_is_built_from()
+    if STAMP.exists() and STAMP.read_text(encoding="utf-8") == wanted:
+        return
     version, wheels = pinned_uv()
     uv = find_uv(version, wheels)
     say(f"uv {version} at {uv}")
     sync(uv)
-    STAMP.touch()
+    STAMP.write_text(wanted, encoding="utf-8")
     say(f"environment in {ENVIRONMENT} is ready, took {time.monotonic() - begun:.0f} s")
+
+
+def what_it_is_built_from():
+    """Hash of the lock file and of what this project installs."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return hashlib.sha256((ROOT / "uv.lock").read_bytes() + repr(project).encode()).hexdigest()
 
 
 def pinned_uv():

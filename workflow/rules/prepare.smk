@@ -17,6 +17,7 @@ rule prepare:
         runtime=120,
     params:
         **plan.depends("prepare"),
+        files=controller.listing(plan),
         config=plan.frozen,
         out=folder("record"),
     shell:

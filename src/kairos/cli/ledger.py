@@ -22,7 +22,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 _STAGES = (
     *("prepare", "autoencoder", "encode", "extractor", "reference"),
-    *("train", "sample", "evaluate", "report", "track"),
+    *("train", "sample", "evaluate", "report"),
 )
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from kairos.config import load, validate
 from kairos.errors import KairosError
-from kairos.files import read_json
+from kairos.files import read_json, sha256_json
 from kairos.progress import duration, say
 from kairos.workflow import acknowledge
 from kairos.workflow.plan import Plan, plan
@@ -96,11 +96,26 @@ def _forget_failed_import(results: Path) -> None:
 
 
 def data_files(plan: Plan) -> list[str]:
-    """The files a data set is read from, as far as they exist; `kairos prepare` says what is missing."""
+    """The parquet files of a data set, as far as they exist; `kairos prepare` says what is missing."""
     dataset = plan.experiment.dataset
-    if dataset.source not in ("folder", "parquet"):
+    if dataset.source != "parquet":
         return []
-    return sorted(glob.glob(os.path.expanduser(str(dataset.path))))
+    path = str(dataset.path)
+    if os.path.isdir(path):
+        return sorted(str(file) for file in Path(path).rglob("*.parquet"))
+    return sorted(glob.glob(path, recursive=True))
+
+
+def listing(plan: Plan) -> str | None:
+    """Hash of the names and sizes in a folder of images: too many files to be inputs each."""
+    dataset = plan.experiment.dataset
+    if dataset.source != "folder":
+        return None
+    root = Path(str(dataset.path))
+    found = sorted(
+        (file.relative_to(root).as_posix(), file.stat().st_size) for file in root.rglob("*") if file.is_file()
+    )
+    return sha256_json(found)
 
 
 def starts(workflow: Any, plan: Plan) -> None:

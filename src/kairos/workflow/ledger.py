@@ -66,8 +66,10 @@ def targets(plan: Plan, stage: str, method: str | None, seed: int | None) -> tup
         return rules, [plan.timing(stage, method, seed, segment) for segment in plan.segments]
     if method is not None or seed is not None:
         raise ConfigError(f"ledger run {stage}: has neither --method nor --seed")
-    made = f"{results}/report.html" if stage == "report" else f"{results}/timing/{stage}.json"
-    return [stage], [made]
+    if stage == "report":  # the import into MLflow is this machine's own, so no stage of DVC's, and goes with it
+        track = plan.experiment.tracking.enabled
+        return ["report", "track"][: 1 + track], [f"{results}/report.html", f"{results}/tracking.json"][: 1 + track]
+    return [stage], [f"{results}/timing/{stage}.json"]
 
 
 def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:
