@@ -122,6 +122,17 @@ def validate(values: Any, source: str = "experiment") -> Experiment:
         raise ConfigError(explain(error, Experiment, source)) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key given twice is a mistake; YAML itself would quietly keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"key given twice: {', '.join(twice)}", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load(path: Path | str) -> Experiment:
     """Read and check an experiment file.
 
@@ -136,7 +147,7 @@ def load(path: Path | str) -> Experiment:
             f"{path}: cannot be read ({error.strerror}); pass an experiment file such as params.yaml"
         ) from None
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     return validate(values, str(path))
