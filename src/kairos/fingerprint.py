@@ -9,7 +9,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _PACKAGE = "kairos"
@@ -59,8 +59,7 @@ def _path(module: str) -> Path | None:
     return None
 
 
-@functools.cache
-def _tree(module: str) -> ast.Module:
+def _parsed(module: str) -> ast.Module:
     path = _path(module)
     if path is None:
         raise ModuleNotFoundError(f"no source for module {module}")
@@ -69,7 +68,7 @@ def _tree(module: str) -> ast.Module:
 
 @functools.cache
 def _hash_module(module: str) -> str:
-    tree = ast.parse(ast.unparse(_tree(module)))  # a copy without positions
+    tree = _parsed(module)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             first = node.body[0] if node.body else None
@@ -82,10 +81,18 @@ def _hash_module(module: str) -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below a node, without what is there for type checkers only."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING"):
+            yield from _executed(child)
+
+
 @functools.cache
 def _imports(module: str) -> tuple[str, ...]:
     names: set[str] = set()
-    for node in ast.walk(_tree(module)):
+    for node in _executed(_parsed(module)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:

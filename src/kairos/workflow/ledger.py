@@ -50,7 +50,7 @@ def write_dependencies(config: Path, out: Path) -> None:
 
 
 def targets(plan: Plan, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
-    """The rules of a stage, and files that its jobs make: one of every job.
+    """The rules of a stage, and files that its jobs make, so many that no job is left out.
 
     Raises:
         ConfigError: the stage needs a method and a seed of the experiment, or has none.
@@ -62,8 +62,10 @@ def targets(plan: Plan, stage: str, method: str | None, seed: int | None) -> tup
                 f"ledger run {stage}: got --method {method} --seed {seed}, allowed: a method of {plan.methods} "
                 f"and a seed of {plan.seeds}"
             )
-        rules = [f"{stage}{segment.name}" for segment in plan.segments]
-        return rules, [plan.timing(stage, method, seed, segment) for segment in plan.segments]
+        made = {"train": "milestones/{}/milestone.json", "sample": "samples/{}.npz", "evaluate": "evaluation/{}.json"}
+        files = [f"{plan.training(method, seed)}/{made[stage].format(step)}" for step in plan.steps]
+        timing = [plan.timing(stage, method, seed, segment) for segment in plan.segments]
+        return [f"{stage}{segment.name}" for segment in plan.segments], [*files, *timing]
     if method is not None or seed is not None:
         raise ConfigError(f"ledger run {stage}: has neither --method nor --seed")
     if stage == "report":  # the import into MLflow is this machine's own, so no stage of DVC's, and goes with it

@@ -1,0 +1,215 @@
+"""DVC's stages against Snakemake's jobs: the same commands, the same outputs, the same dependencies."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from workflow_copy import Copy
+
+LIST_STAGES = """
+import json
+from dvc.repo import Repo
+stages = {}
+repo = Repo(".")
+for stage in repo.index.stages:
+    inputs = [str(dep) for dep in stage.deps]
+    params = {str(dep): dep.params for dep in stage.deps if hasattr(dep, "params")}
+    outputs = [str(out) for out in stage.outs]
+    stages[stage.addressing] = {"cmd": stage.cmd, "deps": inputs, "params": params, "outs": outputs}
+edges = sorted((a.addressing, b.addressing) for a, b in repo.index.graph.edges)
+print(json.dumps({"stages": stages, "edges": edges}))
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    copy = Copy(tmp_path_factory.mktemp("dvc"))
+    for command in (["git", "init", "-q"], ["git", "add", "-A"], commit("all")):
+        subprocess.run(command, cwd=copy.folder, check=True, capture_output=True)
+    return copy
+
+
+def commit(message: str) -> list[str]:
+    return ["git", "-c", "user.name=t", "-c", "user.email=t@localhost", "commit", "-qam", message]
+
+
+def listed(copy: Copy) -> dict:
+    ended = copy.run("python", "-c", LIST_STAGES)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_stages_are_snakemake_jobs(copy):
+    stages = listed(copy)["stages"]
+    made = {name: stage for stage in stages for name in stages[stage]["outs"]}
+    assert stages.pop("dependencies")["cmd"].startswith("kairos ledger fingerprints")
+    jobs = copy.outputs("params.yaml")
+    for output, rule in jobs.items():
+        if rule == "track":  # an import into this machine's MLflow: nothing to version
+            continue
+        owners = {stage for out, stage in made.items() if output == out or output.startswith(out + "/")}
+        assert len(owners) == 1, f"{output} belongs to {owners or 'no stage'}"
+        stage = owners.pop()
+        assert stage.split("@")[0] == rule
+        assert stages[stage]["cmd"].startswith(f"kairos ledger run {rule}")
+    for stage, facts in stages.items():
+        for out in facts["outs"]:
+            inside = [output for output in jobs if output == out or output.startswith(out + "/")]
+            assert inside or out.endswith("checkpoint.pt"), f"{stage}: {out} is made by no job"
+    assert {stage.split("@")[0] for stage in stages} == {rule for rule in jobs.values()} - {"track"}
+
+
+def test_each_stage_depends_on_its_own_fields_and_on_what_it_reads(copy):
+    found = listed(copy)
+    for stage, facts in found["stages"].items():
+        if stage != "dependencies":
+            name, _, item = stage.partition("@")
+            key = f"{name}.{item.rpartition('-')[0]}" if item else name
+            assert facts["params"] == {"results/demo/dependencies.yaml": [key]}
+    edges = {tuple(edge) for edge in found["edges"]}
+    for edge in (
+        ("prepare", "dependencies"),
+        ("train@speed-0", "encode"),
+        ("sample@speed-0", "train@speed-0"),
+        ("evaluate@speed-0", "sample@speed-0"),
+        ("evaluate@speed-0", "reference"),
+        ("report", "evaluate@speed-0"),
+    ):
+        assert edge in edges
+    assert not any(a.startswith("train@speed") and b.startswith("train@") for a, b in edges)
+
+
+def test_a_method_added_to_params_is_a_stage(copy):
+    with copy.edited("params.yaml", "methods:\n", "methods:\n  vlb: {weighting: vlb}\n"):
+        assert "train@vlb-0" in listed(copy)["stages"]
+
+
+def test_segments_need_no_edit_either(copy):
+    with copy.edited("params.yaml", "training:\n", "training:\n  segments: 2\n"):
+        outs = listed(copy)["stages"]["train@speed-0"]["outs"]
+        for output, rule in copy.outputs("params.yaml").items():
+            if rule.startswith("train_") and "speed" in output:
+                assert any(output == out or output.startswith(out + "/") for out in outs), output
+
+
+def test_dependencies_change_with_results_only(copy, tmp_path):
+    def table() -> dict:
+        ended = copy.run("kairos", "ledger", "fingerprints", "--out", str(tmp_path / "table.yaml"))
+        assert ended.returncode == 0, ended.stderr
+        return yaml.safe_load((tmp_path / "table.yaml").read_text())
+
+    before = table()
+    with copy.edited("src/kairos/training/loop.py", "\n\n\n", "\n\n\n# a comment\n\n"):
+        assert table() == before
+    with copy.edited("src/kairos/training/order.py", "import", "EXTRA = 1\nimport"):
+        after = table()
+        assert {stage for stage in before if before[stage] != after[stage]} == {"train"}
+    with copy.edited("params.yaml", "frequency: ", "queue: 11, frequency: "):
+        after = table()
+        assert {method for method in before["train"] if before["train"][method] != after["train"][method]} == {
+            "adaptive"
+        }
+
+
+def test_record_refuses_a_dirty_tree_and_stale_results(copy):
+    with copy.edited("params.yaml", "experiment: demo", "experiment: demo "):
+        ended = copy.run("kairos", "ledger", "record")
+        assert ended.returncode == 1
+        assert "params.yaml" in ended.stderr and "commit them first" in ended.stderr
+    ended = copy.run("kairos", "ledger", "record")
+    assert ended.returncode == 1
+    assert "results are stale" in ended.stderr and "evaluate" in ended.stderr
+
+
+def test_adopt_says_what_to_do_without_data(copy):
+    ended = copy.run("kairos", "ledger", "adopt")
+    assert ended.returncode == 1
+    assert "dvc remote add --local" in ended.stderr or "nothing was recorded" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_no_remote_and_no_analytics_in_the_repository(copy):
+    config = (copy.folder / ".dvc/config").read_text()
+    assert "url" not in config
+    assert re.search(r"analytics = false", config)
+
+
+# ------------------------------------------------------------------------------------------- with real computations
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A copy in which a small demo has run, is recorded, committed and pushed."""
+    copy = Copy(tmp_path_factory.mktemp("recorded"))
+    tiny = (copy.folder / "tests/tiny.yaml").read_text().replace("experiment: tiny", "experiment: demo")
+    (copy.folder / "params.yaml").write_text(tiny)
+    (copy.folder / "dvc.lock").unlink(missing_ok=True)
+    ended = copy.snakemake(config="params.yaml")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    git(copy, "init", "-q")
+    git(copy, "add", "-A")
+    subprocess.run(commit("all"), cwd=copy.folder, check=True, capture_output=True)
+    ended = copy.run("kairos", "ledger", "record")
+    assert ended.returncode == 0, ended.stderr
+    assert "git add dvc.lock" in ended.stderr
+    git(copy, "add", "dvc.lock")
+    subprocess.run(commit("recorded"), cwd=copy.folder, check=True, capture_output=True)
+    return copy
+
+
+def git(copy: Copy, *arguments: str) -> None:
+    subprocess.run(["git", *arguments], cwd=copy.folder, check=True, capture_output=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_record_leaves_both_ledgers_clean(recorded):
+    assert recorded.to_do(config="params.yaml") == {}
+    assert "up to date" in recorded.run("dvc", "status").stdout
+    assert recorded.run("git", "status", "--porcelain").stdout == ""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_adopt_in_a_clone_leaves_nothing_to_rerun(recorded, tmp_path):
+    store, place = tmp_path / "store", tmp_path / "clone"
+    recorded.run("dvc", "remote", "add", "--local", "--default", "store", str(store))
+    assert recorded.run("dvc", "push").returncode == 0
+    subprocess.run(["git", "clone", "-q", str(recorded.folder), str(place)], check=True)
+    clone = Copy.at(place)
+    ended = clone.run("kairos", "ledger", "adopt")
+    assert ended.returncode == 1 and "no DVC remote is configured" in ended.stderr
+    clone.run("dvc", "remote", "add", "--local", "--default", "store", str(tmp_path / "moved"))
+    ended = clone.run("kairos", "ledger", "adopt")
+    assert ended.returncode == 1 and "not all at" in ended.stderr
+    clone.run("dvc", "remote", "add", "--force", "--local", "--default", "store", str(store))
+    ended = clone.run("kairos", "ledger", "adopt")
+    assert ended.returncode == 0, ended.stderr
+    assert clone.to_do(config="params.yaml") == {}
+    assert "up to date" in clone.run("dvc", "status").stdout
+    assert clone.run("git", "status", "--porcelain").stdout == ""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_forced_reproduction_of_a_training_computes_it_and_gives_the_same(recorded):
+    folder = recorded.folder / "results/demo/uniform/seed0"
+    before = hashes(folder)
+    ended = recorded.run("dvc", "repro", "--force", "--single-item", "train@uniform-0")
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output
+    assert sum(int(steps) for steps in re.findall(r"(\d+) steps computed", output)) == 40
+    assert hashes(folder) == before
+    assert recorded.run("dvc", "repro").returncode == 0  # the report shows times
+    assert recorded.to_do(config="params.yaml") == {}
+    assert "up to date" in recorded.run("dvc", "status").stdout
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    from kairos.files import hash_folder, sha256_file
+
+    parts = {name: sha256_file(folder / name) for name in ("checkpoint.pt", "metrics.jsonl", "training.json")}
+    return {**parts, **hash_folder(folder / "milestones")}

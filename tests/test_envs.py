@@ -1,0 +1,75 @@
+"""The other ways to the locked environment name the versions that uv.lock and pyproject.toml have."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVS = ROOT / "envs"
+
+
+def locked(name: str) -> str:
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    return next(package["version"] for package in lock["package"] if package["name"] == name)
+
+
+def python_allowed(version: str) -> bool:
+    least = re.fullmatch(r">=3\.(\d+)", tomllib.loads((ROOT / "uv.lock").read_text())["requires-python"])
+    return int(version.split(".")[1]) >= int(least[1])
+
+
+def test_conda_file_has_the_locked_uv():
+    packages = yaml.safe_load((ENVS / "environment.yml").read_text())["dependencies"]
+    pip = next(item["pip"] for item in packages if isinstance(item, dict))
+    assert pip == [f"uv=={locked('uv')}"]
+    python = next(item.removeprefix("python=") for item in packages if isinstance(item, str) and "python" in item)
+    assert python_allowed(python)
+
+
+@pytest.mark.parametrize(("file", "image"), [("Dockerfile", r"^FROM (\S+)$"), ("kairos.def", r"^From: (\S+)$")])
+def test_images_build_from_the_lock_file(file, image):
+    text = (ENVS / file).read_text()
+    base = re.search(image, text, flags=re.MULTILINE)[1]
+    assert python_allowed(re.fullmatch(r"python:(\d+\.\d+)-slim-\w+", base)[1])
+    assert "uv.lock" in text and "python3 /build/envs/bootstrap.py" in text
+    for name in re.findall(r"(?:COPY|^    )\s*([\w./]+(?: [\w./]+)*) /build", text, flags=re.MULTILINE):
+        assert all((ROOT / part).exists() for part in name.split()), name
+
+
+def test_all_images_have_the_same_python():
+    text = "".join((ENVS / name).read_text() for name in ("Dockerfile", "kairos.def"))
+    conda = re.search(r"python=(\S+)", (ENVS / "environment.yml").read_text())[1]
+    assert set(re.findall(r"python:(\d+\.\d+)", text)) == {conda}
+
+
+def test_bootstrap_takes_uv_from_the_lock_file():
+    code = "import sys; sys.path.insert(0, 'envs'); import bootstrap; v, w = bootstrap.pinned_uv(); print(v); "
+    code += "name = bootstrap.wheel_for_this_machine(w); print(name); print(w[name][1])"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    version, name, digest = ended.stdout.split()
+    assert version == locked("uv")
+    assert name.startswith(f"uv-{version}-py3-none-")
+    assert f'{name}", hash = "sha256:{digest}"' in (ROOT / "uv.lock").read_text()
+
+
+def test_lock_file_goes_with_pyproject():
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    ours = next(package for package in lock["package"] if package["name"] == "kairos")
+    named = {re.match(r"[\w-]+", item)[0] for item in requirements["project"]["dependencies"]}
+    assert named == {item["name"] for item in ours["metadata"]["requires-dist"] if "marker" not in item}
+    extra = {re.match(r"[\w-]+", item)[0] for item in requirements["project"]["optional-dependencies"]["pipeline"]}
+    assert extra == {item["name"] for item in ours["metadata"]["requires-dist"] if "marker" in item}
+    groups = {re.match(r"[\w-]+", item)[0] for item in requirements["dependency-groups"]["dev"]}
+    assert groups == {item["name"] for item in ours["metadata"]["requires-dev"]["dev"]}
+
+
+def test_makefile_names_its_targets():
+    ended = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for target in ("demo", "run", "test", "test-long", "ui", "record", "adopt", "reproduce", "lint", "format", "clean"):
+        assert f"make {target} " in ended.stdout

@@ -1,0 +1,275 @@
+"""The DAG: which jobs there are, and what makes which of them run again."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from workflow_copy import Copy
+
+TRAININGS = 2  # of tests/tiny.yaml: two methods, one seed, in two segments
+AFTER = {"report": 1, "track": 1}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A copy whose ledger says that everything is computed; only dry runs make sense in it."""
+    copy = Copy(tmp_path_factory.mktemp("done"))
+    copy.pretend()
+    assert copy.to_do() == {}
+    return copy
+
+
+def jobs(stages: list[str], count: int = TRAININGS) -> dict[str, int]:
+    """Jobs of both segments of some stages."""
+    return {f"{stage}_{segment}": count for stage in stages for segment in (1, 2)}
+
+
+def test_demo_has_one_job_per_stage_and_training(tmp_path):
+    counts = Copy(tmp_path).to_do(config="params.yaml")
+    shared = dict.fromkeys(("prepare", "autoencoder", "encode", "extractor", "reference", "report", "track"), 1)
+    assert counts == {**shared, "train": 6, "sample": 6, "evaluate": 6}
+
+
+@pytest.mark.long
+def test_an_experiment_file_stands_alone(tmp_path):
+    copy = Copy(tmp_path)
+    (tmp_path / "own.yaml").write_text("experiment: own\nmethods: {only: {}}\ndataset: {source: digits}\n")
+    counts = copy.to_do(config="own.yaml")
+    assert counts["train"] == 1  # params.yaml has six methods
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("experiment: x\nmethod: {}\n", "did you mean 'methods'?"),
+        ("experiment: x\nmethods: {a: {}}\ndiffusion: {process: {name: discrete, timesteps: -5}}\n", "got -5"),
+    ],
+)
+def test_wrong_config_is_one_message(done, text, message):
+    (done.folder / "wrong.yaml").write_text(text)
+    ended = done.snakemake("--dry-run", config="wrong.yaml")
+    assert ended.returncode != 0
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr + ended.stdout
+    assert len([line for line in ended.stderr.splitlines() if "wrong.yaml" in line]) == 1
+
+
+def test_missing_experiment_is_one_message(done):
+    ended = done.run("kairos", "check", "experiments/missing.yaml")
+    assert ended.returncode == 2
+    assert "experiments/missing.yaml: cannot be read" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_comments_and_formatting_rerun_nothing(done):
+    with (
+        done.edited("src/kairos/training/loop.py", "\n\n\n", "\n\n\n# a comment\n\n"),
+        done.edited("src/kairos/strategies/adaptive.py", '"""', '"""Reworded: '),
+        done.edited("tests/tiny.yaml", "experiment: tiny", "# a comment\nexperiment:   tiny"),
+    ):
+        assert done.to_do() == {}
+
+
+def test_an_expression_of_the_training_loop_reruns_all_trainings(done):
+    with done.edited("src/kairos/training/order.py", "import", "EXTRA = 1\nimport"):
+        assert done.to_do() == {**jobs(["train", "sample", "evaluate"]), **AFTER}
+
+
+@pytest.mark.parametrize(
+    ("file", "stages"),
+    [
+        pytest.param("report/table.py", [], marks=pytest.mark.long),
+        ("evaluation/validation.py", ["evaluate"]),
+        pytest.param("sampling/draw.py", ["sample", "evaluate"], marks=pytest.mark.long),
+    ],
+)
+def test_code_after_training_reruns_no_training(done, file, stages):
+    with done.edited(f"src/kairos/{file}", "\n\n\n", "\n\n\nEXTRA = 1\n\n"):
+        assert done.to_do() == {**jobs(stages), **AFTER}
+
+
+@pytest.mark.long
+def test_code_of_one_sampler_reruns_its_methods(done):
+    with done.edited("src/kairos/strategies/adaptive.py", "\n\n\n", "\n\n\nEXTRA = 1\n\n"):
+        assert done.to_do() == {**jobs(["train", "sample", "evaluate"], 1), **AFTER}
+
+
+def test_options_of_one_method_rerun_that_method(done):
+    with done.edited("tests/tiny.yaml", "frequency: 10", "frequency: 5"):
+        assert done.to_do() == {**jobs(["train", "sample", "evaluate"], 1), **AFTER}
+
+
+@pytest.mark.long
+def test_a_new_method_runs_alone(done):
+    with done.edited("tests/tiny.yaml", "methods:\n", "methods:\n  p2: {weighting: p2}\n"):
+        assert done.to_do() == {**jobs(["train", "sample", "evaluate"], 1), **AFTER}
+
+
+def test_a_later_last_milestone_reruns_only_the_last_segment(done):
+    with done.edited("tests/tiny.yaml", "[20, 40]", "[20, 60]"):
+        assert done.to_do() == {"train_2": TRAININGS, "sample_2": TRAININGS, "evaluate_2": TRAININGS, **AFTER}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("checkpoint_every: 20", "checkpoint_every: 10"),
+        ("steps: 5\n", "steps: 5\n  batch_size: 7\n"),
+    ],
+)
+def test_what_changes_no_result_reruns_the_report_at_most(done, old, new):
+    with done.edited("tests/tiny.yaml", old, new):
+        assert done.to_do() == AFTER
+
+
+@pytest.mark.long
+def test_a_new_modification_time_reruns_nothing(done):
+    later = time.time() + 10
+    for path in (done.folder / "results").rglob("*"):
+        if path.name in ("manifest.json", "milestone.json") or path.suffix == ".npz":
+            os.utime(path, (later, later))
+    assert done.to_do() == {}
+
+
+@pytest.mark.long
+def test_a_failed_import_is_tried_again(done):
+    record = done.folder / "results/tiny/tracking.json"
+    before = record.read_text()
+    record.write_text('{"imported": false}\n')
+    try:
+        done.snakemake("--touch", "--", "results/tiny/summary.csv")  # any call that is no dry run
+        assert done.to_do() == {"track": 1}
+    finally:
+        record.write_text(before)
+
+
+def test_a_second_controller_is_refused_while_one_works(done, tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from kairos.workflow import controller;"
+        "controller._lock(Path('results/tiny')); print('held', flush=True); time.sleep(600)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=done.folder,
+        env=done.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        ended = done.snakemake("--forcerun", "report")
+        assert ended.returncode == 2
+        assert f"another run (pid {holder.pid}) is at work" in ended.stderr
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+# ------------------------------------------------------------------------------------------- with real computations
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """A copy in which tests/tiny.yaml has run."""
+    copy = Copy(tmp_path_factory.mktemp("computed"))
+    ended = copy.snakemake()
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return copy
+
+
+FOLDER = "results/tiny/uniform/seed0"
+TRAIN = ("--allowed-rules", "train_1", "train_2", "--", f"{FOLDER}/training.json")
+
+
+def steps_run(ended) -> int:
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output
+    return sum(int(steps) for steps in re.findall(r"(\d+) steps computed", output))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_whole_pipeline(computed):
+    results = computed.folder / "results/tiny"
+    assert computed.to_do() == {}
+    assert (results / "report.html").stat().st_size > 10_000
+    header, *rows = (results / "summary.csv").read_text().splitlines()
+    assert header.startswith("experiment,method,seed,step,images_seen,train_seconds,frechet_classifier16")
+    assert len(rows) == 2 * 3 + 4  # two methods at three milestones, four reference rows
+    listed = [name for name in computed.outputs() if not (computed.folder / name).exists()]
+    assert listed == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_forced_training_computes_every_step_again(computed):
+    before = (computed.folder / FOLDER / "training.json").read_bytes()
+    assert steps_run(computed.snakemake("--forcerun", "train_1", *TRAIN)) == 40
+    assert (computed.folder / FOLDER / "training.json").read_bytes() == before
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_deleted_outputs_are_computed_from_step_0(computed):
+    for path in (computed.folder / FOLDER).glob("milestones/*/milestone.json"):
+        path.unlink()
+    (computed.folder / FOLDER / "training.json").unlink()
+    assert steps_run(computed.snakemake(*TRAIN)) == 40
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_later_milestone_computes_only_the_new_steps(computed):
+    with computed.edited("tests/tiny.yaml", "[20, 40]", "[20, 50]"):
+        assert steps_run(computed.snakemake(*TRAIN, f"{FOLDER}/milestones/0000050/milestone.json")) == 10
+    assert steps_run(computed.snakemake(*TRAIN)) == 0  # back again: the steps are there
+    assert computed.to_do("--", f"{FOLDER}/training.json") == {}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_controller_killed_before_its_bookkeeping_loses_nothing(computed):
+    """The controller is stopped while a forced training runs, and killed when the training has written everything."""
+    command = ["snakemake", "--cores", "1", "--configfile", "tests/tiny.yaml", "--forcerun", "train_1", *TRAIN]
+    with open(computed.folder / "controller.log", "w") as log:
+        controller = subprocess.Popen(
+            command, cwd=computed.folder, env=computed.environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            first = computed.folder / FOLDER / "milestones/0000020/milestone.json"
+            wait_for(lambda: running(computed.folder, "--milestones 0 20"))
+            controller.send_signal(signal.SIGSTOP)
+            wait_for(lambda: not running(computed.folder, "--milestones 0 20"))
+            assert first.exists()
+        finally:
+            controller.kill()
+            controller.wait()
+    assert list((computed.folder / ".snakemake/locks").iterdir())  # what would stop a plain Snakemake
+    assert "20 steps computed" in (computed.folder / "controller.log").read_text()
+    assert steps_run(computed.snakemake(*TRAIN)) == 20  # the second segment alone
+    assert computed.to_do("--", f"{FOLDER}/training.json") == {}
+
+
+def running(folder: Path, argument: str) -> bool:
+    """Whether a training of this copy runs with an argument in its command line."""
+    for process in Path("/proc").iterdir():
+        try:
+            words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            mine = "kairos train" in words and argument in words
+            if mine and Path(os.readlink(process / "cwd")) == folder:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def wait_for(condition, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)

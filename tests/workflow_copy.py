@@ -1,0 +1,91 @@
+"""A copy of the repository in which tests run Snakemake and DVC, and edit what they like."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Copy:
+    def __init__(self, folder: Path):
+        listed = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+        )
+        for name in listed.stdout.splitlines():
+            if (ROOT / name).is_symlink() or (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+        self._prepare(folder)
+
+    @classmethod
+    def at(cls, folder: Path) -> "Copy":
+        """A clone that is there already."""
+        copy = cls.__new__(cls)
+        copy._prepare(folder)
+        return copy
+
+    def _prepare(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(folder / "src"),
+            "OMP_NUM_THREADS": "1",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "DVC_NO_ANALYTICS": "1",
+            "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+        }
+        self.environment.pop("KAIROS_EXPERIMENT", None)
+
+    def run(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True)
+
+    def snakemake(self, *arguments: str, config: str = "tests/tiny.yaml") -> "subprocess.CompletedProcess[str]":
+        return self.run("snakemake", "--cores", "2", "--configfile", config, *arguments)
+
+    def outputs(self, config: str = "tests/tiny.yaml") -> dict[str, str]:
+        """Every output of every job with its rule, as Snakemake lists them."""
+        done = self.snakemake("--summary", config=config)
+        assert done.returncode == 0, done.stderr
+        rows = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+        return {row[0]: row[2] for row in rows[1:]}
+
+    def to_do(self, *arguments: str, config: str = "tests/tiny.yaml") -> dict[str, int]:
+        """Number of jobs that Snakemake would run, by rule; the target `all` left out."""
+        done = self.snakemake("--dry-run", *arguments, config=config)
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output
+        if "Nothing to be done" in output:
+            return {}
+        table = output[output.index("Job stats:") :].split("\n\n")[0]
+        counts = dict(re.findall(r"^(\w+) +(\d+)$", table, flags=re.MULTILINE))
+        return {rule: int(count) for rule, count in counts.items() if rule not in ("all", "total")}
+
+    @contextmanager
+    def edited(self, name: str, old: str, new: str) -> Iterator[None]:
+        path = self.folder / name
+        before = path.read_text()
+        assert before.count(old) >= 1, f"{name} does not hold {old!r}"
+        path.write_text(before.replace(old, new, 1))
+        try:
+            yield
+        finally:
+            path.write_text(before)
+
+    def pretend(self, config: str = "tests/tiny.yaml") -> None:
+        """Put empty results into Snakemake's ledger as computed: enough to ask what would run again."""
+        for name in self.outputs(config):
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.name == "figures":
+                path.mkdir()
+            else:
+                path.write_text('{"imported": true}\n')
+        done = self.snakemake("--touch", "--forceall", config=config)
+        assert done.returncode == 0, done.stderr
