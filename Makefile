@@ -32,10 +32,10 @@ run: setup  ## another experiment: make run EXPERIMENT=experiments/fashion_mnist
 	@$(BIN)/kairos check --folder $(EXPERIMENT) >/dev/null && $(BIN)/snakemake --cores $(CORES) --configfile $(EXPERIMENT)
 
 test: setup  ## the quick tests
-	@$(BIN)/python -m pytest -n $(CORES) -m "not long" $(TESTS)
+	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not long" $(TESTS)
 
 test-long: setup  ## the tests that take longer
-	@$(BIN)/python -m pytest -n $(CORES) -m long $(TESTS)
+	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m long $(TESTS)
 
 ui: setup  ## look at the imported runs in MLflow
 	@case "$$MLFLOW_TRACKING_URI" in \
