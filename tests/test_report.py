@@ -102,7 +102,7 @@ def test_a_damaged_record_and_a_missing_folder_are_one_message(small, capsys, tm
     config, results = small
     (results / "uniform/seed0/training.json").write_text('{"identity": ')
     assert main(["report", "--config", str(config), "--results", str(results)]) == 1
-    assert "training.json cannot be read" in capsys.readouterr().err
+    assert "training.json: damaged: not JSON" in capsys.readouterr().err
     assert main(["report", "--config", str(config), "--results", str(tmp_path / "nowhere")]) == 1
     assert "nowhere is no folder" in capsys.readouterr().err
 

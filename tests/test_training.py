@@ -144,15 +144,16 @@ def test_data_order_visits_every_image_once_an_epoch():
     assert seen[:30].tolist() != seen[30:].tolist()
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "head"])
 def test_a_damaged_checkpoint_is_recognised_and_the_one_before_it_used(finished, latents, tmp_path, damage, capsys):
     out = tmp_path / "run"
     train(experiment(), "adaptive", 0, out, latents, [0, 20])
     last = max(out.glob(".state/*/checkpoints/*.ckpt"))
     content = bytearray(last.read_bytes())
     content[len(content) // 2] ^= 1
+    head = content.replace(b"\n", b"x\n", 1)  # the length is no number any more
     last.unlink()
-    last.write_bytes({"flip": bytes(content), "cut": content[:-100], "empty": b""}[damage])
+    last.write_bytes({"flip": bytes(content), "cut": content[:-100], "empty": b"", "head": head}[damage])
     done = train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
     assert done["steps_run"] == 30  # from the checkpoint at step 10
     assert "the one before it is used" in capsys.readouterr().err

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from kairos.errors import DamagedError
+
 
 def sha256_bytes(data: bytes) -> str:
     """Hex SHA-256 of bytes."""
@@ -68,8 +70,15 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 def read_json(path: Path | str) -> Any:
-    """Read a JSON file."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    """Read a JSON file.
+
+    Raises:
+        DamagedError: it is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        raise DamagedError(f"{path}: damaged: not JSON; make it again, or pull it with dvc") from None
 
 
 def sync_folder(path: Path | str) -> None:

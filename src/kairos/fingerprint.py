@@ -11,16 +11,13 @@ import hashlib
 import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = "kairos"
+# they decide which code runs with which values, or keep and show what others compute; nothing is computed in them
 _LEFT_OUT = (
-    "kairos.config",
-    "kairos.registry",
-    "kairos.options",
-    "kairos.errors",
-    "kairos.progress",
-    "kairos.clock",
-    "kairos.cli",
+    *(f"kairos.{name}" for name in ("config", "registry", "options", "errors", "progress", "clock", "cli", "files")),
+    *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.store", "training.checkpoint")),
 )
 
 
@@ -68,17 +65,25 @@ def _parsed(module: str) -> ast.Module:
 
 @functools.cache
 def _hash_module(module: str) -> str:
-    tree = _parsed(module)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                node.body = node.body[1:] or [ast.Pass()]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+    return hashlib.sha256(_text(_parsed(module)).encode()).hexdigest()
+
+
+def _text(node: Any) -> str:
+    """A syntax tree as text: no positions, no docstrings, no empty fields (which differ between versions of Python)."""
+    if isinstance(node, list):
+        return "[" + ",".join(_text(item) for item in node) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and _has_docstring(node):
+        fields["body"] = fields["body"][1:]
+    kept = (f"{name}={_text(value)}" for name, value in fields.items() if value not in (None, []) and name != "kind")
+    return f"{type(node).__name__}({','.join(kept)})"
+
+
+def _has_docstring(node: Any) -> bool:
+    first = node.body[0] if node.body else None
+    return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:

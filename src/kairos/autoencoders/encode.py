@@ -16,7 +16,7 @@ import torch
 from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import create_array
 from kairos.data.dataset import PreparedDataset
-from kairos.errors import KairosError
+from kairos.errors import DamagedError, KairosError
 from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
 from kairos.progress import Progress, say
@@ -136,6 +136,6 @@ def _done(partial: Path, key: str, names: list[str], shape: tuple[int, ...]) -> 
     try:
         record = read_json(partial / "progress.json")
         shapes = {np.load(partial / f"{name}.npy", mmap_mode="r").shape for name in names}
-    except (OSError, ValueError):
+    except (OSError, DamagedError):
         return 0
     return record["done"] if record["key"] == key and shapes == {shape} else 0

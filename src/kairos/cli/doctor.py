@@ -1,6 +1,7 @@
 """``kairos doctor``: what is installed, which devices there are, which data and weights are present."""
 
 import argparse
+import glob
 import importlib.metadata
 import os
 import platform
@@ -90,7 +91,7 @@ def _experiment(path: Path) -> list[tuple[bool, str, str]]:
     lines = [(True, "experiment file", f"{path}: {len(experiment.methods)} methods, {len(experiment.seeds)} seeds")]
     dataset, autoencoder = experiment.dataset, experiment.autoencoder
     if dataset.source in ("folder", "parquet"):
-        present = Path(str(dataset.path)).exists() or bool(list(Path().glob(str(dataset.path))))
+        present = Path(str(dataset.path)).exists() or bool(glob.glob(str(dataset.path), recursive=True))
         lines.append((present, "data", f"{dataset.path}" + ("" if present else ": nothing there")))
     if autoencoder.kind == "pretrained":
         present = Path(str(autoencoder.path)).is_dir()

@@ -41,8 +41,9 @@ def run(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--until: got {arguments.until}, allowed: one of {list(experiment.milestones)}")
     latents = arguments.latents or Path("results") / experiment.experiment / "latents"
 
-    from kairos.training.run import train
+    from kairos.training.run import import_components, train
 
+    import_components(experiment.plain(), arguments.method)
     clock.work_begins()
     done = train(
         experiment.plain(),

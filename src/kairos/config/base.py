@@ -11,7 +11,7 @@ from kairos.registry import Registry
 class Section(BaseModel):
     """A section of an experiment file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def component(registry: Registry) -> Any:

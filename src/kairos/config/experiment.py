@@ -58,9 +58,9 @@ class Experiment(Section):
     @classmethod
     def _method_names(cls, value: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
         for name in value:
-            if not _NAME.match(name) or name in RESERVED:
+            if not _NAME.match(name) or "." in name or name in RESERVED:  # dvc splits names at dots
                 raise ValueError(
-                    f"method name {name!r}: letters, digits and _ . + - only, and none of {', '.join(RESERVED)}"
+                    f"method name {name!r}: letters, digits and _ + - only, and none of {', '.join(RESERVED)}"
                 )
         return value
 

@@ -1,14 +1,16 @@
 """Sections `diffusion`, `training` and `methods`: what decides a training's trajectory, and how it is cut into jobs."""
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from kairos.config.base import Section, component
 from kairos.diffusion.registries import LOSSES, PROCESSES
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 from kairos.training.registries import PROBES
+
+Pair = Annotated[tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
 class DiffusionConfig(Section):
@@ -26,7 +28,7 @@ class OptimizerConfig(Section):
 
     name: Literal["adam", "adamw"] = Field("adam", description="optimiser")
     lr: float = Field(2e-4, gt=0, description="learning rate after warm-up")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay rates of the moment estimates, each in [0, 1)")
+    betas: Pair = Field((0.9, 0.999), description="decay rates of the moment estimates, each in [0, 1)")
     eps: float = Field(1e-8, gt=0, description="term added to the denominator")
     weight_decay: float = Field(0.0, ge=0, description="weight decay (decoupled for adamw)")
     warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
@@ -81,7 +83,7 @@ class MethodConfig(Section):
     weighting: component(WEIGHTINGS) = Field("none", validate_default=True, description="how their losses are weighted")  # type: ignore[valid-type]
 
 
-_LENGTH = re.compile(r"^\s*([0-9.]+)\s*([kM]?)\s*(steps|images|epochs)\s*$")
+_LENGTH = re.compile(r"^\s*(\d+(?:\.\d*)?)\s*([kM]?)\s*(steps|images|epochs)\s*$")
 
 
 def length_in_steps(length: int | str, batch_size: int, train_images: int | None) -> int:

@@ -101,3 +101,9 @@ def make_schedule(
 ) -> NoiseSchedule:
     """A noise schedule by name."""
     return NoiseSchedule(make_betas(schedule, timesteps, scale_betas), variance, schedule)
+
+
+def linear_coefficients(schedule: NoiseSchedule) -> tuple[float, float]:
+    """Delta-beta and beta_0 of a linear schedule beta_t = beta_0 + Delta-beta t/T, t = 1 ... T (SpeeD, section 2.3)."""
+    change = float(schedule.betas[-1] - schedule.betas[0])
+    return change, float(schedule.betas[0]) - change / schedule.timesteps

@@ -172,7 +172,7 @@ def _protocol(
 def _validation(
     job: Job, protocol: dict[str, Any], reference: Reference, latents: Path | None, device: Any
 ) -> dict[str, Any]:
-    """The validation loss of the milestone's EMA weights.
+    """The validation loss of the weights that were sampled, or of the EMA where that is unknown.
 
     Raises:
         KairosError: the samples were drawn from another milestone, or the latents are not those it was trained on.
@@ -181,7 +181,7 @@ def _validation(
     from kairos.training.milestone import open_milestone
 
     assert job.milestone is not None
-    milestone = open_milestone(job.milestone, "ema", device)
+    milestone = open_milestone(job.milestone, protocol.get("weights") or "ema", device)
     record = milestone.record
     drawn = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
     if drawn != (record["identity"], record["step"]):

@@ -140,7 +140,7 @@ def collect(experiment: Experiment, folder: Path | str) -> Results:
         reference=_json(folder / "reference" / "reference.json", "reference"),
         dataset=_json(folder / "dataset" / "manifest.json", "prepare"),
         autoencoder=_json(folder / "autoencoder" / "manifest.json", "autoencoder"),
-        jobs=_jobs(folder),
+        jobs=_jobs(folder, experiment),
     )
     _check_comparable(results)
     return results
@@ -181,9 +181,11 @@ def _milestone(folder: Path, step: int, clock: dict[int, float]) -> Milestone:
     )
 
 
-def _jobs(folder: Path) -> tuple[Record, ...]:
-    """Time records of the jobs that a report depends on; its own of an earlier time is none of them."""
-    records = [_json(path, "--timing") for path in sorted(folder.glob("timing/**/*.json"))]
+def _jobs(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
+    """Time records of the jobs that the report depends on: of this experiment's methods and seeds, none of its own."""
+    trainings = {f"{method}_seed{seed}" for method in experiment.methods for seed in experiment.seeds}
+    paths = [path for path in sorted(folder.glob("timing/*/*/*.json")) if path.parent.name in trainings]
+    records = [_json(path, "--timing") for path in [*sorted(folder.glob("timing/*.json")), *paths]]
     return tuple(record for record in records if record["stage"] not in ("report", "track"))
 
 

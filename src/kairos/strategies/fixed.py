@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kairos.diffusion.schedule import NoiseSchedule
+from kairos.diffusion.schedule import NoiseSchedule, linear_coefficients
 from kairos.strategies.base import Array, Sampler, normal_cdf
 
 
@@ -88,9 +88,3 @@ def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
     change, first = linear_coefficients(schedule)
     offset = timesteps * first / change
     return math.sqrt(2 * timesteps * math.log(r) / change + offset**2) - offset
-
-
-def linear_coefficients(schedule: NoiseSchedule) -> tuple[float, float]:
-    """Delta-beta and beta_0 of a linear schedule beta_t = beta_0 + Delta-beta t/T, t = 1 ... T (SpeeD, section 2.3)."""
-    change = float(schedule.betas[-1] - schedule.betas[0])
-    return change, float(schedule.betas[0]) - change / schedule.timesteps

@@ -5,8 +5,8 @@ Weights that papers state for epsilon-prediction are converted: MSE_epsilon = SN
 
 import numpy as np
 
+from kairos.diffusion.schedule import linear_coefficients
 from kairos.strategies.base import Array, Weighting
-from kairos.strategies.fixed import linear_coefficients
 
 
 class Unweighted(Weighting):

@@ -39,7 +39,7 @@ def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     with open(path, "rb") as file:
         head = file.readline(200).decode("ascii", errors="replace").split()
         payload = file.read()
-    if head[:2] != _MAGIC.split() or len(head) != 4:
+    if head[:2] != _MAGIC.split() or len(head) != 4 or not head[3].isdigit():
         raise DamagedError(f"{path}: not a checkpoint of kairos")
     if len(payload) != int(head[3]):
         raise DamagedError(f"{path}: damaged: {len(payload)} bytes of {head[3]}")

@@ -1,6 +1,8 @@
 """A training from its experiment to its outputs: start or resume, steps, checkpoints, milestones, publishing."""
 
+import importlib
 import json
+import os
 import platform
 import time
 from datetime import UTC, datetime
@@ -12,13 +14,21 @@ import torch
 
 from kairos import compute
 from kairos.data.latents import open_latents
-from kairos.files import sha256_file
 from kairos.progress import Progress, duration, say
 from kairos.training.checkpoint import component_hashes
-from kairos.training.identity import identity_of
+from kairos.training.identity import code_roots, identity_of
 from kairos.training.loop import Trainer
 from kairos.training.milestone import write_milestone
 from kairos.training.store import Store, exclusive, read_timing
+
+
+def import_components(plain: dict[str, Any], method: str) -> None:
+    """Import what a training of `method` will use, so that its time counts as start-up.
+
+    torch's optimisers import its compiler when the first one is made.
+    """
+    for module in ("torch._dynamo", *code_roots(plain, method)):
+        importlib.import_module(module)
 
 
 def train(
@@ -78,7 +88,7 @@ def train(
         else:
             say(f"{out}: all milestones are there, 0 steps to do")
         store.fulfil(milestones)
-        content = store.newest()
+        content = store.newest(milestones[-1])
         assert content is not None
         record = {
             "identity": identity["identity"],
@@ -87,7 +97,7 @@ def train(
             "seed": seed,
             "steps": content["step"],
             "milestones": milestones,
-            "components": {**component_hashes(content), "metrics": sha256_file(store.metrics)},
+            "components": {**component_hashes(content), "metrics": content["metrics"]["sha256"]},
             "provenance": provenance(settings, device),
         }
         store.publish(milestones, None if part else record)
@@ -129,6 +139,7 @@ class Run:
                     metrics.write(json.dumps(line) + "\n")
                 if trainer.step in wanted or trainer.step % every == 0 or trainer.step == milestones[-1]:
                     metrics.flush()
+                    os.fsync(metrics.fileno())
                     self._timing()
                     if trainer.step in wanted:
                         self._milestone()

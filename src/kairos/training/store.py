@@ -176,7 +176,6 @@ class Store:
         link_file(self.folder / "checkpoints" / f"{step_name(record['steps'])}.ckpt", self.out / "checkpoint.pt")
         for path in (self.metrics, self.timing):
             target = self.out / path.name
-            target.unlink(missing_ok=True)
             shutil.copyfile(path, target.with_name(f".tmp-{path.name}"))  # a copy: the state's own goes on growing
             os.replace(target.with_name(f".tmp-{path.name}"), target)
         write_json(self.out / "training.json", record)

@@ -18,6 +18,7 @@ from kairos.config import load, validate
 from kairos.errors import KairosError
 from kairos.files import read_json, sha256_json
 from kairos.progress import duration, say
+from kairos.tracking.store import tracking_uri, without_credentials
 from kairos.workflow import acknowledge
 from kairos.workflow.plan import Plan, plan
 
@@ -37,7 +38,7 @@ def open_plan(workflow: Any, config: dict[str, Any]) -> Plan:
             os.environ[_FROZEN] = str(found.config.resolve())
             if not workflow.dryrun:
                 _lock(Path(found.results))
-                _forget_failed_import(Path(found.results))
+                _forget_failed_import(Path(found.results), found.experiment.tracking.uri)
         return found
     except KairosError as error:
         _end(str(error))
@@ -88,11 +89,13 @@ def _lock(results: Path) -> None:
             left.unlink()
 
 
-def _forget_failed_import(results: Path) -> None:
-    """An import into MLflow that failed stops nothing, and is tried again by the next run."""
+def _forget_failed_import(results: Path, configured: str | None) -> None:
+    """An import into MLflow that failed stops nothing, and is tried again by the next run; so is one into elsewhere."""
     record = results / "tracking.json"
-    if record.exists() and not read_json(record).get("imported"):
-        record.unlink()
+    if record.exists():
+        done = read_json(record)
+        if not done.get("imported") or done.get("uri") != without_credentials(tracking_uri(configured)):
+            record.unlink()
 
 
 def data_files(plan: Plan) -> list[str]:

@@ -6,6 +6,7 @@ field that is not named here, such as a batch size that does not change the imag
 
 from typing import Any
 
+from kairos.diffusion.registries import PROCESSES
 from kairos.evaluation.registries import EXTRACTORS
 from kairos.fingerprint import fingerprint
 from kairos.models.registries import MODELS
@@ -49,7 +50,6 @@ def settings(stage: str, plain: Plain, method: str | None = None) -> Plain:
                 "diffusion": plain["diffusion"],
                 "method": plain["methods"][method],
                 "training": trajectory_settings(plain["training"]),
-                "probes": plain["training"]["probes"],
             }
         case "sample":
             num = evaluation["num_samples"] * evaluation["sets"]
@@ -74,6 +74,8 @@ def code(stage: str, plain: Plain, method: str | None = None) -> str:
 
 def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
     model = MODELS.entry(plain["model"]["name"]).module
+    process = PROCESSES.entry(plain["diffusion"]["process"]["name"]).module
+    extractor = EXTRACTORS.entry(plain["evaluation"]["extractor"]["name"]).module
     match stage:
         case "prepare":
             return ["kairos.data.prepare", "kairos.data.sources"]
@@ -85,13 +87,14 @@ def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
             assert method is not None
             return code_roots(plain, method)
         case "sample":
-            return ["kairos.sampling.sample", SCHEDULERS.entry(plain["sampling"]["scheduler"]["name"]).module, model]
+            scheduler = SCHEDULERS.entry(plain["sampling"]["scheduler"]["name"]).module
+            return ["kairos.sampling.sample", scheduler, model, process]
         case "extractor":
-            return ["kairos.evaluation.extractors", EXTRACTORS.entry(plain["evaluation"]["extractor"]["name"]).module]
+            return ["kairos.evaluation.extractors", extractor]
         case "reference":
-            return ["kairos.evaluation.reference"]
+            return ["kairos.evaluation.reference", extractor]
         case "evaluate":
-            return ["kairos.evaluation.evaluate", model]
+            return ["kairos.evaluation.evaluate", model, process, extractor]
         case "report":
             return ["kairos.report.build"]
         case "track":
