@@ -1,7 +1,7 @@
 """Seams: one small addition of each kind, registered here and used through the whole way without a change elsewhere."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +10,20 @@ import torch
 from torch import nn
 from training_case import experiment, make_latents
 
+from kairos.autoencoders.codec import load_codec
+from kairos.autoencoders.encode import encode
+from kairos.autoencoders.stage import make_autoencoder
+from kairos.cli import main
 from kairos.conditions import CONDITIONS
+from kairos.config import validate
 from kairos.config.training import length_in_steps
+from kairos.data.dataset import open_dataset
+from kairos.data.prepare import write_dataset
+from kairos.data.sources import open_source
 from kairos.diffusion.losses import per_sample
 from kairos.diffusion.processes import Discrete
 from kairos.diffusion.registries import LOSSES, PROCESSES, DiscreteOptions, LossOptions
-from kairos.files import read_json, write_json
+from kairos.files import read_json
 from kairos.models.registries import MODELS
 from kairos.options import option
 from kairos.strategies import Sampler, Weighting
@@ -182,17 +190,23 @@ class TextOptions(LinearOptions):
 def test_a_condition_that_is_a_sequence_per_image(registered, tmp_path):
     registered(CONDITIONS, "text", "text")
     registered(MODELS, "text_unet", "TextUNet", TextOptions)
-    latents = make_latents(tmp_path / "data")
-    dataset = tmp_path / "data" / "dataset"
-    np.save(dataset / "conditions" / "text.npy", np.zeros((200, 3, 2), np.float32))
-    description = {"kind": "text", "file": "conditions/text.npy"}
-    for folder in (dataset, latents):
-        manifest = read_json(folder / "manifest.json")
-        manifest["conditions"]["text"] = description
-        write_json(folder / "manifest.json", manifest)
     plain = experiment({"uniform": {}}, model={"name": "text_unet"}, training__condition_dropout=0.5)
-    train(plain, "uniform", 0, tmp_path / "run", latents, [0, 2])
-    assert read_json(tmp_path / "run/milestones/0000002/milestone.json")["conditions"] == {"text": description}
+    config = validate(plain)
+    digits = open_source(config.dataset)
+    tokens = np.zeros((digits.count, 3, 2), np.float32)
+    folders = dataset, autoencoder, latents = [tmp_path / name for name in ("dataset", "autoencoder", "latents")]
+    write_dataset(config.dataset, replace(digits, further={"text": ({"kind": "text"}, tokens)}), dataset)
+    make_autoencoder(config.autoencoder, open_dataset(dataset), autoencoder, torch.device("cpu"), False)
+    encode(open_dataset(dataset), load_codec(autoencoder, "cpu"), latents, False, 64)
+    run = tmp_path / "text" / "seed0"
+    train(plain, "uniform", 0, run, latents, [0, 2])
+    description = {"kind": "text", "file": "conditions/text.npy"}
+    milestone = run / "milestones" / "0000002"
+    assert all(read_json(folder / "manifest.json") for folder in folders)
+    images = tmp_path / "images.npz"
+    assert main(["sample", "--milestone", str(milestone), "--out", str(images), "--num", "3", "--seed", "0"]) == 0
+    assert np.load(images)["images"].shape == (3, 8, 8, 3)
+    assert read_json(milestone / "milestone.json")["conditions"] == {"text": description}
 
 
 def test_a_probe_changes_nothing_but_the_log(registered, latents, tmp_path):

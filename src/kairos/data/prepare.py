@@ -54,9 +54,9 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     for name, indices in split.items():
         np.save(out / f"{name}.npy", indices.astype(np.int64))
     conditions: dict[str, dict[str, Any]] = {}
-    if source.labels is not None and source.classes is not None:
-        np.save(out / "conditions" / "class.npy", source.labels[kept])
-        conditions["class"] = {"kind": "class", "num_classes": len(source.classes), "file": "conditions/class.npy"}
+    for name, (description, values) in source.conditions.items():
+        conditions[name] = {**description, "file": f"conditions/{name}.npy"}
+        np.save(out / conditions[name]["file"], values[kept])
     names = ["images.npy", "train.npy", "heldout.npy", *(item["file"] for item in conditions.values())]
     for name in names:
         _sync(out / name)

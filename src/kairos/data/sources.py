@@ -7,7 +7,7 @@ decoded by us, not by the library that stores them, so that a broken one can be 
 import glob
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ class Source:
     """Images by number.
 
     `read` raises ValueError with the reason where an image is broken; `name` says which file or row it is; `labels` is
-    int64 (count,) with values below len(classes), or None.
+    int64 (count,) with values below len(classes), or None. `further` holds conditions of other kinds by name: what
+    `conditions.CONDITIONS` needs to know of each, ``{"kind": ...}``, and an array with a row per image.
     """
 
     count: int
@@ -34,6 +35,14 @@ class Source:
     name: Callable[[int], str]
     labels: np.ndarray | None = None
     classes: list[str] | None = None
+    further: dict[str, tuple[dict[str, Any], np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def conditions(self) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
+        """All conditions of the images, the class among them where there are classes."""
+        if self.labels is None or self.classes is None:
+            return self.further
+        return {"class": ({"kind": "class", "num_classes": len(self.classes)}, self.labels), **self.further}
 
 
 def open_source(config: DatasetConfig) -> Source:
