@@ -54,6 +54,13 @@ def test_committed_experiments_are_valid(path):
             r"methods.new.sampler: .*unknown sampler 'speedy'; did you mean 'speed'\?",
         ),
         ("methods.new", {"weighting": {"name": "min_snr", "gamma": 0}}, r"gamma: got 0, allowed: number > 0"),
+        (
+            "methods.speed.sampler",
+            {"name": "speed", "tau": 1000},
+            r"methods.speed.sampler.tau: got 1000, allowed: 1 to",
+        ),
+        ("methods.speed.sampler", {"name": "speed", "r": 5}, r"methods.speed.sampler.r: got 5.0 with schedule cosine"),
+        ("methods.a", {"sampler": {"name": "adaptive", "feature_timesteps": 2000}}, r"feature_timesteps 2000 .*<= T"),
         ("methods.floor", {}, r"method name 'floor'"),
         ("methods", {}, r"methods: got {}, allowed: .*at least 1"),
         ("training.milestones", [10, 5], r"training.milestones: got \[10, 5\], allowed: increasing"),

@@ -19,6 +19,7 @@ from kairos.config.training import DiffusionConfig, MethodConfig, TrainingConfig
 from kairos.errors import ConfigError
 from kairos.files import sha256_json, write_text
 from kairos.models.registries import MODELS
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
 RESERVED = (*REFERENCE_ROWS, "dataset", "autoencoder", "latents", "extractor", "reference", "figures", "timing", "logs")
@@ -80,6 +81,17 @@ class Experiment(Section):
         if self.sampling.guidance_scale != 1 and self.training.condition_dropout == 0:
             raise ValueError("sampling.guidance_scale: other than 1 needs training.condition_dropout > 0")
         timesteps = self.diffusion.process.get("timesteps")
+        for name, method in self.methods.items():
+            for part, registry, named in (
+                ("sampler", SAMPLERS, method.sampler),
+                ("weighting", WEIGHTINGS, method.weighting),
+            ):
+                options = registry.parse(named["name"], {key: value for key, value in named.items() if key != "name"})
+                if timesteps is not None and hasattr(options, "check_fits"):
+                    try:
+                        options.check_fits(timesteps, self.diffusion.process["schedule"])
+                    except ValueError as error:
+                        raise ValueError(f"methods.{name}.{part}.{error}") from None
         if timesteps is not None and self.sampling.steps > timesteps:
             raise ValueError(
                 f"sampling.steps: got {self.sampling.steps}, allowed: at most diffusion.process.timesteps = {timesteps}"

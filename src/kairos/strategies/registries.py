@@ -26,6 +26,13 @@ class SpeedOptions:
         if self.tau is not None and self.r is not None:
             raise ValueError(f"tau and r: got {self.tau} and {self.r}, allowed: one of them")
 
+    def check_fits(self, timesteps: int, schedule: str) -> None:
+        """Refuse, before any job, what this process cannot have; raises ValueError."""
+        if self.tau is not None and self.tau >= timesteps:
+            raise ValueError(f"tau: got {self.tau}, allowed: 1 to T - 1 = {timesteps - 1}")
+        if self.r is not None and schedule != "linear":
+            raise ValueError(f"r: got {self.r} with schedule {schedule}, allowed: schedule linear, or give tau")
+
 
 @dataclass(frozen=True)
 class AdaptiveOptions:
@@ -42,6 +49,15 @@ class AdaptiveOptions:
     feature_timesteps: int | None = option(None, "timesteps of the feature vector, evenly spread; null: all T", ge=3)
     c_max: float | None = option(None, "cap on the VLB coefficient c_t in the measured losses; null: none", gt=0)
     reward_decay: float = option(0.9, "decay of the running mean and scale of the rewards", ge=0, lt=1)
+
+    def check_fits(self, timesteps: int, schedule: str) -> None:
+        """Refuse, before any job, what this process cannot have; raises ValueError."""
+        count = self.feature_timesteps or timesteps
+        if count > timesteps or self.selected > count:
+            raise ValueError(
+                f"feature_timesteps {self.feature_timesteps} and selected {self.selected}, "
+                f"allowed: selected <= feature_timesteps <= T = {timesteps}"
+            )
 
 
 SAMPLERS = Registry("sampler")

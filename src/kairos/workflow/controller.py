@@ -36,9 +36,7 @@ def open_plan(workflow: Any, config: dict[str, Any]) -> Plan:
         found = plan(_experiment(workflow, config))
         if workflow.is_main_process:
             os.environ[_FROZEN] = str(found.config.resolve())
-            if not workflow.dryrun:
-                _lock(Path(found.results))
-                _forget_failed_import(Path(found.results), found.experiment.tracking.uri)
+            _before_execution(workflow, found)
         return found
     except KairosError as error:
         _end(str(error))
@@ -55,6 +53,26 @@ def _experiment(workflow: Any, config: dict[str, Any]) -> Any:
     load(_DEFAULT)
     values = yaml.safe_load(Path(_DEFAULT).read_text(encoding="utf-8"))
     return validate({**values, **config}, f"{_DEFAULT} with --config")
+
+
+def _before_execution(workflow: Any, plan: Plan) -> None:
+    """Lock the results when Snakemake begins to execute, before it looks at any file.
+
+    Its own hook (onstart) comes after its locks; and while the Snakefile is read it is not known yet whether anything
+    will be executed: a dry run, a summary or a lint must work beside a run.
+    """
+    execute = workflow.execute
+
+    def locked(*arguments: Any, executor_plugin: Any, **keywords: Any) -> Any:
+        if not executor_plugin.common_settings.dryrun_exec:
+            try:
+                _lock(Path(plan.results))
+            except KairosError as error:
+                _end(str(error))
+            _forget_failed_import(Path(plan.results), plan.experiment.tracking.uri)
+        return execute(*arguments, executor_plugin=executor_plugin, **keywords)
+
+    workflow.execute = locked
 
 
 def _end(message: str) -> NoReturn:
