@@ -1,5 +1,6 @@
 """A copy of the repository in which tests run Snakemake and DVC, and edit what they like."""
 
+import json
 import os
 import re
 import shutil
@@ -86,6 +87,6 @@ class Copy:
             if path.name == "figures":
                 path.mkdir()
             else:
-                path.write_text('{"imported": true}\n')
+                path.write_text(json.dumps({"imported": True, "uri": self.environment["MLFLOW_TRACKING_URI"]}))
         done = self.snakemake("--touch", "--forceall", config=config)
         assert done.returncode == 0, done.stderr
