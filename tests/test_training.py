@@ -88,6 +88,16 @@ def test_a_finished_training_whose_books_were_not_written_computes_nothing_again
     assert components(out) == components(finished) and check_milestone(out / "milestones" / "0000040")
 
 
+@pytest.mark.parametrize("length", [30, 10])
+def test_lowering_the_last_milestone_gives_the_shorter_training(latents, tmp_path, length):
+    shorter, longer = tmp_path / "shorter", tmp_path / "longer"
+    train(experiment(), "adaptive", 0, shorter, latents, [0, length])
+    train(experiment(), "adaptive", 0, longer, latents, [0, 40])
+    train(experiment(), "adaptive", 0, longer, latents, [0, length])
+    for name in ("checkpoint.pt", "metrics.jsonl", "training.json"):
+        assert (longer / name).read_bytes() == (shorter / name).read_bytes()
+
+
 def test_an_acknowledged_training_asked_for_again_starts_over(finished, latents, tmp_path):
     out = tmp_path / "run"
     train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])

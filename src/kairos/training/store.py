@@ -10,6 +10,7 @@ It is no declared output of anything, so it survives what a workflow does to the
 """
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.errors import DamagedError, KairosError
-from kairos.files import link_file, link_tree, read_json, sha256_bytes, write_json
+from kairos.files import link_file, link_tree, read_json, read_lines, sha256_bytes, write_json, write_text
 from kairos.progress import say
 from kairos.training import checkpoint
 from kairos.training.milestone import check_milestone, step_name
@@ -77,8 +78,8 @@ class Store:
         return missing or ([] if self._reached(milestones[-1]) else milestones[-1:])
 
     def _reached(self, step: int) -> bool:
-        newest = self.newest()
-        return newest is not None and newest["step"] >= step
+        newest = self.newest(step)
+        return newest is not None and newest["step"] == step
 
     def newest(self, at_most: int | None = None, device: Any = "cpu") -> dict[str, Any] | None:
         """The newest whole checkpoint (up to step `at_most`) that goes with the metrics; damaged ones are said."""
@@ -176,8 +177,8 @@ class Store:
         link_file(self.folder / "checkpoints" / f"{step_name(record['steps'])}.ckpt", self.out / "checkpoint.pt")
         for path in (self.metrics, self.timing):
             target = self.out / path.name
-            shutil.copyfile(path, target.with_name(f".tmp-{path.name}"))  # a copy: the state's own goes on growing
-            os.replace(target.with_name(f".tmp-{path.name}"), target)
+            lines = [line for line in read_lines(path) if json.loads(line)["step"] <= record["steps"]]
+            write_text(target, "".join(f"{line}\n" for line in lines))  # a copy: the state's own goes on growing
         write_json(self.out / "training.json", record)
 
 
@@ -197,19 +198,11 @@ def _whole(folder: Path) -> bool:
 
 def read_timing(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a timing file."""
-    import json
-
-    from kairos.files import read_lines
-
     return [json.loads(line) for line in read_lines(path)]
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     """Write a file of JSON lines atomically."""
-    import json
-
-    from kairos.files import write_text
-
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
