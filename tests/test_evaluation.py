@@ -1,4 +1,4 @@
-"""Evaluation as a user meets it: extractor, reference rows, samples, records, mistakes, additions by name."""
+"""Evaluation as a user meets it: classifier, reference rows, samples, records, mistakes, additions by name."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ import yaml
 from kairos.cli import main
 from kairos.data.dataset import open_dataset
 from kairos.errors import DamagedError, KairosError
-from kairos.evaluation import distances, evaluate, extractors
+from kairos.evaluation import evaluate, extractors
 from kairos.evaluation.registries import METRICS
 from kairos.sampling.sample import read_samples, write_samples
 
@@ -124,42 +124,6 @@ def test_classifier_needs_classes(chain, tmp_path):
     with pytest.raises(KairosError, match="no classes"):
         extractors.make(options, dataset, tmp_path / "x")
     assert not (tmp_path / "x/manifest.json").exists()
-
-
-def test_missing_inception_weights(tmp_path):
-    with pytest.raises(KairosError, match=r"nowhere\.pth.*classifier needs none"):
-        extractors.make({"name": "inception", "path": str(tmp_path / "nowhere.pth")}, None, tmp_path / "x")
-
-
-def test_inception_download_that_fails_says_where_the_file_goes(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr("kairos.evaluation.inception.URL_INCEPTION_V3", (tmp_path / "no-6726825d.pth").as_uri())
-    with pytest.raises(KairosError, match=r"checkpoints/weights-inception-2015-12-05-6726825d\.pth, but the download"):
-        extractors.make({"name": "inception", "path": None}, None, tmp_path / "x")
-
-
-def test_inception_with_weights_of_the_right_form(tmp_path):
-    """The real network with random weights: features of grey and colour images, logits, Inception score."""
-    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-
-    class Random(FeatureExtractorInceptionV3):
-        def load_state_dict(self, *arguments, **keywords):
-            return None
-
-    torch.save({}, tmp_path / "empty.pth")
-    random = Random("random", ["2048"], feature_extractor_weights_path=str(tmp_path / "empty.pth"))
-    torch.save(random.state_dict(), tmp_path / "weights.pth")
-    manifest = extractors.make({"name": "inception", "path": str(tmp_path / "weights.pth")}, None, tmp_path / "x")
-    assert manifest["metric"] == "fid" and manifest["features"] == 2048
-    opened = extractors.open_extractor(tmp_path / "x")
-    grey = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 1), dtype=np.uint8)
-    features = extractors.extract(opened, grey)
-    torch.testing.assert_close(features["2048"], extractors.extract(opened, grey.repeat(3, axis=3))["2048"])
-    assert features["2048"].shape == (12, 2048) and features["logits_unbiased"].shape == (12, 1008)
-    assert distances.isc(None, distances.sample_of(opened, features), None)["isc"] >= 1.0
-    torch.save({"nothing": torch.zeros(1)}, tmp_path / "x" / "weights-inception-2015-12-05-6726825d.pth")
-    with pytest.raises(DamagedError):
-        extractors.open_extractor(tmp_path / "x")
 
 
 def test_reference_rows(chain):

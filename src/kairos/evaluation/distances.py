@@ -108,7 +108,7 @@ def cached(parts: Any, compute: Callable[[], Statistics]) -> Statistics:
 
 
 def check_number(count: int, width: int, what: str) -> list[str]:
-    """Whether there are enough images for the covariance of `width` features; the warnings, if any.
+    """Whether `what`, so many images, are enough for the covariance of `width` features; the warnings, if any.
 
     Raises:
         KairosError: as many images as features or fewer: the covariance has no full rank and the distance means little.
@@ -119,7 +119,7 @@ def check_number(count: int, width: int, what: str) -> list[str]:
             "(fewer make the Fréchet distance meaningless; an extractor with fewer features needs fewer)"
         )
     if count < 10 * width:
-        return [f"{what}: {count} images are fewer than 10 times the {width} features: distances are biased upwards"]
+        return [f"{count} images are fewer than 10 times the {width} features: distances are biased upwards"]
     return []
 
 

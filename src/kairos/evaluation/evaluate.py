@@ -72,7 +72,7 @@ def evaluate(
     parts, warnings = split(images, reference.record["num_samples"], sets, str(job.samples))
     warnings += distances.check_number(len(parts[0]), extractor.width, str(job.samples))
     for warning in warnings:
-        say(f"warning: {warning}")
+        say(f"warning: {job.samples}: {warning}")
     with torch.inference_mode():
         samples = [distances.sample_of(extractor, extract(extractor, part)) for part in parts]
     metrics = distances.summarise([distances.score(sample, reference.target) for sample in samples])
@@ -99,7 +99,7 @@ def split(
         images: all of them.
         num_samples: images per set, as the reference fixes it; None: `sets` sets.
         sets: number of sets where the size is not fixed.
-        where: the file, for messages.
+        where: the file, for the error.
 
     Raises:
         KairosError: fewer images than one set has.
@@ -109,7 +109,7 @@ def split(
     if count == 0:
         raise KairosError(f"{where}: got {len(images)} images, allowed: at least {num_samples or sets}, one full set")
     rest = len(images) - count * size
-    warnings = [f"{where}: the last {rest} images fill no set of {size} and are not used"] if rest else []
+    warnings = [f"the last {rest} images fill no set of {size} and are not used"] if rest else []
     return [images[k * size : (k + 1) * size] for k in range(count)], warnings
 
 
@@ -121,7 +121,7 @@ def outside_reference(path: Path, extractor: Extractor) -> Reference:
     """
     images, _ = read_samples(path)
     for warning in distances.check_number(len(images), extractor.width, str(path)):
-        say(f"warning: {warning}")
+        say(f"warning: {path}: {warning}")
     parts = {"images": sha256_file(path), "extractor": extractor.hash}
     statistics = distances.cached(parts, lambda: distances.statistics(extract(extractor, images)[extractor.layer]))
     record = {

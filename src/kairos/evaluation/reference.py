@@ -68,6 +68,7 @@ def build(
         KairosError: fewer held-out images than samples, or too few for the extractor's features.
     """
     from kairos.autoencoders.codec import load_codec
+    from kairos.autoencoders.quality import reconstruct
     from kairos.data.latents import open_latents
 
     device = compute.setup(config.training.threads, config.training.device, config.training.deterministic)
@@ -80,8 +81,12 @@ def build(
             f"evaluation.num_samples: got {evaluation.num_samples}, allowed: at most {len(images.heldout)}, the number "
             "of held-out images, which rows floor and reconstruction are made of; lower it or raise dataset.heldout"
         )
-    warnings = distances.check_number(evaluation.num_samples, opened.width, "evaluation.num_samples")
-    warnings += distances.check_number(len(images.train), opened.width, "training images")
+    numbers = {"evaluation.num_samples": evaluation.num_samples, "training images": len(images.train)}
+    warnings = [
+        f"{what}: {warning}"
+        for what, number in numbers.items()
+        for warning in distances.check_number(number, opened.width, what)
+    ]
     for warning in warnings:
         say(f"warning: {warning}")
     target = Target(opened.manifest["metric"], training_statistics(images, opened), evaluation.kid)
@@ -95,7 +100,8 @@ def build(
     with torch.inference_mode():
         rows["floor"] = _bootstrapped(opened, images.images[heldout], target, evaluation.seed)
         progress.advance()
-        rows["reconstruction"] = _bootstrapped(opened, reconstructed(codec, images, heldout), target, evaluation.seed)
+        others = reconstruct(codec, images, heldout, BATCH)
+        rows["reconstruction"] = _bootstrapped(opened, others, target, evaluation.seed)
         progress.advance()
         drawn = (gaussian.decoded(codec, evaluation.num_samples, evaluation.seed, number) for number in draws)
         rows["gaussian"] = _repeated(opened, drawn, target)
@@ -168,15 +174,6 @@ def training_statistics(images: PreparedDataset, extractor: Extractor) -> Statis
 def reference_hash(statistics: Statistics, extractor: Extractor) -> str:
     """What identifies a reference: real statistics and extractor."""
     return sha256_json({"statistics": statistics.hash, "extractor": extractor.hash})
-
-
-def reconstructed(codec: Any, images: PreparedDataset, indices: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Images through the autoencoder, means of the latents, uint8 (n, height, width, channels)."""
-    parts = []
-    for start in range(0, len(indices), BATCH):
-        mean, _ = codec.encode(images.tensor(indices[start : start + BATCH]))
-        parts.append(to_uint8(codec.decode(codec.to_model_space(mean))))
-    return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
