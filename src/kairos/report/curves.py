@@ -102,10 +102,11 @@ def _metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
     for method, look in looks.items():
         own = curves[method]
         x = own.seconds / divisor if time else own.steps
-        down = np.minimum(own.spread, own.mean * 0.999)  # a log axis has no zero
-        axes.fill_between(x, own.mean - down, own.mean + own.spread, color=look.color, alpha=0.13, linewidth=0)
+        up = np.nan_to_num(own.spread)  # no band where it is unknown
+        down = np.minimum(up, own.mean * 0.999)  # a log axis has no zero
+        axes.fill_between(x, own.mean - down, own.mean + up, color=look.color, alpha=0.13, linewidth=0)
         axes.errorbar(
-            x, own.mean, yerr=[down, own.spread], color=look.color, linestyle=look.dash, marker=look.marker,
+            x, own.mean, yerr=[down, up], color=look.color, linestyle=look.dash, marker=look.marker,
             markersize=4.5, linewidth=1.6, elinewidth=0.9, capsize=2,
         )  # fmt: skip
         labels.append(Label(float(own.mean[-1]), method, look.color, bold=True, x=float(x[-1])))

@@ -1,11 +1,11 @@
 """What came out, in sentences computed from the numbers, and what a reader has to be warned of."""
 
-import re
+import math
 from collections import defaultdict
 from itertools import pairwise
 
 from kairos.report.collect import Results
-from kairos.report.table import NOT_MOVED, Row, curve, moved
+from kairos.report.table import NOT_MOVED, Row, curve, lower, moved
 from kairos.report.text import listed, number, plural, plus_minus
 
 _SPACES = {
@@ -33,6 +33,8 @@ def verdict(results: Results, rows: list[Row]) -> list[str]:
     baseline = next((row for row in rows if row.method == results.baseline), None)
     alike = [row for row in rows if row.like_best]
     low = f"{plus_minus(rows[0].mean, rows[0].spread)}"
+    if not all(row.judged for row in rows):
+        return [f"{rows[0].method} ends with the lowest number, {low}, but the spread is unknown: nothing is ranked."]
     if len(alike) == 1:
         first = f"{rows[0].method} ends with the lowest Fréchet distance, {low}"
         if baseline is not None and baseline is not rows[0]:
@@ -43,8 +45,9 @@ def verdict(results: Results, rows: list[Row]) -> list[str]:
         sentences = [f"{names} end within the spread of the lowest Fréchet distance, {low}, and are not ranked."]
     if baseline is None:
         return [*sentences, "No method samples uniformly without weights, so there is no baseline for factors."]
-    better = [row.method for row in rows if _lower(row, baseline)]
-    worse = [row.method for row in rows if row is not baseline and _lower(baseline, row)]
+    curves = {row.method: curve(results, row.method) for row in rows}
+    better = [method for method, own in curves.items() if lower(own, curves[baseline.method])]
+    worse = [method for method, own in curves.items() if lower(curves[baseline.method], own)]
     alike_baseline = [row.method for row in rows if row is not baseline and row.method not in (*better, *worse)]
     where = baseline.method
     if better:
@@ -75,10 +78,6 @@ def warnings(results: Results) -> list[str]:
     ]
 
 
-def _lower(one: Row, other: Row) -> bool:
-    return one.mean + one.spread < other.mean - other.spread
-
-
 def _of_samplers(results: Results) -> list[str]:
     return [
         f"{training.method} seed {training.seed}: its sampler learns but has not moved from its start (total variation "
@@ -90,6 +89,12 @@ def _of_samplers(results: Results) -> list[str]:
 
 def _of_distances(results: Results) -> list[str]:
     messages = []
+    unknown = [method for method in results.methods if math.isnan(curve(results, method).spread[-1])]
+    if unknown:
+        messages.append(
+            f"The spread of the final distance of {listed(unknown)} is unknown, so nothing can be ranked by it: "
+            "two sets of samples (evaluation.sets) or two seeds give one."
+        )
     gaussian = results.reference["rows"].get("gaussian", {}).get(results.metric)
     for method in results.methods:
         own = curve(results, method)
@@ -107,14 +112,16 @@ def _of_distances(results: Results) -> list[str]:
 
 
 def _of_evaluations(results: Results) -> list[str]:
-    places: dict[str, int] = defaultdict(int)
-    total = 0
+    places: dict[str, list[str]] = defaultdict(list)
     for training in results.trainings:
         for milestone in training.milestones:
-            total += 1
             for message in milestone.evaluation.get("warnings") or []:
-                places[re.sub(r"^\S+\.npz: ", "", message)] += 1  # the same for every file of samples
-    return [f"Evaluation ({count} of {total} milestones): {message}" for message, count in places.items()]
+                places[message].append(f"{training.method} seed {training.seed} step {milestone.step:,}")
+    messages = []
+    for message, (first, *others) in places.items():
+        more = f" and {plural(len(others), 'other evaluation')}" if others else ""
+        messages.append(f"{first}{more}: {message}.")
+    return messages
 
 
 def _of_exactness(results: Results) -> list[str]:
@@ -130,8 +137,6 @@ def _of_extent(results: Results) -> list[str]:
     messages = []
     if len(results.experiment.seeds) == 1:
         messages.append("One seed: how much another seed would change the numbers is not part of the spread.")
-    if results.experiment.evaluation.sets == 1:
-        messages.append("One set of samples: distances have no spread, so differences cannot be judged.")
     if any(training.timing.empty for training in results.trainings):
         messages.append("Some trainings have no timing.jsonl: their times and factors in time are missing.")
     return messages

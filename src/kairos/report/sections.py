@@ -13,9 +13,10 @@ from kairos.report.text import component, listed, number, plural
 
 _HOW_TO_READ = (
     "Lower is better. The uncertainty of a distance is the larger of its spread over sets of samples and over seeds. "
-    "Methods whose intervals overlap are not ranked: they share a range of ranks. “Fewer steps” is how many times "
-    "sooner a method reaches the baseline's final distance (interpolated linearly between milestones), “less time” the "
-    "same in seconds of training; below each, the range when the curve is shifted by the uncertainty of both."
+    "Methods whose intervals overlap are not ranked: they share a range of ranks. With one set of samples and one seed "
+    "the uncertainty is unknown and nothing is ranked. “Fewer steps” is how many times sooner a method reaches the "
+    "baseline's final distance (interpolated linearly between milestones), “less time” the same in seconds of "
+    "training; below each, the range when the curve is shifted by the uncertainty of both."
 )
 
 

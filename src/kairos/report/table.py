@@ -1,7 +1,8 @@
 """The comparison: final values with their spread, which differences are real, and factors against uniform.
 
 A method's uncertainty is the larger of two spreads: over its sets of samples (pooled over seeds) and over its seeds.
-Two methods differ when their intervals, mean ± uncertainty, do not overlap; those that do not differ are not ranked.
+Two methods differ when their intervals, mean ± uncertainty, do not overlap; those that do not differ are not ranked,
+nor are those of unknown uncertainty: with one set of samples and one seed there is none.
 """
 
 import math
@@ -26,15 +27,16 @@ class Curve:
 
     @property
     def spread(self) -> np.ndarray:
-        """The uncertainty of each point: the larger of the two spreads; 0 where neither is known."""
-        return np.nan_to_num(np.fmax(self.over_sets, self.over_seeds))
+        """The uncertainty of each point: the larger of the two spreads; NaN where neither is known."""
+        return np.fmax(self.over_sets, self.over_seeds)
 
 
 @dataclass(frozen=True)
 class Factor:
     """How many times fewer steps (or less time) a method needs for uniform's final value; None: not reached.
 
-    `easy` and `hard` are the factors when the method's curve lies lower and higher by both methods' uncertainty.
+    `easy` and `hard` are the factors when the method's curve lies lower and higher by both methods' uncertainty; None
+    too where that is unknown.
     """
 
     value: float | None
@@ -44,10 +46,11 @@ class Factor:
 
 @dataclass(frozen=True)
 class Row:
-    """One method of the comparison."""
+    """One method of the comparison; `spread` is the uncertainty that ranks are decided by, NaN where it is unknown."""
 
     method: str
     mean: float
+    spread: float
     over_sets: float
     over_seeds: float
     first_rank: int
@@ -59,14 +62,14 @@ class Row:
     step_seconds: float
 
     @property
-    def spread(self) -> float:
-        """The uncertainty that ranks are decided by."""
-        return float(np.nan_to_num(np.fmax(self.over_sets, self.over_seeds)))
+    def judged(self) -> bool:
+        """Whether its distance can be compared at all."""
+        return math.isfinite(self.spread)
 
     @property
     def ranked(self) -> bool:
         """Whether its rank is beyond the spread."""
-        return self.first_rank == self.last_rank
+        return self.judged and self.first_rank == self.last_rank
 
 
 def curve(results: Results, method: str) -> Curve:
@@ -96,11 +99,12 @@ def compare(results: Results) -> list[Row]:
             Row(
                 method=method,
                 mean=float(own.mean[-1]),
+                spread=float(own.spread[-1]),
                 over_sets=float(own.over_sets[-1]),
                 over_seeds=float(own.over_seeds[-1]),
                 first_rank=1 + sum(lower(other, own) for other in others),
                 last_rank=len(curves) - sum(lower(own, other) for other in others),
-                like_best=not lower(best, own),
+                like_best=not (math.isnan(own.spread[-1]) or lower(best, own)),
                 values={name: _final(results.of(method), name) for name in _VALIDATION},
                 steps=_factor(own, baseline, own.steps, baseline.steps) if baseline else None,
                 time=_factor(own, baseline, own.seconds, baseline.seconds) if baseline else None,
@@ -111,7 +115,7 @@ def compare(results: Results) -> list[Row]:
 
 
 def lower(one: Curve, other: Curve) -> bool:
-    """Whether `one` ends lower than `other`, their intervals apart."""
+    """Whether `one` ends lower than `other`, their intervals apart; never where a spread is unknown."""
     return bool(one.mean[-1] + one.spread[-1] < other.mean[-1] - other.spread[-1])
 
 

@@ -181,6 +181,8 @@ def _cost_line(name: str, jobs: list[Record]) -> list[str]:
 
 
 def _rank(row: Row) -> str:
+    if not row.judged:
+        return '<span class="muted">–</span> <span class="mark warn">spread unknown</span>'
     if row.ranked:
         return f"<b>{row.first_rank}</b>"
     mark = '<span class="mark">≈ best</span>' if row.like_best else ""

@@ -1,0 +1,63 @@
+"""What the report reads: every missing or damaged part is named, and nothing is compared that cannot be."""
+
+import pytest
+import results_tree
+
+from kairos.cli import main
+from kairos.config import load
+from kairos.errors import KairosError
+from kairos.files import read_json, write_json
+from kairos.report.collect import collect
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Two methods and one seed, without a report; free to be changed."""
+    return results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "adaptive"))
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("uniform/seed0/training.json", "kairos train"),
+        ("uniform/seed0/metrics.jsonl", "kairos train"),
+        ("uniform/seed0/milestones/0000100/strategy.csv", "kairos train"),
+        ("uniform/seed0/evaluation/0000200.json", "kairos evaluate"),
+        ("uniform/seed0/samples/0000400.png", "kairos sample"),
+        ("reference/reference.json", "kairos reference"),
+        ("dataset/manifest.json", "kairos prepare"),
+    ],
+)
+def test_a_missing_part_is_named_with_the_command_that_makes_it(small, capsys, name, command):
+    config, results = small
+    (results / name).unlink()
+    assert main(["report", "--config", str(config), "--results", str(results)]) == 1
+    message = capsys.readouterr().err
+    assert str(results / name) in message and command in message
+    assert not (results / "report.html").exists() and not (results / "figures").exists()
+
+
+def test_a_damaged_record_and_a_missing_folder_are_one_message(small, capsys, tmp_path):
+    config, results = small
+    (results / "uniform/seed0/training.json").write_text('{"identity": ')
+    assert main(["report", "--config", str(config), "--results", str(results)]) == 1
+    assert "training.json: damaged: not JSON" in capsys.readouterr().err
+    assert main(["report", "--config", str(config), "--results", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere is no folder" in capsys.readouterr().err
+
+
+def test_evaluations_with_other_reference_statistics_are_refused(small):
+    config, results = small
+    path = results / "uniform/seed0/evaluation/0000400.json"
+    record = read_json(path)
+    record["protocol"]["reference_hash"] = "0" * 64
+    write_json(path, record)
+    with pytest.raises(KairosError, match=r"0000400\.json: its reference_hash 000000000000"):
+        collect(load(config), results)
+
+
+def test_only_methods_and_seeds_of_the_configuration_count(tmp_path):
+    _, results = results_tree.write(tmp_path / "wide")
+    config, _ = results_tree.write(tmp_path / "narrow", seeds=(1,), methods=("uniform", "p2"))
+    collected = collect(load(config), results)
+    assert [(t.method, t.seed) for t in collected.trainings] == [("uniform", 1), ("p2", 1)]
