@@ -195,17 +195,26 @@ def test_adopt_in_a_clone_leaves_nothing_to_rerun(recorded, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_forced_reproduction_of_a_training_computes_it_and_gives_the_same(recorded):
+def test_a_later_milestone_computes_the_new_steps_and_a_forced_reproduction_all_of_them(recorded):
+    """DVC deletes all outputs of a training before either; it has two segments here."""
     folder = recorded.folder / "results/demo/uniform/seed0"
     before = hashes(folder)
-    ended = recorded.run("dvc", "repro", "--force", "--single-item", "train@uniform-0")
-    output = ended.stdout + ended.stderr
-    assert ended.returncode == 0, output
-    assert sum(int(steps) for steps in re.findall(r"(\d+) steps computed", output)) == 40
+    with recorded.edited("params.yaml", "[20, 40]", "[20, 50]"):
+        assert steps_run(recorded.run("dvc", "repro", "train@uniform-0")) == 10
+        assert (folder / "milestones/0000020/milestone.json").exists()
+    git(recorded, "checkout", "dvc.lock")
+    assert recorded.run("dvc", "checkout", "--force").returncode == 0
+    assert steps_run(recorded.run("dvc", "repro", "--force", "--single-item", "train@uniform-0")) == 40
     assert hashes(folder) == before
     assert recorded.run("dvc", "repro").returncode == 0  # the report shows times
     assert recorded.to_do(config="params.yaml") == {}
     assert "up to date" in recorded.run("dvc", "status").stdout
+
+
+def steps_run(ended) -> int:
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output
+    return sum(int(steps) for steps in re.findall(r"(\d+) steps computed", output))
 
 
 def hashes(folder: Path) -> dict[str, str]:

@@ -79,6 +79,17 @@ def test_raising_the_last_milestone_computes_only_the_new_steps(finished, latent
     assert components(out) == components(finished) and check_milestone(out / "milestones" / "0000020")
 
 
+def test_a_first_segment_is_given_out_again_though_its_checkpoint_is_gone(finished, latents, tmp_path):
+    out = tmp_path / "run"
+    train(experiment(), "adaptive", 0, out, latents, [0, 10], part=True)
+    train(experiment(), "adaptive", 0, out, latents, [30])  # two checkpoints are kept: 20 and 30
+    shutil.rmtree(out / "milestones")
+    assert train(experiment(), "adaptive", 0, out, latents, [0, 10], part=True)["steps_run"] == 0
+    assert check_milestone(out / "milestones" / "0000010")
+    assert train(experiment(), "adaptive", 0, out, latents, [40])["steps_run"] == 10
+    assert components(out) == components(finished)
+
+
 def test_a_finished_training_whose_books_were_not_written_computes_nothing_again(finished, latents, tmp_path):
     out = tmp_path / "run"
     train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])

@@ -69,7 +69,7 @@ def train(
     with exclusive(out / ".state", wait):
         if restart:
             store.clear()
-        missing = store.start(milestones)
+        missing = store.start(milestones, part)
         trainer = None
         steps_run = 0
         if missing:
@@ -88,20 +88,22 @@ def train(
         else:
             say(f"{out}: all milestones are there, 0 steps to do")
         store.fulfil(milestones)
-        content = store.newest(milestones[-1])
-        assert content is not None
-        record = {
-            "identity": identity["identity"],
-            "parts": {key: value for key, value in identity.items() if key != "identity"},
-            "method": method,
-            "seed": seed,
-            "steps": content["step"],
-            "milestones": milestones,
-            "components": {**component_hashes(content), "metrics": content["metrics"]["sha256"]},
-            "provenance": provenance(settings, device),
-        }
-        store.publish(milestones, None if part else record)
-    return {"steps_run": steps_run, "step": content["step"], "identity": identity["identity"]}
+        record: dict[str, Any] | None = None
+        if not part:
+            content = store.newest(milestones[-1])
+            assert content is not None
+            record = {
+                "identity": identity["identity"],
+                "parts": {key: value for key, value in identity.items() if key != "identity"},
+                "method": method,
+                "seed": seed,
+                "steps": content["step"],
+                "milestones": milestones,
+                "components": {**component_hashes(content), "metrics": content["metrics"]["sha256"]},
+                "provenance": provenance(settings, device),
+            }
+        store.publish(milestones, record)
+    return {"steps_run": steps_run, "step": milestones[-1], "identity": identity["identity"]}
 
 
 class Run:
@@ -109,8 +111,8 @@ class Run:
 
     def __init__(self, store: Store, trainer: Trainer, facts: dict[str, Any], label: str):
         self.store, self.trainer, self.facts, self.label = store, trainer, facts, label
-        images = trainer.density_images() if trainer.sampler.learned else None
-        self.start_density = trainer.sampler.density(images)  # before anything is loaded: the start's
+        start = trainer.strategy.table(trainer.density_images())  # before anything is loaded: the start's
+        self.start_density = start["p"]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
         self.steps_run = 0
         self.seconds = 0.0

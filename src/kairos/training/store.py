@@ -59,10 +59,11 @@ class Store:
         self.folder = out / ".state" / identity[:16]
         self.metrics, self.timing = self.folder / "metrics.jsonl", self.folder / "timing.jsonl"
 
-    def start(self, milestones: list[int]) -> list[int]:
+    def start(self, milestones: list[int], part: bool = False) -> list[int]:
         """Prepare for a request; returns those of its milestones that have still to be reached.
 
         A request that was fulfilled and acknowledged before, and that is made again, is meant to be computed again.
+        Where all milestones are there, the last one's checkpoint is needed too, but not for a `part` of a training.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.rglob(".tmp-*"):  # of killed writers; the lock says that none is at work
@@ -72,10 +73,9 @@ class Store:
             say(f"{self.out}: complete before and asked for again: starts from step 0")
             self.clear()
         missing = [step for step in milestones if not self.has_milestone(step)]
-        if not missing and self.newest() is None:
-            self.clear()
-            return milestones
-        return missing or ([] if self._reached(milestones[-1]) else milestones[-1:])
+        if missing or part or self._reached(milestones[-1]):
+            return missing
+        return milestones[-1:]
 
     def _reached(self, step: int) -> bool:
         newest = self.newest(step)
@@ -155,16 +155,10 @@ class Store:
             shutil.rmtree(self.folder / "milestones", ignore_errors=True)
 
     def fulfil(self, milestones: list[int]) -> None:
-        """Write down that a request is fulfilled; older requests for a part of the same steps no longer count."""
-        folder = self.folder / "complete"
-        folder.mkdir(exist_ok=True)
-        mine = self._request(milestones)
-        for other in folder.glob("*.json"):
-            steps = [int(part) for part in other.stem.split("-")]
-            if other != mine and steps[0] <= milestones[-1] and milestones[0] <= steps[-1]:
-                other.with_suffix(".acknowledged").unlink(missing_ok=True)
-                other.unlink()
-        write_json(mine, {"identity": self.identity, "milestones": milestones})
+        """Write down that a request is fulfilled."""
+        path = self._request(milestones)
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, {"identity": self.identity, "milestones": milestones})
 
     def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
         """Link what a request asked for into the training's folder, records last; without one the milestones only."""

@@ -4,39 +4,60 @@ A training keeps what it has computed in its own state and gives it out again wh
 controller that was killed before it could write a completed job down loses nothing. But who forces a job, or deletes
 its outputs, wants it computed: for those jobs, and for them alone, the request in the training's state is marked
 ``acknowledged`` before they start, and the training begins at step 0 (see `kairos.training.store`).
+
+Deleted outputs mean that only where every job of the training is asked for what it has given before. DVC deletes all
+outputs of a training also where its last segment is new, such as after its last milestone was raised: then the earlier
+segments are given out again, and only the new steps are computed.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from kairos.files import read_json, write_text
 
+Key = tuple[str, tuple[int, ...]]  # folder of a training, milestones asked for
+
 
 def acknowledge(workflow: Any, results: Path) -> None:
     """Mark the fulfilled requests of jobs that are forced or whose outputs were deleted, unmark all others."""
-    wanted = {str(output) for job in workflow.dag.needrun_jobs() if _again(workflow, job) for output in job.output}
-    for request in results.glob("*/seed*/.state/*/complete/*.json"):
-        mark = request.with_suffix(".acknowledged")
-        if set(_records(request)) & wanted:
+    requests = {path: _fulfilled(path) for path in results.glob("*/seed*/.state/*/complete/*.json")}
+    trainings: dict[str, list[Any]] = defaultdict(list)
+    for job in workflow.dag.needrun_jobs():
+        if job.rule.name.startswith("train"):
+            trainings[job.params.out].append(job)
+    wanted: set[Key] = set()
+    for jobs in trainings.values():
+        known = [job for job in jobs if _on_the_books(workflow, job) and _asked(job) in requests.values()]
+        again = [job for job in known if _forced(workflow, job) or (len(known) == len(jobs) and _deleted(job))]
+        wanted |= {_asked(job) for job in again}
+    for path, key in requests.items():
+        mark = path.with_suffix(".acknowledged")
+        if key in wanted:
             write_text(mark, "asked for again\n")
         else:
             mark.unlink(missing_ok=True)
 
 
-def _records(request: Path) -> Iterable[str]:
-    """The milestone records that a request is for, as Snakemake names them."""
-    training = request.parents[3]
-    for step in read_json(request)["milestones"]:
-        yield str(training / "milestones" / f"{step:07d}" / "milestone.json")
+def _fulfilled(request: Path) -> Key:
+    """What a training has given, by its record."""
+    return request.parents[3].as_posix(), tuple(read_json(request)["milestones"])
 
 
-def _again(workflow: Any, job: Any) -> bool:
-    """Whether a training job that Snakemake has on its books as done is forced, or its outputs were deleted."""
-    if not job.rule.name.startswith("train"):
-        return False
+def _asked(job: Any) -> Key:
+    """What a training's job is asked for."""
+    return job.params.out, tuple(job.params.steps)
+
+
+def _on_the_books(workflow: Any, job: Any) -> bool:
+    """Whether Snakemake has written a job down as done."""
     books = workflow.persistence
-    if not books.has_metadata(job) or books._filter_incomplete_keys([str(output) for output in job.output]):
-        return False
-    forced = job.rule in workflow.dag.forcerules or not workflow.dag.forcefiles.isdisjoint(job.output)
-    return forced or not all(Path(str(output)).exists() for output in job.output)
+    return books.has_metadata(job) and not books._filter_incomplete_keys([str(output) for output in job.output])
+
+
+def _forced(workflow: Any, job: Any) -> bool:
+    return job.rule in workflow.dag.forcerules or not workflow.dag.forcefiles.isdisjoint(job.output)
+
+
+def _deleted(job: Any) -> bool:
+    return not all(Path(str(output)).exists() for output in job.output)
