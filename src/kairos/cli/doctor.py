@@ -1,4 +1,4 @@
-"""``kairos doctor``: what is installed, which devices there are, which data and weights are present."""
+"""``kairos doctor``: what is installed, which devices, data and weights are here, whether MLflow and DVC are usable."""
 
 import argparse
 import glob
@@ -9,6 +9,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kairos.config import Experiment
+    from kairos.workflow.usable import Finding
 
 _PACKAGES = ("torch", "torchvision", "diffusers", "datasets", "torch-fidelity", "scikit-learn", "pandas", "pydantic")
 _PIPELINE = ("snakemake", "dvc", "mlflow")
@@ -21,11 +26,15 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print a line per finding; what does not work says how to mend it. Ends with status 1 if something is missing."""
+    from kairos.config import load
     from kairos.errors import KairosError
+    from kairos.workflow.usable import Tools
 
-    findings = [*_software(), *_devices(), *_tools(), *_weights()]
-    if arguments.config is not None:
-        findings += _experiment(arguments.config)
+    experiment = load(arguments.config) if arguments.config is not None else None
+    tools = Tools(experiment.tracking.uri if experiment else None)  # they are asked while torch is imported
+    findings = [*_software(), *_devices(), _git(), *tools.findings(), _weights()]
+    if experiment is not None:
+        findings += _experiment(arguments.config, experiment)
     for good, what, fact in findings:
         print(f"{'ok ' if good else 'NO '} {what:<22} {fact}")
     missing = [what for good, what, _ in findings if not good]
@@ -33,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise KairosError(f"not usable here: {', '.join(missing)}")
 
 
-def _software() -> list[tuple[bool, str, str]]:
+def _software() -> "list[Finding]":
     lines = [(sys.version_info >= (3, 11), "python", platform.python_version())]
     for package in (*_PACKAGES, *_PIPELINE):
         try:
@@ -44,7 +53,7 @@ def _software() -> list[tuple[bool, str, str]]:
     return lines
 
 
-def _devices() -> list[tuple[bool, str, str]]:
+def _devices() -> "list[Finding]":
     try:
         import torch
     except ImportError as error:
@@ -64,30 +73,19 @@ def _devices() -> list[tuple[bool, str, str]]:
     return lines
 
 
-def _tools() -> list[tuple[bool, str, str]]:
-    lines = []
-    uri = os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
-    lines.append((True, "mlflow store", uri.split("@")[-1]))
+def _git() -> "Finding":
     git = subprocess.run(["git", "rev-parse", "--git-dir"], capture_output=True, text=True, check=False).returncode == 0
-    lines.append((git, "git", "this is a repository" if git else "not a git repository; dvc needs one"))
-    configured = Path(".dvc/config").is_file()
-    lines.append((configured, "dvc repository", ".dvc/config" if configured else "missing: run dvc init"))
-    remote = configured and "url" in "".join(p.read_text() for p in Path(".dvc").glob("config*") if p.is_file())
-    lines.append((True, "dvc remote", "configured" if remote else "none: dvc remote add --local -d NAME URL to share"))
-    return lines
+    return git, "git", "this is a repository" if git else "not a git repository; dvc needs one"
 
 
-def _weights() -> list[tuple[bool, str, str]]:
+def _weights() -> "Finding":
     cache = Path(os.environ.get("TORCH_HOME", Path.home() / ".cache" / "torch")) / "hub" / "checkpoints"
     found = sorted(cache.glob("weights-inception*.pth")) if cache.is_dir() else []
     fact = str(found[0]) if found else f"absent ({cache}); only extractor inception needs it"
-    return [(True, "inception weights", fact)]
+    return True, "inception weights", fact
 
 
-def _experiment(path: Path) -> list[tuple[bool, str, str]]:
-    from kairos.config import load
-
-    experiment = load(path)
+def _experiment(path: Path, experiment: "Experiment") -> "list[Finding]":
     lines = [(True, "experiment file", f"{path}: {len(experiment.methods)} methods, {len(experiment.seeds)} seeds")]
     dataset, autoencoder = experiment.dataset, experiment.autoencoder
     if dataset.source in ("folder", "parquet"):
