@@ -1,3 +1,36 @@
-"""kairos: train diffusion models on the timesteps that matter."""
+"""kairos: train diffusion models on the timesteps that matter.
+
+    import kairos
+    strategy = kairos.Strategy("speed+change_aware")
+
+The names below are imported when they are first used: ``import kairos`` is free, strategies need numpy and torch alone.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kairos.diffusion.continuous import Edm, Flow
+    from kairos.diffusion.processes import Discrete
+    from kairos.diffusion.schedule import NoiseSchedule, make_schedule
+    from kairos.strategies.strategy import Draw, Strategy
 
 __version__ = "0.1.0"
+__all__ = ["Discrete", "Draw", "Edm", "Flow", "NoiseSchedule", "Strategy", "__version__", "make_schedule"]
+
+_WHERE = {
+    "Strategy": "strategies.strategy",
+    "Draw": "strategies.strategy",
+    "Discrete": "diffusion.processes",
+    "Edm": "diffusion.continuous",
+    "Flow": "diffusion.continuous",
+    "NoiseSchedule": "diffusion.schedule",
+    "make_schedule": "diffusion.schedule",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'kairos' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"kairos.{_WHERE[name]}"), name)

@@ -44,10 +44,15 @@ class Registry(dict[str, Entry]):
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
+        self.refused: dict[str, str] = {}
 
     def add(self, name: str, code: str, options: type = NoOptions, help: str = "") -> None:
         """Register a component; its `code` is called with its options first."""
         self[name] = Entry(options, code, help)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """A name that people will ask for and that cannot be had, with the reason."""
+        self.refused[name] = reason
 
     def entry(self, name: str, where: str = "") -> Entry:
         """The entry of a name.
@@ -55,6 +60,8 @@ class Registry(dict[str, Entry]):
         Raises:
             ConfigError: no such component; the message lists those that exist.
         """
+        if name in self.refused:
+            raise ConfigError(f"{where or self.kind}: {self.kind} {name!r} is not available: {self.refused[name]}")
         if name not in self:
             near = difflib.get_close_matches(str(name), self, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."

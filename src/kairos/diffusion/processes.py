@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kairos.diffusion.registries import PROCESSES, DiscreteOptions
-from kairos.diffusion.schedule import make_schedule
+from kairos.diffusion.schedule import NoiseSchedule, make_schedule
 
 if TYPE_CHECKING:
     from kairos.strategies import Weighting
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Discrete:
     """The discrete Gaussian process of DDPM (Ho et al. 2020)."""
 
-    def __init__(self, options: DiscreteOptions, prediction: str = "epsilon"):
-        self.schedule = make_schedule(options.schedule, options.timesteps, options.scale_betas, options.variance)
-        self.timesteps = options.timesteps
+    def __init__(self, options: DiscreteOptions | NoiseSchedule, prediction: str = "epsilon"):
+        self.schedule = options if isinstance(options, NoiseSchedule) else named_schedule(options)
+        self.timesteps = self.schedule.timesteps
         self.prediction = prediction
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._weighting: Weighting | None = None
@@ -44,7 +44,7 @@ class Discrete:
 
     def weights(self, weighting: "Weighting", t: Tensor) -> Tensor:
         """The factor of each sample's loss at t, float32 (batch,), on the device of t."""
-        if self._weighting is not weighting or self._weights.device != t.device:
+        if self._weighting is not weighting or weighting.learned or self._weights.device != t.device:
             self._weighting, self._weights = weighting, torch.from_numpy(weighting.weights()).float().to(t.device)
         return self._weights[t]
 
@@ -88,6 +88,11 @@ class Discrete:
         if self.prediction == "x0":
             return (x_t - a * output) / s
         return s * x_t + a * output
+
+
+def named_schedule(options: DiscreteOptions) -> NoiseSchedule:
+    """The noise schedule that a process' options name."""
+    return make_schedule(options.schedule, options.timesteps, options.scale_betas, options.variance)
 
 
 def build_process(diffusion: dict[str, Any]) -> Any:

@@ -50,13 +50,20 @@ class NoiseSchedule:
     variance: str = "fixed_large"
     name: str = "custom"
 
-    def __post_init__(self) -> None:
-        if self.alphas_cumprod[-1] > 1e-3:
-            warnings.warn(
-                f"alpha-bar at the last timestep is {self.alphas_cumprod[-1]:.3g}: the process does not end in noise, "
-                "and sampling from N(0, I) is wrong; raise the betas (scale_betas: true)",
-                stacklevel=3,
+    @classmethod
+    def of_alphas_cumprod(cls, alphas_cumprod: Array) -> "NoiseSchedule":
+        """The schedule with the given alpha-bar, (T,), falling within (0, 1).
+
+        Raises:
+            ConfigError: they are not.
+        """
+        values = np.asarray(alphas_cumprod, np.float64)
+        if values.ndim != 1 or len(values) < 2 or values[0] >= 1 or values[-1] <= 0 or (np.diff(values) >= 0).any():
+            raise ConfigError(
+                f"alphas_cumprod: got shape {values.shape}, allowed: two or more numbers that fall within (0, 1); a "
+                "schedule of zero terminal signal-to-noise ratio must end above 0"
             )
+        return cls(1 - values / np.concatenate([[1.0], values[:-1]]))
 
     @property
     def timesteps(self) -> int:
@@ -90,17 +97,37 @@ class NoiseSchedule:
     def in_prediction(self, epsilon_weight: Array, prediction: str) -> Array:
         """A weight on the squared error of epsilon, converted to the error of what the network predicts, shape (T,).
 
-        MSE_epsilon = SNR * MSE_x0 = alpha-bar * MSE_v.
+        MSE_epsilon = SNR * MSE_x0 = alpha-bar * MSE_v; see `error_ratio`.
         """
-        factor = {"epsilon": np.ones_like(self.snr), "x0": self.snr, "v": self.alphas_cumprod}
-        return epsilon_weight * factor[prediction]
+        if prediction == "epsilon":
+            return epsilon_weight
+        return epsilon_weight * self.snr / error_ratio(self.snr, prediction)
+
+
+def error_ratio(snr: Array, prediction: str) -> Array:
+    """Squared error of a prediction over that of the x0 it stands for, elementwise.
+
+    epsilon: SNR; x0: 1; v: SNR + 1; flow (noise - x0 of x_t = (1 - t) x0 + t noise): (1 + sqrt(SNR))².
+    """
+    if prediction == "epsilon":
+        return snr
+    if prediction == "flow":
+        return np.asarray((1 + np.sqrt(snr)) ** 2)
+    return np.ones_like(snr) if prediction == "x0" else snr + 1
 
 
 def make_schedule(
     schedule: str = "linear", timesteps: int = 1000, scale_betas: bool = True, variance: str = "fixed_large"
 ) -> NoiseSchedule:
-    """A noise schedule by name."""
-    return NoiseSchedule(make_betas(schedule, timesteps, scale_betas), variance, schedule)
+    """A noise schedule by name; warns where its process does not end in noise."""
+    made = NoiseSchedule(make_betas(schedule, timesteps, scale_betas), variance, schedule)
+    if made.alphas_cumprod[-1] > 1e-3:
+        warnings.warn(
+            f"alpha-bar at the last timestep is {made.alphas_cumprod[-1]:.3g}: the process does not end in noise, "
+            "and sampling from N(0, I) is wrong; raise the betas (scale_betas: true)",
+            stacklevel=2,
+        )
+    return made
 
 
 def linear_coefficients(schedule: NoiseSchedule) -> tuple[float, float]:

@@ -3,10 +3,13 @@
 A policy maps a clean image to a, b > 0; its timestep is at fraction u ~ Beta(a, b). Every f_S steps the sampler
 measures how one optimiser step changed the VLB, and moves the policy by REINFORCE to timesteps whose step lowered it.
 
-What differs from the public code: the same noise before and after the step; evaluation mode; one network pass per loss;
-|Q| of 3 or more; only timesteps whose change goes *with* the target's are selected (the F-statistic has no sign); the
-reward is the mean over S, centred on a running mean and scaled; the entropy is a term of its own; all of it is in the
-state. S chosen at one measurement is used from the next one on.
+What differs from the public code (which `AdaptiveOfficial` follows): the same noise before and after the step;
+evaluation mode; one network pass per loss; |Q| of 3 or more; only timesteps whose change goes *with* the target's are
+selected (the F-statistic has no sign); the reward is the mean over S, centred on a running mean and scaled; the entropy
+is a term of its own; all of it is in the state. S chosen at one measurement is used from the next one on.
+
+With several processes everything is done for the global batch: each rank measures its images, all ranks hold the same
+policy, queue and S.
 """
 
 import math
@@ -20,10 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Beta
 
+from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.randomness import derived_seed
 from kairos.strategies.base import Array, Observation, Sampler
 from kairos.strategies.beta import beta_cdf
+from kairos.strategies.meter import errors
 
 _EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
 
@@ -74,20 +79,22 @@ class Adaptive(Sampler):
         ValueError: the feature vector has more timesteps than the process, or fewer than are selected from it.
     """
 
-    learned = True
+    learned = measures = True
+    dropout = False  # whether the network is measured in training mode
+    rows = 3  # of the queue, before S is selected from it: with fewer every F-statistic is 0
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         timesteps = schedule.timesteps
-        count = options.feature_timesteps or timesteps
-        if not options.selected <= count <= timesteps:
+        count = min(options.feature_timesteps or timesteps, timesteps)
+        if options.selected > count:
             raise ValueError(
-                f"sampler adaptive.feature_timesteps: got {count}, "
-                f"allowed: from selected = {options.selected} to T = {timesteps}"
+                f"sampler adaptive.selected: got {options.selected}, allowed: 1 to {count}, the timesteps of the "
+                "feature vector"
             )
         self.features = torch.from_numpy(((np.arange(count) + 0.5) * timesteps / count).astype(np.int64))
         cap = np.inf if options.c_max is None else options.c_max
-        self.coefficients = torch.from_numpy(np.minimum(schedule.vlb, cap)).float()
+        self.coefficients = torch.from_numpy(np.minimum(schedule.vlb, cap))
         self.policy: Policy | None = None
         self.optimizer: torch.optim.Adam | None = None
         self.queue: list[Tensor] = []  # feature vectors delta, float64 (count,), on the CPU
@@ -96,6 +103,7 @@ class Adaptive(Sampler):
         self.reward_mean = 0.0
         self.reward_scale = 0.0
         self._last = {"a": _START, "b": _START}
+        self._drawn = torch.empty(0)  # u of this rank's last batch, which the policy step looks back to
 
     def _build(self, channels: int, device: torch.device) -> Policy:
         """Make the policy at first use, when the number of channels is known."""
@@ -111,21 +119,49 @@ class Adaptive(Sampler):
         """One draw from each image's Beta distribution, float64 (batch,), on the CPU."""
         if x0.ndim != 4:
             raise ValueError(f"adaptive: got x0 of shape {tuple(x0.shape)}, allowed: (batch, channels, height, width)")
+        size, mine = distributed.share(len(x0))
         with torch.no_grad():
             a, b = self._build(x0.shape[1], x0.device)(x0)
-        a, b = a.double().cpu(), b.double().cpu()
+        a, b = distributed.gather(a.double()), distributed.gather(b.double())
         self._last |= {"a": a.mean().item(), "b": b.mean().item()}
         drawn = torch._sample_dirichlet(torch.stack([a, b], 1), generator)[:, 0]
-        return drawn.clamp(_EDGE, 1 - _EDGE)
+        if self.floor:
+            even = torch.rand((2, size), generator=generator, dtype=torch.float64)
+            drawn = torch.where(even[0] < self.floor, even[1], drawn)
+        self._drawn = drawn.clamp(_EDGE, 1 - _EDGE)[mine]
+        return self.place(self._drawn)
 
-    def density(self, x0: Tensor | None = None) -> Array:
-        """p(t), shape (T,): the mean over the images `x0`; without images, or before the first draw, the start's."""
-        edges = np.arange(self.schedule.timesteps + 1) / self.schedule.timesteps
+    def place(self, u: Tensor) -> Tensor:
+        """The fraction of the process that a draw u of the policy stands for, elementwise."""
+        return u
+
+    def borders(self) -> Array:
+        """Where the cells of the timesteps begin and end in u, (T + 1,)."""
+        return np.arange(self.schedule.timesteps + 1) / self.schedule.timesteps
+
+    def masses(self, x0: Tensor | None = None) -> Array:
+        """p(t), (T,): the mean over the images `x0`; without images, or before the first draw, the start's."""
         if self.policy is None or x0 is None:
-            return np.diff(beta_cdf(edges, np.array(_START), np.array(_START)))
+            return np.diff(beta_cdf(self.borders(), np.array(_START), np.array(_START)))
         with torch.no_grad():
             a, b = (value.double().cpu().numpy()[:, None] for value in self.policy(x0))
-        return np.diff(beta_cdf(edges[None], a, b), axis=1).mean(0)
+        return np.diff(beta_cdf(self.borders()[None], a, b), axis=1).mean(0)
+
+    def importance(self, x0: Tensor, fractions: Tensor) -> Tensor | None:
+        """1 over the density of each draw given its image, relative to uniform, float32 (batch,) on the CPU."""
+        if not self.corrected:
+            return None
+        assert self.policy is not None
+        with torch.no_grad():
+            return torch.exp(-self._log_density(x0)).cpu()
+
+    def _log_density(self, x0: Tensor) -> Tensor:
+        """Logarithm of the density of the last draws, floor included, float32 (batch,), on the device of x0."""
+        assert self.policy is not None
+        log = Beta(*self.policy(x0)).log_prob(self._drawn.to(x0.device, torch.float32))
+        if not self.floor:
+            return log
+        return torch.logaddexp(log + math.log1p(-self.floor), torch.full_like(log, math.log(self.floor)))
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
@@ -133,55 +169,76 @@ class Adaptive(Sampler):
         if observation.step % self.options.frequency:
             yield
             return
-        seeds = torch.randint(2**62, (3,), generator=observation.generator).tolist()
-        before = self._measure(observation, seeds)
+        image, *seeds = torch.randint(2**62, (5,), generator=observation.generator).tolist()
+        before = self._measure(observation, image, seeds[:2])
         yield
-        after = self._measure(observation, seeds)
-        features = (before[0] - after[0]).double().cpu()
+        after = self._measure(observation, image, self.seeds_after(seeds))
         if before[1] is not None and after[1] is not None:
             self._learn(observation, before[1] - after[1])
-        self.queue = [*self.queue, features][-self.options.queue :]
-        if len(self.queue) >= 3:
-            self.selected = self.features[select(torch.stack(self.queue), self.options.selected)]
+        self.queue = [*self.queue, before[0] - after[0]][-self.options.queue :]
+        if len(self.queue) >= self.rows:
+            self.selected = self.features[self.select(torch.stack(self.queue))]
 
-    def _measure(self, observation: Observation, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
-        """c_t-weighted losses: of one image at the feature timesteps (count,), and of the batch at S, mean (batch,)."""
-        x0 = observation.x0
-        size = len(x0)
-        image = torch.randint(size, (1,), generator=torch.Generator().manual_seed(seeds[0])).to(x0.device)
-        noise = torch.Generator(x0.device).manual_seed(seeds[1])
-        losses = [self._loss(observation, image.expand(len(t)), t, noise) for t in self.features.split(size)]
+    def seeds_after(self, seeds: list[int]) -> list[int]:
+        """Of the noise after the step, from four: the same two as before it."""
+        return seeds[:2]
+
+    def select(self, queue: Tensor) -> Tensor:
+        """Indices into the feature timesteps, from the queue (rows, features)."""
+        return select(queue, self.options.selected)
+
+    def _measure(self, observation: Observation, image: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
+        """c_t-weighted losses, float64: of one image at the feature timesteps (count,), and of the batch at S,
+        (global batch, |S|).
+        """
+        size, _ = distributed.share(len(observation.x0))
+        count = len(self.features)
+        if self.options.feature_images == "one":
+            index = torch.full((count,), image % size)
+        else:
+            index = torch.arange(count) * size // count
+        features = self._losses(observation, index, self.features, seeds[0])
         if self.selected is None:
-            return torch.cat(losses), None
-        noise = torch.Generator(x0.device).manual_seed(seeds[2])
-        everything = torch.arange(size, device=x0.device)
-        rewards = [self._loss(observation, everything, t.expand(size), noise) for t in self.selected]
-        return torch.cat(losses), torch.stack(rewards).mean(0)
+            return features, None
+        rewards = [
+            self._losses(observation, torch.arange(size), t.expand(size), seeds[1] + k)
+            for k, t in enumerate(self.selected)
+        ]
+        return features, torch.stack(rewards, 1)
 
-    def _loss(self, observation: Observation, index: Tensor, t: Tensor, noise: torch.Generator) -> Tensor:
-        x0 = observation.x0
-        drawn = torch.randn((len(index), *x0.shape[1:]), generator=noise, device=x0.device)
-        error = observation.error(index, (t + 0.5).double() / self.schedule.timesteps, drawn)
-        return error * self.coefficients[t].to(x0.device)
+    def _losses(self, observation: Observation, index: Tensor, t: Tensor, seed: int) -> Tensor:
+        fractions = (t + 0.5).double() / self.schedule.timesteps
+        return errors(observation, index, fractions, seed, self.dropout) * self.coefficients[t]
 
-    def _learn(self, observation: Observation, rewards: Tensor) -> None:
-        """One REINFORCE step (Kim et al. 2025, eq. 13) on centred, scaled rewards, with an entropy bonus."""
+    def _learn(self, observation: Observation, change: Tensor) -> None:
+        """One REINFORCE step (Kim et al. 2025, eq. 13); `change` is how far the losses fell, (global batch, |S|)."""
         assert self.policy is not None and self.optimizer is not None
+        size, mine = distributed.share(len(observation.x0))
+        x0 = observation.x0
+        advantage = self.advantage(change)[mine].float().to(x0.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        entropy = Beta(*self.policy(x0)).entropy()
+        (-self.objective(self._log_density(x0), entropy, advantage).sum() / size).backward()
+        distributed.sum_tensors(
+            parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None
+        )  # fmt: skip
+        nn.utils.clip_grad_norm_(self.policy.parameters(), self.options.grad_clip)
+        self.optimizer.step()
+        self.updates += 1
+
+    def advantage(self, change: Tensor) -> Tensor:
+        """The reward of every sample, (global batch,): the mean over S, centred on a running mean and scaled."""
+        rewards = change.mean(1)
         decay = self.options.reward_decay if self.updates else 0.0
         mean, scale = rewards.mean().item(), rewards.std(unbiased=False).item()
         self.reward_mean = decay * self.reward_mean + (1 - decay) * mean
         self.reward_scale = decay * self.reward_scale + (1 - decay) * max(scale, abs(mean - self.reward_mean))
-        advantage = (rewards - self.reward_mean) / (self.reward_scale + 1e-12)
-        distribution = Beta(*self.policy(observation.x0))
-        drawn = observation.fractions.to(rewards.device, torch.float32).clamp(_EDGE, 1 - _EDGE)
-        objective = (distribution.log_prob(drawn) * advantage).mean()
-        objective = objective + self.options.entropy * distribution.entropy().mean()
-        self.optimizer.zero_grad(set_to_none=True)
-        (-objective).backward()
-        nn.utils.clip_grad_norm_(self.policy.parameters(), self.options.grad_clip)
-        self.optimizer.step()
-        self.updates += 1
         self._last["reward"] = mean
+        return (rewards - self.reward_mean) / (self.reward_scale + 1e-12)
+
+    def objective(self, log_density: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:
+        """What is maximised, per sample (batch,): the reward's term and an entropy bonus apart from it."""
+        return log_density * advantage + self.options.entropy * entropy
 
     def statistics(self) -> dict[str, float]:
         """Mean a and b of the last batch, number of policy updates, last mean reward."""

@@ -5,7 +5,7 @@ continuous one. A weighting gives a factor for each sample's loss. The two know 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,71 +13,113 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kairos.diffusion.schedule import NoiseSchedule
+from kairos import distributed
+from kairos.diffusion.schedule import NoiseSchedule, error_ratio
+from kairos.strategies.points import points
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from kairos.strategies.meter import Meter
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a sampler that learns may look at around one optimiser step.
+    """What a sampler that learns may look at around one optimiser step. Batches are this rank's part of the global one.
 
     Attributes:
         step: number of the step, from 0.
         x0: the batch, (batch, ...).
         fractions: what the sampler drew for it, float64 (batch,).
-        error: per-sample squared error of epsilon, float32 (n,), of the model as it now is, in evaluation mode and
-            without gradients: ``error(index, fractions, noise)`` with the samples `index` of the batch, int64 (n,), at
-            `fractions` of the process, float64 (n,), with `noise` (n, ...).
-        generator: for what is random in the measurement; the same state before and after is the sampler's business.
+        losses: per-sample loss of the step, times the weighting's weight but without importance weights, (batch,).
+        meter: losses and gradients of the network as it now is, at any timesteps.
+        generator: for what is random in a measurement; the same state on all ranks.
     """
 
     step: int
     x0: "Tensor"
     fractions: "Tensor"
-    error: "Callable[[Tensor, Tensor, Tensor], Tensor]"
+    losses: "Tensor | None"
+    meter: "Meter | None"
     generator: "torch.Generator"
 
 
 class Sampler:
-    """Base of all samplers: a fixed density given by its cumulative distribution function and its inverse.
+    """Base of all samplers: a density given by its cumulative distribution function and its inverse.
 
     Args:
         options: the sampler's options dataclass.
         schedule: the noise schedule, for samplers that look at it.
-        seed: for samplers with initial weights of their own.
+        seed: for samplers with initial weights or shifts of their own.
     """
 
-    learned = False
+    learned = False  # whether the density depends on what was observed
+    measures = False  # whether observing needs a meter
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         self.options = options
         self.schedule = schedule
         self.seed = seed
+        self.step = 0
+        self.floor: float = getattr(options, "floor", 0.0)
+        self.corrected: bool = getattr(options, "importance", False)
+
+    def begin(self, step: int) -> None:
+        """Say which step comes next, from 0: curricula and low-discrepancy points follow it."""
+        self.step = step
 
     def cdf(self, fraction: Array) -> Array:
-        """Probability of a draw below each fraction."""
+        """Probability of a draw below each fraction, without the uniform floor."""
         raise NotImplementedError
 
     def quantile(self, probability: Array) -> Array:
         """The inverse of `cdf`."""
         raise NotImplementedError
 
-    def density(self, x0: "Tensor | None" = None) -> Array:
-        """Probability of every timestep, shape (T,): the exact mass of its cell. Learned samplers average over `x0`."""
+    def masses(self, x0: "Tensor | None" = None) -> Array:
+        """Probability of every timestep without the floor, (T,): the exact mass F((t+1)/T) - F(t/T) of its cell."""
         edges = np.arange(self.schedule.timesteps + 1) / self.schedule.timesteps
         return np.diff(self.cdf(edges))
 
+    def density(self, x0: "Tensor | None" = None) -> Array:
+        """Probability of every timestep, (T,). Samplers that look at images average over `x0`."""
+        return (1 - self.floor) * self.masses(x0) + self.floor / self.schedule.timesteps
+
     def fractions(self, x0: "Tensor", generator: "torch.Generator") -> "Tensor":
-        """One draw per sample: float64 (batch,) in [0, 1), on the CPU, from a CPU generator."""
+        """One draw per sample: float64 (batch,) in [0, 1), on the CPU, from a CPU generator.
+
+        With several processes the generator is in the same state on all; the draws of the global batch are made on
+        each and this rank's part of them is returned, so they do not depend on the number of ranks.
+        """
         import torch
 
-        u = torch.rand(len(x0), generator=generator, dtype=torch.float64)
-        return torch.from_numpy(np.clip(self.quantile(u.numpy()), 0.0, 1.0 - 2**-53))
+        size, mine = distributed.share(len(x0))
+        drawn = self.transform(self.uniforms(size, generator))
+        return torch.from_numpy(np.clip(drawn, 0.0, 1.0 - 2**-53)[mine])
+
+    def uniforms(self, count: int, generator: "torch.Generator") -> Array:
+        """Uniform numbers in [0, 1) to be transformed, (count,): random, stratified or Sobol points."""
+        return points(getattr(self.options, "points", "random"), count, generator, self.step, self.seed)
+
+    def transform(self, uniform: Array) -> Array:
+        """Uniform numbers to draws: a share `floor` of them as they are, the others through the inverse of `cdf`."""
+        if not self.floor:
+            return self.quantile(uniform)
+        rest = np.maximum(uniform - self.floor, 0.0) / (1 - self.floor)
+        return np.where(uniform < self.floor, uniform / self.floor, self.quantile(rest))
+
+    def importance(self, x0: "Tensor", fractions: "Tensor") -> "Tensor | None":
+        """1/(T p(t)) of each draw, float32 (batch,) on the CPU: uniform's objective; None where it is not asked for."""
+        if not self.corrected:
+            return None
+        import torch
+
+        timesteps = self.schedule.timesteps
+        cell = np.minimum((fractions.numpy() * timesteps).astype(np.int64), timesteps - 1)
+        return torch.from_numpy(1 / (timesteps * self.density()[cell])).float()
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
@@ -98,17 +140,96 @@ class Sampler:
             raise ValueError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
 
 
+class Tabled(Sampler):
+    """A sampler whose density is a table of cell masses that changes: linear within cells.
+
+    Subclasses call `set_masses`; until then the density is uniform.
+    """
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.set_masses(np.ones(schedule.timesteps))
+
+    def set_masses(self, masses: Array) -> None:
+        """Draw in proportion to `masses`, (T,), from now on."""
+        self.restore_masses(masses / masses.sum())
+
+    def restore_masses(self, masses: Array) -> None:
+        """Take a table that is normalised already as it is, so that a resumed training draws the same bits."""
+        self._masses = masses.copy()
+        self._cumulative = np.concatenate([[0.0], np.cumsum(self._masses)])
+        self._cumulative /= self._cumulative[-1]
+
+    def masses(self, x0: "Tensor | None" = None) -> Array:
+        """The table."""
+        return self._masses
+
+    def cdf(self, fraction: Array) -> Array:
+        """Linear between the edges of the cells."""
+        return np.interp(fraction, np.linspace(0, 1, len(self._cumulative)), self._cumulative)
+
+    def quantile(self, probability: Array) -> Array:
+        """Linear between the edges of the cells; cells of no mass are never drawn."""
+        cell = np.searchsorted(self._cumulative, probability, side="right") - 1
+        cell = np.minimum(cell, len(self._masses) - 1)
+        below, above = self._cumulative[cell], self._cumulative[cell + 1]
+        inside = (probability - below) / np.where(above > below, above - below, 1.0)
+        return (cell + np.minimum(inside, 1 - 1e-9)) / len(self._masses)
+
+
 class Weighting:
-    """Base of all weightings: a factor per timestep on the loss of what the network predicts."""
+    """Base of all weightings: a factor on the squared error of what the network predicts.
+
+    A weighting that depends on the signal-to-noise ratio alone states its formula in `of_snr`, for the error of
+    epsilon, or of x0 where `stated` says so; it is converted by `diffusion.schedule.error_ratio`. Others override
+    `weights`.
+    """
+
+    stated = "epsilon"
+    learned = False
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
         self.options = options
         self.schedule = schedule
         self.prediction = prediction
 
+    def of_snr(self, snr: Array) -> Array:
+        """The factor on the error that the formula is stated for, elementwise."""
+        raise NotImplementedError
+
+    def at_snr(self, snr: Array) -> Array:
+        """The factor on the error of what is predicted, at any signal-to-noise ratio, elementwise.
+
+        Weightings that know only the schedule's timesteps are interpolated between them.
+        """
+        if type(self).of_snr is Weighting.of_snr:
+            with np.errstate(divide="ignore"):
+                return np.interp(-np.log(snr), -np.log(self.schedule.snr), self.weights())
+        with np.errstate(
+            divide="ignore", invalid="ignore"
+        ):  # SNR = 0 gives infinite weights, or 0/0 for the same error
+            factor = error_ratio(snr, self.stated) / error_ratio(snr, self.prediction)
+        return self.of_snr(snr) * np.where(self.stated == self.prediction, 1.0, factor)
+
     def weights(self) -> Array:
         """The factor of every timestep, float64 (T,)."""
-        raise NotImplementedError
+        return self.at_snr(self.schedule.snr)
+
+    def apply(self, losses: "Tensor", weights: "Tensor", fractions: "Tensor") -> "Tensor":
+        """What is minimised: `losses` (batch,) with their `weights` (batch,), drawn at `fractions` (batch,)."""
+        return weights * losses
+
+    def step(self) -> None:
+        """Follow the optimiser step: weightings that learn take theirs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resume needs."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
+        """Restore what `state_dict` gave, tensors on `device`."""
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
 
 
 def normal_cdf(x: Array) -> Array:

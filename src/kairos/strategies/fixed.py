@@ -1,24 +1,41 @@
-"""Samplers with a fixed density."""
+"""Samplers with a fixed density, given by its distribution function and the inverse of that."""
 
-import math
 from typing import Any
 
 import numpy as np
 
-from kairos.diffusion.schedule import NoiseSchedule, linear_coefficients
-from kairos.strategies.base import Array, Sampler, normal_cdf
+from kairos.diffusion.schedule import NoiseSchedule
+from kairos.strategies.base import Array, Sampler, Tabled, normal_cdf
+from kairos.strategies.beta import beta_cdf
+
+
+def normal_quantile(probability: Array) -> Array:
+    """The inverse of the standard normal distribution function, elementwise."""
+    import torch
+
+    return np.asarray(torch.special.ndtri(torch.from_numpy(np.asarray(probability, np.float64))).numpy())
 
 
 class Uniform(Sampler):
-    """p(t) = 1/T (Ho et al. 2020)."""
+    """p(t) = 1/T (Ho et al. 2020), or 1/(end - start) on timesteps start ... end - 1 and 0 elsewhere.
+
+    Raises:
+        ValueError: the range is not one of the process.
+    """
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        options.check_fits(schedule.timesteps, schedule.name)
+        end = schedule.timesteps if options.end is None else options.end
+        self._start, self._width = options.start / schedule.timesteps, (end - options.start) / schedule.timesteps
 
     def cdf(self, fraction: Array) -> Array:
-        """The fraction itself."""
-        return fraction
+        """Linear within the range."""
+        return np.clip((fraction - self._start) / self._width, 0.0, 1.0)
 
     def quantile(self, probability: Array) -> Array:
-        """The probability itself."""
-        return probability
+        """Linear."""
+        return self._start + self._width * np.asarray(probability)
 
 
 class LogNormal(Sampler):
@@ -30,61 +47,112 @@ class LogNormal(Sampler):
     def cdf(self, fraction: Array) -> Array:
         """Phi((logit(fraction) - m) / s)."""
         with np.errstate(divide="ignore"):
-            logit = np.log(fraction) - np.log1p(-fraction)
+            logit = np.log(fraction) - np.log1p(-np.asarray(fraction))
         return normal_cdf((logit - self.options.m) / self.options.s)
 
     def quantile(self, probability: Array) -> Array:
         """sigmoid(m + s Phi^-1(probability))."""
-        import torch
-
-        normal = torch.special.ndtri(torch.from_numpy(np.asarray(probability)))
-        return torch.sigmoid(self.options.m + self.options.s * normal).numpy()
+        with np.errstate(over="ignore"):
+            return 1 / (1 + np.exp(-(self.options.m + self.options.s * normal_quantile(probability))))
 
 
-class Speed(Sampler):
-    """SpeeD's asymmetric sampling (Wang et al. 2025, eq. 6): k before tau, 1 from tau on, normalised.
+class EdmLogNormal(Tabled):
+    """ln sigma ~ N(mean, std²) (Karras et al. 2022, table 1), on a schedule whose noise levels are given.
 
-    ``tau`` defaults to 0.7 T (the paper's 700 of 1000); with ``r`` it is derived from that magnitude.
-
-    Raises:
-        ValueError: tau is not before the end of the process.
+    A timestep has the mass of its cell in ln sigma, sigma² = 1/SNR, with borders half-way to its neighbours; the tails
+    go to the first and the last.
     """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        timesteps = schedule.timesteps
-        if options.r is not None:
-            self.tau = min(math.ceil(tau_of_magnitude(options.r, schedule)), timesteps)
-        else:
-            self.tau = options.tau if options.tau is not None else round(0.7 * timesteps)
-        if not 0 < self.tau < timesteps:
-            raise ValueError(f"sampler speed.tau: got {self.tau}, allowed: 1 to T - 1 = {timesteps - 1}")
-        self._edge = self.tau / timesteps
-        self._total = options.k * self._edge + (1 - self._edge)
+        level = -0.5 * np.log(schedule.snr)  # ln sigma
+        borders = (level[1:] + level[:-1]) / 2
+        below = normal_cdf((borders - options.mean) / options.std)
+        above = normal_cdf((options.mean - borders) / options.std)  # exact in the far tail, where 1 - below is not
+        inner = np.where(borders[1:] < options.mean, np.diff(below), -np.diff(above))
+        self.set_masses(np.concatenate([below[:1], inner, above[-1:]]))
 
-    def cdf(self, fraction: Array) -> Array:
-        """Piecewise linear with a kink at tau."""
-        before = np.minimum(fraction, self._edge)
-        return (self.options.k * before + (fraction - before)) / self._total
+
+class Mode(Sampler):
+    """Mode sampling of SD3 (Esser et al. 2024, eq. 19): t/T = 1 - u - m (cos²(pi u/2) - 1 + u), u uniform.
+
+    Monotone for -1 <= m <= 2/(pi - 2); m > 0 prefers the middle, m < 0 the ends.
+    """
+
+    def _time(self, u: Array) -> Array:
+        return 1 - u - self.options.m * (np.cos(np.pi / 2 * u) ** 2 - 1 + u)
 
     def quantile(self, probability: Array) -> Array:
-        """The inverse of the piecewise linear function."""
-        mass = np.asarray(probability) * self._total
-        kink = self.options.k * self._edge
-        return np.where(mass < kink, mass / self.options.k, self._edge + (mass - kink))
+        """The formula at u = 1 - probability: it falls with u."""
+        return np.clip(self._time(1 - np.asarray(probability)), 0.0, 1.0)
+
+    def cdf(self, fraction: Array) -> Array:
+        """The inverse, by bisection to the last bit."""
+        fraction = np.asarray(fraction, np.float64)
+        low, high = np.zeros_like(fraction), np.ones_like(fraction)
+        for _ in range(54):
+            middle = (low + high) / 2
+            below = self._time(1 - middle) <= fraction
+            low, high = np.where(below, middle, low), np.where(below, high, middle)
+        return np.where(fraction <= 0, 0.0, np.where(fraction >= 1, 1.0, (low + high) / 2))
 
 
-def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
-    """The timestep from which 1/alpha-bar, in SpeeD's continuous form, exceeds r (Wang et al. 2025, Theorem 1).
+class Beta(Sampler):
+    """t/T ~ Beta(a, b) (B-TTDM, Zheng et al. 2024; a = 0.8, b = 1 recommended).
 
-    Raises:
-        ValueError: the schedule is not linear; the closed form holds for that one alone.
+    With b = 1 or a = 1 the inverse is a power; otherwise it is interpolated in a table of 64 nodes per timestep, exact
+    in the mass of every timestep.
     """
-    if schedule.name != "linear":
-        raise ValueError(
-            f"sampler speed.r: got {r} with schedule {schedule.name}, allowed: schedule linear, or give tau"
-        )
-    timesteps = schedule.timesteps
-    change, first = linear_coefficients(schedule)
-    offset = timesteps * first / change
-    return math.sqrt(2 * timesteps * math.log(r) / change + offset**2) - offset
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self._nodes: tuple[Array, Array] | None = None
+
+    def cdf(self, fraction: Array) -> Array:
+        """The regularised incomplete beta function."""
+        return beta_cdf(fraction, np.array(self.options.a), np.array(self.options.b))
+
+    def quantile(self, probability: Array) -> Array:
+        """Its inverse."""
+        a, b, probability = self.options.a, self.options.b, np.asarray(probability)
+        if b == 1:
+            return probability ** (1 / a)
+        if a == 1:
+            return 1 - (1 - probability) ** (1 / b)
+        if self._nodes is None:
+            edges = np.arange(64 * self.schedule.timesteps + 1) / (64 * self.schedule.timesteps)
+            self._nodes = self.cdf(edges), edges
+        return np.interp(probability, *self._nodes)
+
+
+class Clts(Sampler):
+    """Curriculum of Xu et al. 2024 (CLTS): (1 - l) uniform + l N(mu, s²) on the range, l from 0 to 1 over training.
+
+    No public code; the paper does not state s. The normal density is truncated to the process and l grows linearly over
+    the first `length` steps, an option of its own: it does not follow the number of steps that a training is given.
+    """
+
+    def begin(self, step: int) -> None:
+        """Set l."""
+        super().begin(step)
+        self.progress = min(step / self.options.length, 1.0)
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.progress = 0.0  # l
+        self._low, self._high = normal_cdf((np.array([0.0, 1.0]) - options.mu) / options.s)
+
+    def _truncated(self, fraction: Array) -> Array:
+        below = normal_cdf((np.asarray(fraction) - self.options.mu) / self.options.s)
+        return np.clip((below - self._low) / (self._high - self._low), 0.0, 1.0)
+
+    def cdf(self, fraction: Array) -> Array:
+        """The mixture at the step last begun."""
+        return (1 - self.progress) * np.asarray(fraction) + self.progress * self._truncated(fraction)
+
+    def quantile(self, probability: Array) -> Array:
+        """A share 1 - l of the range goes to the uniform part, the rest to the normal one."""
+        probability, part = np.asarray(probability), 1 - self.progress
+        rest = np.maximum(probability - part, 0.0) / max(self.progress, 1e-300)
+        normal = self.options.mu + self.options.s * normal_quantile(self._low + rest * (self._high - self._low))
+        return np.where(probability < part, probability / max(part, 1e-300), np.clip(normal, 0.0, 1.0))

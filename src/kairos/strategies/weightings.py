@@ -1,20 +1,16 @@
-"""Loss weightings: a factor per timestep on the squared error of what the network predicts.
-
-Weights that papers state for epsilon-prediction are converted: MSE_epsilon = SNR MSE_x0 = alpha-bar MSE_v.
-"""
+"""Loss weightings: a factor per timestep on the squared error of what the network predicts."""
 
 import numpy as np
 
-from kairos.diffusion.schedule import linear_coefficients
 from kairos.strategies.base import Array, Weighting
 
 
 class Unweighted(Weighting):
     """1 for whatever is predicted."""
 
-    def weights(self) -> Array:
+    def at_snr(self, snr: Array) -> Array:
         """Ones."""
-        return np.ones(self.schedule.timesteps)
+        return np.ones_like(snr)
 
 
 class Vlb(Weighting):
@@ -28,47 +24,56 @@ class Vlb(Weighting):
 class P2(Weighting):
     """(k + SNR)^-gamma on the error of epsilon (Choi et al. 2022, eq. 8); gamma 0 is no weighting."""
 
-    def weights(self) -> Array:
-        """The formula, converted to the prediction."""
-        weight = (self.options.k + self.schedule.snr) ** -self.options.gamma
-        return self.schedule.in_prediction(weight, self.prediction)
+    def of_snr(self, snr: Array) -> Array:
+        """The formula."""
+        return np.asarray((self.options.k + snr) ** -self.options.gamma)
 
 
 class MinSnr(Weighting):
-    """Min-SNR-gamma (Hang et al. 2023, eq. 3 and appendix): min(SNR, gamma) over SNR, 1 or SNR + 1.
+    """Min-SNR-gamma (Hang et al. 2023, eq. 3 and appendix).
 
-    Written so that SNR = 0 gives 1 for epsilon (not NaN) and 0 for x0 and v.
+    epsilon: min(SNR, gamma)/SNR; x0: min(SNR, gamma); v: min(SNR, gamma)/(SNR + 1). SNR = 0 gives 1, 0 and 0.
     """
 
-    def weights(self) -> Array:
-        """epsilon: min(1, gamma/SNR); x0: min(SNR, gamma); v: min(SNR, gamma)/(SNR + 1)."""
-        snr, gamma = self.schedule.snr, self.options.gamma
-        if self.prediction == "epsilon":
-            return gamma / np.maximum(snr, gamma)
-        capped = np.minimum(snr, gamma)
-        return capped if self.prediction == "x0" else capped / (snr + 1)
+    def of_snr(self, snr: Array) -> Array:
+        """min(SNR, gamma)/SNR without the division by 0."""
+        return self.options.gamma / np.maximum(snr, self.options.gamma)
 
 
-class ChangeAware(Weighting):
-    """SpeeD's change-aware weights (Wang et al. 2025, section 2.4): the derivative of the process' variance, rescaled.
+class SoftMinSnr(Weighting):
+    """gamma/(SNR + gamma) on the error of epsilon: Min-SNR without the kink (Crowson et al. 2024, section 3.4)."""
 
-    Linear schedule: the paper's closed form of Psi'_t, t from 1. Other schedules: the central difference of
-    1 - alpha-bar. The smallest value (at least 0) becomes 1 - lambda, the largest (at most 1) lambda. The weights apply
-    to whatever is predicted.
+    def of_snr(self, snr: Array) -> Array:
+        """The formula."""
+        return self.options.gamma / (snr + self.options.gamma)
+
+
+class Debiased(Weighting):
+    """Debiased estimation (Yu et al. 2023): 1/sqrt(SNR) on the error of epsilon, SNR capped at 1000.
+
+    For v-prediction public trainers use 1/(SNR + 1), which is not the conversion of the epsilon form,
+    sqrt(SNR)/(SNR + 1); ``convert: true`` asks for the latter. x0 is converted. SNR = 0 gives an infinite weight for
+    epsilon, and 0 for x0.
     """
 
-    def weights(self) -> Array:
-        """The rescaled change."""
-        change = self._change()
-        low, high = max(change.min(), 0.0), min(change.max(), 1.0)
-        share = np.clip((change - low) / (high - low), 0.0, 1.0)
-        lam = self.options.lam
-        return (1 - lam) + (2 * lam - 1) * share
+    stated = "x0"  # where it is finite
 
-    def _change(self) -> Array:
-        timesteps = self.schedule.timesteps
-        if self.schedule.name != "linear":
-            return np.gradient(1 - self.schedule.alphas_cumprod)
-        slope, first = linear_coefficients(self.schedule)
-        t = np.arange(1, timesteps + 1)
-        return 2 * (first + slope * t / timesteps) * np.exp(-(first + slope * t / (2 * timesteps)) * t)
+    def of_snr(self, snr: Array) -> Array:
+        """SNR/sqrt(min(SNR, 1000))."""
+        return np.sqrt(snr) * np.sqrt(np.maximum(snr, 1000.0) / 1000.0)
+
+    def at_snr(self, snr: Array) -> Array:
+        """The stated form of each prediction."""
+        if self.prediction == "v" and not self.options.convert:
+            return np.asarray(1 / (snr + 1))
+        return super().at_snr(snr)
+
+
+class Edm(Weighting):
+    """(sigma² + sigma_data²)/(sigma sigma_data)² on the error of x0 (Karras et al. 2022, table 1), sigma² = 1/SNR."""
+
+    stated = "x0"
+
+    def of_snr(self, snr: Array) -> Array:
+        """The formula in SNR: 1/sigma_data² + SNR."""
+        return 1 / self.options.sigma_data**2 + snr

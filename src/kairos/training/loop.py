@@ -1,8 +1,6 @@
 """One training step, and the state it moves. Everything random in step k is a function of (seed, k)."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +9,13 @@ from torch import Tensor, nn
 from kairos import conditions as conditioning
 from kairos import models
 from kairos.data.latents import Latents
-from kairos.diffusion.losses import Prediction, per_sample
+from kairos.diffusion.losses import Prediction
 from kairos.diffusion.processes import build_process
 from kairos.diffusion.registries import LOSSES
 from kairos.errors import KairosError
 from kairos.randomness import derived_seed, generator
-from kairos.strategies import Observation, make_sampler, make_weighting
+from kairos.strategies.meter import Meter
+from kairos.strategies.strategy import Strategy
 from kairos.training.order import batch_positions
 from kairos.training.probes import Moment, Probe
 from kairos.training.registries import PROBES
@@ -38,8 +37,11 @@ class Trainer:
         self.seed, self.latents, self.device = seed, latents, device
         self.process = build_process(plain["diffusion"])
         chosen = plain["methods"][method]
-        self.sampler = make_sampler(chosen["sampler"], self.process.schedule, seed)
-        self.weighting = make_weighting(chosen["weighting"], self.process.schedule, self.process.prediction)
+        named = [chosen[part] for part in ("sampler", "weighting")]
+        options = [{key: value for key, value in part.items() if key != "name"} for part in named]
+        self.strategy = Strategy(
+            "+".join(part["name"] for part in named), self.process, sampler=options[0], weighting=options[1], seed=seed
+        )
         self.losses = [_component(LOSSES, loss) for loss in plain["diffusion"]["losses"]]
         self.probes: dict[str, Probe] = {
             probe["name"]: PROBES.build(probe["name"], {k: v for k, v in probe.items() if k != "name"})
@@ -89,8 +91,8 @@ class Trainer:
         """
         step, seed = self.step, self.seed
         x0, conditions = self.batch(step)
-        fractions = self.sampler.fractions(x0, generator(seed, "timesteps", step))
-        t = self.process.times(fractions).to(self.device)
+        draw = self.strategy.draw(x0)
+        t = draw.t
         noise = torch.randn(x0.shape, generator=generator(seed, "noise", step, self.device), device=self.device)
         torch.manual_seed(derived_seed(seed, "dropout", step))
         self.model.train()
@@ -98,12 +100,13 @@ class Trainer:
         with self._autocast():
             output = self.process.predict(self.network, x_t, t, conditions)
         prediction = Prediction(self.process, x0, noise, t, x_t, output)
-        weights = self.process.weights(self.weighting, t)
         terms = {name: function(options, prediction) for name, options, function in self.losses}
+        scaled = [(options.weighted, options.scale * terms[name]) for name, options, _ in self.losses]
+        weighted, plain = ([term for is_weighted, term in scaled if is_weighted is which] for which in (True, False))
         total = torch.stack(
             [
-                options.scale * ((weights * terms[name]) if options.weighted else terms[name]).mean()
-                for name, options, _ in self.losses
+                *([self.strategy.loss(draw, torch.stack(weighted).sum(0))] if weighted else []),
+                *(p.mean() for p in plain),
             ]
         ).sum()
         self.optimizer.zero_grad(set_to_none=True)
@@ -112,19 +115,18 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.parameters, math.inf if clip is None else clip)
         loss, grad_norm = total.item(), norm.item()
         self._refuse_non_finite(step, loss, grad_norm)
-        error = self._error_function(x0, conditions)
         line: dict[str, Any] = {}
+        meter = Meter(self.process, self.network, x0, conditions, autocast=self._autocast())
         for name, probe in self.probes.items():
             moment = Moment(
-                step, self.model, prediction, next(iter(terms.values())).detach(), weights, error,
+                step, self.model, prediction, next(iter(terms.values())).detach(), draw.weights, meter.error,
                 generator(seed, f"probe {name}", step),
             )  # fmt: skip
             line[name] = probe(moment)
         rate = self._learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        observation = Observation(step, x0, fractions, error, generator(seed, "observation", step))
-        with self.sampler.observe(observation):
+        with self.strategy.observe(draw, self.network, self.optimizer, conditions, self._autocast()):
             self.optimizer.step()
         self._update_ema(step)
         self.step += 1
@@ -135,7 +137,7 @@ class Trainer:
             **{name: term.mean().item() for name, term in terms.items()},
             "lr": rate,
             "grad_norm": grad_norm,
-            "sampler": self.sampler.statistics(),
+            "sampler": self.strategy.sampler.statistics(),
             **line,
         }
 
@@ -161,19 +163,6 @@ class Trainer:
         with torch.no_grad():
             torch._foreach_lerp_(list(self.ema.values()), [live[name] for name in self.ema], 1 - decay)
 
-    def _error_function(self, x0: Tensor, conditions: dict[str, Tensor]) -> Any:
-        """Per-sample squared error of epsilon in evaluation mode: what samplers and probes measure with."""
-
-        def error(index: Tensor, fractions: Tensor, noise: Tensor) -> Tensor:
-            clean, t = x0[index], self.process.times(fractions).to(x0.device)
-            x_t = self.process.noised(clean, noise, t)
-            chosen = {name: values[index] for name, values in conditions.items()}
-            with torch.no_grad(), evaluating(self.model), self._autocast():
-                output = self.process.predict(self.network, x_t, t, chosen)
-            return per_sample((self.process.epsilon(output.float(), x_t, t) - noise) ** 2)
-
-        return error
-
     def density_images(self) -> Tensor:
         """The fixed images that a learned sampler's p(t) is averaged over, up to 256, the first of the training set."""
         return self.latents.means(self.latents.train[:256]).to(self.device)
@@ -184,7 +173,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "ema": self.ema,
             "optimizer": self.optimizer.state_dict(),
-            "strategy": self.sampler.state_dict(),
+            "strategy": self.strategy.state_dict(),
         }
 
     def load(self, state: dict[str, Any], step: int) -> None:
@@ -193,18 +182,8 @@ class Trainer:
         for name, value in state["ema"].items():
             self.ema[name].copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.sampler.load_state_dict(state["strategy"], self.device)
+        self.strategy.load_state_dict(state["strategy"], self.device)
         self.step = step
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block, training mode after it."""
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train()
 
 
 def _component(registry: Any, named: dict[str, Any]) -> tuple[str, Any, Any]:

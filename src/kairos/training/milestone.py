@@ -1,7 +1,5 @@
 """Milestones: the weights after a number of steps, in folders that diffusers opens and that describe themselves."""
 
-import csv
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,41 +27,38 @@ def write_milestone(folder: Path, trainer: "Trainer", start_density: Any, facts:
     """
     from kairos import models
 
-    images = trainer.density_images() if trainer.sampler.learned else None
-    density = trainer.sampler.density(images)
-    weights = trainer.weighting.weights()
+    columns = trainer.strategy.table(trainer.density_images())
+    sampler = trainer.strategy.sampler
     with atomic_folder(folder) as temporary:
         models.save(trainer.model, temporary / "ema", trainer.ema)
         models.save(trainer.model, temporary / "raw")
         scheduler = trainer.process.scheduler_config(clip=trainer.latents.manifest["kind"] == "pixels")
         if scheduler is not None:
             write_json(temporary / "scheduler" / "scheduler_config.json", scheduler)
-        write_text(temporary / "strategy.csv", strategy_csv(density, weights))
-        statistics = trainer.sampler.statistics()
+        write_text(temporary / "strategy.csv", strategy_csv(columns))
+        statistics = sampler.statistics()
         record = {
             **facts,
             "step": trainer.step,
             "images_seen": trainer.step * trainer.settings["batch_size"],
             "shape": list(trainer.latents.shape),
             "conditions": {name: trainer.latents.condition_kinds[name] for name in trainer.wanted},
-            "learned": trainer.sampler.learned,
+            "learned": sampler.learned,
             "strategy": {
                 **{name: statistics.get(name) for name in ("updates", "a", "b")},
-                "tv_from_start": float(abs(density - start_density).sum() / 2),
+                "tv_from_start": float(abs(columns["p"] - start_density).sum() / 2),
             },
             "files": hash_folder(temporary),
         }
         write_json(temporary / "milestone.json", record)
 
 
-def strategy_csv(density: Any, weights: Any) -> str:
-    """What the strategy trains on: columns t, p, w, effective = p w."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["t", "p", "w", "effective"])
-    for t, (p, w) in enumerate(zip(density, weights, strict=True)):
-        writer.writerow([t, f"{p:.17g}", f"{w:.17g}", f"{p * w:.17g}"])
-    return buffer.getvalue()
+def strategy_csv(columns: dict[str, Any]) -> str:
+    """`strategies.names.table` as text: columns t, p, w, effective, 17 significant digits."""
+    lines = [",".join(columns)]
+    for t, *values in zip(*columns.values(), strict=True):
+        lines.append(",".join([f"{t:.0f}", *(f"{value:.17g}" for value in values)]))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def check_milestone(folder: Path) -> dict[str, Any]:

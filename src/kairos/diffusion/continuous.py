@@ -1,0 +1,131 @@
+"""Continuous-time processes: EDM's noise levels with its preconditioning, and flow matching.
+
+Each has a `schedule` of as many cells as asked for, on which densities and weights are shown and discrete strategies
+stand; weights that are formulas of the signal-to-noise ratio are exact at every time.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kairos.diffusion.schedule import NoiseSchedule
+from kairos.errors import ConfigError
+
+
+class Continuous:
+    """What the two share: times are float64 (batch,), weights are taken at each one's signal-to-noise ratio."""
+
+    prediction: str
+    schedule: NoiseSchedule
+
+    def snr(self, t: Tensor) -> Tensor:
+        """Signal-to-noise ratio at times t, elementwise."""
+        raise NotImplementedError
+
+    def weights(self, weighting: Any, t: Tensor) -> Tensor:
+        """The factor of each sample's loss at t, float32 (batch,), on the device of t."""
+        values = weighting.at_snr(self.snr(t.double()).cpu().numpy())
+        return torch.from_numpy(np.ascontiguousarray(values)).float().to(t.device)
+
+    def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
+        """None: there is no scheduler of diffusers that stands for it in our sampling."""
+        return None
+
+
+def _shaped(t: Tensor, like: Tensor) -> Tensor:
+    return t.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
+
+
+class Edm(Continuous):
+    """x = x0 + sigma noise, and a network with EDM's preconditioning that stands for x0 (Karras et al. 2022, table 1).
+
+    Fractions are evenly spread in ln sigma, so sampler ``uniform`` is log-uniform in sigma and ``edm_log_normal`` is
+    EDM's own; weighting ``edm`` is its lambda(sigma).
+
+    Args:
+        sigma_data: standard deviation of the data.
+        sigma_min: smallest noise level.
+        sigma_max: largest noise level.
+        cells: of the schedule that strategies are shown on.
+    """
+
+    prediction = "x0"
+
+    def __init__(self, sigma_data: float = 0.5, sigma_min: float = 0.002, sigma_max: float = 80.0, cells: int = 1000):
+        if not 0 < sigma_min < sigma_max:
+            raise ConfigError(f"sigma_min and sigma_max: got {sigma_min} and {sigma_max}, allowed: 0 < min < max")
+        self.sigma_data = sigma_data
+        self._low, self._width = math.log(sigma_min), math.log(sigma_max / sigma_min)
+        sigma = np.exp(self._low + self._width * (np.arange(cells) + 0.5) / cells)
+        self.schedule = NoiseSchedule.of_alphas_cumprod(1 / (1 + sigma**2))
+        self.timesteps = cells
+
+    def times(self, fractions: Tensor) -> Tensor:
+        """Noise levels sigma, float64 (batch,), of fractions in [0, 1)."""
+        return torch.exp(self._low + self._width * fractions)
+
+    def snr(self, t: Tensor) -> Tensor:
+        """1/sigma²."""
+        return t**-2
+
+    def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """x0 + sigma noise."""
+        return x0 + _shaped(t, x0) * noise
+
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        """D(x; sigma) = c_skip x + c_out F(c_in x, ln(sigma)/4): an estimate of x0."""
+        sigma, data = _shaped(t, x_t), self.sigma_data
+        total = sigma**2 + data**2
+        output = network(x_t / total.sqrt(), (t.log() / 4).to(x_t.dtype), conditions)
+        return data**2 / total * x_t + sigma * data / total.sqrt() * output
+
+    def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """x0."""
+        return x0
+
+    def epsilon(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """(x - D)/sigma."""
+        return (x_t - output) / _shaped(t, x_t)
+
+
+class Flow(Continuous):
+    """Rectified flow: x_t = (1 - t) x0 + t noise for t in [0, 1), the network predicts noise - x0 (Liu et al. 2023).
+
+    Fractions are times, so ``log_normal`` and ``mode`` are SD3's densities (Esser et al. 2024). The network is called
+    with t times `scale`.
+    """
+
+    prediction = "flow"
+
+    def __init__(self, cells: int = 1000, scale: float = 1.0):
+        t = (np.arange(cells) + 0.5) / cells
+        self.schedule = NoiseSchedule.of_alphas_cumprod((1 - t) ** 2 / ((1 - t) ** 2 + t**2))
+        self.timesteps, self.scale = cells, scale
+
+    def times(self, fractions: Tensor) -> Tensor:
+        """The fractions, kept from the ends by 1e-5, where the signal-to-noise ratio is no number."""
+        return fractions.clamp(1e-5, 1 - 1e-5)
+
+    def snr(self, t: Tensor) -> Tensor:
+        """((1 - t)/t)²."""
+        return ((1 - t) / t) ** 2
+
+    def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """(1 - t) x0 + t noise."""
+        return torch.lerp(x0, noise, _shaped(t, x0))
+
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        """The network at t times `scale`."""
+        output: Tensor = network(x_t, (self.scale * t).to(x_t.dtype), conditions)
+        return output
+
+    def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """noise - x0."""
+        return noise - x0
+
+    def epsilon(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """x_t + (1 - t) v."""
+        return x_t + (1 - _shaped(t, x_t)) * output

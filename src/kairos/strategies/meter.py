@@ -1,0 +1,171 @@
+"""Measurements on a network around one optimiser step: losses and gradients at any timesteps, leaving no trace."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kairos import distributed
+from kairos.diffusion.losses import per_sample
+
+if TYPE_CHECKING:
+    from kairos.strategies.base import Observation, Weighting
+
+
+class Meter:
+    """What can be asked about a network and the batch at hand (this rank's part of the global one).
+
+    Args:
+        process: forward process.
+        network: a module; a wrapper of DistributedDataParallel is looked through.
+        x0: the batch, (batch, ...).
+        conditions: of its images, each (batch, ...); None: the network is called without, as ``network(x_t, t)``.
+        weighting: weights of the losses whose gradients are measured.
+        optimizer: of the network, for the metric of `metric`.
+        autocast: context that the network is called in.
+    """
+
+    def __init__(
+        self,
+        process: Any,
+        network: Any,
+        x0: Tensor,
+        conditions: dict[str, Tensor] | None = None,
+        weighting: "Weighting | None" = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        autocast: AbstractContextManager[Any] | None = None,
+    ):
+        self.process, self.x0, self.conditions = process, x0, conditions or {}
+        self.network = network.module if isinstance(network, nn.parallel.DistributedDataParallel) else network
+        self.call = self.network if conditions is not None else self._unconditional
+        self.weighting, self.optimizer = weighting, optimizer
+        self.autocast = autocast or nullcontext()
+
+    def _predict(self, index: Tensor, fractions: Tensor, noise: Tensor, dropout: bool) -> tuple[Tensor, ...]:
+        clean, t = self.x0[index], self.process.times(fractions).to(self.x0.device)
+        x_t = self.process.noised(clean, noise, t)
+        chosen = {name: values[index] for name, values in self.conditions.items()}
+        with evaluating(self.network, dropout), self.autocast:
+            output = self.process.predict(self.call, x_t, t, chosen).float()
+        return clean, t, x_t, output
+
+    def _unconditional(self, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        output = self.network(x_t, t)
+        tensor: Tensor = getattr(output, "sample", output)  # diffusers' models wrap theirs
+        return tensor
+
+    def error(self, index: Tensor, fractions: Tensor, noise: Tensor, dropout: bool = False) -> Tensor:
+        """Per-sample squared error of epsilon, float32 (n,), in evaluation mode unless `dropout`, without gradients.
+
+        Args:
+            index: samples of the batch, int64 (n,).
+            fractions: of the process, float64 (n,).
+            noise: (n, ...).
+            dropout: keep the network in training mode.
+        """
+        with torch.no_grad():
+            _, t, x_t, output = self._predict(index, fractions, noise, dropout)
+            return per_sample((self.process.epsilon(output, x_t, t) - noise) ** 2)
+
+    def gradient(self, index: Tensor, fractions: Tensor, noise: Tensor, factors: Tensor) -> list[Tensor]:
+        """Gradient of sum over samples of factor x weight x squared error of what is predicted, a tensor a parameter.
+
+        Evaluation mode; the parameters' own ``grad`` is not touched.
+
+        Args:
+            index: samples of the batch, int64 (n,); none give zeros.
+            fractions: of the process, float64 (n,).
+            noise: (n, ...).
+            factors: (n,).
+        """
+        parameters = self.parameters()
+        if not len(index):
+            return [torch.zeros_like(parameter) for parameter in parameters]
+        with torch.enable_grad():
+            clean, t, _, output = self._predict(index, fractions, noise, False)
+            losses = per_sample((output - self.process.target(clean, noise, t)) ** 2)
+            if self.weighting is not None:
+                losses = losses * self.process.weights(self.weighting, t)
+            total = (losses * factors.to(losses)).sum()
+            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+        return [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(parameters, gradients)
+        ]
+
+    def parameters(self) -> list[Tensor]:
+        """The network's trained parameters."""
+        return [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+
+    def metric(self) -> list[Tensor]:
+        """The optimiser's preconditioner, a tensor or the number 1 a parameter: Adam's 1/(sqrt(v) + eps)."""
+        found = []
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        eps = {id(parameter): group.get("eps", 0.0) for group in groups for parameter in group["params"]}
+        for parameter in self.parameters():
+            state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
+            second = state.get("exp_avg_sq")
+            one = torch.ones((), device=parameter.device)
+            found.append(one if second is None else 1 / (second.sqrt() + eps[id(parameter)]))
+        return found
+
+
+def errors(observation: "Observation", index: Tensor, fractions: Tensor, seed: int, dropout: bool = False) -> Tensor:
+    """`Meter.error` over the global batch: the same float64 (n,) on all ranks, on the CPU.
+
+    Args:
+        observation: of the step.
+        index: samples of the global batch, int64 (n,), not decreasing, on the CPU.
+        fractions: float64 (n,).
+        seed: of the noise, which is drawn for all n on every rank and so does not depend on their number.
+        dropout: see `Meter.error`.
+    """
+    x0, meter = observation.x0, observation.meter
+    assert meter is not None
+    _, mine = distributed.share(len(x0))
+    noise = torch.randn(
+        (len(index), *x0.shape[1:]), generator=torch.Generator(x0.device).manual_seed(seed), device=x0.device
+    )
+    here = ((index >= mine.start) & (index < mine.stop)).nonzero()[:, 0]
+    local = torch.empty(0)
+    if len(here):
+        parts = here.split(len(x0))
+        local = torch.cat(
+            [
+                meter.error(index[part].to(x0.device) - mine.start, fractions[part], noise[part.to(x0.device)], dropout)
+                for part in parts
+            ]
+        )
+    return distributed.gather(local.double())
+
+
+def gradient(observation: "Observation", index: Tensor, fractions: Tensor, seed: int, factors: Tensor) -> list[Tensor]:
+    """`Meter.gradient` over the global batch, summed over ranks; arguments as for `errors`, in any order."""
+    x0, meter = observation.x0, observation.meter
+    assert meter is not None
+    _, mine = distributed.share(len(x0))
+    noise = torch.randn(
+        (len(index), *x0.shape[1:]), generator=torch.Generator(x0.device).manual_seed(seed), device=x0.device
+    )
+    here = ((index >= mine.start) & (index < mine.stop)).nonzero()[:, 0]
+    there = here.to(x0.device)
+    found = meter.gradient(index[here].to(x0.device) - mine.start, fractions[here], noise[there], factors[here])
+    distributed.sum_tensors(found)
+    return found
+
+
+@contextmanager
+def evaluating(network: Any, dropout: bool = False) -> Iterator[None]:
+    """Evaluation mode for a while (unless `dropout`), then each module as it was."""
+    if not isinstance(network, nn.Module):
+        yield
+        return
+    modes = [(module, module.training) for module in network.modules()]
+    network.train(dropout)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

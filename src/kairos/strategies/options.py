@@ -1,0 +1,273 @@
+"""What samplers and weightings can be told. No torch here: options are checked before any job, and when listed."""
+
+from dataclasses import dataclass
+
+from kairos.options import option
+from kairos.strategies.points import POINTS
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What every sampler can be told."""
+
+    floor: float = option(0.0, "share of draws that are uniform instead", ge=0, lt=1)
+    importance: bool = option(False, "weight each loss by 1/(T p(t)): uniform's objective, another noise")
+
+
+@dataclass(frozen=True)
+class Fixed(Mixed):
+    """What every sampler of a fixed density can be told."""
+
+    points: str = option("random", "uniform numbers that draws are made from", choices=POINTS)
+
+
+@dataclass(frozen=True)
+class Uniform(Fixed):
+    """Timesteps start ... end - 1."""
+
+    start: int = option(0, "first timestep drawn", ge=0)
+    end: int | None = option(None, "timestep after the last one drawn; null: T", ge=1)
+
+    def __post_init__(self) -> None:
+        if self.end is not None and self.start >= self.end:
+            raise ValueError(f"start and end: got {self.start} and {self.end}, allowed: start < end")
+        if self.importance and not self.floor and (self.start or self.end is not None):
+            raise ValueError(
+                "importance: got true with a range of timesteps; those outside are never drawn, so no weight brings "
+                "back uniform's objective; allowed: false, or a floor above 0"
+            )
+
+    def check_fits(self, timesteps: int, schedule: str) -> None:
+        """Refuse, before any job, what this process cannot have; raises ValueError."""
+        if self.start >= timesteps:
+            raise ValueError(f"start: got {self.start}, allowed: 0 to T - 1 = {timesteps - 1}")
+        if self.end is not None and self.end > timesteps:
+            raise ValueError(f"end: got {self.end}, allowed: start + 1 to T = {timesteps}")
+
+
+@dataclass(frozen=True)
+class LogNormal(Fixed):
+    """t/T = sigmoid(N(m, s²))."""
+
+    m: float = option(0.0, "mean of logit(t/T)")
+    s: float = option(1.0, "standard deviation of logit(t/T)", gt=0)
+
+
+@dataclass(frozen=True)
+class EdmLogNormal(Fixed):
+    """ln sigma ~ N(mean, std²)."""
+
+    mean: float = option(-1.2, "mean of ln sigma, sigma² = 1/SNR")
+    std: float = option(1.2, "standard deviation of ln sigma", gt=0)
+
+
+@dataclass(frozen=True)
+class Mode(Fixed):
+    """SD3's mode sampling; monotone within the bounds of m, which is what makes it a density of its own."""
+
+    m: float = option(1.29, "scale of the bump: > 0 the middle, < 0 the ends; at most 2/(pi - 2)", ge=-1, le=1.7519)
+
+
+@dataclass(frozen=True)
+class Beta(Fixed):
+    """t/T ~ Beta(a, b)."""
+
+    a: float = option(0.8, "first parameter; below 1 it prefers small t", gt=0)
+    b: float = option(1.0, "second parameter; below 1 it prefers large t", gt=0)
+
+
+@dataclass(frozen=True)
+class Clts(Fixed):
+    """From uniform to N(mu, s²) over training."""
+
+    mu: float = option(0.3, "mean of t/T at the end of the curriculum", ge=0, le=1)
+    s: float = option(0.2, "its standard deviation; not published, this is our choice", gt=0)
+    length: int = option(50_000, "steps until the density is normal alone", ge=1)
+
+
+@dataclass(frozen=True)
+class Speed(Fixed):
+    """SpeeD's step function."""
+
+    k: float = option(5.0, "how much more often timesteps before tau are drawn", gt=0)
+    tau: int | None = option(None, "first timestep of the convergence area; null: 0.7 T", ge=1)
+    r: float | None = option(None, "magnitude that tau is derived from instead, linear schedule", gt=1)
+
+    def __post_init__(self) -> None:
+        if self.tau is not None and self.r is not None:
+            raise ValueError(f"tau and r: got {self.tau} and {self.r}, allowed: one of them")
+
+    def check_fits(self, timesteps: int, schedule: str) -> None:
+        """Refuse, before any job, what this process cannot have; raises ValueError."""
+        _check_tau(self.tau, timesteps)
+        if self.r is not None and schedule != "linear":
+            raise ValueError(f"r: got {self.r} with schedule {schedule}, allowed: schedule linear, or give tau")
+
+
+def _check_tau(tau: int | None, timesteps: int) -> None:
+    if tau is not None and tau >= timesteps:
+        raise ValueError(f"tau: got {tau}, allowed: 1 to T - 1 = {timesteps - 1}")
+
+
+@dataclass(frozen=True)
+class SpeedOfficial(Fixed):
+    """SpeeD's public code."""
+
+    k: float = option(5.0, "how much more often timesteps before tau are drawn, in the half that is drawn", gt=0)
+    tau: int | None = option(None, "first timestep of the convergence area; null: 0.7 T", ge=1)
+
+    def check_fits(self, timesteps: int, schedule: str) -> None:
+        """Refuse, before any job, what this process cannot have; raises ValueError."""
+        _check_tau(self.tau, timesteps)
+
+
+@dataclass(frozen=True)
+class SpeedV1(Fixed):
+    """SpeeD's first public code."""
+
+
+@dataclass(frozen=True)
+class LossSecondMoment:
+    """Improved DDPM's; its importance weights are a part of it."""
+
+    floor: float = option(0.001, "share of draws that are uniform instead", gt=0, lt=1)
+    history: int = option(10, "losses kept per timestep; uniform until each has them", ge=1)
+
+
+@dataclass(frozen=True)
+class LossRms:
+    """Smoothed over t and in time; its importance weights are a part of it."""
+
+    floor: float = option(0.1, "share of draws that are uniform instead", gt=0, lt=1)
+    width: float = option(0.02, "standard deviation of the smoothing in t, as a share of T", gt=0, le=1)
+    decay: float = option(0.999, "decay per step of what was observed", gt=0, lt=1)
+    start: int = option(100, "steps before the density is first set", ge=1)
+    frequency: int = option(10, "steps between settings of the density", ge=1)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured in bins of t."""
+
+    floor: float = option(0.1, "share of draws that are uniform instead", ge=0, lt=1)
+    bins: int = option(16, "bins of t that gradients are measured in", ge=2)
+    samples: int | None = option(None, "samples per bin and measurement; null: about a batch in all", ge=2)
+    frequency: int = option(50, "steps between measurements", ge=1)
+    decay: float = option(0.8, "decay of earlier measurements", ge=0, lt=1)
+    start: int = option(3, "measurements before the density is first set", ge=1)
+
+
+@dataclass(frozen=True)
+class GradientNorm(Measured):
+    """Its importance weights are a part of it."""
+
+    norm: str = option("preconditioned", "metric of the gradient's size", choices=("plain", "preconditioned"))
+
+
+@dataclass(frozen=True)
+class GradientVariance(Measured):
+    """As published: without a floor and without importance weights."""
+
+    floor: float = option(0.0, "share of draws that are uniform instead", ge=0, lt=1)
+    importance: bool = option(False, "weight each loss by 1/(T p(t)): uniform's objective, another noise")
+
+
+@dataclass(frozen=True)
+class FirstOrder(Measured):
+    """The floor keeps timesteps alive that would raise the target for now."""
+
+    floor: float = option(0.2, "share of draws that are uniform instead", gt=0, lt=1)
+    importance: bool = option(False, "weight each loss by 1/(T p(t)): uniform's objective, another noise")
+
+
+@dataclass(frozen=True)
+class Adaptive(Mixed):
+    """The learned sampler of Kim et al. (2025), with the repairs named in `strategies.adaptive`."""
+
+    frequency: int = option(40, "f_S: model steps between policy updates", ge=1)
+    queue: int = option(20, "|Q|: measurements that features are selected from", ge=3)
+    selected: int = option(3, "|S|: timesteps that the reward is measured at", ge=1)
+    lr: float = option(1e-2, "learning rate of the policy (the paper: 1e-2 linear and quadratic, 1e-3 cosine)", gt=0)
+    entropy: float = option(1e-2, "weight of the entropy bonus", ge=0)
+    width: int = option(128, "hidden width of the policy", ge=1)
+    depth: int = option(2, "hidden layers of the policy", ge=1)
+    grad_clip: float = option(1.0, "largest gradient norm of a policy step", gt=0)
+    feature_timesteps: int | None = option(100, "timesteps of the feature vector, evenly spread; null: all T", ge=1)
+    feature_images: str = option("one", "images that the feature vector is measured on", choices=("one", "batch"))
+    c_max: float | None = option(None, "cap on the VLB coefficient c_t in the measured losses; null: none", gt=0)
+    reward_decay: float = option(0.9, "decay of the running mean and scale of the rewards", ge=0, lt=1)
+
+    def check_fits(self, timesteps: int, schedule: str) -> None:
+        """Refuse, before any job, what this process cannot have; raises ValueError."""
+        count = min(self.feature_timesteps or timesteps, timesteps)
+        if self.selected > count:
+            raise ValueError(
+                f"selected: got {self.selected}, allowed: 1 to {count}, the timesteps of the feature vector"
+            )
+
+
+@dataclass(frozen=True)
+class AdaptiveOfficial(Adaptive):
+    """Its public code: all T timesteps in the feature vector, a queue of 2 or more."""
+
+    queue: int = option(20, "|Q|: measurements that features are selected from", ge=2)
+    feature_timesteps: int | None = option(None, "timesteps of the feature vector, evenly spread; null: all T", ge=1)
+
+
+@dataclass(frozen=True)
+class P2:
+    """(k + SNR)^-gamma on the squared error of epsilon."""
+
+    k: float = option(1.0, "offset of the SNR", gt=0)
+    gamma: float = option(1.0, "exponent; 0 switches the weighting off", ge=0)
+
+
+@dataclass(frozen=True)
+class MinSnr:
+    """min(SNR, gamma)/SNR, or gamma/(SNR + gamma), on the squared error of epsilon."""
+
+    gamma: float = option(5.0, "cap of the SNR", gt=0)
+
+
+@dataclass(frozen=True)
+class Debiased:
+    """1/sqrt(SNR) on the squared error of epsilon."""
+
+    convert: bool = option(False, "for v: convert the epsilon form instead of the published 1/(SNR + 1)")
+
+
+@dataclass(frozen=True)
+class Edm:
+    """(sigma² + sigma_data²)/(sigma sigma_data)² on the squared error of x0."""
+
+    sigma_data: float = option(0.5, "standard deviation of the data: 0.5 for pixels, 1 for unit-variance latents", gt=0)
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """w/exp(u) times the loss, plus u, where u is trained."""
+
+    base: str = option(
+        "edm", "w", choices=("none", "vlb", "p2", "min_snr", "soft_min_snr", "debiased", "edm", "change_aware")
+    )
+    sigma_data: float = option(0.5, "standard deviation of the data, for base edm", gt=0)
+    channels: int = option(128, "Fourier features of ln sigma that u is linear in", ge=1)
+    lr: float = option(1e-2, "learning rate of u", gt=0)
+
+
+@dataclass(frozen=True)
+class ChangeAware:
+    """SpeeD's weights: the change of the process, rescaled to [1 - lambda, lambda]."""
+
+    lam: float = option(0.6, "largest weight; 1 - lambda is the smallest", ge=0.5, le=1, alias="lambda")
+
+
+@dataclass(frozen=True)
+class ChangeAwareOfficial(ChangeAware):
+    """... and 1 from tau on."""
+
+    tau: int | None = option(None, "timestep from which the weight is 1; null: 0.7 T", ge=1)
+
+    def check_fits(self, timesteps: int, schedule: str) -> None:
+        """Refuse, before any job, what this process cannot have; raises ValueError."""
+        _check_tau(self.tau, timesteps)

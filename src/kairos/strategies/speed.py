@@ -1,0 +1,186 @@
+"""SpeeD (Wang et al. 2025): its samplers, the paper's and the two that its public code has held, and its weights."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kairos import distributed
+from kairos.diffusion.schedule import NoiseSchedule, linear_coefficients
+from kairos.strategies.base import Array, Sampler, Tabled, Weighting
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class Speed(Sampler):
+    """SpeeD's asymmetric sampling (Wang et al. 2025, eq. 6): k before tau, 1 from tau on, normalised.
+
+    ``tau`` defaults to 0.7 T (the paper's 700 of 1000); with ``r`` it is derived from that magnitude.
+
+    Raises:
+        ValueError: tau is not before the end of the process.
+    """
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.tau = first_of_convergence(options.tau, options.r, schedule)
+        self._edge = self.tau / schedule.timesteps
+        self._total = options.k * self._edge + (1 - self._edge)
+
+    def cdf(self, fraction: Array) -> Array:
+        """Piecewise linear with a kink at tau."""
+        before = np.minimum(fraction, self._edge)
+        return (self.options.k * before + (fraction - before)) / self._total
+
+    def quantile(self, probability: Array) -> Array:
+        """The inverse of the piecewise linear function."""
+        mass = np.asarray(probability) * self._total
+        kink = self.options.k * self._edge
+        return np.where(mass < kink, mass / self.options.k, self._edge + (mass - kink))
+
+
+class Reflected(Tabled):
+    """The draws of SpeeD's public code: half of a batch from a density, the other half its reflection.
+
+    Of n draws the first n//2 + 1 come from the density; draw i of the rest is the reflection of draw i at m, the first
+    timestep where the central difference of sqrt(1 - alpha-bar) falls under 1e-4, plus 1: m - t before m, t - m from m
+    on. The density shown is that of the size of batch last drawn, and of a large batch before the first draw.
+    """
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.batch: int | None = None
+        self.m = meaningful_steps(schedule)
+        self.set_masses(self.drawn_half())
+        t = np.arange(schedule.timesteps)
+        self._reflection = np.where(t < self.m, self.m - t, t - self.m).clip(0, schedule.timesteps - 1)
+
+    def drawn_half(self) -> Array:
+        """Relative mass of every timestep in the half that is drawn, (T,)."""
+        raise NotImplementedError
+
+    def masses(self, x0: "Tensor | None" = None) -> Array:
+        """Both halves together."""
+        drawn = super().masses()
+        reflected = np.bincount(self._reflection, weights=drawn, minlength=len(drawn))
+        share = 0.5 if self.batch is None else min((self.batch // 2 + 1) / self.batch, 1.0)
+        return share * drawn + (1 - share) * reflected
+
+    def fractions(self, x0: "Tensor", generator: "torch.Generator") -> "Tensor":
+        """Draw and reflect; with a floor, that share of both halves is uniform instead."""
+        import torch
+
+        size, mine = distributed.share(len(x0))
+        self.batch = size
+        timesteps = self.schedule.timesteps
+        position = self.quantile(self.uniforms(size // 2 + 1, generator)) * timesteps
+        cell = np.minimum(position.astype(np.int64), timesteps - 1)
+        both = np.concatenate([position, self._reflection[cell] + (position - cell)])[:size] / timesteps
+        if self.floor:
+            other = torch.rand((2, size), generator=generator, dtype=torch.float64).numpy()
+            both = np.where(other[0] < self.floor, other[1], both)
+        return torch.from_numpy(np.clip(both, 0.0, 1.0 - 2**-53)[mine])
+
+
+class SpeedOfficial(Reflected):
+    """SpeeD as its public code draws it: eq. 6 for the drawn half, then reflected.
+
+    Against the paper it halves the concentration: at k = 5, tau = 700 the mass from tau on is (n//2 + 1)/n of 7.9 %.
+    """
+
+    def drawn_half(self) -> Array:
+        """k before tau, 1 from tau on."""
+        self.tau = first_of_convergence(self.options.tau, None, self.schedule)
+        return np.where(np.arange(self.schedule.timesteps) < self.tau, self.options.k, 1.0)
+
+
+class SpeedV1(Reflected):
+    """SpeeD's first public version: about 2.5 where sqrt(1 - alpha-bar) still rises by 1e-4 a timestep, else 0.5."""
+
+    def drawn_half(self) -> Array:
+        """tanh(1e6 (slope - 1e-4)) + 1.5."""
+        return np.tanh(1e6 * (_slope(self.schedule) - _FLAT)) + 1.5
+
+
+class ChangeAware(Weighting):
+    """SpeeD's change-aware weights (Wang et al. 2025, section 2.4): the derivative of the process' variance, rescaled.
+
+    Linear schedule: the paper's closed form of Psi'_t, t from 1. Other schedules: the central difference of
+    1 - alpha-bar. The smallest value (at least 0) becomes 1 - lambda, the largest (at most 1) lambda. The weights apply
+    to whatever is predicted.
+    """
+
+    def weights(self) -> Array:
+        """The rescaled change."""
+        change = self._change()
+        low, high = max(change.min(), 0.0), min(change.max(), 1.0)
+        share = np.clip((change - low) / (high - low), 0.0, 1.0)
+        lam = self.options.lam
+        return (1 - lam) + (2 * lam - 1) * share
+
+    def _change(self) -> Array:
+        timesteps = self.schedule.timesteps
+        if self.schedule.name != "linear":
+            return np.asarray(np.gradient(1 - self.schedule.alphas_cumprod))
+        slope, first = linear_coefficients(self.schedule)
+        t = np.arange(1, timesteps + 1)
+        return np.asarray(2 * (first + slope * t / timesteps) * np.exp(-(first + slope * t / (2 * timesteps)) * t))
+
+
+class ChangeAwareOfficial(ChangeAware):
+    """Change-aware weights as SpeeD's public code has them: 1 from tau on, which is more than any weight before it."""
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
+        super().__init__(options, schedule, prediction)
+        self.tau = first_of_convergence(options.tau, None, schedule)
+
+    def weights(self) -> Array:
+        """The rescaled change before tau."""
+        return np.where(np.arange(self.schedule.timesteps) < self.tau, super().weights(), 1.0)
+
+
+_FLAT = 1e-4  # slope from which the public code counts a timestep as meaningless
+
+
+def _slope(schedule: NoiseSchedule) -> Array:
+    """Change of sqrt(1 - alpha-bar) in a thousandth of the process, the public code's timestep, (T,)."""
+    return np.asarray(np.gradient(np.sqrt(1 - schedule.alphas_cumprod))) * schedule.timesteps / 1000
+
+
+def meaningful_steps(schedule: NoiseSchedule) -> int:
+    """The timestep m at which the public code reflects; 0 + 1 where the slope never falls under 1e-4, as it has it."""
+    return int(np.argmax(_slope(schedule) < _FLAT)) + 1
+
+
+def first_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedule) -> int:
+    """tau as given, derived from the magnitude r, or 0.7 T.
+
+    Raises:
+        ValueError: it is not in 1 ... T - 1.
+    """
+    timesteps = schedule.timesteps
+    if r is not None:
+        tau = min(math.ceil(tau_of_magnitude(r, schedule)), timesteps)
+    elif tau is None:
+        tau = min(max(round(0.7 * timesteps), 1), timesteps - 1)
+    if not 0 < tau < timesteps:
+        raise ValueError(f"sampler speed.tau: got {tau}, allowed: 1 to T - 1 = {timesteps - 1}")
+    return tau
+
+
+def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
+    """The timestep from which 1/alpha-bar, in SpeeD's continuous form, exceeds r (Wang et al. 2025, Theorem 1).
+
+    Raises:
+        ValueError: the schedule is not linear; the closed form holds for that one alone.
+    """
+    if schedule.name != "linear":
+        raise ValueError(
+            f"sampler speed.r: got {r} with schedule {schedule.name}, allowed: schedule linear, or give tau"
+        )
+    timesteps = schedule.timesteps
+    change, first = linear_coefficients(schedule)
+    offset = timesteps * first / change
+    return math.sqrt(2 * timesteps * math.log(r) / change + offset**2) - offset
