@@ -7,6 +7,7 @@ and refuses unknown keys, wrong types and impossible values in one message.
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -67,6 +68,19 @@ def parse(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         raise ConfigError(f"{where}: {error}") from None
 
 
+def meant_number(value: Any) -> str:
+    """What to write for a text that means a number, such as ``1e-3``, which YAML takes for text; else empty."""
+    found = re.fullmatch(r"([-+]?\d+)(\.\d*)?(?:[eE]([-+]?)(\d+))?", value) if isinstance(value, str) else None
+    if found is None:
+        return ""
+    whole, part, sign, exponent = found.groups()
+    if abs(float(value)) < 1e15 and float(value).is_integer():
+        number = str(int(float(value)))
+    else:
+        number = value if exponent is None else f"{whole}{part or '.0'}e{sign or '+'}{exponent}"
+    return f"; in YAML this is text, write {number}"
+
+
 def dump(options: Any) -> dict[str, Any]:
     """All options of an instance with their public names, defaults included: what identifies a component."""
     return {public_name(field): getattr(options, field.name) for field in dataclasses.fields(options)}
@@ -86,7 +100,8 @@ def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> 
         valid = all(metadata.get(name) is None or holds(converted, metadata[name]) for name, holds in bounds)
         valid = valid and (metadata.get("choices") is None or converted in metadata["choices"])
     if not valid:
-        raise ConfigError(f"{where}: got {value!r}, allowed: {allowed}")
+        numeric = {int, float} & {hint, *typing.get_args(hint)}
+        raise ConfigError(f"{where}: got {value!r}, allowed: {allowed}{meant_number(value) if numeric else ''}")
     return converted
 
 

@@ -5,6 +5,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from kairos.options import meant_number
+
 
 def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
     """The errors of a validation, a line each."""
@@ -30,7 +32,8 @@ def _line(item: Any, model: type[BaseModel]) -> str:
         return message
     prefix = f"{where}: got {_short(value)}, allowed: " if where else ""
     meaning = _description(model, item["loc"])
-    return f"{prefix}{message}" + (f" ({meaning})" if meaning else "")
+    hint = meant_number(value) if kind.startswith(("int_", "float_")) else ""
+    return f"{prefix}{message}" + (f" ({meaning})" if meaning else "") + hint
 
 
 def _is_type_tag(part: Any) -> bool:
