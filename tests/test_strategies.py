@@ -6,10 +6,10 @@ import torch
 
 from kairos.diffusion.schedule import make_schedule
 from kairos.errors import ConfigError
-from kairos.strategies import SAMPLERS, WEIGHTINGS, Observation, make_sampler, make_weighting
-from kairos.strategies.adaptive import select
+from kairos.strategies import SAMPLERS, WEIGHTINGS, make_sampler, make_weighting
 from kairos.strategies.beta import beta_cdf
-from kairos.strategies.fixed import tau_of_magnitude
+from kairos.strategies.names import parse_name, table, warnings_of
+from kairos.strategies.speed import meaningful_steps, tau_of_magnitude
 
 SCHEDULES = ("linear", "cosine", "quadratic")
 
@@ -55,13 +55,25 @@ def test_speed_masses_are_those_of_equation_6():
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
 @pytest.mark.parametrize("timesteps", [10, 37, 1000])
 def test_density_sums_to_one_and_matches_its_histogram(name, timesteps):
-    options = {"feature_timesteps": 5} if name == "adaptive" else {}
-    sampler = make_sampler({"name": name, **options}, make_schedule("linear", timesteps))
+    check_histogram(make_sampler({"name": name}, make_schedule("linear", timesteps)))
+
+
+@pytest.mark.parametrize("points", ["random", "stratified", "sobol"])
+@pytest.mark.parametrize("name", ["uniform", "log_normal", "beta", "speed", "speed_official", "clts"])
+def test_densities_with_a_floor_and_even_points_match_their_histograms(name, points):
+    sampler = make_sampler({"name": name, "floor": 0.3, "points": points}, make_schedule("cosine", 100))
+    sampler.begin(20_000)
+    check_histogram(sampler)
+
+
+def check_histogram(sampler, batch=10_000):
+    """Density and the histogram of 10^5 draws agree: chi-square on pooled cells."""
+    timesteps = sampler.schedule.timesteps
     p = sampler.density()
     assert p.sum() == pytest.approx(1, abs=1e-12) and (p >= 0).all()
-    x0 = torch.zeros(10_000, 1, 2, 2)
+    x0 = torch.zeros(batch, 1, 2, 2)
     generator = torch.Generator().manual_seed(1)
-    draws = torch.cat([sampler.fractions(x0, generator) for _ in range(10)])
+    draws = torch.cat([sampler.fractions(x0, generator) for _ in range(100_000 // batch)])
     assert draws.dtype == torch.float64 and draws.min() >= 0 and draws.max() < 1
     counts = np.bincount((draws * timesteps).long().numpy(), minlength=timesteps)
     expected = p * len(draws)
@@ -83,7 +95,9 @@ def test_fixed_draws_depend_on_the_generator_alone():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", sorted(set(WEIGHTINGS) - {"none", "change_aware"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(WEIGHTINGS) - {"none", "change_aware", "change_aware_official", "debiased"})
+)
 def test_weights_are_equal_across_predictions_after_conversion(name, schedule):
     noise = make_schedule(schedule)
     epsilon, x0, v = (make_weighting({"name": name}, noise, p).weights() for p in ("epsilon", "x0", "v"))
@@ -135,6 +149,12 @@ def test_change_aware_refuses_lambdas_that_give_negative_weights(lam):
         ({"name": "speed", "k": "many"}, "k: got 'many', allowed: number > 0"),
         ({"name": "speed", "tau": 10, "r": 5}, "one of them"),
         ({"name": "log_normal", "s": 0}, "s: got 0"),
+        ({"name": "uniform", "start": 5, "end": 5}, "start < end"),
+        ({"name": "uniform", "end": 10, "importance": True}, "never drawn"),
+        ({"name": "mode", "m": 1.8}, r"m: got 1.8, allowed: number >= -1 and <= 1.75"),
+        ({"name": "speed", "points": "grid"}, "one of random, stratified, sobol"),
+        ({"name": "adaptive", "points": "sobol"}, "unknown option 'points'"),
+        ({"name": "bs"}, "is not available"),
         ({"name": "adaptive", "queue": 2}, "queue: got 2, allowed: integer >= 3"),
     ],
 )
@@ -152,129 +172,173 @@ def test_beta_cdf_equals_scipy():
     np.testing.assert_allclose(beta_cdf(x, a, b), betainc(a, b, x), atol=1e-12)
 
 
-def test_selection_is_that_of_f_regression_among_positive_correlations():
-    from sklearn.feature_selection import f_regression
-
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        queue = random.normal(size=(12, 40)) + random.normal(size=(12, 1)) * random.uniform(-1, 2, 40)
-        target = queue.mean(1)
-        statistic, _ = f_regression(queue, target)
-        positive = [i for i in range(40) if np.corrcoef(queue[:, i], target)[0, 1] > 0]
-        wanted = sorted(positive, key=lambda i: -statistic[i])[:3]
-        assert select(torch.from_numpy(queue), 3).tolist() == sorted(wanted)
-
-
-def test_selection_leaves_out_a_timestep_that_goes_against_the_target():
-    target = torch.linspace(-1, 1, 10, dtype=torch.float64)
-    queue = torch.stack([-5 * target, 8 * target + torch.sin(9 * target), 6 * target + torch.cos(9 * target)], 1)
-    assert 0 not in select(queue, 2).tolist()
+@pytest.mark.parametrize(
+    ("name", "t", "formula"),
+    [
+        ("soft_min_snr", 100, lambda snr: 5 / (5 + snr)),
+        ("debiased", 500, lambda snr: snr**-0.5),
+        ("p2", 500, lambda snr: 1 / (1 + snr)),
+        ("edm", 500, lambda snr: 1 + 4 / snr),
+    ],
+)
+def test_weightings_at_published_signal_to_noise_ratios(name, t, formula):
+    published = {"linear": {100: 0.895142, 500: 0.0777967}, "cosine": {100: 0.971576, 500: 0.492285}}  # alpha-bar
+    for schedule, alphas in published.items():
+        value = formula(alphas[t] / (1 - alphas[t]))
+        assert make_weighting({"name": name}, make_schedule(schedule)).weights()[t] == pytest.approx(value, rel=2e-5)
 
 
-class Bandit:
-    """A model whose loss at t falls by a known amount at each optimiser step that trained on t; fractions at u."""
-
-    def __init__(self, sampler, better, batch=64, shape=(2, 5, 3)):
-        self.sampler, self.better, self.after = sampler, better, False
-        self.x0 = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
-        self.calls = []
-
-    def step(self, k):
-        fractions = self.sampler.fractions(self.x0, torch.Generator().manual_seed(k))
-        gain = torch.where(fractions < 0.5, self.better[0], self.better[1]).float()
-
-        def error(index, t, noise):
-            self.calls.append((index.clone(), t.clone(), noise.clone()))
-            return 1.0 - (gain[index] if self.after else 0.0) + 0.01 * noise.flatten(1).mean(1)
-
-        self.after = False
-        observation = Observation(k, self.x0, fractions, error, torch.Generator().manual_seed(1000 + k))
-        with self.sampler.observe(observation):
-            self.after = True
-        return fractions
+def test_debiased_is_capped_and_has_the_published_form_for_v():
+    noise = make_schedule()
+    snr = noise.snr
+    weights = {p: make_weighting({"name": "debiased"}, noise, p).weights() for p in ("epsilon", "x0", "v")}
+    np.testing.assert_allclose(weights["epsilon"], 1 / np.sqrt(np.minimum(snr, 1000)), rtol=1e-12)
+    np.testing.assert_allclose(weights["x0"], snr / np.sqrt(np.minimum(snr, 1000)), rtol=1e-12)
+    np.testing.assert_allclose(weights["v"], 1 / (snr + 1), rtol=1e-12)
+    converted = make_weighting({"name": "debiased", "convert": True}, noise, "v").weights()
+    np.testing.assert_allclose(converted, weights["epsilon"] * noise.alphas_cumprod, rtol=1e-9)
 
 
-def adaptive(**options):
-    return make_sampler({"name": "adaptive", "frequency": 1, **options}, make_schedule("linear", 50))
+@pytest.mark.parametrize(("schedule", "m"), [("linear", 642), ("quadratic", 829), ("cosine", 959)])
+def test_speed_official_reflects_at_the_published_timestep(schedule, m):
+    assert meaningful_steps(make_schedule(schedule)) == m
 
 
-def test_adaptive_starts_almost_uniform_for_any_shape():
-    for shape in ((1, 1, 1), (3, 32, 32), (4, 7, 5)):
-        sampler = adaptive()
-        sampler.fractions(torch.randn(3, *shape), torch.Generator())
-        a, b = sampler.policy(torch.randn(3, *shape))
-        torch.testing.assert_close(a, torch.full((3,), 0.97409), atol=1e-4, rtol=0)
-        torch.testing.assert_close(a, b)
+def test_speed_official_has_half_the_papers_tail_and_depends_on_the_batch():
+    sampler = make_sampler({"name": "speed_official", "tau": 700}, make_schedule())
+    sampler.fractions(torch.zeros(32, 1), torch.Generator())
+    assert sampler.density()[700:].sum() == pytest.approx(17 / 32 * 0.0789, abs=2e-4)  # 4.2 %, the paper's: 7.9 %
+    check_histogram(sampler, batch=32)
 
 
-def test_adaptive_uses_the_same_noise_before_and_after_and_needs_no_policy_step_before_three_rows():
-    sampler = adaptive()
-    bandit = Bandit(sampler, (0.1, 0.0), batch=16)
-    for k in range(4):
-        bandit.calls.clear()
-        bandit.step(k)
-        half = len(bandit.calls) // 2
-        for before, after in zip(bandit.calls[:half], bandit.calls[half:], strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-        assert sampler.updates == max(0, k - 2)
-    assert len(sampler.selected) == 3
+@pytest.mark.parametrize("batch", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", ["speed_official", "speed_v1"])
+def test_reflected_halves_fill_odd_and_tiny_batches(name, batch):
+    check_histogram(make_sampler({"name": name}, make_schedule("linear", 50)), batch=10_000)
+    sampler = make_sampler({"name": name}, make_schedule())
+    assert sampler.fractions(torch.zeros(batch, 1), torch.Generator()).shape == (batch,)
 
 
-def test_adaptive_counts_one_network_pass_per_loss():
-    sampler = adaptive()
-    bandit = Bandit(sampler, (0.1, 0.0), batch=16)
-    for k in range(3):
-        bandit.step(k)
-    bandit.calls.clear()
-    bandit.step(3)
-    # T timesteps of one image and |S| = 3 of each of the batch, before and after
-    assert sum(len(index) for index, _, _ in bandit.calls) == 2 * (50 + 3 * 16)
+def test_speed_official_pairs_each_draw_with_its_reflection():
+    sampler = make_sampler({"name": "speed_official"}, make_schedule())
+    t = (sampler.fractions(torch.zeros(64, 1), torch.Generator().manual_seed(5)) * 1000).long()
+    drawn, reflected = t[:31], t[33:]
+    assert torch.equal(reflected, torch.where(drawn < 642, 642 - drawn, drawn - 642))
 
 
-def test_adaptive_moves_towards_timesteps_whose_step_lowers_the_loss():
-    means = {}
-    for name, better in (("early", (0.1, 0.0)), ("late", (0.0, 0.1))):
-        bandit = Bandit(adaptive(), better)
-        for k in range(80):
-            bandit.step(k)
-        means[name] = float((bandit.sampler.density(bandit.x0) * np.arange(50)).sum() / 50)
-    assert means["early"] < 0.35 and means["late"] > 0.65
+def test_speed_v1_weighs_the_two_areas_five_to_one():
+    drawn = make_sampler({"name": "speed_v1"}, make_schedule()).drawn_half()
+    assert drawn[300] == pytest.approx(2.5, abs=1e-3) and drawn[900] == pytest.approx(0.5, abs=1e-3)
 
 
-def test_adaptive_density_with_images_matches_its_draws():
-    bandit = Bandit(adaptive(), (0.1, 0.0))
-    for k in range(30):
-        bandit.step(k)
-    p = bandit.sampler.density(bandit.x0)
-    assert p.sum() == pytest.approx(1)
-    generator = torch.Generator().manual_seed(9)
-    draws = torch.cat([bandit.sampler.fractions(bandit.x0, generator) for _ in range(2000)])
-    share = np.bincount((draws * 50).long().numpy(), minlength=50) / len(draws)
-    np.testing.assert_allclose(share, p, atol=4 * np.sqrt(p.max() / len(draws)) + 1e-3)
+def test_change_aware_official_is_one_from_tau_on():
+    paper, official = (
+        make_weighting({"name": name}, make_schedule()).weights() for name in ("change_aware", "change_aware_official")
+    )
+    assert (official[700:] == 1).all() and np.array_equal(official[:700], paper[:700])
 
 
-def test_adaptive_resumes_exactly_from_its_state(tmp_path):
-    def run(steps, sampler=None, start=0):
-        bandit = Bandit(sampler or adaptive(), (0.1, 0.0), batch=8)
-        return bandit, [bandit.step(k) for k in range(start, steps)]
-
-    _, straight = run(12)
-    first, early = run(5)
-    torch.save(first.sampler.state_dict(), tmp_path / "state.pt")
-    restored = adaptive()
-    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    _, late = run(12, restored, 5)
-    assert all(torch.equal(x, y) for x, y in zip(straight, early + late, strict=True))
+def test_mode_equals_sd3s_formula_and_beta_a_power():
+    u = np.linspace(0, 1, 101)
+    mode = make_sampler({"name": "mode", "m": 1.29}, make_schedule())
+    np.testing.assert_allclose(mode.quantile(1 - u), 1 - u - 1.29 * (np.cos(np.pi / 2 * u) ** 2 - 1 + u), atol=1e-12)
+    np.testing.assert_allclose(mode.cdf(mode.quantile(u)), u, atol=1e-9)
+    beta = make_sampler({"name": "beta"}, make_schedule())
+    np.testing.assert_allclose(beta.quantile(u), u ** (1 / 0.8), rtol=1e-12)
 
 
-def test_adaptive_cap_limits_the_vlb_coefficients():
-    sampler = make_sampler({"name": "adaptive", "c_max": 1.0}, make_schedule("cosine"))
-    assert sampler.coefficients.max() == 1.0
+@pytest.mark.parametrize(("a", "b"), [(0.8, 1), (1, 0.5), (2, 5), (0.5, 0.5)])
+def test_beta_of_any_parameters_matches_its_histogram(a, b):
+    check_histogram(make_sampler({"name": "beta", "a": a, "b": b}, make_schedule("linear", 100)))
 
 
-def test_adaptive_works_with_a_batch_of_one_and_feature_timesteps():
-    sampler = adaptive(feature_timesteps=7)
-    bandit = Bandit(sampler, (0.1, 0.0), batch=1)
-    for k in range(6):
-        bandit.step(k)
-    assert sampler.updates == 3 and all(np.isfinite(sampler.density(bandit.x0)))
+def test_edm_log_normal_is_normal_in_ln_sigma():
+    noise = make_schedule("cosine")
+    p = make_sampler({"name": "edm_log_normal"}, noise).density()
+    level = -0.5 * np.log(noise.snr)
+    assert (p * level).sum() == pytest.approx(-1.2, abs=0.01)
+    assert (p * (level + 1.2) ** 2).sum() ** 0.5 == pytest.approx(1.2, abs=0.01)
+
+
+def test_clts_moves_from_uniform_to_a_truncated_normal_density():
+    sampler = make_sampler({"name": "clts", "length": 100}, make_schedule())
+    assert sampler.density() == pytest.approx(1 / 1000)
+    sampler.begin(50)
+    check_histogram(sampler)
+    sampler.begin(1_000_000)
+    p = sampler.density()
+    assert abs(int(p.argmax()) - 300) <= 1 and np.isfinite(p).all()
+
+
+def test_uniform_on_a_range_draws_nothing_else():
+    sampler = make_sampler({"name": "uniform", "start": 200, "end": 300}, make_schedule())
+    p = sampler.density()
+    assert p[200:300] == pytest.approx(0.01) and p.sum() == pytest.approx(1)
+    t = (sampler.fractions(torch.zeros(5000, 1), torch.Generator()) * 1000).long()
+    assert t.min() == 200 and t.max() == 299
+    found = warnings_of(table(sampler, make_weighting({"name": "none"}, make_schedule())))
+    assert found == ["timestep is never drawn (p = 0) at 900 of 1000 timesteps, from t = 0 to 999"]
+
+
+@pytest.mark.parametrize("name", ["log_normal", "speed", "beta", "uniform"])
+def test_importance_weights_bring_back_uniforms_objective(name):
+    noise = make_schedule("cosine", 50)
+    sampler = make_sampler({"name": name, "importance": True, "floor": 0.2}, noise)
+    columns = table(sampler, make_weighting({"name": "none"}, noise))
+    assert columns["effective"] == pytest.approx(1 / 50)
+    x0 = torch.zeros(100_000, 1)
+    fractions = sampler.fractions(x0, torch.Generator().manual_seed(0))
+    losses = torch.exp(3 * fractions)
+    mean = (sampler.importance(x0, fractions).double() * losses).mean().item()
+    assert mean == pytest.approx((np.exp(3) - 1) / 3, rel=0.01)
+
+
+def test_even_points_have_less_variance_and_fill_every_cell():
+    for kind, batch in (("stratified", 100), ("sobol", 64)):
+        sampler = make_sampler({"name": "speed", "points": kind}, make_schedule())
+        means, plain = [], []
+        for k in range(60):
+            sampler.begin(k)
+            u = sampler.fractions(torch.zeros(batch, 1), torch.Generator().manual_seed(k))
+            means.append(u.mean().item())
+            plain.append(torch.rand(batch, generator=torch.Generator().manual_seed(k)).mean().item())
+        assert np.std(means) < np.std(plain) / 5
+        cells = np.floor(np.sort(sampler.cdf(u.numpy())) * batch + 1e-9)
+        assert kind == "sobol" or np.array_equal(cells, np.arange(batch))
+
+
+def test_sobol_points_go_on_from_step_to_step():
+    sampler = make_sampler({"name": "uniform", "points": "sobol"}, make_schedule())
+    u = []
+    for k in range(8):
+        sampler.begin(k)
+        u.append(sampler.fractions(torch.zeros(16, 1), torch.Generator().manual_seed(k)))
+    together = np.sort(torch.cat(u).numpy())
+    assert np.diff(together).max() < 1.01 / 128 and np.diff(together).min() > 0.99 / 128
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("speed", ("speed", "none")),
+        ("min_snr", ("uniform", "min_snr")),
+        ("adaptive+min_snr", ("adaptive", "min_snr")),
+        (" speed + change_aware ", ("speed", "change_aware")),
+    ],
+)
+def test_names_of_strategies(name, parts):
+    assert parse_name(name) == parts
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sped", "unknown strategy 'sped'. Allowed: a sampler .*speed.* a weighting .*p2"),
+        ("speed+minsnr", "unknown weighting 'minsnr'; did you mean 'min_snr'"),
+        ("bs", "'bs' is not available: .*table 11"),
+        ("bs+none", "'bs' is not available"),
+    ],
+)
+def test_names_that_are_none(name, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_name(name)

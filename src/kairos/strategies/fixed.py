@@ -26,12 +26,18 @@ class Uniform(Sampler):
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         options.check_fits(schedule.timesteps, schedule.name)
-        end = schedule.timesteps if options.end is None else options.end
-        self._start, self._width = options.start / schedule.timesteps, (end - options.start) / schedule.timesteps
+        self._end = schedule.timesteps if options.end is None else options.end
+        self._start = options.start / schedule.timesteps
+        self._width = (self._end - options.start) / schedule.timesteps
 
     def cdf(self, fraction: Array) -> Array:
         """Linear within the range."""
         return np.clip((fraction - self._start) / self._width, 0.0, 1.0)
+
+    def masses(self, x0: Any = None) -> Array:
+        """Exactly 0 outside of the range."""
+        t = np.arange(self.schedule.timesteps)
+        return np.where((t >= self.options.start) & (t < self._end), 1 / (self._end - self.options.start), 0.0)
 
     def quantile(self, probability: Array) -> Array:
         """Linear."""

@@ -1,0 +1,245 @@
+"""The adaptive sampler: selection, measurement, what it learns, its state, and the public code's variant."""
+
+import numpy as np
+import pytest
+import torch
+
+from kairos.diffusion.schedule import make_schedule
+from kairos.strategies import Observation, make_sampler
+from kairos.strategies.adaptive import select
+
+
+def test_selection_is_that_of_f_regression_among_positive_correlations():
+    from sklearn.feature_selection import f_regression
+
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        queue = random.normal(size=(12, 40)) + random.normal(size=(12, 1)) * random.uniform(-1, 2, 40)
+        target = queue.mean(1)
+        statistic, _ = f_regression(queue, target)
+        positive = [i for i in range(40) if np.corrcoef(queue[:, i], target)[0, 1] > 0]
+        wanted = sorted(positive, key=lambda i: -statistic[i])[:3]
+        assert select(torch.from_numpy(queue), 3).tolist() == sorted(wanted)
+
+
+def test_selection_leaves_out_a_timestep_that_goes_against_the_target():
+    target = torch.linspace(-1, 1, 10, dtype=torch.float64)
+    queue = torch.stack([-5 * target, 8 * target + torch.sin(9 * target), 6 * target + torch.cos(9 * target)], 1)
+    assert 0 not in select(queue, 2).tolist()
+
+
+class Bandit:
+    """A model whose loss at t falls by a known amount at each optimiser step that trained on t; fractions at u."""
+
+    def __init__(self, sampler, better, batch=64, shape=(2, 5, 3)):
+        self.sampler, self.better, self.after = sampler, better, False
+        self.x0 = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
+        self.calls = []
+
+    def error(self, index, t, noise, dropout=False):
+        self.calls.append((index.clone(), t.clone(), noise.clone(), dropout))
+        return 1.0 - (self.gain[index] if self.after else 0.0) + 0.01 * noise.flatten(1).mean(1)
+
+    def step(self, k):
+        fractions = self.sampler.fractions(self.x0, torch.Generator().manual_seed(k))
+        self.gain = torch.where(fractions < 0.5, self.better[0], self.better[1]).float()
+        self.after = False
+        random = torch.Generator().manual_seed(1000 + k)
+        with self.sampler.observe(Observation(k, self.x0, fractions, None, self, random)):
+            self.after = True
+        return fractions
+
+
+def adaptive(**options):
+    return make_sampler({"name": "adaptive", "frequency": 1, **options}, make_schedule("linear", 50))
+
+
+def test_adaptive_starts_almost_uniform_for_any_shape():
+    for shape in ((1, 1, 1), (3, 32, 32), (4, 7, 5)):
+        sampler = adaptive()
+        sampler.fractions(torch.randn(3, *shape), torch.Generator())
+        a, b = sampler.policy(torch.randn(3, *shape))
+        torch.testing.assert_close(a, torch.full((3,), 0.97409), atol=1e-4, rtol=0)
+        torch.testing.assert_close(a, b)
+
+
+def test_adaptive_uses_the_same_noise_before_and_after_and_needs_no_policy_step_before_three_rows():
+    sampler = adaptive()
+    bandit = Bandit(sampler, (0.1, 0.0), batch=16)
+    for k in range(4):
+        bandit.calls.clear()
+        bandit.step(k)
+        half = len(bandit.calls) // 2
+        for before, after in zip(bandit.calls[:half], bandit.calls[half:], strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(before[:3], after[:3], strict=True))
+            assert not before[3] and not after[3]
+        assert sampler.updates == max(0, k - 2)
+    assert len(sampler.selected) == 3
+
+
+def test_adaptive_counts_one_network_pass_per_loss():
+    sampler = adaptive()
+    bandit = Bandit(sampler, (0.1, 0.0), batch=16)
+    for k in range(3):
+        bandit.step(k)
+    bandit.calls.clear()
+    bandit.step(3)
+    # T timesteps of one image and |S| = 3 of each of the batch, before and after
+    assert sum(len(call[0]) for call in bandit.calls) == 2 * (50 + 3 * 16)
+
+
+def test_adaptive_moves_towards_timesteps_whose_step_lowers_the_loss():
+    means = {}
+    for name, better in (("early", (0.1, 0.0)), ("late", (0.0, 0.1))):
+        bandit = Bandit(adaptive(), better)
+        for k in range(80):
+            bandit.step(k)
+        means[name] = float((bandit.sampler.density(bandit.x0) * np.arange(50)).sum() / 50)
+    assert means["early"] < 0.35 and means["late"] > 0.65
+
+
+def test_adaptive_density_with_images_matches_its_draws():
+    bandit = Bandit(adaptive(), (0.1, 0.0))
+    for k in range(30):
+        bandit.step(k)
+    p = bandit.sampler.density(bandit.x0)
+    assert p.sum() == pytest.approx(1)
+    generator = torch.Generator().manual_seed(9)
+    draws = torch.cat([bandit.sampler.fractions(bandit.x0, generator) for _ in range(2000)])
+    share = np.bincount((draws * 50).long().numpy(), minlength=50) / len(draws)
+    np.testing.assert_allclose(share, p, atol=4 * np.sqrt(p.max() / len(draws)) + 1e-3)
+
+
+def test_adaptive_resumes_exactly_from_its_state(tmp_path):
+    def run(steps, sampler=None, start=0):
+        bandit = Bandit(sampler or adaptive(), (0.1, 0.0), batch=8)
+        return bandit, [bandit.step(k) for k in range(start, steps)]
+
+    _, straight = run(12)
+    first, early = run(5)
+    torch.save(first.sampler.state_dict(), tmp_path / "state.pt")
+    restored = adaptive()
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    _, late = run(12, restored, 5)
+    assert all(torch.equal(x, y) for x, y in zip(straight, early + late, strict=True))
+
+
+def test_adaptive_cap_limits_the_vlb_coefficients():
+    sampler = make_sampler({"name": "adaptive", "c_max": 1.0}, make_schedule("cosine"))
+    assert sampler.coefficients.max() == 1.0
+
+
+def test_adaptive_works_with_a_batch_of_one_and_feature_timesteps():
+    sampler = adaptive(feature_timesteps=7)
+    bandit = Bandit(sampler, (0.1, 0.0), batch=1)
+    for k in range(6):
+        bandit.step(k)
+    assert sampler.updates == 3 and all(np.isfinite(sampler.density(bandit.x0)))
+
+
+def official(**options):
+    return make_sampler({"name": "adaptive_official", "frequency": 1, **options}, make_schedule("linear", 50))
+
+
+def test_official_measures_with_other_noise_dropout_and_from_the_first_step():
+    sampler = official()
+    bandit = Bandit(sampler, (0.1, 0.0), batch=16)
+    assert sampler.selected.tolist() == [0, 1, 2]
+    bandit.step(0)
+    half = len(bandit.calls) // 2
+    for before, after in zip(bandit.calls[:half], bandit.calls[half:], strict=True):
+        assert torch.equal(before[0], after[0]) and not torch.equal(before[2], after[2])
+        assert before[3] and after[3]
+    assert sampler.updates == 1
+
+
+def test_official_rounds_and_has_half_cells_at_the_ends():
+    sampler = official()
+    p = sampler.density()
+    assert p[0] / p[1] == pytest.approx(0.5, abs=0.05) and p.sum() == pytest.approx(1)
+    draws = sampler.fractions(torch.zeros(50_000, 1, 2, 2), torch.Generator().manual_seed(0))
+    share = np.bincount((draws * 50).long().numpy(), minlength=50) / len(draws)
+    np.testing.assert_allclose(share, p, atol=5e-3)
+    assert share[0] < 0.7 * share[1]
+
+
+def test_official_reward_is_a_raw_sum_with_the_entropy_inside():
+    sampler = official()
+    change = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.5, 0.0]])
+    assert sampler.advantage(change).tolist() == [6.0, 0.5]
+    log = torch.tensor([2.0, -1.0])
+    objective = sampler.objective(log, torch.tensor([5.0, 5.0]), torch.tensor([6.0, 0.5]))
+    torch.testing.assert_close(objective, log * (torch.tensor([6.0, 0.5]) + 0.05))
+
+
+def test_official_selection_ignores_the_sign_and_two_rows_say_nothing():
+    target = torch.linspace(-1, 1, 10, dtype=torch.float64)
+    wave = 3 * torch.sin(20 * target)
+    queue = torch.stack([-5 * target, 8 * target + wave, 6 * target - wave, 6 * target + 0.1 * wave], 1)
+    sampler = official(selected=2)
+    assert 0 in sampler.select(queue).tolist() and 0 not in select(queue, 2).tolist()
+    assert sampler.select(queue[:2]).tolist() == [0, 1]
+
+
+def test_rewards_are_centred_scaled_and_a_mean():
+    sampler = adaptive()
+    change = 1e-3 * torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.5, 0.1]], dtype=torch.float64)
+    advantage = sampler.advantage(change)
+    torch.testing.assert_close(advantage, torch.tensor([1.0, -1.0], dtype=torch.float64), atol=1e-6, rtol=0)
+    wide = adaptive().advantage(change.repeat(1, 4))  # does not depend on |S|
+    torch.testing.assert_close(wide, advantage)
+
+
+def test_entropy_bonus_alone_moves_towards_uniform_whatever_the_density():
+    """The public code multiplies the entropy into log pi, so its sign flips where the density is under 1."""
+    sampler = adaptive(entropy=1.0, lr=1e-2)
+    bandit = Bandit(sampler, (0.0, 0.0))
+    sampler.fractions(bandit.x0, torch.Generator())
+    with torch.no_grad():
+        sampler.policy.last.bias.copy_(torch.tensor([2.0, 4.0]))
+    x0 = bandit.x0
+    far = abs(sampler.density(x0) - 1 / 50).sum()
+    for k in range(60):
+        bandit.step(k)
+    assert abs(sampler.density(x0) - 1 / 50).sum() < 0.5 * far
+
+
+def test_the_policy_reaches_the_beta_nearest_to_the_optimum_for_fixed_rewards():
+    """For rewards R(u) and entropy weight l the best density is exp(R/l); the policy gets near its best Beta."""
+    reward, weight = lambda u: 1.0 - (u - 0.3) ** 2 * 4, 0.5
+    grid = (np.arange(2000) + 0.5) / 2000
+    optimum = np.exp(reward(grid) / weight)
+    optimum /= optimum.mean()
+
+    def divergence(a, b):  # KL of a Beta from the optimum
+        from scipy.stats import beta
+
+        density = beta(a, b).pdf(grid)
+        return (density * np.log(np.maximum(density, 1e-300) / optimum)).mean()
+
+    best = min(divergence(a, b) for a in np.linspace(0.5, 6, 45) for b in np.linspace(0.5, 8, 61))
+    sampler = adaptive(entropy=weight, lr=2e-3, reward_decay=0.0)
+    sampler.advantage = lambda change: change.mean(1)  # unscaled, so that the weight means what it says
+    x0 = torch.randn(512, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    random = torch.Generator().manual_seed(1)
+    for k in range(600):
+        u = sampler.fractions(x0, random)
+        centred = reward(u) - reward(u).mean()
+        sampler._learn(Observation(k, x0, u, None, None, random), centred[:, None])
+    with torch.no_grad():
+        a, b = (value.mean().item() for value in sampler.policy(x0))
+    assert divergence(a, b) < best + 0.03 and divergence(0.974, 0.974) > best + 0.3
+
+
+def test_a_floor_keeps_every_timestep_alive_and_importance_weights_fit_each_image():
+    sampler = adaptive(floor=0.2, importance=True)
+    bandit = Bandit(sampler, (0.1, 0.0))
+    for k in range(60):
+        bandit.step(k)
+    p = sampler.density(bandit.x0)
+    assert p.min() >= 0.2 / 50 * 0.999 and p.sum() == pytest.approx(1)
+    means = []
+    for k in range(400):
+        u = sampler.fractions(bandit.x0, torch.Generator().manual_seed(k))
+        means.append((sampler.importance(bandit.x0, u).double() * u).mean().item())
+    assert np.mean(means) == pytest.approx(0.5, abs=4 * np.std(means) / 20)
