@@ -1,0 +1,280 @@
+"""Samplers that follow losses and gradients: known sizes are found, objectives kept, states restored."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from kairos.diffusion.schedule import make_schedule
+from kairos.strategies import SAMPLERS, Observation, make_sampler
+from kairos.strategies.meter import Meter, evaluating
+from kairos.strategies.strategy import Strategy
+
+T = 40
+
+
+def follow(name, loss_at, steps=400, batch=32, **options):
+    """A sampler after `steps` batches whose loss at fraction u is loss_at(u)."""
+    sampler = make_sampler({"name": name, **options}, make_schedule("linear", T))
+    x0 = torch.zeros(batch, 1)
+    for k in range(steps):
+        u = sampler.fractions(x0, torch.Generator().manual_seed(k))
+        with sampler.observe(Observation(k, x0, u, loss_at(u), None, torch.Generator())):
+            pass
+    return sampler
+
+
+def test_loss_second_moment_is_the_root_of_the_mean_of_the_last_ten_squared_losses():
+    sampler = follow("loss_second_moment", lambda u: torch.where(u < 0.5, 3.0, 1.0))
+    p = sampler.masses()
+    assert p[: T // 2] == pytest.approx(3 / (4 * T / 2)) and p[T // 2 :] == pytest.approx(1 / (4 * T / 2))
+    density = sampler.density()
+    assert density == pytest.approx(0.999 * p + 0.001 / T)
+
+
+def test_loss_second_moment_is_uniform_until_every_timestep_has_ten_losses():
+    sampler = follow("loss_second_moment", lambda u: 1 + u, steps=9)
+    assert sampler.density() == pytest.approx(1 / T) and sampler.updates == 0
+
+
+def test_loss_second_moment_forgets_all_but_the_last_losses():
+    sampler = make_sampler({"name": "loss_second_moment", "history": 2}, make_schedule("linear", 2))
+    for loss in (100.0, 1.0, 2.0):
+        sampler.take(np.array([0, 1]), np.array([loss, loss / loss]))
+    assert sampler.masses()[0] / sampler.masses()[1] == pytest.approx(np.sqrt((1 + 4) / 2))
+
+
+def test_loss_rms_finds_a_smooth_profile_with_few_losses():
+    profile = lambda u: 1 + 2 * torch.exp(-(((u - 0.3) / 0.15) ** 2))  # noqa: E731
+    sampler = follow("loss_rms", profile, steps=200, start=50, width=0.05)
+    wanted = profile((torch.arange(T) + 0.5) / T).numpy()
+    np.testing.assert_allclose(sampler.masses(), wanted / wanted.sum(), rtol=0.12)
+    assert sampler.density().min() >= 0.1 / T
+
+
+class Known(nn.Module):
+    """A network whose parameters' gradients have known sizes: epsilon = scale(t) x w, with w at 0."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+        self.sizes = sizes
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x, t):
+        return self.sizes[t].view(-1, 1, 1, 1) * self.w * torch.ones_like(x)
+
+
+def known(name, sizes, steps, noise_images=True, **options):
+    """A strategy's sampler after measuring a `Known` network; a sample's gradient is -2 size(t) mean(noise)."""
+    network = Known(sizes)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-9)
+    strategy = Strategy(name, make_schedule("linear", T), sampler={"frequency": 1, "start": 1, "decay": 0.9, **options})
+    x0 = torch.randn(64, 1, 2, 2)
+    for _ in range(steps):
+        draw = strategy.draw(x0)
+        strategy.loss(draw, torch.ones(64))
+        with strategy.observe(draw, network, optimizer):
+            pass
+    return strategy
+
+
+@pytest.mark.parametrize("norm", ["plain", "preconditioned"])
+def test_gradient_norm_follows_the_size_of_the_gradient(norm):
+    sizes = torch.linspace(0.5, 4, T)
+    strategy = known("gradient_norm", sizes, 60, bins=8, samples=64, norm=norm)
+    p = strategy.sampler.masses()
+    edged = sizes.numpy()
+    wanted = edged / edged.sum()
+    np.testing.assert_allclose(p[5:-5], wanted[5:-5], rtol=0.2)
+    assert strategy.table()["effective"] == pytest.approx(1 / T)  # importance weights keep the objective
+
+
+def test_gradient_variance_follows_the_variance_and_changes_the_objective():
+    sizes = torch.linspace(0.5, 4, T)
+    strategy = known("gradient_variance", sizes, 60, bins=8, samples=64)
+    wanted = sizes.numpy() ** 2
+    np.testing.assert_allclose(strategy.sampler.masses()[4:-2], (wanted / wanted.sum())[4:-2], rtol=0.4)
+    assert strategy.table()["w"] == pytest.approx(1.0)
+
+
+class Opposed(nn.Module):
+    """Early timesteps pull the parameter to 1, late ones to -0.25; the target's gradient goes with the early ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x, t):
+        wanted = torch.where(t < T // 2, 1.0, -0.25).view(-1, 1, 1, 1)
+        return x / x.detach().clamp(min=1e9) + self.w - wanted  # the loss is (w - wanted)² where the noise is 0
+
+
+def test_first_order_draws_what_goes_with_the_target():
+    class Clean(Meter):
+        def gradient(self, index, fractions, noise, factors):
+            return super().gradient(index, fractions, torch.zeros_like(noise), factors)
+
+    network = Opposed()
+    sampler = make_sampler({"name": "first_order", "frequency": 1, "start": 1, "bins": 8}, make_schedule("linear", T))
+    process = Strategy("uniform", make_schedule("linear", T)).process
+    x0 = torch.zeros(32, 1, 2, 2)
+    for k in range(4):
+        meter = Clean(process, network, x0)
+        u = sampler.fractions(x0, torch.Generator().manual_seed(k))
+        with sampler.observe(Observation(k, x0, u, None, meter, torch.Generator().manual_seed(k))):
+            pass
+    p = sampler.density()
+    assert p[: T // 2].sum() > 0.85 and p.min() >= 0.2 / T * 0.999
+
+
+def test_a_measurement_leaves_no_trace():
+    network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Dropout(0.5), nn.Conv2d(4, 1, 1))
+    network[2].eval()
+    process = Strategy("uniform").process
+    meter = Meter(process, _Timeless(network), torch.randn(4, 1, 5, 5))
+    network[0].weight.grad = torch.ones_like(network[0].weight)
+    before, state = network[0].weight.detach().clone(), torch.get_rng_state()
+    index, u, noise = torch.arange(4), torch.full((4,), 0.3, dtype=torch.float64), torch.randn(4, 1, 5, 5)
+    state = torch.get_rng_state()
+    first, second = meter.error(index, u, noise), meter.error(index, u, noise)
+    gradients = meter.gradient(index, u, noise, torch.ones(4))
+    assert torch.equal(first, second) and torch.equal(torch.get_rng_state(), state)  # no dropout
+    assert not torch.equal(meter.error(index, u, noise, dropout=True), first)
+    assert torch.equal(network[0].weight, before) and (network[0].weight.grad == 1).all()
+    assert network.training and not network[2].training and len(gradients) == 4
+    with evaluating(network):
+        assert not network[1].training
+
+
+class _Timeless(nn.Module):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x, t):
+        return self.network(x)
+
+
+def test_sums_of_gradients_are_those_of_autograd():
+    torch.manual_seed(0)
+    network = _Timeless(nn.Conv2d(1, 1, 3, padding=1))
+    strategy = Strategy("uniform+min_snr", "cosine", prediction="v")
+    x0, noise = torch.randn(6, 1, 4, 4), torch.randn(6, 1, 4, 4)
+    u = torch.linspace(0.05, 0.95, 6, dtype=torch.float64)
+    factors = torch.tensor([1.0, -1, 1, 1, -1, 0.5])
+    meter = Meter(strategy.process, network, x0, weighting=strategy.weighting)
+    found = meter.gradient(torch.arange(6), u, noise, factors)
+    t = strategy.process.times(u)
+    output = network(strategy.process.noised(x0, noise, t), t)
+    error = ((output - strategy.process.target(x0, noise, t)) ** 2).mean((1, 2, 3))
+    wanted = torch.autograd.grad(
+        (factors * strategy.process.weights(strategy.weighting, t) * error).sum(), list(network.parameters())
+    )
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def train(strategy, network, optimizer, steps, x0):
+    """Losses and timesteps of some steps of a small real training; noise from the step's number."""
+    lines = []
+    for _ in range(steps):
+        k = strategy.step
+        draw = strategy.draw(x0)
+        noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(k))
+        x_t = strategy.process.noised(x0, noise, draw.t)
+        loss = strategy.loss(draw, ((network(x_t, draw.t) - noise) ** 2).mean((1, 2, 3)))
+        optimizer.zero_grad()
+        loss.backward()
+        with strategy.observe(draw, network, optimizer):
+            optimizer.step()
+        lines.append((loss.item(), draw.t.tolist()))
+    return lines
+
+
+def parts(name, batch=8, prediction="epsilon"):
+    """A strategy that learns from the first steps on, a network and its optimiser."""
+    torch.manual_seed(0)
+    network = _Timeless(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.2), nn.Conv2d(4, 2, 1)))
+    wanted = {"frequency": 2, "start": 1, "history": 1, "length": 10, "feature_timesteps": 10}
+    known_options = SAMPLERS[name.split("+")[0]].options.__dataclass_fields__
+    options = {key: value for key, value in wanted.items() if key in known_options}
+    strategy = Strategy(name, "cosine", timesteps=20, prediction=prediction, sampler=options)
+    return strategy, network, torch.optim.Adam(network.parameters(), lr=1e-2), torch.randn(batch, 2, 5, 3)
+
+
+@pytest.mark.parametrize("name", [*sorted(SAMPLERS), "uniform+edm2", "adaptive+edm2"])
+def test_every_strategy_resumes_exactly_from_its_state(name, tmp_path):
+    strategy, network, optimizer, x0 = parts(name)
+    torch.manual_seed(1)
+    straight = train(strategy, network, optimizer, 16, x0)
+    assert len({tuple(t) for _, t in straight}) == 16
+
+    strategy, network, optimizer, _ = parts(name)
+    torch.manual_seed(1)
+    early = train(strategy, network, optimizer, 9, x0)
+    saved = [part.state_dict() for part in (strategy, network, optimizer)]
+    torch.save([saved, torch.get_rng_state()], tmp_path / "state.pt")
+    fresh = parts(name)[:3]
+    states, random = torch.load(tmp_path / "state.pt", weights_only=True)
+    for part, state in zip(fresh, states, strict=True):
+        part.load_state_dict(state)
+    torch.set_rng_state(random)
+    late = train(*fresh, 7, x0)
+    assert early + late == straight
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", sorted(SAMPLERS))
+def test_odd_and_tiny_batches(name, batch):
+    strategy, network, optimizer, x0 = parts(name, batch)
+    for loss, t in train(strategy, network, optimizer, 8, x0):
+        assert np.isfinite(loss) and len(t) == batch and all(0 <= value < 20 for value in t)
+    p = strategy.table(x0)["p"]
+    assert p.sum() == pytest.approx(1) and (p >= 0).all() and np.isfinite(p).all()
+
+
+@pytest.mark.parametrize("name", ["adaptive", "gradient_norm", "loss_rms", "uniform+edm2"])
+def test_bf16_networks(name):
+    strategy, network, optimizer, x0 = parts(name)
+    for _ in range(6):
+        draw = strategy.draw(x0)
+        x_t = strategy.process.noised(x0, torch.randn_like(x0), draw.t)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = network(x_t, draw.t)
+        loss = strategy.loss(draw, (output.float() ** 2).mean((1, 2, 3)))
+        optimizer.zero_grad()
+        loss.backward()
+        with strategy.observe(draw, network, optimizer, autocast=torch.autocast("cpu", torch.bfloat16)):
+            optimizer.step()
+        assert torch.isfinite(loss)
+
+
+def test_the_learned_uncertainty_reaches_the_logarithm_of_the_weighted_loss():
+    """The minimum of w L/exp(u) + u is at u = ln(w L)."""
+    strategy = Strategy("edm2", "linear", timesteps=50, weighting={"base": "none", "lr": 0.02})
+    level = lambda t: torch.exp(2.0 * t / 50 - 1)  # noqa: E731
+    x0 = torch.zeros(256, 1)
+    for _ in range(600):
+        draw = strategy.draw(x0)
+        strategy.loss(draw, level(draw.t)).backward()
+        with strategy.observe(draw):
+            pass
+    wanted = np.log(level(torch.arange(50)).numpy())
+    np.testing.assert_allclose(strategy.weighting.expected().detach().numpy(), wanted, atol=0.15)
+    assert strategy.table()["w"] == pytest.approx(np.exp(-wanted), rel=0.2)
+
+
+def test_what_a_strategy_needs_is_said():
+    x0 = torch.zeros(4, 1, 3, 3)
+    strategy = Strategy("adaptive")
+    with (
+        pytest.raises(ValueError, match=r"adaptive.*pass observe\(..., network=\)"),
+        strategy.observe(strategy.draw(x0)),
+    ):
+        pass
+    strategy = Strategy("loss_rms")
+    with pytest.raises(ValueError, match="per-sample losses"), strategy.observe(strategy.draw(x0)):
+        pass
+    with pytest.raises(ValueError, match=r"\(4, 3\), allowed: \(batch, channels, height, width\)"):
+        Strategy("adaptive").draw(torch.zeros(4, 3))
