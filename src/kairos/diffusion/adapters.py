@@ -1,12 +1,14 @@
 """Whatever a training loop has for a noise schedule, as a forward process of ours."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from kairos.diffusion.processes import Discrete
 from kairos.diffusion.registries import DiscreteOptions
-from kairos.diffusion.schedule import PREDICTIONS, SCHEDULES, NoiseSchedule
+from kairos.diffusion.schedule import PREDICTIONS, SCHEDULES, Array, NoiseSchedule
 from kairos.errors import ConfigError
 
 _DIFFUSERS = {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}
@@ -18,7 +20,7 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
     Args:
         process: one already; a `NoiseSchedule`; alpha-bar as numbers, (T,); the name of a schedule; a scheduler of
             diffusers: with ``alphas_cumprod`` (DDPM, DDIM, PNDM ...), which says what is predicted, or an EDM or
-            flow-matching one.
+            flow-matching one (with its ``shift``, and a network that is called with t times 1000).
         timesteps: T, for a schedule given by name.
         prediction: ``epsilon``, ``x0`` or ``v``, where `process` leaves it open.
 
@@ -39,22 +41,46 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
     if config is not None and type(process).__name__.startswith("EDM"):
         from kairos.diffusion.continuous import Edm
 
-        return Edm(config.sigma_data, config.sigma_min, config.sigma_max)
+        negated = getattr(config, "prediction_type", "epsilon") == "v_prediction"
+        return Edm(config.sigma_data, config.sigma_min, config.sigma_max, negated=negated)
     if config is not None and type(process).__name__.startswith("FlowMatch"):
         from kairos.diffusion.continuous import Flow
 
-        return Flow()
+        dynamic = getattr(config, "use_dynamic_shifting", False)  # depends on the image when sampling; trained without
+        return Flow(scale=config.num_train_timesteps, shift=1.0 if dynamic else config.shift)
     if hasattr(process, "alphas_cumprod"):
         wanted = getattr(config, "prediction_type", None)
-        return Discrete(_schedule(process.alphas_cumprod), _DIFFUSERS.get(str(wanted), prediction))
+        return Discrete(_of_scheduler(process), _DIFFUSERS.get(str(wanted), prediction))
     try:
-        return Discrete(_schedule(process), prediction)
-    except (TypeError, ValueError):
+        return Discrete(_named(NoiseSchedule.of_alphas_cumprod(_numbers(process))), prediction)
+    except (TypeError, ValueError, RuntimeError):
         raise ConfigError(
             f"process: got {type(process).__name__}, allowed: a process, a NoiseSchedule, a scheduler of diffusers, "
             f"alpha-bar as numbers, or one of {', '.join(SCHEDULES)}"
         ) from None
 
 
-def _schedule(alphas_cumprod: Any) -> NoiseSchedule:
-    return NoiseSchedule.of_alphas_cumprod(np.asarray(alphas_cumprod, np.float64))
+def _numbers(values: Any) -> Array:
+    """Numbers of any kind, on any device, as float64."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().double().cpu().numpy()
+    return np.asarray(values, np.float64)
+
+
+def _of_scheduler(scheduler: Any) -> NoiseSchedule:
+    """From its betas where it has them: those of a float32 alpha-bar would be off by a thousandth at small t."""
+    alphas_cumprod = _numbers(scheduler.alphas_cumprod)
+    if len(alphas_cumprod) > 1 and alphas_cumprod[-1] == 0:
+        # Zero terminal signal-to-noise ratio: half of what is before it stands for 0, whose weights are not all finite.
+        alphas_cumprod[-1] = alphas_cumprod[-2] / 2
+    elif hasattr(scheduler, "betas"):
+        return _named(NoiseSchedule(_numbers(scheduler.betas)))
+    return _named(NoiseSchedule.of_alphas_cumprod(alphas_cumprod))
+
+
+def _named(schedule: NoiseSchedule) -> NoiseSchedule:
+    """The same, called linear where its betas are: SpeeD has closed forms for such a schedule, whatever its ends."""
+    betas = schedule.betas
+    even = np.linspace(betas[0], betas[-1], len(betas))
+    linear = betas[0] < betas[-1] and bool(np.abs(betas - even).max() < 1e-6)
+    return replace(schedule, name="linear") if linear else schedule

@@ -35,8 +35,9 @@ class Continuous:
         return None
 
 
-def _shaped(t: Tensor, like: Tensor) -> Tensor:
-    return t.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
+def _shaped(coefficient: Tensor, like: Tensor) -> Tensor:
+    """Coefficients (batch,), computed in the precision of t, as (batch, 1, ...) in that of `like`."""
+    return coefficient.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
 
 class Edm(Continuous):
@@ -50,14 +51,24 @@ class Edm(Continuous):
         sigma_min: smallest noise level.
         sigma_max: largest noise level.
         cells: of the schedule that strategies are shown on.
+        negated: the network's output is subtracted (``v_prediction`` of diffusers' EDM schedulers).
     """
 
     prediction = "x0"
 
-    def __init__(self, sigma_data: float = 0.5, sigma_min: float = 0.002, sigma_max: float = 80.0, cells: int = 1000):
+    def __init__(
+        self,
+        sigma_data: float = 0.5,
+        sigma_min: float = 0.002,
+        sigma_max: float = 80.0,
+        cells: int = 1000,
+        negated: bool = False,
+    ):
         if not 0 < sigma_min < sigma_max:
             raise ConfigError(f"sigma_min and sigma_max: got {sigma_min} and {sigma_max}, allowed: 0 < min < max")
-        self.sigma_data = sigma_data
+        if sigma_data <= 0:
+            raise ConfigError(f"sigma_data: got {sigma_data}, allowed: > 0")
+        self.sigma_data, self._sign = sigma_data, -1.0 if negated else 1.0
         self._low, self._width = math.log(sigma_min), math.log(sigma_max / sigma_min)
         sigma = np.exp(self._low + self._width * (np.arange(cells) + 0.5) / cells)
         self.schedule = NoiseSchedule.of_alphas_cumprod(1 / (1 + sigma**2))
@@ -73,14 +84,14 @@ class Edm(Continuous):
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """x0 + sigma noise."""
-        return x0 + _shaped(t, x0) * noise
+        return (x0 + _shaped(t, x0) * noise).to(x0.dtype)
 
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """D(x; sigma) = c_skip x + c_out F(c_in x, ln(sigma)/4): an estimate of x0."""
-        sigma, data = _shaped(t, x_t), self.sigma_data
-        total = sigma**2 + data**2
-        output = network(x_t / total.sqrt(), (t.log() / 4).to(x_t.dtype), conditions)
-        return data**2 / total * x_t + sigma * data / total.sqrt() * output
+        data, total = self.sigma_data, t**2 + self.sigma_data**2
+        output = network(_shaped(total**-0.5, x_t) * x_t, (t.log() / 4).to(x_t.dtype), conditions)
+        skip, out = data**2 / total, self._sign * data * t * total**-0.5
+        return _shaped(skip, x_t) * x_t + _shaped(out, x_t) * output
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """x0."""
@@ -94,20 +105,26 @@ class Edm(Continuous):
 class Flow(Continuous):
     """Rectified flow: x_t = (1 - t) x0 + t noise for t in [0, 1), the network predicts noise - x0 (Liu et al. 2023).
 
-    Fractions are times, so ``log_normal`` and ``mode`` are SD3's densities (Esser et al. 2024). The network is called
-    with t times `scale`.
+    Fractions are times, so ``log_normal`` and ``mode`` are SD3's densities (Esser et al. 2024).
+
+    Args:
+        cells: of the schedule that strategies are shown on.
+        scale: the network is called with t times this.
+        shift: fraction u is time shift u/(1 + (shift - 1) u), SD3's for larger images.
     """
 
     prediction = "flow"
 
-    def __init__(self, cells: int = 1000, scale: float = 1.0):
-        t = (np.arange(cells) + 0.5) / cells
+    def __init__(self, cells: int = 1000, scale: float = 1.0, shift: float = 1.0):
+        if shift <= 0:
+            raise ConfigError(f"shift: got {shift}, allowed: > 0")
+        self.timesteps, self.scale, self.shift = cells, scale, shift
+        t = self.times((torch.arange(cells, dtype=torch.float64) + 0.5) / cells).numpy()
         self.schedule = NoiseSchedule.of_alphas_cumprod((1 - t) ** 2 / ((1 - t) ** 2 + t**2))
-        self.timesteps, self.scale = cells, scale
 
     def times(self, fractions: Tensor) -> Tensor:
-        """The fractions, kept from the ends by 1e-5, where the signal-to-noise ratio is no number."""
-        return fractions.clamp(1e-5, 1 - 1e-5)
+        """The shifted fractions, kept from the ends by 1e-5, where the signal-to-noise ratio is no number."""
+        return (self.shift * fractions / (1 + (self.shift - 1) * fractions)).clamp(1e-5, 1 - 1e-5)
 
     def snr(self, t: Tensor) -> Tensor:
         """((1 - t)/t)²."""
@@ -115,7 +132,7 @@ class Flow(Continuous):
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """(1 - t) x0 + t noise."""
-        return torch.lerp(x0, noise, _shaped(t, x0))
+        return torch.lerp(x0, noise.to(x0.dtype), _shaped(t, x0))
 
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """The network at t times `scale`."""
@@ -128,4 +145,4 @@ class Flow(Continuous):
 
     def epsilon(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         """x_t + (1 - t) v."""
-        return x_t + (1 - _shaped(t, x_t)) * output
+        return x_t + _shaped(1 - t, x_t) * output

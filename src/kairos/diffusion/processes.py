@@ -67,9 +67,9 @@ class Discrete:
         }
 
     def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """x_t = sqrt(alpha-bar) x0 + sqrt(1 - alpha-bar) noise; all (batch, ...), t (batch,)."""
+        """x_t = sqrt(alpha-bar) x0 + sqrt(1 - alpha-bar) noise, of x0's type; all (batch, ...), t (batch,)."""
         a, s = self._coefficients(t, x0)
-        return a * x0 + s * noise
+        return (a * x0 + s * noise).to(x0.dtype)
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """What the network should predict, shape of x0."""

@@ -45,7 +45,7 @@ class Meter:
 
     def _predict(self, index: Tensor, fractions: Tensor, noise: Tensor, dropout: bool) -> tuple[Tensor, ...]:
         clean, t = self.x0[index], self.process.times(fractions).to(self.x0.device)
-        x_t = self.process.noised(clean, noise, t)
+        x_t = self.process.noised(clean, noise.to(clean.dtype), t)
         chosen = {name: values[index] for name, values in self.conditions.items()}
         with evaluating(self.network, dropout), self.autocast:
             output = self.process.predict(self.call, x_t, t, chosen).float()
@@ -67,7 +67,7 @@ class Meter:
         """
         with torch.no_grad():
             _, t, x_t, output = self._predict(index, fractions, noise, dropout)
-            return per_sample((self.process.epsilon(output, x_t, t) - noise) ** 2)
+            return per_sample((self.process.epsilon(output, x_t, t) - noise.to(x_t.dtype)) ** 2)
 
     def gradient(self, index: Tensor, fractions: Tensor, noise: Tensor, factors: Tensor) -> list[Tensor]:
         """Gradient of sum over samples of factor x weight x squared error of what is predicted, a tensor a parameter.

@@ -13,7 +13,7 @@ an uninterrupted one would have drawn. Under torch.distributed each rank passes 
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -83,23 +83,31 @@ class Strategy:
         self.process = as_process(process, timesteps, prediction)
         schedule: NoiseSchedule = self.process.schedule
         self.sampler = SAMPLERS.build(sampler_name, sampler, schedule, seed)
-        self.weighting = WEIGHTINGS.build(weighting_name, weighting, schedule, self.process.prediction)
+        given = dict(weighting or {})
+        wanted = {field.name for field in fields(WEIGHTINGS.entry(weighting_name).options)}
+        if "sigma_data" in wanted and hasattr(self.process, "sigma_data"):
+            given.setdefault("sigma_data", self.process.sigma_data)
+        self.weighting = WEIGHTINGS.build(weighting_name, given, schedule, self.process.prediction)
         self.seed = seed
         self.step = 0
+        self._draws = 0  # in this step so far
         self._losses: tuple[int, Tensor] | None = None
 
     def draw(self, x0: Tensor) -> Draw:
         """Timesteps and weights for a batch (batch, channels, height, width), or any shape for most samplers.
 
-        Called once per step: the number of the step goes on with each `observe`.
+        The number of the step goes on with each `observe`. Where gradients of several batches are accumulated for one
+        step, each has its own draw, and the last is observed.
         """
         self.sampler.begin(self.step)
-        fractions = self.sampler.fractions(x0, generator(self.seed, "timesteps", self.step))
-        t = self.process.times(fractions).to(x0.device)
-        fixed = self._fixed_weights(t)
+        stream = f"timesteps {self._draws}" if self._draws else "timesteps"
+        fractions = self.sampler.fractions(x0, generator(self.seed, stream, self.step))
+        self._draws += 1
+        t = self.process.times(fractions)
+        fixed = self._fixed_weights(t)  # on the CPU: nothing waits for the device
         importance = self.sampler.importance(x0, fractions)
-        weights = fixed if importance is None else fixed * importance.to(fixed.device)
-        return Draw(self.step, x0, fractions, t, weights, fixed)
+        weights = fixed if importance is None else fixed * importance
+        return Draw(self.step, x0, fractions, *(values.to(x0.device) for values in (t, weights, fixed)))
 
     def _fixed_weights(self, t: Tensor) -> Tensor:
         weighting = getattr(self.weighting, "base", self.weighting)  # a learned one's factor is applied with the loss
@@ -149,7 +157,7 @@ class Strategy:
         with self.sampler.observe(observation):
             yield
         self.weighting.step()
-        self.step = draw.step + 1
+        self.step, self._draws = draw.step + 1, 0
 
     def table(self, x0: Tensor | None = None) -> dict[str, Array]:
         """What the strategy trains on now: ``t``, ``p``, ``w`` and ``effective`` = p w, each (T,)."""
@@ -160,12 +168,13 @@ class Strategy:
         """Everything a resume needs."""
         return {
             "step": self.step,
+            "draws": self._draws,
             "sampler": self.sampler.state_dict(),
             "weighting": self.weighting.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
         """Restore what `state_dict` gave, tensors on `device`."""
-        self.step = state["step"]
+        self.step, self._draws = state["step"], state["draws"]
         self.sampler.load_state_dict(state["sampler"], device)
         self.weighting.load_state_dict(state["weighting"], device)
