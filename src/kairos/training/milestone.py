@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kairos.errors import DamagedError, KairosError
 from kairos.files import atomic_folder, hash_folder, read_json, sha256_file, write_json, write_text
+from kairos.strategies.columns import strategy_csv
 
 if TYPE_CHECKING:
     from kairos.training.loop import Trainer
@@ -51,14 +52,6 @@ def write_milestone(folder: Path, trainer: "Trainer", start_density: Any, facts:
             "files": hash_folder(temporary),
         }
         write_json(temporary / "milestone.json", record)
-
-
-def strategy_csv(columns: dict[str, Any]) -> str:
-    """`strategies.names.table` as text: columns t, p, w, effective, 17 significant digits."""
-    lines = [",".join(columns)]
-    for t, *values in zip(*columns.values(), strict=True):
-        lines.append(",".join([f"{t:.0f}", *(f"{value:.17g}" for value in values)]))
-    return "".join(f"{line}\n" for line in lines)
 
 
 def check_milestone(folder: Path) -> dict[str, Any]:
