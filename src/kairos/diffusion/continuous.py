@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kairos.diffusion.processes import call
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.errors import ConfigError
 
@@ -86,10 +87,10 @@ class Edm(Continuous):
         """x0 + sigma noise."""
         return (x0 + _shaped(t, x0) * noise).to(x0.dtype)
 
-    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
         """D(x; sigma) = c_skip x + c_out F(c_in x, ln(sigma)/4): an estimate of x0."""
         data, total = self.sigma_data, t**2 + self.sigma_data**2
-        output = network(_shaped(total**-0.5, x_t) * x_t, (t.log() / 4).to(x_t.dtype), conditions)
+        output = call(network, _shaped(total**-0.5, x_t) * x_t, (t.log() / 4).to(x_t.dtype), conditions)
         skip, out = data**2 / total, self._sign * data * t * total**-0.5
         return _shaped(skip, x_t) * x_t + _shaped(out, x_t) * output
 
@@ -134,10 +135,9 @@ class Flow(Continuous):
         """(1 - t) x0 + t noise."""
         return torch.lerp(x0, noise.to(x0.dtype), _shaped(t, x0))
 
-    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
         """The network at t times `scale`."""
-        output: Tensor = network(x_t, (self.scale * t).to(x_t.dtype), conditions)
-        return output
+        return call(network, x_t, (self.scale * t).to(x_t.dtype), conditions)
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """noise - x0."""

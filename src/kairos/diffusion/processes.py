@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from kairos.strategies import Weighting
 
 
+def call(network: Any, x: Tensor, t: Tensor, conditions: dict[str, Tensor] | None) -> Tensor:
+    """``network(x, t, conditions)``, or ``network(x, t)`` without conditions; a model of diffusers wraps its tensor."""
+    output = network(x, t) if conditions is None else network(x, t, conditions)
+    tensor: Tensor = getattr(output, "sample", output)
+    return tensor
+
+
 class Discrete:
     """The discrete Gaussian process of DDPM (Ho et al. 2020)."""
 
@@ -48,10 +55,9 @@ class Discrete:
             self._weighting, self._weights = weighting, torch.from_numpy(weighting.weights()).float().to(t.device)
         return self._weights[t]
 
-    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
         """The network's output at t; preconditioned processes scale its input and output here."""
-        output: Tensor = network(x_t, t, conditions)
-        return output
+        return call(network, x_t, t, conditions)
 
     def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
         """A configuration of diffusers' DDPMScheduler for this process; None where diffusers has none."""

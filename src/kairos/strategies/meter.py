@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kairos import distributed
 from kairos.diffusion.losses import per_sample
+from kairos.diffusion.processes import call
 
 if TYPE_CHECKING:
     from kairos.strategies.base import Observation, Weighting
@@ -52,9 +53,7 @@ class Meter:
         return clean, t, x_t, output
 
     def _unconditional(self, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        output = self.network(x_t, t)
-        tensor: Tensor = getattr(output, "sample", output)  # diffusers' models wrap theirs
-        return tensor
+        return call(self.network, x_t, t, None)
 
     def error(self, index: Tensor, fractions: Tensor, noise: Tensor, dropout: bool = False) -> Tensor:
         """Per-sample squared error of epsilon, float32 (n,), in evaluation mode unless `dropout`, without gradients.
