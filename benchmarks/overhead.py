@@ -1,55 +1,144 @@
-"""What each method's strategy costs: time per training step beside uniform's, interleaved in one process.
+"""What every strategy costs: time per training step beside uniform's, interleaved in one process, and where it goes.
 
-    python benchmarks/overhead.py --config params.yaml --rounds 5
+    python benchmarks/overhead.py --rounds 3 --out benchmarks/results/overhead.csv
 
-Every round takes each method through the same number of steps in turn (a whole period of the adaptive sampler), so that
-a drift of the machine's speed meets all alike. Printed: the median over rounds of the ratio to uniform in the same
-round, and its range. Needs the latents of the experiment (`make demo`).
+The setting is the adaptive paper's: T = 1000, batch 128, |S| = 3, f_S = 40, and a DiT of more than 5 M parameters on
+8x8 latents. Every round takes each strategy through one period of 40 steps in turn, so that a drift of the machine's
+speed meets all alike; the data are random numbers, which cost what images cost. Columns: median over rounds of the
+ratio to uniform in the same round, its range, the strategy's own time (draw, weight, observe) as a share of uniform's
+step, and the forward passes of samples through the network per step in units of a batch (backward: two; uniform: 3).
 """
 
 import argparse
+import csv
+import platform
 import statistics
 import time
 from pathlib import Path
 
-from kairos import compute
-from kairos.config import load
-from kairos.data.latents import open_latents
-from kairos.training.loop import Trainer
+import torch
+
+from kairos import compute, models
+from kairos.strategies import SAMPLERS, WEIGHTINGS
+from kairos.strategies.strategy import Strategy
+
+NAMES = [*(name for name in SAMPLERS), *(name for name in WEIGHTINGS if name != "none"), "adaptive full features"]
+PERIOD = 40
+
+
+class Case:
+    """A training under one strategy: its own network and optimiser, random data that all share."""
+
+    def __init__(self, name: str, config: dict, shape: tuple[int, int, int], batch: int, device: torch.device):
+        torch.manual_seed(0)
+        self.network = models.build(config, shape, {}).to(device)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-4)
+        plain, _, full = name.partition(" ")
+        options = {"frequency": PERIOD} if plain.startswith("adaptive") else {}
+        if plain in ("gradient_norm", "gradient_variance", "first_order"):
+            options = {"start": 1}
+        self.strategy = Strategy(plain, "linear", sampler=options | ({"feature_timesteps": None} if full else {}))
+        self.x0 = torch.randn(batch, *shape, device=device)
+        self.samples = 0  # through the network, forward; a backward pass counts twice
+        self.network.register_forward_hook(self._count)
+
+    def _count(self, module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        self.samples += len(inputs[0]) * (3 if torch.is_grad_enabled() else 1)
+
+    def step(self) -> float:
+        """One training step; returns the seconds of it that were the strategy's own."""
+        strategy, x0 = self.strategy, self.x0
+        begun = time.perf_counter()
+        draw = strategy.draw(x0)
+        own = time.perf_counter() - begun
+        noise = torch.randn_like(x0)
+        x_t = strategy.process.noised(x0, noise, draw.t)
+        error = ((self.network(x_t, draw.t, {}) - noise) ** 2).flatten(1).mean(1)
+        begun = time.perf_counter()
+        loss = strategy.loss(draw, error)
+        own += time.perf_counter() - begun
+        self.optimizer.zero_grad()
+        loss.backward()
+        begun = time.perf_counter()
+        with strategy.observe(draw, self.network, self.optimizer, {}):
+            stepping = time.perf_counter()
+            self.optimizer.step()
+            stepping = time.perf_counter() - stepping
+        if x0.is_cuda:
+            torch.cuda.synchronize()
+        return own + time.perf_counter() - begun - stepping
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, print a table and write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--patch", type=int, default=4, help="of the DiT on 8x8 latents: 2 costs four times as much")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--strategies", nargs="*", default=NAMES)
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    experiment = load(arguments.config)
-    plain = experiment.plain()
-    device = compute.setup(plain["training"]["threads"], plain["training"]["device"])
-    latents = open_latents(Path("results") / experiment.experiment / "latents")
-    trainers = {name: Trainer(plain, name, 0, latents, device) for name in plain["methods"]}
-    periods = [method["sampler"].get("frequency", 1) for method in plain["methods"].values()]
-    steps = max(periods)
-    for trainer in trainers.values():
-        for _ in range(4 * steps):  # past the adaptive sampler's first rows, which cost less
-            trainer.advance()
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    device = compute.setup(1, "auto")
+    config = {
+        "name": "dit", "patch": arguments.patch, "width": arguments.width, "depth": arguments.depth, "heads": 4,
+    }  # fmt: skip
+    names = list(dict.fromkeys(["uniform", *arguments.strategies]))
+    cases = {name: Case(name, config, (4, 8, 8), arguments.batch, device) for name in names}
+    for case in cases.values():  # past what happens once: first steps, empty queues
+        case.strategy.step = 0
+        for step in range(3):
+            case.strategy.step = step * PERIOD
+            case.step()
+        case.strategy.step = 3 * PERIOD
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    own: dict[str, list[float]] = {name: [] for name in names}
+    for case in cases.values():
+        case.samples = 0
     for _ in range(arguments.rounds):
-        for name, trainer in trainers.items():
-            begun = time.perf_counter()
-            for _ in range(steps):
-                trainer.advance()
-            seconds[name].append((time.perf_counter() - begun) / steps)
-    baseline = "uniform" if "uniform" in seconds else next(iter(seconds))
-    print(f"{arguments.rounds} rounds of {steps} steps, device {device}, threads {plain['training']['threads']}")
-    print(f"{'method':<16} {'ms/step':>8}  ratio to {baseline} (range)")
-    for name, values in seconds.items():
-        ratios = [value / base for value, base in zip(values, seconds[baseline], strict=True)]
-        low, high = min(ratios), max(ratios)
-        print(
-            f"{name:<16} {1e3 * statistics.median(values):8.2f}  {statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"
+        for name, case in cases.items():
+            begun, mine = time.perf_counter(), 0.0
+            for _ in range(PERIOD):
+                mine += case.step()
+            seconds[name].append((time.perf_counter() - begun) / PERIOD)
+            own[name].append(mine / PERIOD)
+    steps = arguments.rounds * PERIOD
+    base = seconds["uniform"]
+    size = sum(parameter.numel() for parameter in cases["uniform"].network.parameters())
+    how = (
+        f"{arguments.rounds} interleaved rounds of {PERIOD} steps, batch {arguments.batch}, T 1000, DiT of "
+        f"{size / 1e6:.1f} M parameters, 1 thread, torch {torch.__version__}, {device.type} {platform.machine()}"
+    )
+    rows = []
+    for name in names:
+        ratios = [value / one for value, one in zip(seconds[name], base, strict=True)]
+        rows.append(
+            {
+                "strategy": name,
+                "ms_per_step": round(1e3 * statistics.median(seconds[name]), 2),
+                "ratio": round(statistics.median(ratios), 4),
+                "ratio_low": round(min(ratios), 4),
+                "ratio_high": round(max(ratios), 4),
+                "own_share": round(statistics.median(own[name]) / statistics.median(base), 5),
+                "forwards_per_step": round(cases[name].samples / steps / arguments.batch, 4),
+            }
         )
+    print(how)
+    print(f"{'strategy':<24} {'ms/step':>8} {'ratio (range)':>22} {'own time':>9} {'forwards':>9}")
+    for row in rows:
+        span = f"{row['ratio']:.3f} ({row['ratio_low']:.3f}-{row['ratio_high']:.3f})"
+        print(
+            f"{row['strategy']:<24} {row['ms_per_step']:8.1f} {span:>22} {row['own_share']:9.2%} "
+            f"{row['forwards_per_step']:9.3f}"
+        )
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
+            file.write(f"# {how}\n")
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -179,6 +179,15 @@ def test_sizes_must_agree_without_a_resolution(tmp_path):
     assert (manifest["count"], manifest["height"], manifest["width"]) == (4, 8, 8)
 
 
+def test_padding_keeps_the_pixels_and_refuses_what_is_too_large():
+    pixels = np.random.default_rng(0).integers(0, 256, (28, 26), dtype=np.uint8)
+    padded = to_pixels(Image.fromarray(pixels), "grey", "pad", 32, "x.png")
+    assert padded.shape == (32, 32, 1) and np.array_equal(padded[2:30, 3:29, 0], pixels)
+    assert padded.sum() == pixels.sum()
+    with pytest.raises(KairosError, match=r"dataset.resolution: got 16 with crop pad, but x.png is 26×28"):
+        to_pixels(Image.fromarray(pixels), "grey", "pad", 16, "x.png")
+
+
 def test_center_crop(tmp_path):
     wide = picture(0, 8, 14)
     assert np.array_equal(to_pixels(wide, "rgb", "center", None, "it"), np.asarray(wide)[:, 3:11])

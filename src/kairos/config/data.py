@@ -16,7 +16,9 @@ class DatasetConfig(Section):
     image_column: str | None = Field(None, description="column of the images; null: the only image column")
     label_column: str | None = Field(None, description="column of the classes; null: `label` where there is one")
     resolution: int | None = Field(None, ge=4, le=2048, description="side in pixels; null: the images' own, all equal")
-    crop: Literal["center", "none"] = Field("center", description="centre crop to a square; none: images are square")
+    crop: Literal["center", "pad", "none"] = Field(
+        "center", description="centre crop to a square; pad: black around it up to resolution; none: images are square"
+    )
     color: Literal["rgb", "grey"] = Field("rgb", description="colour channels kept")
     heldout: float = Field(0.1, gt=0, lt=1, description="share of the images held out for evaluation")
     split_seed: int = Field(0, ge=0, description="seed of the split into training and held-out images")

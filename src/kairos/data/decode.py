@@ -28,16 +28,27 @@ def to_pixels(image: Image.Image, color: str, crop: str, resolution: int | None,
 
     Args:
         color: ``grey`` (1 channel) or ``rgb`` (3 channels).
-        crop: ``center`` cuts the largest centred square out; ``none`` wants square images.
+        crop: ``center`` cuts the largest centred square out; ``pad`` sets the image in the middle of a black square of
+            side `resolution`, or of its own longer side; ``none`` wants square images.
         resolution: side in pixels after resizing (bicubic with antialiasing), or None to keep the size.
         name: what messages call the image.
 
     Raises:
-        KairosError: the image is not square and nothing says to cut it.
+        KairosError: the image is not square and nothing says to cut it, or too large to be padded.
     """
     image = _eight_bit(image).convert("L" if color == "grey" else "RGB")
     width, height = image.size
-    if width != height:
+    if crop == "pad":
+        side = resolution or max(width, height)
+        if side < max(width, height):
+            raise KairosError(
+                f"dataset.resolution: got {resolution} with crop pad, but {name} is {width}×{height} pixels; "
+                "allowed: its longer side or more"
+            )
+        square = Image.new(image.mode, (side, side))
+        square.paste(image, ((side - width) // 2, (side - height) // 2))
+        image = square
+    elif width != height:
         if crop == "none":
             raise KairosError(f"dataset.crop: {name} is {width}×{height} pixels, crop none takes square images only")
         side = min(width, height)
