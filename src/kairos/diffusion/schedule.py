@@ -58,7 +58,8 @@ class NoiseSchedule:
             ConfigError: they are not.
         """
         values = np.asarray(alphas_cumprod, np.float64)
-        if values.ndim != 1 or len(values) < 2 or values[0] >= 1 or values[-1] <= 0 or (np.diff(values) >= 0).any():
+        falls = values.ndim == 1 and len(values) > 1 and bool((np.diff(values) < 0).all())  # not so with NaN
+        if not falls or values[0] >= 1 or values[-1] <= 0:
             raise ConfigError(
                 f"alphas_cumprod: got shape {values.shape}, allowed: two or more numbers that fall within (0, 1); a "
                 "schedule of zero terminal signal-to-noise ratio must end above 0"

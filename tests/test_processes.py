@@ -1,0 +1,411 @@
+"""Forward processes: what is noised, predicted and weighted agrees in every parametrisation, and with diffusers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import kairos
+from kairos.diffusion.adapters import as_process
+from kairos.diffusion.schedule import PREDICTIONS, SCHEDULES, NoiseSchedule, error_ratio, make_schedule
+from kairos.errors import ConfigError
+from kairos.strategies import WEIGHTINGS, make_weighting
+from kairos.strategies.meter import Meter
+
+DISCRETE = {f"{s}-{p}": (lambda s=s, p=p: as_process(s, 50, p)) for s in SCHEDULES for p in PREDICTIONS}
+CONTINUOUS = {
+    "edm": kairos.Edm,
+    "edm-1": lambda: kairos.Edm(1.0),
+    "flow": kairos.Flow,
+    "shift": lambda: kairos.Flow(shift=3),
+}
+OF_SNR = sorted(set(WEIGHTINGS) - {"none", "vlb", "change_aware", "change_aware_official", "debiased", "edm2"})
+
+
+def batch(process, count=64, shape=(2, 3, 4), dtype=torch.float64):
+    random = torch.Generator().manual_seed(1)
+    x0, noise, output = (torch.randn(count, *shape, generator=random, dtype=torch.float64).to(dtype) for _ in range(3))
+    t = process.times(torch.rand(count, generator=random, dtype=torch.float64))
+    return x0, noise, output, t
+
+
+def mean_square(values):
+    return values.double().flatten(1).square().mean(1)
+
+
+def snr_at(process, t):
+    return process.snr(t) if hasattr(process, "snr") else torch.from_numpy(process.schedule.snr)[t]
+
+
+def scales(process, t):
+    """What x0 and the noise are multiplied by in x_t, from the signal-to-noise ratio alone."""
+    snr = snr_at(process, t)
+    if isinstance(process, kairos.Edm):
+        return torch.ones_like(snr), snr**-0.5
+    if isinstance(process, kairos.Flow):
+        return snr**0.5 / (1 + snr**0.5), 1 / (1 + snr**0.5)
+    return (snr / (1 + snr)) ** 0.5, (1 / (1 + snr)) ** 0.5
+
+
+ALL = DISCRETE | CONTINUOUS
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_noised_target_and_epsilon_agree(name):
+    process = ALL[name]()
+    x0, noise, _, t = batch(process)
+    a, s = (value.view(-1, 1, 1, 1) for value in scales(process, t))
+    x_t = process.noised(x0, noise, t)
+    torch.testing.assert_close(x_t, a * x0 + s * noise, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(process.epsilon(process.target(x0, noise, t), x_t, t), noise, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_errors_of_a_prediction_are_related_as_stated(name):
+    process = ALL[name]()
+    x0, noise, output, t = batch(process)
+    a, s = (value.view(-1, 1, 1, 1) for value in scales(process, t))
+    x_t = process.noised(x0, noise, t)
+    epsilon = process.epsilon(output, x_t, t)
+    of_epsilon, of_x0 = mean_square(epsilon - noise), mean_square((x_t - s * epsilon) / a - x0)
+    of_output = mean_square(output - process.target(x0, noise, t))
+    snr = snr_at(process, t)
+    torch.testing.assert_close(of_epsilon, snr * of_x0, rtol=1e-3, atol=1e-9)
+    ratio = torch.from_numpy(error_ratio(snr.numpy(), process.prediction))
+    torch.testing.assert_close(of_output, ratio * of_x0, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("weighting", OF_SNR)
+@pytest.mark.parametrize("name", ALL)
+def test_a_weighting_weighs_the_same_error_alike_whatever_is_predicted(name, weighting):
+    process = ALL[name]()
+    strategy = kairos.Strategy(weighting, process)
+    x0, noise, output, t = batch(process)
+    x_t = process.noised(x0, noise, t)
+    of_output = mean_square(output - process.target(x0, noise, t))
+    of_epsilon = mean_square(process.epsilon(output, x_t, t) - noise)
+    options = {"sigma_data": getattr(process, "sigma_data", 0.5)} if weighting == "edm" else {}
+    stated = make_weighting({"name": weighting, **options}, make_schedule(), "epsilon").at_snr(
+        snr_at(process, t).numpy()
+    )
+    found = process.weights(strategy.weighting, t).double() * of_output
+    torch.testing.assert_close(found, torch.from_numpy(stated) * of_epsilon, rtol=1e-3, atol=1e-9)
+
+
+def test_debiased_converts_too_but_for_the_published_form_of_v():
+    snr = np.geomspace(1e-4, 1e4, 50)
+    weight = {
+        p: make_weighting({"name": "debiased"}, make_schedule(), p).at_snr(snr) for p in ("epsilon", "x0", "flow")
+    }
+    for prediction, values in weight.items():
+        ratio = error_ratio(snr, "epsilon") / error_ratio(snr, prediction)
+        np.testing.assert_allclose(values, weight["epsilon"] * ratio, rtol=1e-12)
+    np.testing.assert_allclose(weight["epsilon"], np.minimum(snr, 1000) ** -0.5, rtol=1e-12)
+
+
+FORMULAS = {
+    "none": lambda snr: np.ones_like(snr),
+    "p2": lambda snr: snr / (1 + snr),
+    "min_snr": lambda snr: np.minimum(snr, 5),
+    "soft_min_snr": lambda snr: 5 * snr / (snr + 5),
+    "debiased": lambda snr: snr / np.sqrt(np.minimum(snr, 1000)),
+    "edm": lambda snr: (1 / snr + 0.25) / (0.25 / snr),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_weights_at_continuous_times_are_the_formula_itself(name):
+    on_x0 = FORMULAS[name]
+    edm = kairos.Strategy(name, kairos.Edm(0.5, cells=10)).draw(torch.zeros(1000, 1))
+    np.testing.assert_allclose(edm.weights, on_x0(edm.t.numpy() ** -2.0), rtol=1e-6)
+    flow = kairos.Strategy(name, kairos.Flow(cells=10)).draw(torch.zeros(1000, 1))
+    snr = ((1 - flow.t.numpy()) / flow.t.numpy()) ** 2
+    wanted = on_x0(snr) / (1 if name == "none" else (1 + np.sqrt(snr)) ** 2)
+    np.testing.assert_allclose(flow.weights, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sigma_data", [0.5, 1.0, 0.3])
+def test_edms_lambda_weighs_the_networks_own_output_by_one(sigma_data):
+    process = kairos.Edm(sigma_data)
+    x0, noise, output, t = batch(process)
+    x_t = process.noised(x0, noise, t)
+    denoised = process.predict(lambda x, time: output, x_t, t)
+    zero = process.predict(lambda x, time: torch.zeros_like(output), x_t, t)
+    c_out = ((denoised - zero) / output).flatten(1).mean(1)
+    torch.testing.assert_close(c_out, t * sigma_data / (t**2 + sigma_data**2) ** 0.5)
+    weights = process.weights(kairos.Strategy("edm", process).weighting, t)  # sigma_data comes from the process
+    torch.testing.assert_close(c_out**2 * weights.double(), torch.ones_like(t), rtol=1e-5, atol=1e-5)
+
+
+def test_edm_calls_the_network_with_unit_variance_and_a_quarter_of_ln_sigma():
+    process, seen = kairos.Edm(0.5), []
+    random = torch.Generator().manual_seed(0)
+    t = torch.tensor([0.002, 0.5, 80.0], dtype=torch.float64)
+    x0, noise = 0.5 * torch.randn(3, 1, 100, 100, generator=random), torch.randn(3, 1, 100, 100, generator=random)
+    network = lambda x, time: seen.append((x, time)) or torch.zeros_like(x)  # noqa: E731
+    denoised = process.predict(network, process.noised(x0, noise, t), t)
+    assert seen[0][0].flatten(1).std(1) == pytest.approx([1, 1, 1], rel=0.02)
+    assert seen[0][1] == pytest.approx((t.log() / 4).tolist())
+    assert seen[0][1].dtype == torch.float32
+    torch.testing.assert_close(denoised[0], x0[0], atol=0.02, rtol=0)  # almost clean: passed on
+    assert denoised[2].std() == pytest.approx(0.25 / 80, rel=0.05)  # almost noise: the mean
+
+
+def kolmogorov_smirnov(values, cdf):
+    from scipy.stats import kstest
+
+    return kstest(np.asarray(values), cdf).pvalue
+
+
+@pytest.mark.parametrize("points", ["random", "sobol"])
+def test_edm_log_normal_is_normal_in_ln_sigma(points):
+    from scipy.stats import norm
+
+    draw = kairos.Strategy("edm_log_normal", kairos.Edm(), sampler={"points": points}).draw(torch.zeros(100_000, 1))
+    assert kolmogorov_smirnov(draw.t.log(), norm(-1.2, 1.2).cdf) > 0.01
+    assert kolmogorov_smirnov(draw.t.log(), norm(-1.2, 1.25).cdf) < 1e-3  # the test sees a difference
+
+
+def test_log_normal_on_a_flow_is_logit_normal_also_shifted():
+    from scipy.stats import norm
+
+    draw = kairos.Strategy("log_normal", kairos.Flow(), sampler={"m": -0.5, "s": 0.8}).draw(torch.zeros(100_000, 1))
+    assert kolmogorov_smirnov(draw.t.logit(), norm(-0.5, 0.8).cdf) > 0.01
+    assert kolmogorov_smirnov(draw.t.logit(), norm(-0.45, 0.8).cdf) < 1e-3
+    draw = kairos.Strategy("log_normal", kairos.Flow(shift=3)).draw(torch.zeros(100_000, 1))
+    assert kolmogorov_smirnov(draw.t.logit(), norm(math.log(3), 1).cdf) > 0.01  # SD3, section 5.3.2
+
+
+def test_uniform_on_edm_is_even_in_ln_sigma_and_mode_on_a_flow_is_sd3s():
+    t = kairos.Strategy("uniform", kairos.Edm()).draw(torch.zeros(100_000, 1)).t
+    assert kolmogorov_smirnov((t.log() - math.log(0.002)) / math.log(80 / 0.002), "uniform") > 0.01
+    t = kairos.Strategy("mode", kairos.Flow()).draw(torch.zeros(100_000, 1)).t.numpy()
+    u = np.random.default_rng(0).random(100_000)
+    from scipy.stats import ks_2samp
+
+    assert ks_2samp(t, 1 - u - 1.29 * (np.cos(np.pi * u / 2) ** 2 - 1 + u)).pvalue > 0.01
+
+
+# Types and shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["linear-epsilon", "cosine-v", "quadratic-x0", "edm", "flow"])
+def test_half_precision_stays_half_and_close(name, dtype):
+    process = ALL[name]()
+    x0, noise, output, t = batch(process, dtype=dtype)
+    wide = [value.double() for value in (x0, noise, output)]
+    x_t, full = process.noised(x0, noise, t), process.noised(wide[0], wide[1], t)
+    assert x_t.dtype == dtype
+    precision = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(x_t.double(), full, rtol=4 * precision, atol=4 * precision)
+    got = process.predict(lambda x, time: output.to(x.dtype), x_t, t)
+    wanted = process.predict(lambda x, time: wide[2], full, t)
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got.double(), wanted, rtol=8 * precision, atol=8 * precision)
+
+
+@pytest.mark.parametrize("name", ["adaptive+min_snr", "gradient_norm", "loss_rms+edm2"])
+@pytest.mark.parametrize("process", ["cosine", "edm", "flow"])
+def test_a_strategy_measures_a_network_in_bfloat16(name, process):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x, t):
+            assert x.dtype == torch.bfloat16
+            return self.convolution(x) * (1 + 0 * t.to(x.dtype).view(-1, 1, 1, 1))
+
+    network = Net().bfloat16()
+    optimizer = torch.optim.SGD(network.parameters(), 0.01)
+    options = {
+        "adaptive": {"frequency": 1, "feature_timesteps": 8, "selected": 2},
+        "gradient_norm": {"frequency": 1, "bins": 3},
+    }
+    strategy = kairos.Strategy(
+        name,
+        ALL.get(process, lambda: process)(),
+        timesteps=20,
+        sampler=options.get(name.split("+")[0], {"start": 1, "frequency": 1}),
+    )
+    for step in range(5):
+        x0 = torch.randn(6, 4, 5, 3, generator=torch.Generator().manual_seed(step)).bfloat16()
+        draw = strategy.draw(x0)
+        noise = torch.randn_like(x0)
+        output = strategy.process.predict(network, strategy.process.noised(x0, noise, draw.t), draw.t)
+        target = strategy.process.target(x0, noise, draw.t)
+        loss = strategy.loss(draw, (output - target).square().mean((1, 2, 3)))
+        optimizer.zero_grad()
+        loss.backward()
+        with strategy.observe(draw, network, optimizer):
+            optimizer.step()
+        assert loss.isfinite() and draw.weights.dtype == torch.float32
+    assert strategy.sampler.updates > 0
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (4, 8, 8), (16,), (2, 3, 4, 5)])
+@pytest.mark.parametrize("process", ["cosine", "edm", "flow"])
+def test_batches_of_one_and_any_shape(shape, process):
+    made = as_process("cosine", 50, "v") if process == "cosine" else ALL[process]()
+    strategy = kairos.Strategy("speed+min_snr", made)
+    x0 = torch.randn(1, *shape)
+    draw = strategy.draw(x0)
+    assert draw.t.shape == draw.weights.shape == draw.fractions.shape == (1,)
+    x_t = made.noised(x0, torch.randn_like(x0), draw.t)
+    assert x_t.shape == x0.shape and x_t.dtype == torch.float32
+    error = (made.predict(lambda x, t: x, x_t, draw.t) - x0).double().square().flatten(1).mean(1)  # a float64 loss
+    assert strategy.loss(draw, error).isfinite()
+    with strategy.observe(draw):
+        pass
+    assert strategy.step == 1
+
+
+# Adapters
+
+
+@pytest.fixture(scope="module")
+def diffusers():
+    return pytest.importorskip("diffusers")
+
+
+def numbers(count=200):
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(count, 1, 2, 2, generator=random), torch.randn(count, 1, 2, 2, generator=random)
+
+
+@pytest.mark.parametrize("scheduler", ["DDPMScheduler", "DDIMScheduler"])
+@pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
+@pytest.mark.parametrize("betas", ["linear", "scaled_linear", "squaredcos_cap_v2", "trained", "zero"])
+def test_schedulers_of_diffusers(diffusers, scheduler, prediction, betas):
+    given = {"beta_schedule": betas} if betas not in ("trained", "zero") else {}
+    if betas == "trained":
+        given = {"trained_betas": np.linspace(0.01, 0.3, 37) ** 1.5, "num_train_timesteps": 37}
+    if betas == "zero":
+        given = {"rescale_betas_zero_snr": True}
+    made = getattr(diffusers, scheduler)(prediction_type=prediction, **given)
+    process = kairos.Strategy("uniform", made, prediction="epsilon").process
+    assert process.prediction == {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}[prediction]
+    assert process.timesteps == made.config.num_train_timesteps
+    x0, noise = numbers()
+    t = torch.arange(len(x0)) * process.timesteps // len(x0)
+    t[-1] = process.timesteps - 1
+    atol = 1e-3 if betas == "zero" else 1e-5  # half of a signal-to-noise ratio of 1e-9 stands for 0
+    torch.testing.assert_close(process.noised(x0, noise, t), made.add_noise(x0, noise, t), rtol=1e-5, atol=atol)
+    wanted = {"epsilon": noise, "sample": x0, "v_prediction": made.get_velocity(x0, noise, t)}[prediction]
+    torch.testing.assert_close(process.target(x0, noise, t), wanted, rtol=1e-5, atol=atol)
+    for weighting in sorted(set(WEIGHTINGS) - {"edm2"}):
+        assert np.isfinite(kairos.Strategy(weighting, made).table()["w"]).all(), weighting
+
+
+def test_a_linear_scheduler_has_speeds_closed_forms_and_our_weights(diffusers):
+    theirs = kairos.Strategy("speed+change_aware", diffusers.DDPMScheduler(), sampler={"r": 5})
+    ours = kairos.Strategy("speed+change_aware", "linear", sampler={"r": 5})
+    assert theirs.sampler.tau == ours.sampler.tau == 399
+    for column in ("p", "w"):
+        np.testing.assert_allclose(theirs.table()[column], ours.table()[column], rtol=1e-5)
+    c = kairos.Strategy("vlb", diffusers.DDPMScheduler()).table()["w"]
+    np.testing.assert_allclose(c, make_schedule().vlb, rtol=1e-4)  # from a float32 alpha-bar it would be off by 1e-3
+    for other in ("scaled_linear", "squaredcos_cap_v2"):
+        assert as_process(diffusers.DDPMScheduler(beta_schedule=other)).schedule.name == "custom"
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_diffusers_edm_scheduler(diffusers, prediction):
+    made = diffusers.EDMEulerScheduler(sigma_min=0.01, sigma_max=50, sigma_data=0.7, prediction_type=prediction)
+    process = as_process(made)
+    assert isinstance(process, kairos.Edm) and process.sigma_data == 0.7
+    ends = process.times(torch.tensor([0.0, 1.0], dtype=torch.float64))
+    assert ends.tolist() == pytest.approx([0.01, 50])
+    x, output = numbers(1)
+    sigma = torch.tensor([3.0], dtype=torch.float64)
+    seen = []
+    denoised = process.predict(lambda scaled, time: seen.append((scaled, time)) or output, x, sigma)
+    torch.testing.assert_close(seen[0][0], made.precondition_inputs(x, 3.0))
+    assert seen[0][1].item() == pytest.approx(float(made.precondition_noise(torch.tensor(3.0))))
+    torch.testing.assert_close(denoised, made.precondition_outputs(x, output, 3.0))
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_diffusers_flow_matching_scheduler(diffusers, shift):
+    made = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    process = as_process(made)
+    assert isinstance(process, kairos.Flow)
+    k = torch.arange(1, 1000, dtype=torch.float64)
+    torch.testing.assert_close(process.times(k / 1000).float(), made.sigmas[:1000].flip(0)[:999], rtol=1e-5, atol=1e-6)
+    x0, noise = numbers(3)
+    place = torch.tensor([100, 500, 900])
+    mixed = made.scale_noise(x0, made.timesteps[place], noise)
+    t = made.sigmas[place].double()
+    torch.testing.assert_close(process.noised(x0, noise, t), mixed)
+    seen = []
+    process.predict(lambda x, time: seen.append(time) or x, mixed, t)
+    torch.testing.assert_close(seen[0], made.timesteps[place])  # what diffusers' models are called with
+    dynamic = as_process(diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True))
+    assert dynamic.shift == 1  # diffusers' training scripts shift only what is fixed
+
+
+def test_processes_schedules_and_numbers_are_taken_as_they_are():
+    process = kairos.Flow()
+    assert as_process(process) is process
+    schedule = make_schedule("cosine", 30)
+    assert as_process(schedule, prediction="v").schedule is schedule
+    for given in (schedule.alphas_cumprod, schedule.alphas_cumprod.tolist(), torch.from_numpy(schedule.alphas_cumprod)):
+        made = as_process(given, prediction="x0")
+        assert made.prediction == "x0" and made.timesteps == 30
+        np.testing.assert_allclose(made.schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-9)
+    parameter = nn.Parameter(torch.from_numpy(schedule.alphas_cumprod).float())
+    np.testing.assert_allclose(as_process(parameter).schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-5)
+    assert as_process(torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)).schedule.name == "linear"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("linaer", "schedule: got 'linaer', allowed: linear, cosine, quadratic"),
+        (object(), "process: got object, allowed: a process, a NoiseSchedule, a scheduler of diffusers"),
+        (["a", "b"], "process: got list"),
+        ([0.1, 0.5, 0.9], "alphas_cumprod: got shape .* fall within"),
+        ([0.9, 0.5, 0.0], "zero terminal signal-to-noise ratio must end above 0"),
+        (torch.zeros(3, 3), "alphas_cumprod: got shape"),
+        ([0.9, float("nan"), 0.1], "alphas_cumprod"),
+    ],
+)
+def test_what_is_no_process_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        as_process(given)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: as_process("linear", prediction="eps"), "prediction: got 'eps', allowed: epsilon, x0, v"),
+        (lambda: kairos.Edm(sigma_min=1, sigma_max=0.5), "sigma_min and sigma_max: got 1 and 0.5"),
+        (lambda: kairos.Edm(sigma_data=0), "sigma_data: got 0, allowed: > 0"),
+        (lambda: kairos.Flow(shift=0), "shift: got 0, allowed: > 0"),
+    ],
+)
+def test_parameters_of_processes_are_checked(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_meter_looks_through_what_diffusers_models_return():
+    class Output:
+        def __init__(self, sample):
+            self.sample = sample
+
+    x0 = torch.randn(5, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    fractions = torch.full((5,), 0.5, dtype=torch.float64)
+    noise = torch.randn(5, 1, 2, 2, generator=torch.Generator().manual_seed(1))
+    meters = [Meter(as_process("cosine"), network, x0) for network in (lambda x, t: 2 * x, lambda x, t: Output(2 * x))]
+    plain, wrapped = (meter.error(torch.arange(5), fractions, noise) for meter in meters)
+    assert torch.equal(plain, wrapped) and plain.shape == (5,)
+
+
+def test_a_schedule_is_what_its_betas_say():
+    betas = np.array([0.1, 0.2, 0.3])
+    np.testing.assert_allclose(NoiseSchedule(betas).alphas_cumprod, [0.9, 0.72, 0.504])
+    np.testing.assert_allclose(NoiseSchedule.of_alphas_cumprod(np.array([0.9, 0.72, 0.504])).betas, betas)
