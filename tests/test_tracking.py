@@ -153,9 +153,9 @@ def test_long_curves_are_thinned_and_an_extension_keeps_their_points(tree):
         training = collect(load(config), results).of("uniform")[0]
         return {point.step for point in content.points(training) if point.key == "loss"}
 
-    short, medium, long = steps_with(2000), steps_with(3000), steps_with(9000)
-    assert len(short) == 2000 and len(medium) == 1500 and 1000 <= len(long) <= 2000
-    assert medium - short == {step for step in medium if step > 2000}
+    short, medium, long = steps_with(500), steps_with(750), steps_with(2250)
+    assert len(short) == 500 and len(medium) == 375 and 250 <= len(long) <= 500
+    assert medium - short == {step for step in medium if step > 500}
     assert {step for step in long if step <= 3000} <= medium
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from kairos.report.collect import Results, Training
 
-_POINTS = 2000  # points per training curve; a longer one is thinned by a power of two
+_POINTS = 500  # points per training curve: a database takes seconds for ten thousand; longer ones are thinned
 _PARAM_LIMIT = 6000
 _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)  # start of a training whose clock was not kept
 
