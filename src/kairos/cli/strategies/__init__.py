@@ -1,0 +1,68 @@
+"""``kairos strategies``: which strategies there are, what each one trains on, and SpeeD's process increments.
+
+Fixed strategies are shown without torch.
+"""
+
+import argparse
+import importlib
+from pathlib import Path
+
+_ACTIONS = {
+    "list": ("listing", "every sampler and weighting, and the combinations that papers use"),
+    "show": ("show", "p(t), w(t) and p(t) w(t) of a strategy, as table, csv or picture"),
+    "increments": ("increments", "SpeeD's process increments: areas of acceleration, deceleration and convergence"),
+}
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """A subcommand per action."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    parsers = {}
+    for action, (_, help) in _ACTIONS.items():
+        parsers[action] = actions.add_parser(action, help=help, description=help[0].upper() + help[1:] + ".")
+    _add_show(parsers["show"])
+    _add_increments(parsers["increments"])
+    for action in ("show", "increments"):
+        parsers[action].add_argument(
+            "--format", choices=("table", "csv", "png"), help="default: what --out ends in, else table"
+        )
+        parsers[action].add_argument("--out", type=Path, metavar="F", help="file instead of the terminal")
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "strategy",
+        nargs="?",
+        metavar="SAMPLER[+WEIGHTING]",
+        help="a bare name may be either part, the other is then uniform or none; may be left out with --checkpoint",
+    )
+    parser.add_argument("--schedule", metavar="S", help="linear (default), cosine or quadratic")
+    parser.add_argument("--timesteps", type=int, metavar="T", help="number of timesteps (1000)")
+    parser.add_argument("--prediction", metavar="P", help="what the network predicts: epsilon (default), x0 or v")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        dest="options",
+        help="an option, e.g. sampler.k=5 or weighting.gamma=1; k=5 where one part alone has it; repeatable",
+    )
+    parser.add_argument("--progress", type=float, metavar="0..1", help="place in the curriculum, for curricula")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="F",
+        help="a training's folder, milestone or checkpoint: show its strategy as it was there",
+    )
+
+
+def _add_increments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--process", default="vp", metavar="P", help="vp (default), ve or edm")
+    parser.add_argument("--schedule", metavar="S", help="of vp: linear (default), cosine or quadratic")
+    parser.add_argument("--timesteps", type=int, default=1000, metavar="T", help="number of timesteps (1000)")
+    parser.add_argument("--r", type=float, default=5.0, metavar="R", help="magnitude where convergence begins (5)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Do the action."""
+    importlib.import_module(f"kairos.cli.strategies.{_ACTIONS[arguments.action][0]}").run(arguments)

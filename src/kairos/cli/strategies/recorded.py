@@ -1,0 +1,165 @@
+"""The strategy of a training as it was at a milestone or a checkpoint.
+
+A milestone holds its table, `strategy.csv`, with what a sampler that looks at images drew on average over the images of
+the training; it is preferred where there is one. Only a checkpoint between milestones has its state loaded, with torch.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kairos.cli.strategies.listing import described
+from kairos.cli.strategies.show import View, named_parts, noise_schedule, options_of, prediction_of
+from kairos.errors import ConfigError, DamagedError, KairosError
+from kairos.files import read_json, sha256_file
+from kairos.strategies.columns import parse_strategy_csv
+from kairos.strategies.names import parse_name
+from kairos.strategies.options import Adaptive
+from kairos.strategies.registries import SAMPLERS
+
+_IMAGES = "p(t) differs from image to image; it is the mean over the first images of the training set, 256 at most"
+
+
+def view_of_checkpoint(arguments: argparse.Namespace) -> View:
+    """What ``--checkpoint`` names.
+
+    Raises:
+        ConfigError: arguments contradict what the training's record says, or are missing where there is none.
+        KairosError: there is no checkpoint, or it does not hold this strategy.
+    """
+    place: Path = arguments.checkpoint
+    if (place / "milestone.json").is_file():
+        return _of_milestone(place, arguments)
+    if (place / "milestones").is_dir() and (found := sorted((place / "milestones").glob("*/milestone.json"))):
+        return _of_milestone(found[-1].parent, arguments)
+    file = place / "checkpoint.pt" if place.is_dir() else place
+    if not file.is_file():
+        raise KairosError(
+            f"--checkpoint {place}: not found; allowed: a training's folder, a milestone's, or a checkpoint"
+        )
+    return _of_checkpoint(file, arguments)
+
+
+def _of_milestone(folder: Path, arguments: argparse.Namespace) -> View:
+    record = read_json(folder / "milestone.json")
+    file = folder / "strategy.csv"
+    try:
+        sampler, weighting = _check_names(record, arguments)
+        if sha256_file(file) != record["files"]["strategy.csv"]:
+            raise ValueError("does not match the milestone's checksum")
+        columns = parse_strategy_csv(file.read_text(encoding="utf-8"))
+        process, step = _in_words(record["config"]["diffusion"]), record["step"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{file}: damaged ({error}); train again, or pull it with dvc") from None
+    notes = [f"as it was after {step} steps: {file}"]
+    if _looks_at_images(sampler["name"]):
+        notes.append(_IMAGES)
+    return View(sampler, weighting, process, columns, tuple(notes))
+
+
+def _of_checkpoint(file: Path, arguments: argparse.Namespace) -> View:
+    """The milestone at the checkpoint's step, else the state that the checkpoint holds."""
+    content = _read(file)
+    record = None
+    for folder, found in _milestones_beside(file):
+        if "identity" in content and found["identity"] == content["identity"]:
+            record = found
+            if found["step"] == content["step"]:
+                return _of_milestone(folder, arguments)
+    return _of_state(file, content, record, arguments)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A checkpoint of ours, or what someone's own loop saved with torch: `Strategy.state_dict()`, maybe under
+    ``strategy``; with ``strategy`` and ``step`` at least.
+
+    Raises:
+        KairosError: it is neither.
+    """
+    import pickle
+
+    import torch
+
+    from kairos.training import checkpoint
+
+    with open(file, "rb") as opened:
+        saved_by_torch = opened.read(2) == b"PK"
+    if not saved_by_torch:
+        return checkpoint.read(file)
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        state = content.get("strategy", content)
+        return {"strategy": state, "step": state["step"]}
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError):
+        raise KairosError(
+            f"{file}: saved by torch, but holds no Strategy.state_dict(), neither alone nor as 'strategy'"
+        ) from None
+
+
+def _milestones_beside(file: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for folder in (file.parent, file.parent.parent):
+        for path in sorted((folder / "milestones").glob("*/milestone.json")):
+            yield path.parent, read_json(path)
+
+
+def _of_state(
+    file: Path, content: dict[str, Any], record: dict[str, Any] | None, arguments: argparse.Namespace
+) -> View:
+    from kairos.diffusion.processes import Discrete, build_process
+    from kairos.strategies.strategy import Strategy
+
+    if record is not None:
+        sampler, weighting = _check_names(record, arguments)
+        process, words = build_process(record["config"]["diffusion"]), _in_words(record["config"]["diffusion"])
+    else:
+        sampler, weighting = named_parts(arguments)
+        schedule = noise_schedule(arguments)
+        process = Discrete(schedule, prediction_of(arguments))
+        words = f"{schedule.name} schedule, T = {schedule.timesteps}, prediction {process.prediction}"
+    if _looks_at_images(sampler["name"]):
+        raise KairosError(
+            f"{file}: p(t) of {sampler['name']} differs from image to image, and there is no milestone at step "
+            f"{content['step']} that holds its mean over the training's images; name a milestone's folder"
+        )
+    name = f"{sampler['name']}+{weighting['name']}"
+    strategy = Strategy(name, process, sampler=options_of(sampler), weighting=options_of(weighting))
+    try:
+        strategy.load_state_dict(content["strategy"])
+        columns = strategy.table()
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise KairosError(f"{file}: does not hold the state of {name} with T = {process.timesteps} ({error})") from None
+    return View(sampler, weighting, words, columns, (f"as it was after {content['step']} steps: {file}",))
+
+
+def _check_names(record: dict[str, Any], arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sampler and weighting of the record; the arguments may name them again, but nothing else.
+
+    Raises:
+        ConfigError: they name something else.
+    """
+    method = record["config"]["methods"][record["method"]]
+    held = method["sampler"]["name"], method["weighting"]["name"]
+    if arguments.strategy is not None:
+        named = parse_name(arguments.strategy)
+        only_sampler = arguments.strategy.strip() in SAMPLERS
+        if named[0] != held[0] or (not only_sampler and named[1] != held[1]):
+            raise ConfigError(
+                f"strategy: got {arguments.strategy!r}, but the checkpoint is of {'+'.join(held)}; leave the name out"
+            )
+    given = {"--schedule": arguments.schedule, "--timesteps": arguments.timesteps, "--prediction": arguments.prediction}
+    superfluous = [name for name, value in {**given, "--set": arguments.options or None}.items() if value is not None]
+    if superfluous:
+        raise ConfigError(f"{', '.join(superfluous)}: the checkpoint says it; leave it out with --checkpoint")
+    return method["sampler"], method["weighting"]
+
+
+def _looks_at_images(sampler: str) -> bool:
+    return sampler in SAMPLERS and issubclass(SAMPLERS[sampler].options, Adaptive)
+
+
+def _in_words(diffusion: dict[str, Any]) -> str:
+    process = diffusion["process"]
+    if process["name"] != "discrete":
+        return f"{process['name']}: {described(options_of(process))}, prediction {diffusion['prediction']}"
+    return f"{process['schedule']} schedule, T = {process['timesteps']}, prediction {diffusion['prediction']}"

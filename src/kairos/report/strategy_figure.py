@@ -1,0 +1,222 @@
+"""Pictures of a strategy, p(t), w(t) and p(t) w(t), and of SpeeD's process increments; no pipeline needed."""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from kairos.files import atomic
+from kairos.report.canvas import DPI, INK, MUTED, STYLE, figure
+from kairos.strategies.increments import Increments
+
+_BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"
+_SHADES = {"acceleration": "#F3C9A8", "steady": "#DCD3EE", "deceleration": "#BFD9EC", "convergence": "#E3E5E8"}
+_PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}  # behind a text
+_STAIRS = 60  # timesteps up to which each one is a step of its own
+_P = ParamSpec("_P")
+
+
+def _styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
+    def styled(*arguments: _P.args, **keywords: _P.kwargs) -> Figure:
+        with matplotlib.rc_context(STYLE):
+            return draw(*arguments, **keywords)
+
+    return styled
+
+
+@_styled
+def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[str]) -> Figure:
+    """Density, weight and their product over timesteps.
+
+    Args:
+        columns: of `strategies.names.table`, each (T,).
+        title: the strategy's name.
+        lines: what else one has to know, written below it.
+    """
+    wrapped = [part for line in lines for part in textwrap.wrap(line, 150, subsequent_indent="    ")]
+    top = 0.65 + 0.17 * len(wrapped)
+    drawing, grid = figure(10.2, 2.9 + top, 1, 3, left=0.6, right=0.15, top=top + 0.3, bottom=0.55, between=0.62)
+    drawing.text(0.6 / 10.2, 1 - 0.12 / (2.9 + top), title, va="top", fontsize=13, fontweight="bold")
+    drawing.text(
+        0.6 / 10.2, 1 - 0.44 / (2.9 + top), "\n".join(wrapped), va="top", fontsize=8.5, color=MUTED, linespacing=1.35
+    )
+    t, count = columns["t"], len(columns["t"])
+    panels = (
+        ("p", "Drawn: T · p(t)", columns["p"] * count, _BLUE),
+        ("w", "Weighted: w(t)", columns["w"], _ORANGE),
+        ("effective", "Effective: T · p(t) · w(t)", columns["effective"] * count, INK),
+    )
+    for axes, (name, label, values, color) in zip(grid.flat, panels):
+        _curve(axes, t, values, color)
+        axes.set_title(label)
+        axes.set_xlabel("timestep t")
+        if name == "p":
+            axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+            axes.annotate(
+                "uniform", (1, 1), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
+                ha="right", fontsize=8, color=MUTED, bbox=_PAPER,
+            )  # fmt: skip
+    return drawing
+
+
+def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str) -> None:
+    """A filled curve from 0; on a log axis where it spans more than three powers of ten."""
+    shown = np.where(np.isfinite(values), values, np.nan)
+    positive = shown[shown > 0]
+    if len(positive) and positive.max() > 1e3 * positive.min() and not (shown < 0).any():
+        axes.set_yscale("log")
+        high = min(positive.max(), 1e280)  # matplotlib's ticks overflow beyond
+        low = max(min(positive.min(), high), high * 1e-12) / 2
+        axes.set_ylim(low, high * 3)
+    else:
+        low = 0.0
+        axes.set_ylim(*(_limits(shown)))
+    if len(t) <= _STAIRS:
+        edges = np.arange(len(t) + 1) - 0.5
+        axes.stairs(shown, edges, baseline=None, color=color, linewidth=1.6)
+        axes.stairs(shown, edges, baseline=low, color=color, alpha=0.12, fill=True, linewidth=0)
+    else:
+        axes.plot(t, shown, color=color, linewidth=1.6)
+        axes.fill_between(t, shown, low, color=color, alpha=0.12, linewidth=0)
+    axes.set_xlim(-0.5, len(t) - 0.5)
+    bad = ~np.isfinite(values) | (values < 0)
+    if bad.any():
+        axes.plot(t[bad], np.full(bad.sum(), 0.02), "|", color="#C0001A", transform=axes.get_xaxis_transform())
+        axes.text(
+            0.02, 0.96, "red: negative or not finite", transform=axes.transAxes, va="top", fontsize=8, color="#C0001A"
+        )
+
+
+def _limits(values: np.ndarray) -> tuple[float, float]:
+    if not np.isfinite(values).any():
+        return 0.0, 1.0
+    low, high = min(float(np.nanmin(values)), 0.0), max(float(np.nanmax(values)), 0.0)
+    room = 0.12 * ((high - low) or 1.0)
+    return low - (room if low < 0 else 0.0), high + room
+
+
+@_styled
+def draw_increments(found: Increments, title: str) -> Figure:
+    """SpeeD's figures 1 and 4 for any process: moments of the increments, the areas, and how many lie in each."""
+    drawing, grid = figure(10.8, 6.6, 2, 3, left=0.7, right=0.2, top=1.3, bottom=0.55, between=0.72, above=0.85)
+    drawing.text(0.7 / 10.8, 1 - 0.12 / 6.6, f"Process increments: {title}", va="top", fontsize=13, fontweight="bold")
+    area, exploding = found.area(), found.process != "vp"
+    names = [name for name in _SHADES if (area == name).any()]
+    t = found.t[1:] if exploding else found.t  # on a log axis there is no 0
+    pick = slice(1, None) if exploding else slice(None)
+    bounds = (0, (3, 2))
+    curves = (
+        (grid[0, 0], "Variance of $x_{t+1} - x_t$", exploding, [("as the paper has it", found.variance, _BLUE, "-"),
+         ("its lower bound", found.variance_bound, INK, bounds)]),
+        (grid[0, 1], "Growth of that variance by t", found.process == "edm", [("", found.change, _ORANGE, "-")]),
+        (grid[1, 0], "Own variance, given x0", exploding, [("", found.own_variance, _GREEN, "-")]),
+        (grid[1, 1], "Mean, in multiples of x0", not exploding, [("size of the mean", abs(found.mean), _BLUE, "-"),
+         ("its upper bound", found.mean_squared_bound**0.5, INK, bounds)]),
+    )  # fmt: skip
+    for axes, heading, logarithmic, lines in curves:
+        axes.set_xscale("log" if exploding else "linear")
+        axes.set_yscale("log" if logarithmic else "linear")
+        for label, values, color, dash in lines:
+            axes.plot(t, values[pick], color=color, linestyle=dash, linewidth=1.6, label=label or None)
+        axes.set_xlim(t[0], t[-1])
+        _shade(axes, found, area)
+        axes.set_title(heading)
+        axes.set_xlabel("time t")
+        if not any(values.any() for _, values, _, _ in lines):
+            axes.set_ylim(-1, 1)
+            note = "none: the scale of x0 is constant"
+            axes.text(0.5, 0.62, note, transform=axes.transAxes, ha="center", fontsize=9, bbox=_PAPER)
+        elif len(lines) > 1:
+            place = "lower right" if axes is grid[0, 0] else "best"
+            axes.legend(fontsize=8, loc=place, frameon=True, edgecolor="none", framealpha=0.85)
+    _boundaries(grid[0, 1], found)
+    _shares(grid[0, 2], area, names)
+    _histogram(grid[1, 2], found, area, names)
+    handles: list[Any] = [Patch(facecolor=_SHADES[name], label=name) for name in names]
+    handles += [Line2D([], [], color=MUTED, linewidth=1, linestyle=(0, (4, 2)), label="boundary of two areas")]
+    drawing.legend(
+        handles=handles, loc="upper left", ncols=4, bbox_to_anchor=(0.055, 1 - 0.4 / 6.6), fontsize=9, columnspacing=1.6
+    )
+    return drawing
+
+
+def _shade(axes: Axes, found: Increments, area: np.ndarray) -> None:
+    """The areas as background: runs of equal names."""
+    edges = np.flatnonzero(area[1:] != area[:-1]) + 1
+    starts, ends = [0, *edges], [*edges, len(area)]
+    for start, end in zip(starts, ends):
+        right = found.t[end] if end < len(area) else found.t[-1]
+        axes.axvspan(found.t[start], right, color=_SHADES[str(area[start])], alpha=0.55, linewidth=0, zorder=0)
+    for place in (found.deceleration, found.convergence):
+        if place is not None:
+            axes.axvline(place, color=MUTED, linewidth=1, linestyle=(0, (4, 2)), zorder=1)
+
+
+def _boundaries(axes: Axes, found: Increments) -> None:
+    """Where the areas meet, written above the curve."""
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "log":
+        axes.set_ylim(low, high * (high / low) ** 0.28)
+    else:
+        axes.set_ylim(0, high * 1.28)
+    for place, height, note in ((found.deceleration, 0.97, ""), (found.convergence, 0.88, f" (r = {found.r:g})")):
+        if place is None:
+            continue
+        left = axes.transAxes.inverted().transform(axes.transData.transform((place, high)))[0] < 0.6
+        axes.annotate(
+            f"t = {place:.5g}{note}",
+            (place, height),
+            xycoords=("data", "axes fraction"),
+            xytext=(4 if left else -4, 0),
+            textcoords="offset points",
+            va="top",
+            ha="left" if left else "right",
+            fontsize=8.5,
+            bbox=_PAPER,
+        )
+
+
+def _shares(axes: Axes, area: np.ndarray, names: list[str]) -> None:
+    shares = [100 * float((area == name).mean()) for name in names]
+    bars = axes.bar(names, shares, color=[_SHADES[name] for name in names], edgecolor=MUTED, linewidth=0.8, width=0.62)
+    axes.bar_label(bars, labels=[f"{share:.1f} %" for share in shares], padding=2, fontsize=9)
+    axes.set_ylim(0, max(shares) * 1.15)
+    axes.set_title("Timesteps in each area, %")
+    axes.tick_params(axis="x", labelsize=8.5, length=0)
+    axes.grid(axis="x", visible=False)
+
+
+def _histogram(axes: Axes, found: Increments, area: np.ndarray, names: list[str]) -> None:
+    """How many timesteps have increments of which size; on a log axis for processes that explode."""
+    variance = found.variance
+    edges = np.linspace(0, float(variance.max()), 21)
+    if found.process != "vp":
+        edges = np.geomspace(float(variance.min()), float(variance.max()) * 1.0001, 21)
+        axes.set_xscale("log")
+    values = [variance[area == name] for name in names]
+    weights = [np.full(len(value), 100 / len(area)) for value in values]
+    axes.hist(
+        values,
+        edges,
+        weights=weights,
+        stacked=True,
+        color=[_SHADES[name] for name in names],
+        edgecolor=MUTED,
+        linewidth=0.6,
+    )
+    axes.set_title("Timesteps by variance, %")
+    axes.set_xlabel("variance, as the paper has it")
+    axes.grid(axis="x", visible=False)
+
+
+def write_png(drawing: Figure, path: Path) -> None:
+    """Write a picture, whole or not at all."""
+    with matplotlib.rc_context(STYLE), atomic(path) as file:
+        drawing.savefig(file, format="png", dpi=DPI, bbox_inches="tight", pad_inches=0.1)
