@@ -1,0 +1,265 @@
+"""The strategies in other people's loops: examples on real images, the guide's code, a bare environment."""
+
+import re
+import runpy
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import kairos
+from kairos.strategies import SAMPLERS, WEIGHTINGS
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "docs/strategies.md").read_text()
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Import an example by name."""
+    from importlib import import_module
+
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    yield import_module
+    for name in [
+        name for name, module in sys.modules.items() if "/examples/" in (getattr(module, "__file__", 0) or "")
+    ]:
+        del sys.modules[name]
+
+
+SMALL = ["--width", "8", "--batch", "16", "--device", "cpu"]
+
+
+def falls(losses, share):
+    assert np.isfinite(losses).all()
+    first, last = np.mean(losses[:10]), np.mean(losses[-50:])
+    assert last < share * first, (first, last)
+
+
+@pytest.mark.parametrize("strategy", ["speed+change_aware", "log_normal+min_snr", "loss_rms"])
+def test_the_plain_loop_learns_digits(example, capsys, strategy):
+    losses = example("plain_pytorch").main([*SMALL, "--strategy", strategy, "--steps", "250"])
+    assert len(losses) == 250
+    falls(losses, 0.5)
+    assert re.search(r"step 250/250  loss 0\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("strategy", "share"), [("edm_log_normal+edm", 0.75), ("edm_log_normal+edm2", 0.75)])
+def test_the_edm_loop_learns_digits(example, strategy, share):
+    falls(example("edm").main([*SMALL, "--strategy", strategy, "--steps", "250"]), share)
+
+
+@pytest.mark.parametrize("more", [[], ["--strategy", "mode+min_snr", "--shift", "3"]])
+def test_the_flow_loop_learns_digits(example, more):
+    falls(example("flow_matching").main([*SMALL, "--steps", "250", *more]), 0.75)
+
+
+@pytest.mark.parametrize("name", ["plain_pytorch", "edm", "flow_matching"])
+@pytest.mark.parametrize("strategy", ["adaptive+min_snr", "gradient_norm", "first_order+p2", "speed_official+debiased"])
+def test_any_strategy_runs_in_any_loop(example, name, strategy):
+    losses = example(name).main([*SMALL, "--strategy", strategy, "--steps", "3"])
+    assert len(losses) == 3 and np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("strategy", ["loss_second_moment+edm2", "adaptive+min_snr", "clts"])
+def test_the_plain_loop_resumes_exactly(example, tmp_path, strategy):
+    run = lambda steps, name: example("plain_pytorch").main(  # noqa: E731
+        [*SMALL, "--strategy", strategy, "--steps", str(steps), "--checkpoint", str(tmp_path / name)]
+    )
+    whole = run(6, "whole.pt")
+    assert run(4, "parts.pt") + run(6, "parts.pt") == whole
+    first, second = (torch.load(tmp_path / name)["network"] for name in ("whole.pt", "parts.pt"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "prediction"), [("speed+change_aware", "epsilon"), ("adaptive+min_snr", "v_prediction")]
+)
+def test_diffusers_training_script_saves_a_pipeline_and_samples(example, tmp_path, strategy, prediction):
+    from diffusers import DDPMPipeline
+    from PIL import Image
+
+    arguments = ["--strategy", strategy, "--prediction", prediction, "--output", str(tmp_path), "--sampling-steps", "3"]
+    losses = example("diffusers_unconditional").main([*SMALL, "--steps", "12", *arguments])
+    assert len(losses) == 12 and np.isfinite(losses).all() and np.mean(losses[-4:]) < np.mean(losses[:4])
+    assert Image.open(tmp_path / "samples.png").size == (32, 16)
+    assert DDPMPipeline.from_pretrained(tmp_path).scheduler.config.prediction_type == prediction
+
+
+def test_a_folder_of_images_and_a_command_line(tmp_path, monkeypatch, capsys):
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    (tmp_path / "class").mkdir()
+    for k, digit in enumerate(load_digits().images[:20]):
+        Image.fromarray((digit * 15.9).astype(np.uint8)).resize((20, 30)).save(tmp_path / "class" / f"{k}.png")
+    arguments = [*SMALL, "--images", str(tmp_path), "--size", "16", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["plain_pytorch.py", *arguments])
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    runpy.run_path(str(ROOT / "examples/plain_pytorch.py"), run_name="__main__")
+    assert re.search(r"step 2/2  loss \d\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["plain_pytorch", "edm", "flow_matching", "diffusers_unconditional"])
+def test_help_and_unknown_names(example, capsys, name):
+    with pytest.raises(SystemExit) as stopped:
+        example(name).main(["--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--strategy" in shown and "--images" in shown
+    with pytest.raises(kairos.errors.ConfigError, match=r"unknown strategy 'sped'.*speed_official"):
+        example(name).main([*SMALL, "--strategy", "sped"])
+
+
+# The guide
+
+
+def names_in_table(heading):
+    section = GUIDE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("heading", "registry"), [("Samplers", SAMPLERS), ("Weightings", WEIGHTINGS)])
+def test_the_guide_names_every_sampler_and_weighting(heading, registry):
+    assert names_in_table(heading) == list(registry), f"docs/strategies.md, {heading}: one row for each, in this order"
+
+
+def test_the_guide_marks_what_observe_needs():
+    section = GUIDE.split("\n## Samplers\n")[1].split("\n## ")[0]
+    needs = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w, ]*)\|$", section, re.MULTILINE))
+    for name, entry in SAMPLERS.items():
+        assert ("network" in needs[name]) == entry.load().measures, name
+        assert ("reweighted" in section.split(f"| `{name}` |")[1].split("\n")[0]) == (
+            kairos.Strategy(name).sampler.corrected
+        ), name
+
+
+def test_the_guides_code_runs(monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    assert len(blocks) == 4
+    module = types.ModuleType("guide")
+    monkeypatch.setitem(sys.modules, "guide", module)
+    convolution = nn.Conv2d(1, 1, 3, padding=1)
+    module.batches = [torch.randn(4, 1, 8, 8) for _ in range(2)]
+    module.network = lambda x, t: convolution(x)
+    module.optimizer = torch.optim.SGD(convolution.parameters(), 0.1)
+    known = set(SAMPLERS), set(WEIGHTINGS)
+    try:
+        for block in blocks:
+            exec(compile(block, "docs/strategies.md", "exec"), module.__dict__)
+            if "for x0 in" in block:
+                assert module.strategy.step == 2
+    finally:
+        for registry, names in zip((SAMPLERS, WEIGHTINGS), known):
+            for name in set(registry) - names:
+                del registry[name]
+    table = module.strategy.table()
+    assert table["p"].sum() == pytest.approx(1) and table["p"][0] > table["p"][-1] >= 0.05 / 1000
+    snr = module.strategy.process.schedule.snr
+    np.testing.assert_allclose(table["w"], np.maximum(snr, 1) / snr * snr / (snr + 1))
+    draw = module.strategy.draw(torch.zeros(100_000, 1))
+    assert (draw.t < 125).double().mean() == pytest.approx(0.95 * 0.125 ** (1 / 3) + 0.05 * 0.125, abs=0.01)
+
+
+# Loops that do not do the usual
+
+
+def test_batches_that_are_accumulated_draw_different_timesteps_and_resume_exactly():
+    def draws(strategy, count):
+        return [strategy.draw(torch.zeros(8, 1)) for _ in range(count)]
+
+    strategy = kairos.Strategy("log_normal", seed=3)
+    first = draws(strategy, 3)
+    assert len({tuple(draw.t.tolist()) for draw in first}) == 3 and {draw.step for draw in first} == {0}
+    with strategy.observe(first[-1]):
+        pass
+    second = draws(strategy, 2)
+    assert {draw.step for draw in second} == {1}
+    resumed = kairos.Strategy("log_normal", seed=3)
+    resumed.load_state_dict(strategy.state_dict())
+    assert torch.equal(draws(resumed, 1)[0].t, draws(strategy, 1)[0].t)
+    alone = kairos.Strategy("log_normal", seed=3)
+    assert torch.equal(draws(alone, 1)[0].t, first[0].t)
+    with alone.observe(first[0]):
+        pass
+    assert torch.equal(draws(alone, 1)[0].t, second[0].t)  # whatever was accumulated before
+
+
+def test_a_loop_that_never_observes_still_draws_anew():
+    strategy = kairos.Strategy("uniform")
+    assert len({tuple(strategy.draw(torch.zeros(4, 1)).t.tolist()) for _ in range(20)}) == 20
+
+
+# An environment that has torch and numpy alone
+
+
+BARE = """
+import sys
+
+for name in "pydantic diffusers snakemake mlflow datasets sklearn scipy pandas yaml matplotlib safetensors".split():
+    sys.modules[name] = None
+for name in "torchvision torch_fidelity tqdm PIL transformers accelerate psutil".split():
+    sys.modules[name] = None
+
+import kairos
+assert not {"torch", "numpy"} & set(sys.modules), "import kairos is not free"
+
+from kairos.strategies import SAMPLERS, WEIGHTINGS, make_sampler, make_weighting
+from kairos.diffusion.schedule import make_schedule
+schedule = make_schedule("cosine", 100)
+learned = ("loss", "gradient", "first_order", "adaptive", "edm2")
+fixed = [name for name in SAMPLERS if not name.startswith(learned)]
+for name in fixed:
+    assert abs(make_sampler({"name": name}, schedule).density().sum() - 1) < 1e-9
+for name in WEIGHTINGS:
+    name == "edm2" or make_weighting({"name": name}, schedule).weights()
+assert "torch" not in sys.modules, "densities need torch"
+
+import torch
+from torch import nn
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 1, 3, padding=1)
+
+    def forward(self, x, t):
+        return self.convolution(x)
+
+network = Network()
+optimizer = torch.optim.Adam(network.parameters())
+often = {"adaptive": {"frequency": 1, "feature_timesteps": 5}, "gradient": {"frequency": 1}, "first": {"frequency": 1}}
+
+def train(name, process):
+    strategy = kairos.Strategy(name, process, sampler=often.get(name.split("_")[0].split("+")[0]))
+    for step in range(2):
+        x0 = torch.randn(8, 1, 4, 4)
+        draw = strategy.draw(x0)
+        loss = strategy.loss(draw, (network(x0, draw.t) - x0).square().mean((1, 2, 3)))
+        optimizer.zero_grad()
+        loss.backward()
+        with strategy.observe(draw, network, optimizer):
+            optimizer.step()
+    strategy.load_state_dict(strategy.state_dict())
+
+def packages():
+    return {name.split(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+
+optimizer.step()
+before = packages()
+for number, name in enumerate(SAMPLERS):
+    for process in ("linear", kairos.Edm(), kairos.Flow()):
+        train(f"{name}+{list(WEIGHTINGS)[number % len(WEIGHTINGS)]}", process)
+print("extra:", *sorted(packages() - before))
+"""
+
+
+def test_strategies_need_nothing_but_torch_and_numpy():
+    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["extra:"]
