@@ -1,0 +1,302 @@
+"""Samplers that learn on problems whose best density is known: independent parameters, one for each timestep.
+
+    python benchmarks/ground_truth.py --out benchmarks/results/ground_truth.csv
+
+Timestep t has a parameter of its own at distance d_t from its optimum, with loss_t = h_t/2 d_t² and gradients
+h_t d_t + s_t N(0, 1). It is trained by SGD at a constant rate; the aim is the mean of loss_t over t. Since nothing is
+shared between timesteps, the second moment of d_t after any number of steps is known exactly for every fixed density p:
+with N ~ Binomial(B, p_t) samples of a batch of B at t, each with weight w, and rate r,
+
+    E d'² = E (1 - r h w N/B)² E d² + (r w s)² E N / B²,     E N = B p,  E N² = B p (1 - p) + B² p²
+
+where w = 1/(T p) for samplers with importance weights (the same expected step for every p, other noise) and 1 for those
+without (other steps). Minimising the final loss over p gives the best fixed density of either family. Samplers run
+through `kairos.Strategy` on a torch module with these losses, so they measure what they would measure anywhere. SGD has
+no preconditioner: gradient_norm and first_order use the plain metric here.
+
+Columns: ``loss``, the final loss as it came out; ``path_loss``, the loss expected of a training on the densities that
+the sampler used, by the recursion, which has much less spread (and leaves out that a sampler's density is made from the
+same noise); its ratios to uniform's and to the optimum's of its family; total variation distance of the sampler's last
+density from the optimum.
+"""
+
+import argparse
+import csv
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kairos.strategies.base import Tabled
+from kairos.strategies.strategy import Strategy
+
+PERIOD = 10  # steps between two looks at a sampler's density
+
+# Shorter periods than the defaults: a few hundred steps stand for a training. None was tuned to a result.
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "uniform": {},
+    "loss_second_moment": {},
+    "loss_rms": {"start": 20, "decay": 0.98},
+    "gradient_norm": {"frequency": 10, "bins": 10, "samples": 4},
+    "gradient_variance": {"frequency": 10, "bins": 10, "samples": 4},
+    "first_order": {"frequency": 10, "bins": 10, "samples": 8},
+    "adaptive": {"frequency": 5, "feature_timesteps": None},
+    "adaptive_official": {"frequency": 5},
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Known curvature h and gradient noise s, float64 (T,), and how it is trained.
+
+    Attributes:
+        rate: learning rate of SGD, constant.
+        start: every parameter's distance from its optimum.
+    """
+
+    name: str
+    about: str
+    curvature: Tensor
+    noise: Tensor
+    rate: float = 0.5  # times the largest curvature: 1, so that SGD is stable whatever the density
+    batch: int = 32
+    steps: int = 300
+    start: float = 1.0
+
+    @property
+    def timesteps(self) -> int:
+        """T."""
+        return len(self.curvature)
+
+    def loss(self, second_moments: Tensor) -> Tensor:
+        """The mean of h_t/2 E d_t² over t, of (..., T)."""
+        return (self.curvature / 2 * second_moments).mean(-1)
+
+
+def problems(timesteps: int = 40) -> list[Problem]:
+    """Three ways in which timesteps may differ; x = t/(T - 1)."""
+    x = torch.linspace(0, 1, timesteps, dtype=torch.float64)
+    noise, flat, slow = (2 * 10 ** (-power * x) for power in (1.0, 1.5, 1.2))
+    return [
+        Problem("noise", "h = 2/10^x, s = 3 h: the loss is in proportion to the gradient's size", noise, 3 * noise),
+        Problem("flat", "h = 2/10^(1.5 x), s = 3 sqrt(h): the loss is the same at all t", flat, 3 * flat**0.5),
+        Problem("slow", "h = 2/10^(1.2 x), s = 0.5: the same noise, but large t learns slowly", slow, 0.5 + 0 * x),
+    ]
+
+
+def second_moments(
+    problem: Problem, p: Tensor, corrected: bool, steps: int | None = None, start: Tensor | float | None = None
+) -> Tensor:
+    """E d_t² after some steps on a fixed density, exactly, (T,).
+
+    Args:
+        problem: what is trained.
+        p: the density, (T,), positive.
+        corrected: whether samples carry importance weights 1/(T p).
+        steps: how many; None: the problem's.
+        start: E d_t² before them, (T,); None: the problem's.
+    """
+    b, w = problem.batch, 1 / (problem.timesteps * p) if corrected else torch.ones_like(p)
+    step = problem.rate * w * problem.curvature
+    shrink = 2 * step * p - step**2 * (p * (1 - p) / b + p**2)  # 1 - E (1 - step N/B)²
+    added = (problem.rate * w * problem.noise) ** 2 * p / b
+    decay = (problem.steps if steps is None else steps) * torch.log1p(-shrink)
+    before = problem.start**2 if start is None else start
+    drawn = torch.where(p > 0, -torch.expm1(decay) * added / torch.where(p > 0, shrink, 1.0), 0.0)
+    return torch.exp(decay) * before + drawn
+
+
+def along(problem: Problem, densities: list[Tensor], corrected: bool) -> Tensor:
+    """E d_t² of a training on densities that were each in use for `PERIOD` steps, as if they had been given, (T,)."""
+    moments = torch.full_like(problem.curvature, problem.start**2)
+    for number, p in enumerate(densities):
+        moments = second_moments(problem, p, corrected, min(PERIOD, problem.steps - number * PERIOD), moments)
+    return moments
+
+
+def minimised(problem: Problem, corrected: bool, density: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """The density of a parametrised family that gives the least final loss, (T,)."""
+    parameters = start.double().clone().requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [parameters], max_iter=1000, line_search_fn="strong_wolfe", tolerance_grad=1e-10, tolerance_change=1e-14
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = problem.loss(second_moments(problem, density(parameters), corrected)).log()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return density(parameters).detach()
+
+
+def optimum(problem: Problem, corrected: bool) -> Tensor:
+    """The best fixed density, (T,)."""
+    return minimised(problem, corrected, lambda logits: torch.softmax(logits, 0), torch.zeros(problem.timesteps))
+
+
+def best_beta(problem: Problem) -> Tensor:
+    """The best fixed Beta density without importance weights, all that a policy for one image can reach, (T,)."""
+    u = (torch.arange(problem.timesteps, dtype=torch.float64) + 0.5) / problem.timesteps
+
+    def density(logs: Tensor) -> Tensor:
+        a, b = logs.exp()
+        return torch.softmax((a - 1) * u.log() + (b - 1) * (1 - u).log(), 0)
+
+    return minimised(problem, False, density, torch.zeros(2))
+
+
+class Quadratics(nn.Module):
+    """A network whose squared error of epsilon, times c_t, is loss_t plus the noise that makes its gradient noisy.
+
+    On x0 = 0 the noise can be read off x_t, so the output is off by exactly k_t d_t + v_t epsilon: the weighted loss
+    c (k d + v epsilon)² has curvature 2 c k² and a gradient with noise 2 c k v epsilon.
+    """
+
+    def __init__(self, problem: Problem, strategy: Strategy):
+        super().__init__()
+        schedule = strategy.process.schedule
+        c = torch.from_numpy(schedule.vlb)
+        k = (problem.curvature / (2 * c)).sqrt()
+        self.register_buffer("k", k.float())
+        self.register_buffer("v", (problem.noise / (2 * c * k)).float())
+        self.register_buffer("sigma", torch.from_numpy(1 - schedule.alphas_cumprod).sqrt().float())
+        self.distance = nn.Parameter(torch.full((problem.timesteps,), problem.start))
+
+    def forward(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """The noise in x_t (n, 1, 1, 1), wrongly."""
+        epsilon = x_t[:, 0, 0, 0] / self.sigma[t]
+        return (epsilon + self.k[t] * self.distance[t] + self.v[t] * epsilon)[:, None, None, None]
+
+
+class Fixed(Tabled):
+    """A density given as a table, with importance weights or without."""
+
+    def __init__(self, strategy: Strategy, p: Tensor, corrected: bool):
+        super().__init__(strategy.sampler.options, strategy.process.schedule)
+        self.set_masses(p.numpy())
+        self.corrected = corrected
+
+
+def train(problem: Problem, strategy: Strategy) -> tuple[Tensor, list[Tensor]]:
+    """Distances at the end of a training, float64 (T,), and the density every `PERIOD` steps from the first on.
+
+    Everything random follows from the strategy's seed.
+    """
+    network = Quadratics(problem, strategy)
+    optimizer = torch.optim.SGD(network.parameters(), lr=problem.rate)
+    x0 = torch.zeros(problem.batch, 1, 1, 1)
+    generator = torch.Generator().manual_seed(strategy.seed)
+    densities = []
+    for step in range(problem.steps):
+        if step % PERIOD == 0:
+            densities.append(torch.from_numpy(strategy.sampler.density(x0[:1]).copy()))
+        draw = strategy.draw(x0)
+        noise = torch.randn(x0.shape, generator=generator)
+        output = network(strategy.process.noised(x0, noise, draw.t), draw.t)
+        optimizer.zero_grad()
+        strategy.loss(draw, (output - noise).flatten(1).square().mean(1)).backward()
+        with strategy.observe(draw, network, optimizer):
+            optimizer.step()
+    return network.distance.detach().double(), densities
+
+
+def make_strategy(problem: Problem, sampler: str, seed: int) -> Strategy:
+    """A sampler on the variational bound, whose terms are the problem's losses."""
+    return Strategy(f"{sampler}+vlb", "linear", timesteps=problem.timesteps, sampler=SAMPLERS[sampler], seed=seed)
+
+
+def rows_of(problem: Problem, samplers: list[str], seeds: int) -> list[dict[str, Any]]:
+    """The table of one problem: exact losses of fixed densities, then what each sampler reached."""
+    best = {corrected: optimum(problem, corrected) for corrected in (True, False)}
+    even = torch.full_like(best[True], 1 / problem.timesteps)
+
+    def exact(p: Tensor, corrected: bool) -> float:
+        return problem.loss(second_moments(problem, p, corrected)).item()
+
+    def row(name: str, corrected: bool, losses: Tensor, given: Tensor, p: Tensor) -> dict[str, Any]:
+        uniform, least = exact(even, corrected), exact(best[corrected], corrected)
+        worth = given.mean().item()
+        error = [
+            f"{values.std().item() / len(values) ** 0.5:.5f}" if len(values) > 1 else "" for values in (losses, given)
+        ]
+        return {
+            "problem": problem.name,
+            "sampler": name,
+            "updates": "importance" if corrected else "plain",
+            "loss": f"{losses.mean().item():.5f}" if len(losses) else "",
+            "loss_error": error[0],
+            "path_loss": f"{worth:.5f}",
+            "path_error": error[1],
+            "path_over_uniform": f"{worth / uniform:.4f}",
+            "path_over_optimum": f"{worth / least:.4f}",
+            "tv_from_optimum": f"{(p - best[corrected]).abs().sum(-1).mean().item() / 2:.4f}",
+        }
+
+    cases = [("= uniform", even, True), ("= optimum", best[True], True), ("= optimum", best[False], False)]
+    cases.append(("= best Beta", best_beta(problem), False))
+    rows = [row(name, c, torch.empty(0), torch.tensor([exact(p, c)]), p) for name, p, c in cases]
+    for name in samplers:
+        losses, given, last = [], [], []
+        for seed in range(seeds):
+            strategy = make_strategy(problem, name, seed)
+            distance, densities = train(problem, strategy)
+            corrected = strategy.sampler.corrected or name == "uniform"
+            losses.append(problem.loss(distance**2))
+            given.append(problem.loss(along(problem, densities, corrected)))
+            last.append(densities[-1])
+        rows.append(row(name, corrected, *(torch.stack(values) for values in (losses, given, last))))
+    return rows
+
+
+def main() -> None:
+    """Measure, print a table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--problems", nargs="*", default=[problem.name for problem in problems()])
+    parser.add_argument("--samplers", nargs="*", default=list(SAMPLERS))
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    begun = time.perf_counter()
+    rows = []
+    for problem in problems():
+        if problem.name not in arguments.problems:
+            continue
+        print(f"{problem.name}: {problem.about}")
+        print(
+            f"{'sampler':<20} {'updates':<11} {'loss':>17} {'path loss':>17} {'/uniform':>9} {'/optimum':>9} {'TV':>7}"
+        )
+        new = rows_of(problem, arguments.samplers, arguments.seeds)
+        for r in new:
+            both = [
+                f"{r[name]} ± {r[f'{name[:4]}_error']}" if r[f"{name[:4]}_error"] else r[name]
+                for name in ("loss", "path_loss")
+            ]
+            print(
+                f"{r['sampler']:<20} {r['updates']:<11} {both[0]:>17} {both[1]:>17} {r['path_over_uniform']:>9} "
+                f"{r['path_over_optimum']:>9} {r['tv_from_optimum']:>7}"
+            )
+        rows += new
+    print(f"{time.perf_counter() - begun:.0f} s")
+    if arguments.out:
+        p = problems()[0]
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
+            file.write(
+                f"# python benchmarks/ground_truth.py --seeds {arguments.seeds}: T {p.timesteps}, batch {p.batch}, "
+                f"{p.steps} steps of SGD at rate {p.rate}, start {p.start}, torch {torch.__version__}, 1 thread; "
+                "rows '=' are exact, others means over seeds with standard errors\n"
+            )
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
