@@ -156,7 +156,7 @@ def test_long_curves_are_thinned_and_an_extension_keeps_their_points(tree):
     short, medium, long = steps_with(500), steps_with(750), steps_with(2250)
     assert len(short) == 500 and len(medium) == 375 and 250 <= len(long) <= 500
     assert medium - short == {step for step in medium if step > 500}
-    assert {step for step in long if step <= 3000} <= medium
+    assert {step for step in long if step <= 750} <= medium
 
 
 def test_uri_precedence_and_credentials(monkeypatch):
