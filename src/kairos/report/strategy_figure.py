@@ -53,24 +53,31 @@ def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[st
         ("w", "Weighted: w(t)", columns["w"], _ORANGE),
         ("effective", "Effective: T · p(t) · w(t)", columns["effective"] * count, INK),
     )
+    logarithmic = _spans_decades(columns["w"])
     for axes, (name, label, values, color) in zip(grid.flat, panels):
-        _curve(axes, t, values, color)
+        _curve(axes, t, values, color, logarithmic and name != "p")
         axes.set_title(label)
         axes.set_xlabel("timestep t")
         if name == "p":
             axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
             axes.annotate(
                 "uniform", (1, 1), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-                ha="right", fontsize=8, color=MUTED, bbox=_PAPER,
+                ha="right", fontsize=8, color=MUTED,
             )  # fmt: skip
     return drawing
 
 
-def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str) -> None:
-    """A filled curve from 0; on a log axis where it spans more than three powers of ten."""
+def _spans_decades(values: np.ndarray) -> bool:
+    """Whether positive values span more than three powers of ten, and none is negative."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    return len(positive) > 0 and not (values < 0).any() and positive.max() > 1e3 * positive.min()
+
+
+def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str, logarithmic: bool) -> None:
+    """A filled curve from 0, or from the lower end of a log axis; what cannot be drawn is marked in red."""
     shown = np.where(np.isfinite(values), values, np.nan)
     positive = shown[shown > 0]
-    if len(positive) and positive.max() > 1e3 * positive.min() and not (shown < 0).any():
+    if logarithmic and len(positive):
         axes.set_yscale("log")
         high = min(positive.max(), 1e280)  # matplotlib's ticks overflow beyond
         low = max(min(positive.min(), high), high * 1e-12) / 2
@@ -196,9 +203,9 @@ def _shares(axes: Axes, area: np.ndarray, names: list[str]) -> None:
 def _histogram(axes: Axes, found: Increments, area: np.ndarray, names: list[str]) -> None:
     """How many timesteps have increments of which size; on a log axis for processes that explode."""
     variance = found.variance
-    edges = np.linspace(0, float(variance.max()), 21)
+    edges = np.linspace(0, float(variance.max()), 21).tolist()
     if found.process != "vp":
-        edges = np.geomspace(float(variance.min()), float(variance.max()) * 1.0001, 21)
+        edges = np.geomspace(float(variance.min()), float(variance.max()) * 1.0001, 21).tolist()
         axes.set_xscale("log")
     values = [variance[area == name] for name in names]
     weights = [np.full(len(value), 100 / len(area)) for value in values]

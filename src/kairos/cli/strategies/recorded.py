@@ -36,7 +36,7 @@ def view_of_checkpoint(arguments: argparse.Namespace) -> View:
     file = place / "checkpoint.pt" if place.is_dir() else place
     if not file.is_file():
         raise KairosError(
-            f"--checkpoint {place}: not found; allowed: a training's folder, a milestone's, or a checkpoint"
+            f"--checkpoint {place}: no checkpoint there; allowed: a training's folder, a milestone's, or a checkpoint"
         )
     return _of_checkpoint(file, arguments)
 

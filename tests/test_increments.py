@@ -1,0 +1,183 @@
+"""SpeeD's process increments against the paper's numbers, simulated processes and derivatives."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kairos.cli import main
+from kairos.diffusion.schedule import SCHEDULES, linear_coefficients, make_schedule
+from kairos.errors import ConfigError
+from kairos.strategies.increments import AREAS, PROCESSES, increments, table_8
+
+
+def test_published_boundaries_of_the_linear_schedule():
+    schedule = make_schedule("linear")
+    for r, tau in ((5, 398.18), (20, 544.70), (100, 676.30)):
+        found = increments("vp", schedule, r=r)
+        assert found.deceleration == 220
+        assert found.convergence == pytest.approx(tau, abs=0.005)
+    delta, beta_0 = linear_coefficients(schedule)
+    assert beta_0 + delta * 220 / 1000 == pytest.approx(np.sqrt(delta / 1000), rel=1e-3)  # section 2.5
+
+
+def test_published_variance_and_the_increment_s_own():
+    found = increments("vp", make_schedule("linear"))
+    for t in (220, 221):  # our timestep 220 is t = 221
+        assert found.variance[t] == pytest.approx(0.80, abs=0.01)
+        assert found.own_variance[t] == pytest.approx(0.0045, abs=5e-5)
+    assert found.variance[-1] == pytest.approx(2, abs=1e-3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_general_form_is_the_paper_s_own_formula(schedule):
+    noise = make_schedule(schedule)
+    found = increments("vp", noise)
+    before = np.concatenate([[1.0], noise.alphas_cumprod[:-1]])  # alpha-bar_t, t = 0 ... T - 1
+    alphas = 1 - noise.betas  # alpha_{t+1}
+    assert found.mean == pytest.approx((np.sqrt(alphas) - 1) * np.sqrt(before), rel=1e-9)
+    assert found.variance == pytest.approx(2 - before * (1 + alphas), rel=1e-9)
+    own = (np.sqrt(alphas) - 1) ** 2 * (1 - before) + noise.betas
+    assert found.own_variance == pytest.approx(own, rel=1e-9)
+    assert list(found.t) == list(range(1000))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("timesteps", [50, 1000])
+def test_bounds_hold(schedule, timesteps):
+    found = increments("vp", make_schedule(schedule, timesteps))
+    assert (found.mean**2 <= found.mean_squared_bound).all()
+    assert (found.variance >= found.variance_bound - 1e-12).all()
+    assert (np.diff(found.magnitude)[1:] > 0).all()  # the paper's beta_0 is negative for T below 200
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_simulated_increments_have_their_own_moments(process):
+    found = increments(process, make_schedule("cosine", 20), timesteps=20)
+    random = np.random.default_rng(0)
+    x = np.full(200_000, 1.5)  # x0
+    ends = np.concatenate([found.s[1:], [found.s[-1] + found.mean[-1]]])
+    for k in range(len(found.t) - 1):
+        # the forward step: x scaled, and what noise is missing then
+        ratio = ends[k] / found.s[k]
+        missing = (ends[k] * found.sigma[k + 1]) ** 2 - ratio**2 * (found.s[k] * found.sigma[k]) ** 2
+        after = ratio * x + np.sqrt(missing) * random.standard_normal(len(x))
+        increment = after - x
+        error = np.sqrt(found.own_variance[k] / len(x))
+        assert increment.mean() == pytest.approx(1.5 * found.mean[k], abs=5 * error)
+        assert increment.var() == pytest.approx(found.own_variance[k], rel=0.02)
+        # as the paper has it: both ends with noise of their own
+        both = found.s[k] * found.sigma[k], ends[k] * found.sigma[k + 1]
+        assert np.hypot(*both) ** 2 == pytest.approx(found.variance[k])
+        x = after
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_table_8(process):
+    t, step = np.linspace(0.1, 1, 10), 1e-6
+    beta_0, slope = 0.1, 19.9
+    found, later, earlier = (table_8(process, t + shift, beta_0, slope) for shift in (0, step, -step))
+    sigma, s_dot = np.sqrt(found.sigma2), (later.s - earlier.s) / (2 * step)
+    assert found.s_dot == pytest.approx(s_dot, rel=1e-6, abs=1e-9)
+    assert found.sigma2_dot == pytest.approx((later.sigma2 - earlier.sigma2) / (2 * step), rel=1e-6)
+    slope_of_bound = 2 * (later.s**2 * later.sigma2 - earlier.s**2 * earlier.sigma2) / (2 * step)
+    assert found.variance_dot() == pytest.approx(slope_of_bound, rel=1e-5)
+    sigma_dot = found.sigma2_dot / (2 * sigma)
+    if process == "vp":  # as printed
+        assert found.s == pytest.approx(np.exp(-slope * t**2 / 4 - beta_0 * t / 2))
+        assert sigma_dot == pytest.approx((1 + sigma**2) * (slope * t + beta_0) / (2 * sigma))
+        assert found.s_dot == pytest.approx(-sigma * sigma_dot / (1 + sigma**2) ** 1.5)
+    else:  # printed in the column of d(sigma)/dt, but d(sigma²)/dt
+        printed = {"ve": np.ones(10), "edm": 2 * t}[process]
+        assert np.array_equal(found.sigma2_dot, printed) and sigma_dot != pytest.approx(printed)
+
+
+def test_areas_of_other_schedules_are_where_their_formulas_say():
+    cosine = increments("vp", make_schedule("cosine"), r=5)
+    assert cosine.deceleration == pytest.approx((0.5 * 1.008 - 0.008) * 1000, abs=1)  # alpha-bar = cos² falls fastest
+    start = np.cos(0.008 / 1.008 * np.pi / 2) ** 2
+    end = 1.008 * 2 / np.pi * np.arccos(np.sqrt(start / 5)) - 0.008
+    assert cosine.convergence == pytest.approx(1000 * end, abs=0.01)
+    first = 0.01
+    slope = (np.sqrt(0.02) - first) / 999  # sqrt(beta) = first + slope (t - 1); beta' = beta² at the peak
+    peak = ((2 * slope) ** (1 / 3) - first) / slope + 1
+    assert increments("vp", make_schedule("quadratic")).deceleration == pytest.approx(peak, abs=1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_areas_follow_one_another(schedule):
+    found = increments("vp", make_schedule(schedule))
+    area = found.area()
+    order = [area[0], *area[1:][area[1:] != area[:-1]]]
+    assert order == ["acceleration", "deceleration", "convergence"]
+    assert (area == "acceleration").sum() == found.deceleration
+    assert (area == "convergence").argmax() == np.ceil(found.convergence)
+    assert increments("vp", make_schedule(schedule), r=1e12).convergence is None
+    early = increments("vp", make_schedule(schedule), r=1.01).area()
+    assert set(early) == {"acceleration", "convergence"}  # converged before the peak
+
+
+def test_ve_and_edm_have_no_peak():
+    ve, edm = increments("ve"), increments("edm")
+    assert ve.deceleration is None and set(ve.area()) == {"steady", "convergence"}
+    assert edm.deceleration is None and set(edm.area()) == {"acceleration", "convergence"}
+    assert ve.convergence == pytest.approx(4) and edm.convergence == pytest.approx(2)  # sigma = 2 where 1 + sigma² = 5
+    for found, largest in ((ve, 100), (edm, 80)):
+        assert found.sigma[found.area() == "convergence"].min() == pytest.approx(2, rel=0.02)
+        assert not found.mean.any() and len(found.t) == 1000
+        assert found.sigma[-1] + np.diff(found.sigma)[-1] == pytest.approx(largest, rel=1e-3)
+        assert (
+            found.variance_bound == pytest.approx(2 * found.sigma**2) and (found.variance > found.variance_bound).all()
+        )
+
+
+def test_impossible_requests_are_refused():
+    for arguments, word in ((("vp", None), "schedule"), (("sde", None), "vp, ve, edm")):
+        with pytest.raises(ConfigError, match=word):
+            increments(*arguments)
+    for r in (1.0, 0.5, np.inf, np.nan):
+        with pytest.raises(ConfigError, match="r: got"):
+            increments("ve", r=r)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_command(process, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = ["strategies", "increments", "--process", process, "--timesteps", "200", "--r", "20"]
+    found = increments(process, make_schedule("linear", 200), 200, 20)
+    assert main([*line, "--format", "csv"]) == 0
+    head, *rows = (row.split(",") for row in capsys.readouterr().out.splitlines())
+    columns = found.columns()
+    assert head == [*columns, "area"] and len(rows) == 200
+    for place, name in enumerate(columns):
+        assert np.array_equal([float(row[place]) for row in rows], columns[name])
+    assert [row[-1] for row in rows] == list(found.area())
+    assert main(line) == 0
+    out = capsys.readouterr().out
+    assert f"t = {found.convergence:.6g}, where the magnitude exceeds r = 20" in out
+    assert all(f"{name} " in out for name in AREAS if name in found.area())
+    assert main([*line, "--format", "png"]) == 0
+    (picture,) = tmp_path.glob("increments_*.png")
+    assert picture.name in capsys.readouterr().err
+    with Image.open(picture) as image:
+        assert image.format == "PNG" and image.width > 1200
+
+
+def test_command_refuses_and_warns(capsys):
+    for arguments, word in (
+        (["--process", "sde"], "vp, ve, edm"),
+        (["--r", "1"], "r: got 1"),
+        (["--schedule", "x"], "'x'"),
+    ):
+        assert main(["strategies", "increments", *arguments]) == 2
+        assert word in capsys.readouterr().err
+    assert main(["strategies", "increments", "--process", "ve", "--schedule", "cosine"]) == 0
+    assert "--schedule cosine is not used" in capsys.readouterr().err
+
+
+def test_numpy_alone():
+    code = "import sys; from kairos.cli import main; assert main(['strategies', 'increments']) == 0; "
+    code += "heavy = {'torch', 'scipy', 'matplotlib', 'pandas'} & set(sys.modules); assert not heavy, heavy"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

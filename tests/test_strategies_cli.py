@@ -1,0 +1,367 @@
+"""``kairos strategies list`` and ``show``: every name, every schedule and prediction, what is refused, checkpoints."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from training_case import experiment, make_latents
+
+from kairos.cli import main
+from kairos.cli.strategies.listing import COMBINATIONS
+from kairos.diffusion.schedule import PREDICTIONS, SCHEDULES, make_schedule
+from kairos.registry import Entry, NoOptions
+from kairos.strategies import Weighting, make_sampler, make_weighting
+from kairos.strategies.columns import parse_strategy_csv
+from kairos.strategies.names import parse_name, table
+from kairos.strategies.options import Fixed, Uncertainty
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+
+NEED_NO_TORCH = [name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed)]
+NEED_NO_TORCH += [name for name, entry in WEIGHTINGS.items() if entry.options is not Uncertainty]
+
+
+@pytest.fixture
+def call(capsys):
+    """Run ``kairos strategies ...``; gives exit status, stdout and stderr."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        status = main(["strategies", *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def columns(call):
+    """The csv of a strategy, checked for what every csv must hold."""
+
+    def run(*arguments) -> dict[str, np.ndarray]:
+        status, out, err = call("show", *arguments, "--format", "csv")
+        assert (status, err) == (0, "")
+        found = parse_strategy_csv(out)
+        assert found["p"].sum() == pytest.approx(1, abs=1e-12) and (found["p"] >= 0).all()
+        assert np.array_equal(found["effective"], found["p"] * found["w"])
+        assert np.array_equal(found["t"], np.arange(len(found["t"])))
+        return found
+
+    return run
+
+
+def test_list_names_everything_with_its_options(call):
+    status, out, err = call("list")
+    assert status == 0 and not err
+    lines = [line.split() for line in out.splitlines()]
+    named = {line[0] for line in lines if line}
+    assert {*SAMPLERS, *WEIGHTINGS, *COMBINATIONS, "bs"} <= named
+    assert {"speed+change_aware", "adaptive+min_snr"} <= set(COMBINATIONS)
+    for entry in (*SAMPLERS.values(), *WEIGHTINGS.values()):
+        assert " ".join(entry.help.split()) in " ".join(out.split())
+    assert "not its density" in out and "lambda=0.6" in out and "tau=null" in out
+    assert all(parse_name(name) == tuple(name.split("+")) for name in COMBINATIONS)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_every_strategy_shows_without_a_warning(columns, schedule, prediction):
+    noise = make_schedule(schedule)
+    for name in (*SAMPLERS, *WEIGHTINGS, *COMBINATIONS):
+        sampler, weighting = parse_name(name)
+        found = columns(name, "--schedule", schedule, "--timesteps", 1000, "--prediction", prediction)
+        expected = table(make_sampler({"name": sampler}, noise), make_weighting({"name": weighting}, noise, prediction))
+        for column in expected:  # 17 digits give back every bit
+            assert np.array_equal(found[column], expected[column]), (name, column)
+        assert (found["w"] > 0).all()
+
+
+def test_every_combination_and_few_timesteps(columns):
+    for sampler in SAMPLERS:
+        for weighting in WEIGHTINGS:
+            given = ("--set", "feature_timesteps=10") if sampler == "adaptive" else ()
+            assert len(columns(f"{sampler}+{weighting}", "--timesteps", 10, "--schedule", "cosine", *given)["t"]) == 10
+
+
+def test_options_of_either_part_and_their_short_form(columns):
+    found = columns("speed+change_aware", "--set", "sampler.k=3", "--set", "weighting.lambda=0.8", "--set", "tau=600")
+    assert found["p"][599] / found["p"][600] == pytest.approx(3)
+    assert found["w"].min() == pytest.approx(0.2) and found["w"].max() == pytest.approx(0.8)
+    short = columns("speed+change_aware", "--set", "k=3", "--set", "lambda=0.8", "--set", "tau=600")
+    assert all(np.array_equal(found[name], short[name]) for name in found)
+    assert columns("speed")["p"][0] == pytest.approx(5 / (1000 + 700 * 4))  # Wang et al. 2025, eq. 2
+    assert columns("speed", "--set", "r=5")["p"][398] / columns("speed")["p"][398] > 1  # tau = 398.18
+    assert columns("min_snr", "--set", "gamma=1")["w"][100] == pytest.approx((1 - 0.895142) / 0.895142, rel=1e-5)
+    weights = columns("speed", "--set", "importance=true", "--set", "floor=1e-1")
+    assert weights["effective"] == pytest.approx(np.full(1000, 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("text", "k"), [("1e-3", 1e-3), ("2E1", 20), ("1.5e+0", 1.5), (".5e1", 5), ("7", 7), ("1.0e-3", 1e-3)]
+)
+def test_numbers_as_people_write_them(columns, text, k):
+    found = columns("p2", "--set", f"k={text}")
+    assert found["w"][500] == pytest.approx(1 / (k + make_schedule().snr[500]))
+
+
+def test_table_says_what_it_shows(call):
+    status, out, err = call("show", "speed+change_aware", "--set", "k=4", "--schedule", "cosine", "--prediction", "v")
+    assert status == 0 and not err
+    head, body = out.split("\n\n")
+    assert "speed+change_aware" in head and "k=4, tau=null" in head and "lambda=0.6" in head
+    assert "cosine schedule, T = 1000, prediction v" in head
+    rows = [line for line in body.splitlines() if "%" in line]
+    shares = [[float(part.strip().split()[-1]) for part in row.split("%")[:2]] for row in rows]
+    assert len(rows) == 20 and np.sum(shares, axis=0) == pytest.approx([100, 100], abs=0.2)
+    assert max(row.count("#") for row in rows) == 30
+    assert len(call("show", "uniform", "--timesteps", 3)[1].split("\n\n")[1].splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show"], ["none given", "SAMPLER+WEIGHTING"]),
+        (["show", "sped"], ["unknown strategy 'sped'", "speed_official", "min_snr", "gradient_norm"]),
+        (["show", "speed+min_snrr"], ["unknown weighting", "min_snr", "change_aware"]),
+        (["show", "min_snr+speed"], ["unknown sampler 'min_snr'"]),
+        (["show", "bs"], ["bs", "not its density"]),
+        (["show", "bs+p2"], ["bs", "not its density"]),
+        (["show", "speed", "--set", "kk=5"], ["'kk'", "sampler.k", "sampler.tau"]),
+        (["show", "speed+p2", "--set", "weighting.tau=5"], ["'weighting.tau'", "sampler.tau", "weighting.gamma"]),
+        (["show", "speed+p2", "--set", "model.k=5"], ["'model.k'", "sampler.k"]),
+        (["show", "speed+p2", "--set", "k=5"], ["both", "sampler.k or weighting.k"]),
+        (["show", "speed", "--set", "k=5", "--set", "sampler.k=6"], ["sampler.k", "twice"]),
+        (["show", "speed", "--set", "k"], ["'k'", "OPTION=VALUE"]),
+        (["show", "speed", "--set", "k=[1"], ["k=[1", "allowed"]),
+        (["show", "speed", "--set", "k=-1"], ["speed.k: got -1", "> 0"]),
+        (["show", "speed", "--set", "k=fast"], ["speed.k: got 'fast'", "number"]),
+        (["show", "speed", "--set", "tau=1000"], ["speed.tau: got 1000", "999"]),
+        (["show", "speed", "--set", "r=5", "--schedule", "cosine"], ["speed.r", "linear"]),
+        (["show", "change_aware", "--set", "lambda=5"], ["lambda: got 5", "0.5"]),
+        (["show", "uniform", "--set", "end=0"], ["end: got 0"]),
+        (["show", "adaptive", "--set", "selected=200"], ["selected: got 200", "100"]),
+        (["show", "speed", "--schedule", "cubic"], ["'cubic'", "linear, cosine, quadratic"]),
+        (["show", "speed", "--prediction", "score"], ["'score'", "epsilon, x0, v"]),
+        (["show", "speed", "--timesteps", "1"], ["timesteps: got 1", ">= 2"]),
+        (["show", "speed", "--progress", "0.5"], ["speed", "same at every step", "clts"]),
+        (["show", "loss_rms", "--progress", "0.5"], ["loss_rms", "learns", "clts"]),
+        (["show", "clts", "--progress", "1.5"], ["got 1.5", "0 to 1"]),
+        (["show", "clts", "--progress", "nan"], ["nan", "0 to 1"]),
+        (["show", "clts", "--progress", "1", "--checkpoint", "x"], ["--progress", "checkpoint"]),
+        (["show", "speed", "--format", "svg"], ["svg", "png"]),
+        (["shew"], ["shew", "increments"]),
+    ],
+)
+def test_refusals_name_what_exists(call, arguments, words):
+    status, out, err = call(*arguments)
+    assert status == 2 and not out and "Traceback" not in err
+    assert all(word in err for word in words), err
+
+
+class Negative(Weighting):
+    """Falls under 0."""
+
+    def weights(self):
+        return np.linspace(1, -1, self.schedule.timesteps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warning"),
+    [
+        (["uniform", "--set", "start=100", "--set", "end=900"], "never drawn (p = 0) at 200 of 1000"),
+        (["p2", "--set", "gamma=400", "--set", "k=1e-3"], "weight is not finite"),
+        (["speed+negative"], "weight is negative at 500 of 1000 timesteps, from t = 500 to 999"),
+    ],
+)
+@pytest.mark.parametrize("format", ["table", "csv", "png"])
+def test_warnings(call, tmp_path, monkeypatch, arguments, warning, format):
+    monkeypatch.setitem(WEIGHTINGS, "negative", Entry(NoOptions, "test_strategies_cli:Negative"))
+    status, out, err = call("show", *arguments, "--format", format, "--out", tmp_path / "file")
+    assert status == 0 and not out and (tmp_path / "file").stat().st_size > 1000
+    assert err.count("\n") == 1 and err.startswith("kairos: warning: ") and warning in err
+
+
+def test_curricula_along_their_way(columns, call):
+    start, middle, end = (columns("clts", "--progress", share)["p"] for share in (0, 0.5, 1))
+    assert start == pytest.approx(np.full(1000, 1e-3)) and np.array_equal(start, columns("clts")["p"])
+    assert middle == pytest.approx((start + end) / 2)
+    assert end.argmax() == pytest.approx(300, abs=1) and end[300] / end[500] == pytest.approx(np.exp(0.5), rel=0.01)
+    _, out, _ = call("show", "clts", "--progress", 0.25, "--set", "length=100")
+    assert "step 25 of 100" in out
+
+
+def test_files_and_pictures(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("show", "mode", "--out", "a.csv") == (0, "", "")
+    assert len(parse_strategy_csv(Path("a.csv").read_text())["p"]) == 1000
+    assert call("show", "mode", "--out", "b.png") == (0, "", "")
+    with Image.open("b.png") as picture:
+        assert picture.format == "PNG" and picture.width > 1200 and picture.height > 500
+    status, out, err = call("show", "speed+edm", "--format", "png", "--timesteps", 20)
+    assert status == 0 and not out and "speed+edm.png" in err
+    with Image.open("speed+edm.png") as picture:
+        assert picture.format == "PNG"
+    assert call("show", "mode", "--format", "table", "--out", "c.csv")[0] == 0
+    assert "strategy" in Path("c.csv").read_text()
+
+
+def test_fixed_strategies_need_no_torch_and_start_quickly():
+    code = f"""
+import sys
+from kairos.cli import main
+assert main(["strategies", "list"]) == 0
+for name in {NEED_NO_TORCH!r}:
+    for schedule in ("linear", "cosine"):
+        assert main(["strategies", "show", name, "--schedule", schedule, "--format", "csv"]) == 0, name
+assert main(["strategies", "show", "clts", "--progress", "0.5"]) == 0
+heavy = {{"torch", "scipy", "sklearn", "pandas", "matplotlib", "diffusers", "pydantic"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    assert len(NEED_NO_TORCH) >= 18
+    line = [sys.executable, "-m", "kairos", "strategies", "show", "speed+change_aware"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # processor time: other work on the machine does not count
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+
+
+def test_initial_densities_are_called_that(call):
+    for name in ("adaptive", "loss_second_moment", "gradient_norm"):
+        assert "initial density" in call("show", name)[1]
+    assert "initial" not in call("show", "speed")[1]
+    assert "w(t) is the initial one" in call("show", "edm2")[1]
+    assert "importance weight" in call("show", "loss_rms")[1]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[str, Path]:
+    """Trainings of T = 100: ``adaptive+min_snr``, and ``loss_rms+edm2`` with a checkpoint between milestones."""
+    from kairos.training.run import train
+
+    latents = make_latents(tmp_path_factory.mktemp("data"))
+    quick = {"name": "adaptive", "frequency": 2, "feature_timesteps": 20, "lr": 0.05}
+    smoothed = {"name": "loss_rms", "start": 5, "frequency": 5}
+    methods = {
+        "adaptive": {"sampler": quick, "weighting": "min_snr"},
+        "smoothed": {"sampler": smoothed, "weighting": {"name": "edm2", "lr": 0.1}},
+    }
+    plain = experiment(methods, diffusion__process={"name": "discrete", "timesteps": 100, "schedule": "cosine"})
+    folders = {method: tmp_path_factory.mktemp("trained") / method for method in methods}
+    for method, folder in folders.items():
+        train(plain, method, 0, folder, latents, [0, 40])
+    return folders
+
+
+def between(folder: Path) -> Path:
+    """The checkpoint at step 30, which is no milestone."""
+    (path,) = folder.glob(".state/*/checkpoints/0000030.ckpt")
+    return path
+
+
+@pytest.mark.parametrize("method", ["adaptive", "smoothed"])
+def test_a_milestone_s_own_table_is_shown(call, trained, method):
+    folder = trained[method]
+    last = folder / "milestones" / "0000040"
+    written = (last / "strategy.csv").read_text()
+    for place in (folder, last, folder / "checkpoint.pt"):
+        assert call("show", "--checkpoint", place, "--format", "csv") == (0, written, "")
+    first = call("show", "--checkpoint", folder / "milestones" / "0000000", "--format", "csv")[1]
+    before, after = parse_strategy_csv(first), parse_strategy_csv(written)
+    assert abs(before["p"] - after["p"]).sum() > 0.01
+    _, out, _ = call("show", "--checkpoint", folder)
+    assert "after 40 steps" in out and "cosine schedule, T = 100, prediction" in out
+    assert ("256" in out) == (method == "adaptive")  # images that p(t) is averaged over
+
+
+def test_a_checkpoint_between_milestones_is_loaded(call, trained):
+    from kairos.strategies import Strategy
+    from kairos.training import checkpoint
+
+    path = between(trained["smoothed"])
+    status, out, err = call("show", "loss_rms+edm2", "--checkpoint", path, "--format", "csv")
+    assert (status, err) == (0, "")
+    found = parse_strategy_csv(out)
+    strategy = Strategy(
+        "loss_rms+edm2", "cosine", timesteps=100, sampler={"start": 5, "frequency": 5}, weighting={"lr": 0.1}
+    )
+    strategy.load_state_dict(checkpoint.read(path)["strategy"])
+    assert all(np.array_equal(found[name], column) for name, column in strategy.table().items())
+    at_end = parse_strategy_csv((trained["smoothed"] / "milestones" / "0000040" / "strategy.csv").read_text())
+    assert (found["p"] != at_end["p"]).any() and (found["w"] != at_end["w"]).any()
+    assert np.ptp(found["p"]) > 0
+
+    status, _, err = call("show", "--checkpoint", between(trained["adaptive"]))
+    assert status == 1 and "image to image" in err and "milestone" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["speed"], ["'speed'", "adaptive+min_snr"]),
+        (["adaptive+p2"], ["'adaptive+p2'", "adaptive+min_snr"]),
+        (["min_snr"], ["'min_snr'", "adaptive+min_snr"]),
+        (["--schedule", "cosine", "--set", "k=5"], ["--schedule, --set", "leave it out"]),
+    ],
+)
+def test_arguments_that_contradict_a_checkpoint_are_refused(call, trained, arguments, words):
+    status, _, err = call("show", *arguments, "--checkpoint", trained["adaptive"])
+    assert status == 2 and all(word in err for word in words), err
+    assert call("show", "adaptive", "--checkpoint", trained["adaptive"])[0] == 0
+
+
+def test_damaged_and_missing_checkpoints(call, trained, tmp_path):
+    copy = shutil.copytree(trained["adaptive"] / "milestones" / "0000040", tmp_path / "copy")
+    table_file = copy / "strategy.csv"
+    table_file.write_text(table_file.read_text().replace("\n1,", "\n1,1"))
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    (tmp_path / "empty").mkdir()
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(between(trained["smoothed"]).read_bytes()[:-10])
+    for place, word in ((copy, "damaged"), (tmp_path / "text.pt", "not a checkpoint"), (cut, "damaged"),
+                        (tmp_path / "empty", "no checkpoint"), (tmp_path / "none", "no checkpoint")):  # fmt: skip
+        status, out, err = call("show", "--checkpoint", place)
+        assert status == 1 and not out and word in err and str(place) in err, err
+
+
+def test_a_checkpoint_of_someone_s_own_loop(call, tmp_path):
+    import torch
+
+    from kairos.strategies import Strategy
+
+    strategy = Strategy("loss_second_moment+p2", timesteps=10, sampler={"history": 1}, weighting={"gamma": 2.0})
+    x0 = torch.randn(64, 1, 4, 4)
+    for _ in range(20):
+        draw = strategy.draw(x0)
+        strategy.loss(draw, 1.0 + draw.t.float())
+        with strategy.observe(draw):
+            pass
+    torch.save({"model": {}, "strategy": strategy.state_dict()}, tmp_path / "whole.pt")
+    torch.save(strategy.state_dict(), tmp_path / "alone.pt")
+    torch.save({"model": {}}, tmp_path / "none.pt")
+    names = ["loss_second_moment+p2", "--set", "gamma=2", "--set", "history=1", "--timesteps", 10]
+    for file in ("whole.pt", "alone.pt"):
+        status, out, err = call("show", *names, "--checkpoint", tmp_path / file, "--format", "csv")
+        assert (status, err) == (0, "")
+        found = parse_strategy_csv(out)
+        assert all(np.array_equal(found[name], column) for name, column in strategy.table().items())
+        assert (np.diff(found["p"]) > 0).all()
+    assert "after 20 steps" in call("show", *names, "--checkpoint", tmp_path / "alone.pt")[1]
+    for arguments, file, word in (
+        (["gradient_norm", "--timesteps", 10], "whole.pt", "does not hold the state of gradient_norm"),
+        (["loss_second_moment", "--set", "history=1"], "whole.pt", "does not hold the state"),
+        (names, "none.pt", "no Strategy.state_dict()"),
+    ):
+        status, out, err = call("show", *arguments, "--checkpoint", tmp_path / file)
+        assert status == 1 and not out and word in err, err
+
+
+def test_options_as_an_experiment_file_has_them_are_the_same(columns):
+    named = yaml.safe_load("{name: beta, a: 2, b: 3, points: sobol}")
+    expected = make_sampler(named, make_schedule("quadratic", 50)).density()
+    settings = [part for key in ("a", "b", "points") for part in ("--set", f"{key}={named[key]}")]
+    assert np.array_equal(columns("beta", "--schedule", "quadratic", "--timesteps", 50, *settings)["p"], expected)
