@@ -1,0 +1,144 @@
+"""``kairos strategies show --checkpoint``: milestones, checkpoints between them, those of someone's own loop."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_case import experiment, make_latents
+
+from kairos.cli import main
+from kairos.strategies.columns import parse_strategy_csv
+
+
+@pytest.fixture
+def call(capsys):
+    """Run ``kairos strategies ...``; gives exit status, stdout and stderr."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        status = main(["strategies", *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[str, Path]:
+    """Trainings of T = 100: ``adaptive+min_snr``, and ``loss_rms+edm2`` with a checkpoint between milestones."""
+    from kairos.training.run import train
+
+    latents = make_latents(tmp_path_factory.mktemp("data"))
+    quick = {"name": "adaptive", "frequency": 2, "feature_timesteps": 20, "lr": 0.05}
+    smoothed = {"name": "loss_rms", "start": 5, "frequency": 5}
+    methods = {
+        "adaptive": {"sampler": quick, "weighting": "min_snr"},
+        "smoothed": {"sampler": smoothed, "weighting": {"name": "edm2", "lr": 0.1}},
+    }
+    plain = experiment(methods, diffusion__process={"name": "discrete", "timesteps": 100, "schedule": "cosine"})
+    folders = {method: tmp_path_factory.mktemp("trained") / method for method in methods}
+    for method, folder in folders.items():
+        train(plain, method, 0, folder, latents, [0, 40])
+    return folders
+
+
+def between(folder: Path) -> Path:
+    """The checkpoint at step 30, which is no milestone."""
+    (path,) = folder.glob(".state/*/checkpoints/0000030.ckpt")
+    return path
+
+
+@pytest.mark.parametrize("method", ["adaptive", "smoothed"])
+def test_a_milestone_s_own_table_is_shown(call, trained, method):
+    folder = trained[method]
+    last = folder / "milestones" / "0000040"
+    written = (last / "strategy.csv").read_text()
+    for place in (folder, last, folder / "checkpoint.pt"):
+        assert call("show", "--checkpoint", place, "--format", "csv") == (0, written, "")
+    first = call("show", "--checkpoint", folder / "milestones" / "0000000", "--format", "csv")[1]
+    before, after = parse_strategy_csv(first), parse_strategy_csv(written)
+    assert abs(before["p"] - after["p"]).sum() > 0.01
+    _, out, _ = call("show", "--checkpoint", folder)
+    assert "after 40 steps" in out and "cosine schedule, T = 100, prediction" in out
+    assert ("256" in out) == (method == "adaptive")  # images that p(t) is averaged over
+
+
+def test_a_checkpoint_between_milestones_is_loaded(call, trained):
+    from kairos.strategies import Strategy
+    from kairos.training import checkpoint
+
+    path = between(trained["smoothed"])
+    status, out, err = call("show", "loss_rms+edm2", "--checkpoint", path, "--format", "csv")
+    assert (status, err) == (0, "")
+    found = parse_strategy_csv(out)
+    strategy = Strategy(
+        "loss_rms+edm2", "cosine", timesteps=100, sampler={"start": 5, "frequency": 5}, weighting={"lr": 0.1}
+    )
+    strategy.load_state_dict(checkpoint.read(path)["strategy"])
+    assert all(np.array_equal(found[name], column) for name, column in strategy.table().items())
+    at_end = parse_strategy_csv((trained["smoothed"] / "milestones" / "0000040" / "strategy.csv").read_text())
+    assert (found["p"] != at_end["p"]).any() and (found["w"] != at_end["w"]).any()
+    assert np.ptp(found["p"]) > 0
+
+    status, _, err = call("show", "--checkpoint", between(trained["adaptive"]))
+    assert status == 1 and "image to image" in err and "milestone" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["speed"], ["'speed'", "adaptive+min_snr"]),
+        (["adaptive+p2"], ["'adaptive+p2'", "adaptive+min_snr"]),
+        (["min_snr"], ["'min_snr'", "adaptive+min_snr"]),
+        (["--schedule", "cosine", "--set", "k=5"], ["--schedule, --set", "leave it out"]),
+    ],
+)
+def test_arguments_that_contradict_a_checkpoint_are_refused(call, trained, arguments, words):
+    status, _, err = call("show", *arguments, "--checkpoint", trained["adaptive"])
+    assert status == 2 and all(word in err for word in words), err
+    assert call("show", "adaptive", "--checkpoint", trained["adaptive"])[0] == 0
+
+
+def test_damaged_and_missing_checkpoints(call, trained, tmp_path):
+    copy = shutil.copytree(trained["adaptive"] / "milestones" / "0000040", tmp_path / "copy")
+    table_file = copy / "strategy.csv"
+    table_file.write_text(table_file.read_text().replace("\n1,", "\n1,1"))
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    (tmp_path / "empty").mkdir()
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(between(trained["smoothed"]).read_bytes()[:-10])
+    for place, word in ((copy, "damaged"), (tmp_path / "text.pt", "not a checkpoint"), (cut, "damaged"),
+                        (tmp_path / "empty", "no checkpoint"), (tmp_path / "none", "no checkpoint")):  # fmt: skip
+        status, out, err = call("show", "--checkpoint", place)
+        assert status == 1 and not out and word in err and str(place) in err, err
+
+
+def test_a_checkpoint_of_someone_s_own_loop(call, tmp_path):
+    import torch
+
+    from kairos.strategies import Strategy
+
+    strategy = Strategy("loss_second_moment+p2", timesteps=10, sampler={"history": 1}, weighting={"gamma": 2.0})
+    x0 = torch.randn(64, 1, 4, 4)
+    for _ in range(20):
+        draw = strategy.draw(x0)
+        strategy.loss(draw, 1.0 + draw.t.float())
+        with strategy.observe(draw):
+            pass
+    torch.save({"model": {}, "strategy": strategy.state_dict()}, tmp_path / "whole.pt")
+    torch.save(strategy.state_dict(), tmp_path / "alone.pt")
+    torch.save({"model": {}}, tmp_path / "none.pt")
+    names = ["loss_second_moment+p2", "--set", "gamma=2", "--set", "history=1", "--timesteps", 10]
+    for file in ("whole.pt", "alone.pt"):
+        status, out, err = call("show", *names, "--checkpoint", tmp_path / file, "--format", "csv")
+        assert (status, err) == (0, "")
+        found = parse_strategy_csv(out)
+        assert all(np.array_equal(found[name], column) for name, column in strategy.table().items())
+        assert (np.diff(found["p"]) > 0).all()
+    assert "after 20 steps" in call("show", *names, "--checkpoint", tmp_path / "alone.pt")[1]
+    for arguments, file, word in (
+        (["gradient_norm", "--timesteps", 10], "whole.pt", "does not hold the state of gradient_norm"),
+        (["loss_second_moment", "--set", "history=1"], "whole.pt", "does not hold the state"),
+        (names, "none.pt", "no Strategy.state_dict()"),
+    ):
+        status, out, err = call("show", *arguments, "--checkpoint", tmp_path / file)
+        assert status == 1 and not out and word in err, err
