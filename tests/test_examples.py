@@ -259,6 +259,7 @@ print("extra:", *sorted(packages() - before))
 """
 
 
+@pytest.mark.long
 def test_strategies_need_nothing_but_torch_and_numpy():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
