@@ -1,0 +1,231 @@
+"""How much signal each way of choosing timesteps has, and what it costs, in a real training on real images.
+
+    python benchmarks/credit.py --out benchmarks/results/credit.csv
+
+A small DiT is trained under uniform timesteps, and held still at several moments. There every way is measured many
+times on fresh batches, and the data of each measurement are split in two halves. `correlation` is that of the two
+halves' estimates, each accumulated over n measurements: sum A·B / sqrt(sum A·A  sum B·B) over groups of n, after
+subtracting the mean over t from estimates by bins of t, whose level moves no density. With signal S and noise N per
+component in one measurement (both halves) it is n S/(n S + 2 N), so from it follows how many measurements, and at what
+cost, give an estimate that correlates 0.5 with its repetition: `forwards_for_half`. Costs are forward passes of a batch
+through the network beyond the training's own step (a backward pass counts two); a training step is 3.
+
+A high correlation says that the way measures something that is there, not that a density made from it trains better:
+the root mean squares of losses and gradients estimate noise, the others what a step at t does to the target, and
+`with_first_order` is how those agree, over bins, with the first-order inner product.
+
+--config takes an experiment of yours instead of the digits, whose latents must have been made (kairos encode).
+"""
+
+import argparse
+import csv
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the digits as latents are the tests'
+
+from credit_features import agreement, correlation, feature_vectors
+from credit_ways import Array, Moment, Way, ways
+
+from kairos import compute
+from kairos.config import load
+from kairos.data.latents import open_latents
+from kairos.training.loop import Trainer
+
+BLOCKS = 10  # of measurements, for the jackknife
+
+
+def digits(folder: Path, schedule: str) -> tuple[dict[str, Any], Path]:
+    """An experiment on scikit-learn's digits as 4x4x4 latents, and the latents' folder."""
+    from training_case import experiment, make_latents
+
+    plain = experiment(
+        {"uniform": {}},
+        diffusion__process={"name": "discrete", "timesteps": 1000, "schedule": schedule},
+        model={"name": "dit", "patch": 2, "width": 64, "depth": 2, "heads": 4},
+        training__batch_size=128,
+    )
+    latents = folder / "latents"
+    return plain, latents if latents.exists() else make_latents(folder, 1797)
+
+
+def configured(path: Path, schedule: str) -> tuple[dict[str, Any], Path]:
+    """The same of an experiment file, with another schedule."""
+    experiment = load(path)
+    plain = experiment.plain()
+    plain["diffusion"]["process"]["schedule"] = schedule
+    plain["methods"] = {"uniform": {"sampler": {"name": "uniform"}, "weighting": {"name": "none"}}}
+    return plain, Path("results") / experiment.experiment / "latents"
+
+
+def split_half(way: Way, n: int, chosen: Array) -> float:
+    """Correlation of the two halves' estimates over groups of n of the chosen measurements."""
+    groups = np.array_split(chosen, max(1, round(len(chosen) / n)))
+    estimates = np.array([way.estimate(group) for group in groups])  # (groups, 2, components)
+    if way.profile:
+        estimates = estimates - estimates.mean(-1, keepdims=True)
+    a, b = estimates[:, 0], estimates[:, 1]
+    scale = np.sqrt((a**2).sum() * (b**2).sum())
+    return float((a * b).sum() / scale) if scale > 0 else 0.0
+
+
+def with_error(way: Way, n: int) -> tuple[float, float]:
+    """The correlation and its standard error, by a jackknife over blocks of measurements."""
+    every = np.arange(way.count)
+    blocks = min(BLOCKS, way.count)
+    left_out = [split_half(way, n, every[every % blocks != block]) for block in range(blocks)]
+    return split_half(way, n, every), float(np.std(left_out) * (blocks - 1) ** 0.5)
+
+
+def rows_of(moment: Moment, schedule: str, count: int) -> list[dict[str, Any]]:
+    """All ways at one moment of a training, for several n."""
+    rows, profiles = [], {}
+    for way in ways(moment, count):
+        whole = way.estimate(np.arange(way.count)).mean(0)
+        profiles[way.name] = whole
+        for n in sorted({1, 10, way.count}):
+            if n < way.least:
+                continue
+            value, error = with_error(way, n)
+            rows.append(
+                {
+                    "schedule": schedule, "step": moment.trainer.step, "way": way.name, "n": n,
+                    "n_is_all": int(n == way.count), "correlation": value, "standard_error": error,
+                    "forwards_per_measurement": way.cost, "with_first_order": "",
+                }
+            )  # fmt: skip
+    for row in rows:
+        if row["n_is_all"] and "rms" not in row["way"] and "policy" not in row["way"]:
+            row["with_first_order"] = correlation(profiles[row["way"]], profiles["first order"])
+    return rows
+
+
+def summaries(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Means over the moments of each schedule, with the cost of a correlation of 0.5."""
+    found = []
+    for key in dict.fromkeys((row["schedule"], row["way"], row["n"]) for row in rows):
+        group = [row for row in rows if (row["schedule"], row["way"], row["n"]) == key]
+        value = float(np.mean([row["correlation"] for row in group]))
+        error = float(np.sqrt(np.sum([row["standard_error"] ** 2 for row in group])) / len(group))
+        agree = [row["with_first_order"] for row in group if row["with_first_order"] != ""]
+        found.append(
+            {
+                "schedule": key[0], "step": "mean", "way": key[1], "n": key[2], "n_is_all": group[0]["n_is_all"],
+                "correlation": value, "standard_error": error,
+                "forwards_per_measurement": group[0]["forwards_per_measurement"],
+                "with_first_order": float(np.mean(agree)) if agree else "",
+            }
+        )  # fmt: skip
+    for row in found:
+        same = [r for r in found if (r["schedule"], r["way"]) == (row["schedule"], row["way"])]
+        row["forwards_for_half"] = cost_of_half(same) if row["n_is_all"] else ""
+    return found
+
+
+def cost_of_half(rows: list[dict[str, Any]]) -> str:
+    """Forward passes until an estimate correlates 0.5 with its repetition, from the n whose correlation says most.
+
+    Two halves of n measurements with correlation r have n S/2 N = r/(1 - r), so whole ones need n (1 - r)/(2 r). A
+    correlation under two standard errors gives a lower bound, from two standard errors above it.
+    """
+    if not rows[0]["forwards_per_measurement"]:
+        return "0"
+    best = min(rows, key=lambda row: abs(row["correlation"] - 0.5) + row["standard_error"])
+    r, error = best["correlation"], best["standard_error"]
+    known = r > 2 * error
+    r = r if known else max(r, 0.0) + 2 * error
+    if r >= 1:
+        return "unknown"
+    forwards = best["n"] * best["forwards_per_measurement"] * (1 - r) / (2 * r)
+    return f"{'' if known else '>'}{forwards:.3g}"
+
+
+def write(path: Path, how: str, rows: list[dict[str, Any]]) -> None:
+    """A CSV with a line that says how it was made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        file.write(f"# {how}\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def main() -> None:
+    """Measure, print tables and write them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, help="an experiment file; default: scikit-learn's digits")
+    parser.add_argument("--schedules", nargs="*", default=["linear", "cosine"])
+    parser.add_argument("--moments", nargs="*", type=int, default=[100, 300, 900], help="steps of training")
+    parser.add_argument("--measurements", type=int, default=60, help="per way and moment")
+    parser.add_argument("--quick", action="store_true", help="a test run: one schedule, little of everything")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.schedules, arguments.moments, arguments.measurements = ["linear"], [10, 20], 10
+    device = compute.setup(1, "auto" if arguments.config else "cpu")
+    begun = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    features: list[dict[str, Any]] = []
+    steps = 10 if arguments.quick else 60
+    with tempfile.TemporaryDirectory() as folder:
+        for schedule in arguments.schedules:
+            if arguments.config:
+                plain, latents = configured(arguments.config, schedule)
+            else:
+                plain, latents = digits(Path(folder), schedule)
+            trainer = Trainer(plain, "uniform", 0, open_latents(latents), device)
+            for until in sorted(arguments.moments):
+                while trainer.step < until:
+                    trainer.advance()
+                moment = Moment(trainer)
+                rows += rows_of(moment, schedule, arguments.measurements)
+                found = agreement(feature_vectors(moment, steps), steps // 3, 3, 1 / moment.size)
+                features += [{"schedule": schedule, "step": until, **row} for row in found]
+                print(f"{schedule}, step {until}: {time.perf_counter() - begun:.0f} s", flush=True)
+    means = summaries(rows)
+    for schedule in arguments.schedules:
+        print(f"\n{schedule}: correlation of two halves (± standard error), mean over steps {arguments.moments}")
+        print(f"{'way':<36} {'cost':>6} {'n = 1':>14} {'n = 10':>14} {'all':>20} {'for 0.5':>9} {'first order':>12}")
+        for name in dict.fromkeys(row["way"] for row in means):
+            mine = [row for row in means if (row["schedule"], row["way"]) == (schedule, name)]
+            cells = {
+                ("all" if r["n_is_all"] else r["n"]): f"{r['correlation']:.3f} ± {r['standard_error']:.3f}"
+                for r in mine
+            }
+            last = mine[-1]
+            agree = f"{last['with_first_order']:.2f}" if last["with_first_order"] != "" else ""
+            print(
+                f"{name:<36} {last['forwards_per_measurement']:6.1f} {cells.get(1, ''):>14} {cells.get(10, ''):>14} "
+                f"{cells['all'] + ' (' + str(last['n']) + ')':>20} {last['forwards_for_half']:>9} {agree:>12}"
+            )
+        print(f"{'features':<36} {'cost':>6} {'Delta, one':>12} {'Delta, batch':>13} {'S apart':>8} {'S predicts':>11}")
+        for name in dict.fromkeys(row["features"] for row in features):
+            mine = [row for row in features if (row["schedule"], row["features"]) == (schedule, name)]
+            cells = [
+                f"{np.mean([row[column] for row in mine]):.2f}" if mine[0][column] != "" else ""
+                for column in ("forwards", "delta_with_one_image", "delta_with_batch", "distance_of_S", "S_predicts")
+            ]
+            print(f"{name:<36} {cells[0]:>6} {cells[1]:>12} {cells[2]:>13} {cells[3]:>8} {cells[4]:>11}")
+    print(f"{time.perf_counter() - begun:.0f} s")
+    if arguments.out:
+        options = f"--moments {' '.join(map(str, arguments.moments))} --measurements {arguments.measurements}"
+        options += f" --config {arguments.config}" if arguments.config else ""
+        how = (
+            f"python benchmarks/credit.py {options}: batch "
+            f"{moment.size}, T {moment.schedule.timesteps}, {sum(p.numel() for p in moment.network.parameters())} "
+            f"parameters, torch {torch.__version__}, {device.type}, 1 thread"
+        )
+        write(arguments.out, how, [*means, *rows])
+        write(arguments.out.with_stem(f"{arguments.out.stem}_features"), how, features)
+
+
+if __name__ == "__main__":
+    main()

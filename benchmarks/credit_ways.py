@@ -1,0 +1,290 @@
+"""What `credit.py` measures: a training held still, and every way of asking it which timesteps help.
+
+Every way is measured on fresh batches from the same weights and optimiser state, so that measurements are independent
+of each other and repeat one experiment. Each gives two estimates of the same vector, from separate halves of its data.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributions import Beta
+
+from kairos.diffusion.losses import per_sample
+from kairos.strategies import Observation, Strategy, make_sampler, make_weighting
+from kairos.strategies.meter import Meter, evaluating
+from kairos.training.loop import Trainer
+
+Array = NDArray[np.float64]
+BINS = 16
+FRESH = 10**5  # measurements use batches numbered from here on, which the training has not seen in this order
+TARGET = 256  # samples of the fixed set that a step's effect is measured on
+PERTURBATION = 0.5  # of the density in a bin, up or down, for antithetic batches
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of measuring.
+
+    Attributes:
+        name: shown in tables.
+        cost: of one measurement, both halves, in forward passes of a batch beyond the training's own step.
+        count: measurements taken.
+        estimate: from numbers of measurements to the two halves' estimates, (2, components).
+        profile: components are bins of t, of which only differences matter.
+        least: measurements that an estimate needs.
+    """
+
+    name: str
+    cost: float
+    count: int
+    estimate: Callable[[Array], Array]
+    profile: bool = True
+    least: int = 1
+
+
+class Moment:
+    """A training held still: measured steps begin from it and leave no trace."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.process = trainer, trainer.process
+        self.network, self.optimizer = trainer.model, trainer.optimizer
+        self.schedule = trainer.process.schedule
+        self.weighting = make_weighting({"name": "none"}, self.schedule, self.process.prediction)
+        self.size = trainer.settings["batch_size"]
+        self.saved = copy.deepcopy((self.network.state_dict(), self.optimizer.state_dict()))
+        self.fixed = self._fixed()
+        self.before = self.target()
+
+    def restore(self) -> None:
+        """Back to where it was."""
+        self.network.load_state_dict(self.saved[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
+
+    def batch(self, number: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Images and conditions of a measurement."""
+        return self.trainer.batch(FRESH + number)
+
+    def _predict(
+        self, x0: Tensor, conditions: dict[str, Tensor], fractions: Tensor, noise: Tensor
+    ) -> tuple[Tensor, ...]:
+        t = self.process.times(fractions).to(x0.device)
+        x_t = self.process.noised(x0, noise, t)
+        output = self.process.predict(self.network, x_t, t, conditions)
+        return t, x_t, output, per_sample((output - self.process.target(x0, noise, t)) ** 2)
+
+    def losses(self, number: int, fractions: Tensor) -> Tensor:
+        """Per-sample losses of a training step on a fresh batch at given fractions, (batch,), with gradients."""
+        x0, conditions = self.batch(number)
+        noise = torch.randn(x0.shape, generator=torch.Generator(x0.device).manual_seed(number), device=x0.device)
+        self.network.train()
+        return self._predict(x0, conditions, fractions, noise)[3]
+
+    def backward(self, losses: Tensor) -> None:
+        """Gradients of the mean loss, clipped as in the training."""
+        clip = self.trainer.settings["optimizer"]["grad_clip"]
+        self.optimizer.zero_grad(set_to_none=True)
+        losses.mean().backward()
+        nn.utils.clip_grad_norm_(self.trainer.parameters, float("inf") if clip is None else clip)
+
+    def _fixed(self) -> tuple[Any, ...]:
+        parts = [self.batch(-1 - k) for k in range(-(-TARGET // self.size))]
+        x0 = torch.cat([part[0] for part in parts])[:TARGET]
+        conditions = {name: torch.cat([part[1][name] for part in parts])[:TARGET] for name in parts[0][1]}
+        random = torch.Generator().manual_seed(0)
+        fractions = (torch.randperm(TARGET, generator=random) + 0.5).double() / TARGET
+        return x0, conditions, fractions, torch.randn(x0.shape, generator=random).to(x0.device)
+
+    def target(self) -> Array:
+        """The plain loss and the variational bound on the fixed set: images, timesteps and noise, (2,)."""
+        with torch.no_grad(), evaluating(self.network):
+            t, x_t, output, plain = self._predict(*self.fixed)
+            epsilon = per_sample((self.process.epsilon(output, x_t, t) - self.fixed[3]) ** 2).double().cpu()
+        bound = epsilon * torch.from_numpy(self.schedule.vlb)[t.cpu()]
+        return np.array([plain.double().mean().item(), bound.mean().item()])
+
+    def reduction(self, number: int, fractions: Tensor) -> Array:
+        """How far one step on a fresh batch at these fractions lowers the two targets, (2,)."""
+        self.backward(self.losses(number, fractions))
+        self.optimizer.step()
+        fallen = self.before - self.target()
+        self.restore()
+        return fallen
+
+    def observation(self, x0: Tensor, conditions: dict[str, Tensor], number: int) -> Observation:
+        """What a sampler would be shown before a step."""
+        meter = Meter(self.process, self.network, x0, conditions, self.weighting, self.optimizer)
+        random = torch.Generator().manual_seed(number)
+        return Observation(number, x0, torch.zeros(len(x0), dtype=torch.float64), None, meter, random)
+
+
+def uniform_draws(count: int, seed: int) -> Tensor:
+    """Random fractions, float64 (count,)."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def bins_of(fractions: Tensor) -> Array:
+    """Numbers of the bins of t."""
+    return np.minimum((fractions.numpy() * BINS).astype(np.int64), BINS - 1)
+
+
+def halves(values: Array) -> tuple[Array, Array]:
+    """The first and the second half of a batch."""
+    middle = len(values) // 2
+    return values[:middle], values[middle:]
+
+
+def sums_by_bin(bins: Array, values: Array) -> Array:
+    """Sum of the values in each bin, and their number, (2, BINS)."""
+    sums, counts = np.zeros(BINS), np.zeros(BINS)
+    np.add.at(sums, bins, values)
+    np.add.at(counts, bins, 1.0)
+    return np.stack([sums, counts])
+
+
+def ratio(table: Array) -> Array:
+    """Means (..., BINS) from sums and numbers (..., 2, BINS); an empty bin gets the mean of the others."""
+    sums, counts = table[..., 0, :], table[..., 1, :]
+    overall = sums.sum(-1, keepdims=True) / counts.sum(-1, keepdims=True)
+    return np.where(counts > 0, sums / np.maximum(counts, 1.0), overall)
+
+
+def mean_of(values: Array) -> Callable[[Array], Array]:
+    """The estimate that is a mean of measured vectors, (count, 2, components)."""
+    return lambda chosen: values[chosen].mean(0)
+
+
+def published(moment: Moment, name: str, count: int) -> list[Way]:
+    """The per-sample reward of `adaptive` or `adaptive_official`: as policy gradients of a and b, and by bins of t.
+
+    The policy does not move (its learning rate is nothing), so the gradients are those of its start, close to uniform.
+    The queue is filled first; S is then selected anew after every measurement, as in a training.
+    """
+    strategy = Strategy(name, moment.process, sampler={"frequency": 1, "lr": 1e-30})
+    sampler: Any = strategy.sampler
+    advantage, rewards = sampler.advantage, []
+    sampler.advantage = lambda change: rewards.append(advantage(change)) or rewards[-1]
+    gradients, tables = [], []
+    warm_up = sampler.options.queue
+    for number in range(warm_up + count):
+        x0, conditions = moment.batch(number)
+        draw = strategy.draw(x0)
+        moment.backward(strategy.weighted(draw, moment.losses(number, draw.fractions)))
+        with strategy.observe(draw, moment.network, moment.optimizer, conditions):
+            moment.optimizer.step()
+        moment.restore()
+        if number < warm_up:
+            continue
+        a, b = (value.detach().requires_grad_() for value in sampler.policy(x0))
+        density = Beta(a, b)
+        log_density = density.log_prob(draw.fractions.clamp(1e-6, 1 - 1e-6).float())
+        score = torch.stack(torch.autograd.grad(log_density.sum(), [a, b]), 1).numpy()
+        coefficient = rewards[-1].float()
+        if name == "adaptive_official":
+            coefficient = coefficient + sampler.options.entropy * density.entropy().detach()
+        gradients.append([half.mean(0) for half in halves(score * coefficient.numpy()[:, None])])
+        parts = zip(halves(bins_of(draw.fractions)), halves(rewards[-1].double().numpy()))
+        tables.append([sums_by_bin(*part) for part in parts])
+    table = np.array(tables)  # (count, halves, sums and numbers, BINS)
+    cost = (2 * len(sampler.features)) / moment.size + 2 * sampler.options.selected
+    return [
+        Way(f"{name}: policy gradient", cost, count, mean_of(np.array(gradients, np.float64)), profile=False),
+        Way(f"{name}: reward by bins", cost, count, lambda chosen: ratio(table[chosen].sum(0))),
+    ]
+
+
+def second_moment_of_loss(moment: Moment, count: int) -> Way:
+    """Root mean square of the loss by bins, from losses that a step has anyway."""
+    tables = []
+    for number in range(count):
+        fractions = uniform_draws(moment.size, number)
+        with torch.no_grad():
+            squares = moment.losses(number, fractions).double().cpu().numpy() ** 2
+        tables.append([sums_by_bin(*part) for part in zip(halves(bins_of(fractions)), halves(squares))])
+    table = np.array(tables)
+    return Way("loss rms", 0.0, count, lambda chosen: np.sqrt(ratio(table[chosen].sum(0))))
+
+
+def of_gradients(moment: Moment, name: str, options: dict[str, Any], count: int) -> Way:
+    """`gradient_norm` or `first_order` as the samplers measure them, from the two halves of a batch's images."""
+    half = moment.size // 2
+    sampler: Any = make_sampler(
+        {"name": name, "bins": BINS, "samples": max(2, half // BINS), **options}, moment.schedule
+    )
+    values = np.zeros((count, 2, BINS))
+    for number in range(count):
+        x0, conditions = moment.batch(number)
+        for k, part in enumerate((slice(0, half), slice(half, 2 * half))):
+            chosen = {key: value[part] for key, value in conditions.items()}
+            values[number, k] = sampler.measure(moment.observation(x0[part], chosen, 2 * number + k))
+    samples = BINS * max(2, half // BINS) * 2
+    if name == "first_order":
+        return Way("first order", 3 * 2 * samples / moment.size, count, mean_of(values))
+    label = f"gradient rms, {sampler.options.norm}"
+    return Way(label, 3 * samples / moment.size, count, lambda chosen: np.sqrt(values[chosen].mean(0)))
+
+
+def regressions(moment: Moment, count: int) -> list[Way]:
+    """Ridge regression of the reduction of a target on the batch's histogram of timesteps; steps alternate halves."""
+    histograms, fallen = np.zeros((count, 2, BINS)), np.zeros((count, 2, 2))
+    for number in range(count):
+        for half in range(2):
+            fractions = uniform_draws(moment.size, 2 * number + half)
+            histograms[number, half] = np.bincount(bins_of(fractions), minlength=BINS) / moment.size
+            fallen[number, half] = moment.reduction(2 * number + half, fractions)
+
+    def estimate(target: int) -> Callable[[Array], Array]:
+        return lambda chosen: np.stack([ridge(histograms[chosen, h], fallen[chosen, h, target]) for h in range(2)])
+
+    cost = 2 * 2 * TARGET / moment.size
+    return [
+        Way(f"regression, {aim}", cost, count, estimate(target), least=10) for target, aim in enumerate(("loss", "VLB"))
+    ]
+
+
+def ridge(features: Array, values: Array) -> Array:
+    """Coefficients, with the mean variance of a feature as the penalty per row."""
+    x, y = features - features.mean(0), values - values.mean()
+    squares = x.T @ x
+    return np.linalg.solve(squares + np.trace(squares) / len(squares) * np.eye(len(squares)), x.T @ y)
+
+
+def antithetic(moment: Moment, count: int) -> list[Way]:
+    """Pairs of batches from densities perturbed by +xi and -xi: the difference of the reductions, times xi."""
+    random = np.random.default_rng(0)
+    values = np.zeros((count, 2, 2, BINS))
+    for number in range(count):
+        for half in range(2):
+            xi = random.permutation(np.repeat([1.0, -1.0], BINS // 2))
+            fallen = []
+            for k, sign in enumerate((1, -1)):
+                density = (1 + sign * PERTURBATION * xi) / BINS
+                chosen = random.choice(BINS, moment.size, p=density / density.sum())
+                fractions = torch.from_numpy((chosen + random.random(moment.size)) / BINS)
+                fallen.append(moment.reduction(4 * number + 2 * half + k, fractions))
+            values[number, half] = (fallen[0] - fallen[1])[:, None] * xi / (2 * PERTURBATION)
+    cost = 4 * 2 * TARGET / moment.size
+    return [
+        Way(f"antithetic, {aim}", cost, count, mean_of(values[:, :, target]))
+        for target, aim in enumerate(("loss", "VLB"))
+    ]
+
+
+def ways(moment: Moment, count: int) -> list[Way]:
+    """All of them; those that cost much or say much are measured less often."""
+    few = max(count // 3, 2)
+    return [
+        *published(moment, "adaptive", count),
+        *published(moment, "adaptive_official", count),
+        second_moment_of_loss(moment, count),
+        of_gradients(moment, "gradient_norm", {"norm": "plain"}, few),
+        of_gradients(moment, "gradient_norm", {"norm": "preconditioned"}, few),
+        of_gradients(moment, "first_order", {}, few),
+        *regressions(moment, 2 * count),
+        *antithetic(moment, count),
+    ]
