@@ -5,11 +5,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from kill_at import Mother
 from training_case import experiment, make_latents, train_command, write_experiment
 
 from kairos.files import read_json
@@ -20,7 +21,7 @@ STEPS = (200, 400)
 # (point, passage) in the order of the training; every entry is one process that dies
 BEFORE_FIRST_CHECKPOINT = [("step", 1), ("step", 7), ("step", 20)]
 INSIDE_CHECKPOINT_WRITE = [
-    ("half_written", 1), ("not_synced", 1), ("not_renamed", 1),
+    ("half_written", 1), ("not_synced", 1), ("not_renamed", 2),
     ("half_written", 2), ("not_renamed", 2), ("not_synced", 2),
 ]  # fmt: skip
 BETWEEN_STEP_AND_SAMPLER = [
@@ -35,26 +36,23 @@ def case() -> dict:
     return experiment(training__milestones=list(STEPS), training__segments=2, training__checkpoint_every=25)
 
 
-def killed(line: list[str], point: str, passage: int) -> None:
+def killed(mother: Mother, line: list[str], log: Path, point: str, passage: int) -> None:
     """Run the line until it dies at the point; it must have died by SIGKILL."""
-    script = [sys.executable, str(Path(__file__).with_name("kill_at.py")), point, str(passage), *line[3:]]
-    done = subprocess.run(
-        script, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == -signal.SIGKILL, (point, passage, done.stderr)
+    mother.start(line[3:], log, point, passage)
+    assert mother.wait() == -signal.SIGKILL, (point, passage, log.read_text())
 
 
-def killed_after(line: list[str], out: Path, seconds: float) -> bool:
+def killed_after(mother: Mother, line: list[str], log: Path, lock: Path, seconds: float) -> bool:
     """SIGKILL the line some time after it has taken the training's lock; False if it had finished."""
-    lock = out / ".state" / "lock"
-    process = subprocess.Popen(line, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    while process.poll() is None and not (lock.exists() and lock.read_text() == f"pid {process.pid}"):
+    process = mother.start(line[3:], log)
+    while lock.read_text() != f"pid {process}":
         time.sleep(0.01)
     time.sleep(seconds)
-    finished = process.poll() is not None
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    return not finished
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+    status = mother.wait()
+    assert status in (0, -signal.SIGKILL), log.read_text()
+    return status != 0
 
 
 def run(line: list[str]) -> str:
@@ -69,22 +67,23 @@ def test_twenty_kills_change_nothing(tmp_path):
     for segment in segments:
         run(train_command(config, "adaptive", alone, latents, *segment))
     first, second = (train_command(config, "adaptive", out, latents, *segment) for segment in segments)
-
-    for point, passage in BEFORE_FIRST_CHECKPOINT + INSIDE_CHECKPOINT_WRITE[:3] + BETWEEN_STEP_AND_SAMPLER[:2]:
-        killed(first, point, passage)
-    kills = 8
-    moments = random.Random(0)
-    for _ in range(3):
-        kills += killed_after(first, out, moments.uniform(0.0, 0.6))
-    said = run(first)
-    assert "goes on from step" in said or "0 steps to do" in said
-    for point, passage in INSIDE_CHECKPOINT_WRITE[3:] + BETWEEN_STEP_AND_SAMPLER[2:]:
-        killed(second, point, passage)
-        kills += 1
-    for attempt in range(20):
-        if kills >= 20:
-            break
-        kills += killed_after(second, out, moments.uniform(0.0, 0.5) / (1 + attempt / 4))
+    log, lock = tmp_path / "log", out / ".state" / "lock"
+    kills, moments = 0, random.Random(0)
+    with Mother() as mother:
+        for point, passage in BEFORE_FIRST_CHECKPOINT + INSIDE_CHECKPOINT_WRITE[:3] + BETWEEN_STEP_AND_SAMPLER[:2]:
+            killed(mother, first, log, point, passage)
+            kills += 1
+        for _ in range(3):
+            kills += killed_after(mother, first, log, lock, moments.uniform(0.0, 0.6))
+        said = run(first)
+        assert "goes on from step" in said or "0 steps to do" in said  # one checkpoint at least is whole by now
+        for point, passage in INSIDE_CHECKPOINT_WRITE[3:] + BETWEEN_STEP_AND_SAMPLER[2:]:
+            killed(mother, second, log, point, passage)
+            kills += 1
+        for attempt in range(20):
+            if kills >= 20:
+                break
+            kills += killed_after(mother, second, log, lock, moments.uniform(0.0, 0.5) / (1 + attempt / 4))
     assert kills >= 20
     run(second)
 
