@@ -277,7 +277,7 @@ def test_uniform_on_a_range_draws_nothing_else():
     t = (sampler.fractions(torch.zeros(5000, 1), torch.Generator()) * 1000).long()
     assert t.min() == 200 and t.max() == 299
     found = warnings_of(table(sampler, make_weighting({"name": "none"}, make_schedule())))
-    assert found == ["timestep is never drawn (p = 0) at 900 of 1000 timesteps, from t = 0 to 999"]
+    assert found == ["timestep is never drawn (p = 0) at 900 of 1000 timesteps between t = 0 and 999"]
 
 
 @pytest.mark.parametrize("name", ["log_normal", "speed", "beta", "uniform"])

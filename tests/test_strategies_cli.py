@@ -172,7 +172,7 @@ class Negative(Weighting):
     [
         (["uniform", "--set", "start=100", "--set", "end=900"], "never drawn (p = 0) at 200 of 1000"),
         (["p2", "--set", "gamma=400", "--set", "k=1e-3"], "weight is not finite"),
-        (["speed+negative"], "weight is negative at 500 of 1000 timesteps, from t = 500 to 999"),
+        (["speed+negative"], "weight is negative at 500 of 1000 timesteps between t = 500 and 999"),
     ],
 )
 @pytest.mark.parametrize("format", ["table", "csv", "png"])

@@ -19,7 +19,7 @@ from kairos.config.training import DiffusionConfig, MethodConfig, TrainingConfig
 from kairos.errors import ConfigError
 from kairos.files import sha256_json, write_text
 from kairos.models.registries import MODELS
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
 RESERVED = (*REFERENCE_ROWS, "dataset", "autoencoder", "latents", "extractor", "reference", "figures", "timing", "logs")
@@ -86,12 +86,13 @@ class Experiment(Section):
                 ("sampler", SAMPLERS, method.sampler),
                 ("weighting", WEIGHTINGS, method.weighting),
             ):
-                options = registry.parse(named["name"], {key: value for key, value in named.items() if key != "name"})
-                if timesteps is not None and hasattr(options, "check_fits"):
+                if timesteps is not None:
+                    options = {key: value for key, value in named.items() if key != "name"}
                     try:
-                        options.check_fits(timesteps, self.diffusion.process["schedule"])
-                    except ValueError as error:
-                        raise ValueError(f"methods.{name}.{part}.{error}") from None
+                        schedule = self.diffusion.process["schedule"]
+                        checked(registry, named["name"], options, timesteps, schedule, f"methods.{name}.{part}")
+                    except ConfigError as error:
+                        raise ValueError(str(error)) from None
         if timesteps is not None and self.sampling.steps > timesteps:
             raise ValueError(
                 f"sampling.steps: got {self.sampling.steps}, allowed: at most diffusion.process.timesteps = {timesteps}"

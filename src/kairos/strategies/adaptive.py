@@ -71,7 +71,7 @@ class Adaptive(Sampler):
     """The adaptive sampler.
 
     Args:
-        options: `strategies.registries.AdaptiveOptions`.
+        options: `strategies.options.Adaptive`.
         schedule: gives T and the VLB coefficients c_t.
         seed: of the policy's initial weights.
 
@@ -89,8 +89,7 @@ class Adaptive(Sampler):
         count = min(options.feature_timesteps or timesteps, timesteps)
         if options.selected > count:
             raise ValueError(
-                f"sampler adaptive.selected: got {options.selected}, allowed: 1 to {count}, the timesteps of the "
-                "feature vector"
+                f"selected: got {options.selected}, allowed: 1 to {count}, the timesteps of the feature vector"
             )
         self.features = torch.from_numpy(((np.arange(count) + 0.5) * timesteps / count).astype(np.int64))
         cap = np.inf if options.c_max is None else options.c_max

@@ -40,6 +40,14 @@ def table(sampler: Sampler, weighting: Weighting, x0: Any = None) -> dict[str, A
     return {"t": np.arange(len(p), dtype=np.float64), "p": p, "w": w, "effective": p * w}
 
 
+def strategy_csv(columns: dict[str, Array]) -> str:
+    """`table` as text: columns t, p, w, effective, 17 significant digits, which give back the same numbers."""
+    lines = [",".join(columns)]
+    for t, *values in zip(*columns.values(), strict=True):
+        lines.append(",".join([f"{t:.0f}", *(f"{value:.17g}" for value in values)]))
+    return "".join(f"{line}\n" for line in lines)
+
+
 def warnings_of(columns: dict[str, Array]) -> list[str]:
     """What is wrong with a table: weights that are negative or not finite, timesteps that are never drawn."""
     found = []
@@ -50,5 +58,5 @@ def warnings_of(columns: dict[str, Array]) -> list[str]:
     ):
         if bad.any():
             places = np.flatnonzero(bad)
-            found.append(f"{what} at {len(places)} of {len(bad)} timesteps, from t = {places[0]} to {places[-1]}")
+            found.append(f"{what} at {len(places)} of {len(bad)} timesteps between t = {places[0]} and {places[-1]}")
     return found

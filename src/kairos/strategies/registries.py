@@ -1,10 +1,32 @@
 """Samplers and weightings by name; sampler x weighting, any with any. Their options are in `strategies.options`."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from kairos.errors import ConfigError
 from kairos.registry import NoOptions, Registry
 from kairos.strategies import options
 
 SAMPLERS = Registry("sampler")
 WEIGHTINGS = Registry("weighting")
+
+
+def checked(
+    registry: Registry, name: str, values: Mapping[str, Any] | None, timesteps: int, schedule: str, where: str = ""
+) -> Any:
+    """The options of a sampler or weighting, checked against the process too.
+
+    Raises:
+        ConfigError: an option is unknown, not allowed, or does not fit T or the schedule.
+    """
+    where = where or f"{registry.kind} {name}"
+    found = registry.parse(name, values, where)
+    if hasattr(found, "check_fits"):
+        try:
+            found.check_fits(timesteps, schedule)
+        except ValueError as error:
+            raise ConfigError(f"{where}.{error}") from None
+    return found
 
 
 def _sampler(name: str, code: str, its_options: type, help: str) -> None:

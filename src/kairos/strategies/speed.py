@@ -166,7 +166,7 @@ def first_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedu
     elif tau is None:
         tau = min(max(round(0.7 * timesteps), 1), timesteps - 1)
     if not 0 < tau < timesteps:
-        raise ValueError(f"sampler speed.tau: got {tau}, allowed: 1 to T - 1 = {timesteps - 1}")
+        raise ValueError(f"tau: got {tau}, allowed: 1 to T - 1 = {timesteps - 1}")
     return tau
 
 
@@ -177,9 +177,7 @@ def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
         ValueError: the schedule is not linear; the closed form holds for that one alone.
     """
     if schedule.name != "linear":
-        raise ValueError(
-            f"sampler speed.r: got {r} with schedule {schedule.name}, allowed: schedule linear, or give tau"
-        )
+        raise ValueError(f"r: got {r} with schedule {schedule.name}, allowed: schedule linear, or give tau")
     timesteps = schedule.timesteps
     change, first = linear_coefficients(schedule)
     offset = timesteps * first / change

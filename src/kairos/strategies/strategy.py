@@ -25,7 +25,7 @@ from kairos.randomness import generator
 from kairos.strategies.base import Array, Observation
 from kairos.strategies.meter import Meter
 from kairos.strategies.names import parse_name, table
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class Strategy:
         sampler_name, weighting_name = parse_name(name)
         self.process = as_process(process, timesteps, prediction)
         schedule: NoiseSchedule = self.process.schedule
+        for registry, part, options in ((SAMPLERS, sampler_name, sampler), (WEIGHTINGS, weighting_name, weighting)):
+            checked(registry, part, options, schedule.timesteps, schedule.name)
         self.sampler = SAMPLERS.build(sampler_name, sampler, schedule, seed)
         given = dict(weighting or {})
         wanted = {field.name for field in fields(WEIGHTINGS.entry(weighting_name).options)}
