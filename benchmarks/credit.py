@@ -12,7 +12,8 @@ through the network beyond the training's own step (a backward pass counts two);
 
 A high correlation says that the way measures something that is there, not that a density made from it trains better:
 the root mean squares of losses and gradients estimate noise, the others what a step at t does to the target, and
-`with_first_order` is how those agree, over bins, with the first-order inner product.
+`with_first_order` and `with_regression` are how those agree, over bins and from all measurements, with the first-order
+inner product and with the regression of the plain loss; the noise of both makes agreement less than it is.
 
 --config takes an experiment of yours instead of the digits, whose latents must have been made (kairos encode).
 """
@@ -39,6 +40,7 @@ from kairos.data.latents import open_latents
 from kairos.training.loop import Trainer
 
 BLOCKS = 10  # of measurements, for the jackknife
+TRUTHS = {"with_first_order": "first order", "with_regression": "regression, loss"}
 
 
 def digits(folder: Path, schedule: str) -> tuple[dict[str, Any], Path]:
@@ -85,24 +87,29 @@ def with_error(way: Way, n: int) -> tuple[float, float]:
 
 def rows_of(moment: Moment, schedule: str, count: int) -> list[dict[str, Any]]:
     """All ways at one moment of a training, for several n."""
-    rows, profiles = [], {}
+    rows, profiles, comparable = [], {}, {}
     for way in ways(moment, count):
+        if way.profile and "rms" not in way.name:
+            comparable[way.name] = way.count
         whole = way.estimate(np.arange(way.count)).mean(0)
         profiles[way.name] = whole
-        for n in sorted({1, 10, way.count}):
+        # of vectors of two numbers that hang together, a single pair of estimates says no more than a sign
+        for n in sorted({1, 10, way.count} if way.profile else {1, min(10, way.count // 2)}):
             if n < way.least:
                 continue
             value, error = with_error(way, n)
             rows.append(
                 {
                     "schedule": schedule, "step": moment.trainer.step, "way": way.name, "n": n,
-                    "n_is_all": int(n == way.count), "correlation": value, "standard_error": error,
-                    "forwards_per_measurement": way.cost, "with_first_order": "",
+                    "correlation": value, "standard_error": error,
+                    "forwards_per_measurement": way.cost,
+                    **dict.fromkeys(TRUTHS, ""),
                 }
             )  # fmt: skip
     for row in rows:
-        if row["n_is_all"] and "rms" not in row["way"] and "policy" not in row["way"]:
-            row["with_first_order"] = correlation(profiles[row["way"]], profiles["first order"])
+        if row["way"] in comparable and row["n"] == comparable[row["way"]]:
+            for column, name in TRUTHS.items():
+                row[column] = correlation(profiles[row["way"]], profiles[name])
     return rows
 
 
@@ -113,18 +120,17 @@ def summaries(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         group = [row for row in rows if (row["schedule"], row["way"], row["n"]) == key]
         value = float(np.mean([row["correlation"] for row in group]))
         error = float(np.sqrt(np.sum([row["standard_error"] ** 2 for row in group])) / len(group))
-        agree = [row["with_first_order"] for row in group if row["with_first_order"] != ""]
         found.append(
             {
-                "schedule": key[0], "step": "mean", "way": key[1], "n": key[2], "n_is_all": group[0]["n_is_all"],
+                "schedule": key[0], "step": "mean", "way": key[1], "n": key[2],
                 "correlation": value, "standard_error": error,
                 "forwards_per_measurement": group[0]["forwards_per_measurement"],
-                "with_first_order": float(np.mean(agree)) if agree else "",
+                **{name: float(np.mean([r[name] for r in group])) if group[0][name] != "" else "" for name in TRUTHS},
             }
         )  # fmt: skip
     for row in found:
         same = [r for r in found if (r["schedule"], r["way"]) == (row["schedule"], row["way"])]
-        row["forwards_for_half"] = cost_of_half(same) if row["n_is_all"] else ""
+        row["forwards_for_half"] = cost_of_half(same) if row is same[-1] else ""
     return found
 
 
@@ -164,7 +170,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="an experiment file; default: scikit-learn's digits")
     parser.add_argument("--schedules", nargs="*", default=["linear", "cosine"])
     parser.add_argument("--moments", nargs="*", type=int, default=[100, 300, 900], help="steps of training")
-    parser.add_argument("--measurements", type=int, default=60, help="per way and moment")
+    parser.add_argument("--measurements", type=int, default=45, help="per way and moment")
     parser.add_argument("--quick", action="store_true", help="a test run: one schedule, little of everything")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -174,7 +180,7 @@ def main() -> None:
     begun = time.perf_counter()
     rows: list[dict[str, Any]] = []
     features: list[dict[str, Any]] = []
-    steps = 10 if arguments.quick else 60
+    steps = 10 if arguments.quick else max(60, arguments.measurements)
     with tempfile.TemporaryDirectory() as folder:
         for schedule in arguments.schedules:
             if arguments.config:
@@ -187,33 +193,32 @@ def main() -> None:
                     trainer.advance()
                 moment = Moment(trainer)
                 rows += rows_of(moment, schedule, arguments.measurements)
-                found = agreement(feature_vectors(moment, steps), steps // 3, 3, 1 / moment.size)
+                found = agreement(feature_vectors(moment, steps), min(20, steps // 3), 3, 1 / moment.size)
                 features += [{"schedule": schedule, "step": until, **row} for row in found]
                 print(f"{schedule}, step {until}: {time.perf_counter() - begun:.0f} s", flush=True)
     means = summaries(rows)
     for schedule in arguments.schedules:
         print(f"\n{schedule}: correlation of two halves (± standard error), mean over steps {arguments.moments}")
-        print(f"{'way':<36} {'cost':>6} {'n = 1':>14} {'n = 10':>14} {'all':>20} {'for 0.5':>9} {'first order':>12}")
+        header = f"{'way':<50} {'cost':>5} {'n = 1':>14} {'n = 10':>14} {'all (n)':>20}"
+        print(f"{header} {'for 0.5':>7} {'1st':>5} {'regr':>5}")
         for name in dict.fromkeys(row["way"] for row in means):
             mine = [row for row in means if (row["schedule"], row["way"]) == (schedule, name)]
-            cells = {
-                ("all" if r["n_is_all"] else r["n"]): f"{r['correlation']:.3f} ± {r['standard_error']:.3f}"
-                for r in mine
-            }
             last = mine[-1]
-            agree = f"{last['with_first_order']:.2f}" if last["with_first_order"] != "" else ""
+            cells = {r["n"]: f"{r['correlation']:.3f} ± {r['standard_error']:.3f}" for r in mine}
+            every = f"{cells[last['n']]} ({last['n']})" if last["n"] > 10 else ""
+            agree = [f"{last[truth]:.2f}" if last[truth] != "" else "" for truth in TRUTHS]
             print(
-                f"{name:<36} {last['forwards_per_measurement']:6.1f} {cells.get(1, ''):>14} {cells.get(10, ''):>14} "
-                f"{cells['all'] + ' (' + str(last['n']) + ')':>20} {last['forwards_for_half']:>9} {agree:>12}"
+                f"{name:<50} {last['forwards_per_measurement']:5.1f} {cells.get(1, ''):>14} {cells.get(10, ''):>14} "
+                f"{every:>20} {last['forwards_for_half']:>7} {agree[0]:>5} {agree[1]:>5}"
             )
-        print(f"{'features':<36} {'cost':>6} {'Delta, one':>12} {'Delta, batch':>13} {'S apart':>8} {'S predicts':>11}")
+        print(f"{'features':<50} {'cost':>5} {'Delta, one':>12} {'Delta, batch':>13} {'S apart':>8} {'S predicts':>11}")
         for name in dict.fromkeys(row["features"] for row in features):
             mine = [row for row in features if (row["schedule"], row["features"]) == (schedule, name)]
             cells = [
                 f"{np.mean([row[column] for row in mine]):.2f}" if mine[0][column] != "" else ""
                 for column in ("forwards", "delta_with_one_image", "delta_with_batch", "distance_of_S", "S_predicts")
             ]
-            print(f"{name:<36} {cells[0]:>6} {cells[1]:>12} {cells[2]:>13} {cells[3]:>8} {cells[4]:>11}")
+            print(f"{name:<50} {cells[0]:>5} {cells[1]:>12} {cells[2]:>13} {cells[3]:>8} {cells[4]:>11}")
     print(f"{time.perf_counter() - begun:.0f} s")
     if arguments.out:
         options = f"--moments {' '.join(map(str, arguments.moments))} --measurements {arguments.measurements}"

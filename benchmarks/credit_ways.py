@@ -162,6 +162,9 @@ def mean_of(values: Array) -> Callable[[Array], Array]:
 def published(moment: Moment, name: str, count: int) -> list[Way]:
     """The per-sample reward of `adaptive` or `adaptive_official`: as policy gradients of a and b, and by bins of t.
 
+    The gradient is also given in two parts: that of the batch's mean reward, which credits the batch's timesteps as a
+    whole, and that of what each sample's reward has beyond it.
+
     The policy does not move (its learning rate is nothing), so the gradients are those of its start, close to uniform.
     The queue is filled first; S is then selected anew after every measurement, as in a training.
     """
@@ -169,7 +172,8 @@ def published(moment: Moment, name: str, count: int) -> list[Way]:
     sampler: Any = strategy.sampler
     advantage, rewards = sampler.advantage, []
     sampler.advantage = lambda change: rewards.append(advantage(change)) or rewards[-1]
-    gradients, tables = [], []
+    gradients: dict[str, list[Any]] = {part: [] for part in ("", ", batch's part", ", samples' part")}
+    tables = []
     warm_up = sampler.options.queue
     for number in range(warm_up + count):
         x0, conditions = moment.batch(number)
@@ -187,13 +191,18 @@ def published(moment: Moment, name: str, count: int) -> list[Way]:
         coefficient = rewards[-1].float()
         if name == "adaptive_official":
             coefficient = coefficient + sampler.options.entropy * density.entropy().detach()
-        gradients.append([half.mean(0) for half in halves(score * coefficient.numpy()[:, None])])
+        whole = coefficient.numpy()[:, None]
+        for part, factor in zip(gradients, (whole, whole.mean(0), whole - whole.mean(0)), strict=True):
+            gradients[part].append([half.mean(0) for half in halves(score * factor)])
         parts = zip(halves(bins_of(draw.fractions)), halves(rewards[-1].double().numpy()))
         tables.append([sums_by_bin(*part) for part in parts])
     table = np.array(tables)  # (count, halves, sums and numbers, BINS)
     cost = (2 * len(sampler.features)) / moment.size + 2 * sampler.options.selected
     return [
-        Way(f"{name}: policy gradient", cost, count, mean_of(np.array(gradients, np.float64)), profile=False),
+        *(
+            Way(f"{name}: policy gradient{part}", cost, count, mean_of(np.array(values, np.float64)), profile=False)
+            for part, values in gradients.items()
+        ),
         Way(f"{name}: reward by bins", cost, count, lambda chosen: ratio(table[chosen].sum(0))),
     ]
 
