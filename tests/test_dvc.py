@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from workflow_copy import Copy
+from workflow_copy import Copy, finished
 
 LIST_STAGES = """
 import json
@@ -142,13 +142,8 @@ def test_no_remote_and_no_analytics_in_the_repository(copy):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A copy in which a small demo has run, is recorded, committed and pushed."""
-    copy = Copy(tmp_path_factory.mktemp("recorded"))
-    tiny = (copy.folder / "tests/tiny.yaml").read_text().replace("experiment: tiny", "experiment: demo")
-    (copy.folder / "params.yaml").write_text(tiny)
-    (copy.folder / "dvc.lock").unlink(missing_ok=True)
-    ended = copy.snakemake(config="params.yaml")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    """A copy in which a small experiment has run, is recorded and committed."""
+    copy = finished(tmp_path_factory)
     git(copy, "init", "-q")
     git(copy, "add", "-A")
     subprocess.run(commit("all"), cwd=copy.folder, check=True, capture_output=True)
@@ -197,14 +192,14 @@ def test_adopt_in_a_clone_leaves_nothing_to_rerun(recorded, tmp_path):
 @pytest.mark.timeout(1800)
 def test_a_later_milestone_computes_the_new_steps_and_a_forced_reproduction_all_of_them(recorded):
     """DVC deletes all outputs of a training before either; it has two segments here."""
-    folder = recorded.folder / "results/demo/uniform/seed0"
+    folder = recorded.folder / "results/tiny/adaptive/seed0"
     before = hashes(folder)
     with recorded.edited("params.yaml", "[20, 40]", "[20, 50]"):
-        assert steps_run(recorded.run("dvc", "repro", "train@uniform-0")) == 10
+        assert steps_run(recorded.run("dvc", "repro", "train@adaptive-0")) == 10
         assert (folder / "milestones/0000020/milestone.json").exists()
     git(recorded, "checkout", "dvc.lock")
     assert recorded.run("dvc", "checkout", "--force").returncode == 0
-    assert steps_run(recorded.run("dvc", "repro", "--force", "--single-item", "train@uniform-0")) == 40
+    assert steps_run(recorded.run("dvc", "repro", "--force", "--single-item", "train@adaptive-0")) == 40
     assert hashes(folder) == before
     assert recorded.run("dvc", "repro").returncode == 0  # the report shows times
     assert recorded.to_do(config="params.yaml") == {}

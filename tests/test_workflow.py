@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from workflow_copy import Copy
+from workflow_copy import Copy, finished
 
 TRAININGS = 2  # of tests/tiny.yaml: two methods, one seed, in two segments
 AFTER = {"report": 1, "track": 1}
@@ -177,18 +177,16 @@ def test_a_second_controller_is_refused_while_one_works(done, tmp_path):
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
-    """A copy in which tests/tiny.yaml has run."""
-    copy = Copy(tmp_path_factory.mktemp("computed"))
-    ended = copy.snakemake()
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return copy
+    return finished(tmp_path_factory)
 
 
-FOLDER = "results/tiny/uniform/seed0"
+FOLDER = "results/tiny/adaptive/seed0"
 TRAIN = ("--allowed-rules", "train_1", "train_2", "--", f"{FOLDER}/training.json")
 
 
-def steps_run(ended) -> int:
+def run(copy: Copy, *arguments: str) -> int:
+    """Run Snakemake; the number of training steps that it computed."""
+    ended = copy.snakemake(*arguments, config="params.yaml")
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output
     return sum(int(steps) for steps in re.findall(r"(\d+) steps computed", output))
@@ -198,21 +196,13 @@ def steps_run(ended) -> int:
 @pytest.mark.timeout(1200)
 def test_whole_pipeline(computed):
     results = computed.folder / "results/tiny"
-    assert computed.to_do() == {}
+    assert computed.to_do(config="params.yaml") == {}
     assert (results / "report.html").stat().st_size > 10_000
     header, *rows = (results / "summary.csv").read_text().splitlines()
     assert header.startswith("experiment,method,seed,step,images_seen,train_seconds,frechet_classifier16")
-    assert len(rows) == 2 * 3 + 4  # two methods at three milestones, four reference rows
-    listed = [name for name in computed.outputs() if not (computed.folder / name).exists()]
+    assert len(rows) == 3 + 4  # three milestones, four reference rows
+    listed = [name for name in computed.outputs("params.yaml") if not (computed.folder / name).exists()]
     assert listed == []
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_a_forced_training_computes_every_step_again(computed):
-    before = (computed.folder / FOLDER / "training.json").read_bytes()
-    assert steps_run(computed.snakemake("--forcerun", "train_1", *TRAIN)) == 40
-    assert (computed.folder / FOLDER / "training.json").read_bytes() == before
 
 
 @pytest.mark.long
@@ -221,23 +211,15 @@ def test_deleted_outputs_are_computed_from_step_0(computed):
     for path in (computed.folder / FOLDER).glob("milestones/*/milestone.json"):
         path.unlink()
     (computed.folder / FOLDER / "training.json").unlink()
-    assert steps_run(computed.snakemake(*TRAIN)) == 40
+    assert run(computed, *TRAIN) == 40
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_later_milestone_computes_only_the_new_steps(computed):
-    with computed.edited("tests/tiny.yaml", "[20, 40]", "[20, 50]"):
-        assert steps_run(computed.snakemake(*TRAIN, f"{FOLDER}/milestones/0000050/milestone.json")) == 10
-    assert steps_run(computed.snakemake(*TRAIN)) == 0  # back again: the steps are there
-    assert computed.to_do("--", f"{FOLDER}/training.json") == {}
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_a_controller_killed_before_its_bookkeeping_loses_nothing(computed):
-    """The controller is stopped while a forced training runs, and killed when the training has written everything."""
-    command = ["snakemake", "--cores", "1", "--configfile", "tests/tiny.yaml", "--forcerun", "train_1", *TRAIN]
+def test_a_forced_training_starts_over_and_a_controller_killed_before_its_bookkeeping_loses_nothing(computed):
+    """The controller is stopped while a forced training runs, and killed when its first segment has written all."""
+    before = (computed.folder / FOLDER / "training.json").read_bytes()
+    command = ["snakemake", "--cores", "1", "--configfile", "params.yaml", "--forcerun", "train_1", *TRAIN]
     with open(computed.folder / "controller.log", "w") as log:
         controller = subprocess.Popen(
             command, cwd=computed.folder, env=computed.environment, stdout=log, stderr=subprocess.STDOUT
@@ -252,9 +234,17 @@ def test_a_controller_killed_before_its_bookkeeping_loses_nothing(computed):
             controller.kill()
             controller.wait()
     assert list((computed.folder / ".snakemake/locks").iterdir())  # what would stop a plain Snakemake
-    assert "20 steps computed" in (computed.folder / "controller.log").read_text()
-    assert steps_run(computed.snakemake(*TRAIN)) == 20  # the second segment alone
-    assert computed.to_do("--", f"{FOLDER}/training.json") == {}
+    assert "20 steps computed" in (computed.folder / "controller.log").read_text()  # forced: from step 0
+    assert run(computed, *TRAIN) == 20  # the second segment alone
+    assert computed.to_do("--", f"{FOLDER}/training.json", config="params.yaml") == {}
+    assert (computed.folder / FOLDER / "training.json").read_bytes() == before
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_later_milestone_computes_only_the_new_steps(computed):
+    with computed.edited("params.yaml", "[20, 40]", "[20, 50]"):
+        assert run(computed, *TRAIN, f"{FOLDER}/milestones/0000050/milestone.json") == 10
 
 
 def running(folder: Path, argument: str) -> bool:

@@ -1,5 +1,6 @@
 """A copy of the repository in which tests run Snakemake and DVC, and edit what they like."""
 
+import fcntl
 import json
 import os
 import re
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,7 +43,7 @@ class Copy:
             "OMP_NUM_THREADS": "1",
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "DVC_NO_ANALYTICS": "1",
-            "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+            "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db",
         }
         self.environment.pop("KAIROS_EXPERIMENT", None)
 
@@ -90,3 +93,26 @@ class Copy:
                 path.write_text(json.dumps({"imported": True, "uri": self.environment["MLFLOW_TRACKING_URI"]}))
         done = self.snakemake("--touch", "--forceall", config=config)
         assert done.returncode == 0, done.stderr
+
+
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Copy:
+    """A copy of its own whose params.yaml has run: tests/tiny.yaml with the method `adaptive` alone, in two segments.
+
+    It is computed once for all test files and all of pytest's processes.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    made, complete = shared / "finished", shared / "finished.ok"
+    with open(shared / "finished.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not complete.exists():
+            shutil.rmtree(made, ignore_errors=True)
+            copy = Copy(made)
+            tiny = (made / "tests/tiny.yaml").read_text()
+            (made / "params.yaml").write_text(tiny.replace("  uniform: {sampler: uniform}\n", ""))
+            (made / "dvc.lock").unlink(missing_ok=True)
+            ended = copy.snakemake(config="params.yaml")
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+            complete.touch()
+    return Copy.at(shutil.copytree(made, tmp_path_factory.mktemp("finished") / "copy", symlinks=True))
