@@ -43,7 +43,7 @@ def write_experiment(folder: Path, name: str, **sections: Any) -> Path:
         "sampling": {"scheduler": {"name": "ddim", "clip": True}, "steps": 5},
         "evaluation": {
             "extractor": {"name": "classifier", "features": 16, "channels": 8, "steps": 150},
-            "num_samples": 160, "sets": 2, "strata": 8, "loss_images": 64,
+            "num_samples": 100, "sets": 2, "strata": 8, "loss_images": 64,
         },
         "tracking": {"enabled": False},
         **sections,
@@ -77,9 +77,10 @@ def test_a_real_data_set_from_images_to_the_table(name, tmp_path):
     untrained, trained = (row for row in rows if row["step"])
     assert (untrained["step"], trained["step"]) == ("0", "200")
     assert float(trained["val_loss"]) < float(untrained["val_loss"]) / 2  # about a tenth of it
-    assert float(trained["frechet_classifier16"]) < float(untrained["frechet_classifier16"])  # six tenths and two tenths of it, spread 0.04
+    before, after = (float(row["frechet_classifier16"]) for row in (untrained, trained))
+    assert after < before  # six and two tenths of it, with a spread of a twentieth
     distance = {row["method"]: float(row["frechet_classifier16"]) for row in rows if not row["step"]}
-    assert distance["floor"] < distance["gaussian"] < distance["noise"]
+    assert distance["floor"] < distance["noise"] / 10 and distance["gaussian"] < distance["noise"] / 5
     assert (results / "report.html").stat().st_size > 100_000
     if name == "cifar10":
         encode_with_a_pretrained_autoencoder(results / "dataset", tmp_path)
