@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from credit_ways import Array, Moment, uniform_draws
+from credit_ways import Array, Moment
 from torch import Tensor
 
+from kairos.randomness import derived_seed
 from kairos.strategies import Observation
 from kairos.strategies.adaptive import select
 from kairos.strategies.meter import errors
@@ -41,13 +42,14 @@ def feature_vectors(moment: Moment, count: int) -> dict[str, tuple[Array, Array]
             one = torch.full((len(t),), (observation.step * 7 + draw * 13) % size)
             index = one if images == "one" else torch.arange(len(t)) * size // len(t)
             fractions = torch.from_numpy((t + 0.5) / timesteps)
-            looks[name] = errors(observation, index, fractions, 100 * observation.step + draw) * coefficients[t]
+            seed = derived_seed(moment.first, name, observation.step)
+            looks[name] = errors(observation, index, fractions, seed) * coefficients[t]
         return looks
 
     for step in range(count):
         observation = moment.observation(*moment.batch(step), step)
         before = look(observation)
-        moment.backward(moment.losses(step, uniform_draws(size, step)))
+        moment.backward(moment.losses(step, moment.draws(step)))
         moment.optimizer.step()
         after = look(observation)
         moment.restore()

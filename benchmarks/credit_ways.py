@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributions import Beta
 
 from kairos.diffusion.losses import per_sample
+from kairos.randomness import generator
 from kairos.strategies import Observation, Strategy, make_sampler, make_weighting
 from kairos.strategies.meter import Meter, evaluating
 from kairos.training.loop import Trainer
 
 Array = NDArray[np.float64]
 BINS = 16
-FRESH = 10**5  # measurements use batches numbered from here on, which the training has not seen in this order
+FRESH = 10**6  # measurements use batches from this many times the step on: others at every moment
 TARGET = 256  # samples of the fixed set that a step's effect is measured on
 PERTURBATION = 0.5  # of the density in a bin, up or down, for antithetic batches
 
@@ -57,6 +58,7 @@ class Moment:
         self.schedule = trainer.process.schedule
         self.weighting = make_weighting({"name": "none"}, self.schedule, self.process.prediction)
         self.size = trainer.settings["batch_size"]
+        self.first = FRESH * (1 + trainer.step)
         self.saved = copy.deepcopy((self.network.state_dict(), self.optimizer.state_dict()))
         self.fixed = self._fixed()
         self.before = self.target()
@@ -68,7 +70,7 @@ class Moment:
 
     def batch(self, number: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Images and conditions of a measurement."""
-        return self.trainer.batch(FRESH + number)
+        return self.trainer.batch(self.first + number)
 
     def _predict(
         self, x0: Tensor, conditions: dict[str, Tensor], fractions: Tensor, noise: Tensor
@@ -78,10 +80,14 @@ class Moment:
         output = self.process.predict(self.network, x_t, t, conditions)
         return t, x_t, output, per_sample((output - self.process.target(x0, noise, t)) ** 2)
 
+    def draws(self, number: int) -> Tensor:
+        """Uniform fractions for a batch, float64 (batch,)."""
+        return torch.rand(self.size, generator=generator(self.first, "timesteps", number), dtype=torch.float64)
+
     def losses(self, number: int, fractions: Tensor) -> Tensor:
         """Per-sample losses of a training step on a fresh batch at given fractions, (batch,), with gradients."""
         x0, conditions = self.batch(number)
-        noise = torch.randn(x0.shape, generator=torch.Generator(x0.device).manual_seed(number), device=x0.device)
+        noise = torch.randn(x0.shape, generator=generator(self.first, "noise", number, x0.device), device=x0.device)
         self.network.train()
         return self._predict(x0, conditions, fractions, noise)[3]
 
@@ -119,13 +125,8 @@ class Moment:
     def observation(self, x0: Tensor, conditions: dict[str, Tensor], number: int) -> Observation:
         """What a sampler would be shown before a step."""
         meter = Meter(self.process, self.network, x0, conditions, self.weighting, self.optimizer)
-        random = torch.Generator().manual_seed(number)
+        random = generator(self.first, "observation", number)
         return Observation(number, x0, torch.zeros(len(x0), dtype=torch.float64), None, meter, random)
-
-
-def uniform_draws(count: int, seed: int) -> Tensor:
-    """Random fractions, float64 (count,)."""
-    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def bins_of(fractions: Tensor) -> Array:
@@ -168,7 +169,7 @@ def published(moment: Moment, name: str, count: int) -> list[Way]:
     The policy does not move (its learning rate is nothing), so the gradients are those of its start, close to uniform.
     The queue is filled first; S is then selected anew after every measurement, as in a training.
     """
-    strategy = Strategy(name, moment.process, sampler={"frequency": 1, "lr": 1e-30})
+    strategy = Strategy(name, moment.process, sampler={"frequency": 1, "lr": 1e-30}, seed=moment.first)
     sampler: Any = strategy.sampler
     advantage, rewards = sampler.advantage, []
     sampler.advantage = lambda change: rewards.append(advantage(change)) or rewards[-1]
@@ -211,7 +212,7 @@ def second_moment_of_loss(moment: Moment, count: int) -> Way:
     """Root mean square of the loss by bins, from losses that a step has anyway."""
     tables = []
     for number in range(count):
-        fractions = uniform_draws(moment.size, number)
+        fractions = moment.draws(number)
         with torch.no_grad():
             squares = moment.losses(number, fractions).double().cpu().numpy() ** 2
         tables.append([sums_by_bin(*part) for part in zip(halves(bins_of(fractions)), halves(squares))])
@@ -243,7 +244,7 @@ def regressions(moment: Moment, count: int) -> list[Way]:
     histograms, fallen = np.zeros((count, 2, BINS)), np.zeros((count, 2, 2))
     for number in range(count):
         for half in range(2):
-            fractions = uniform_draws(moment.size, 2 * number + half)
+            fractions = moment.draws(2 * number + half)
             histograms[number, half] = np.bincount(bins_of(fractions), minlength=BINS) / moment.size
             fallen[number, half] = moment.reduction(2 * number + half, fractions)
 
@@ -265,7 +266,7 @@ def ridge(features: Array, values: Array) -> Array:
 
 def antithetic(moment: Moment, count: int) -> list[Way]:
     """Pairs of batches from densities perturbed by +xi and -xi: the difference of the reductions, times xi."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(moment.first)
     values = np.zeros((count, 2, 2, BINS))
     for number in range(count):
         for half in range(2):

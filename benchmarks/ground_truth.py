@@ -45,6 +45,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "gradient_variance": {"frequency": 10, "bins": 10, "samples": 4},
     "first_order": {"frequency": 10, "bins": 10, "samples": 8},
     "adaptive": {"frequency": 5, "feature_timesteps": None},
+    "adaptive, entropy 1": {"frequency": 5, "feature_timesteps": None, "entropy": 1.0},
     "adaptive_official": {"frequency": 5},
 }
 
@@ -208,7 +209,8 @@ def train(problem: Problem, strategy: Strategy) -> tuple[Tensor, list[Tensor]]:
 
 def make_strategy(problem: Problem, sampler: str, seed: int) -> Strategy:
     """A sampler on the variational bound, whose terms are the problem's losses."""
-    return Strategy(f"{sampler}+vlb", "linear", timesteps=problem.timesteps, sampler=SAMPLERS[sampler], seed=seed)
+    name = sampler.partition(",")[0]
+    return Strategy(f"{name}+vlb", "linear", timesteps=problem.timesteps, sampler=SAMPLERS[sampler], seed=seed)
 
 
 def rows_of(problem: Problem, samplers: list[str], seeds: int) -> list[dict[str, Any]]:
