@@ -39,7 +39,7 @@ def test_usable(folder, capsys):
     assert found["dvc remote"] == ("ok", "store, https://host/x")
     assert not (folder / "mlflow.db").exists()
 
-    MlflowClient("sqlite:///mlflow.db").search_experiments()  # makes it
+    MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()  # makes it; MLflow keeps stores by their URI
     status, found = doctor(capsys)
     assert status == 0 and found["mlflow store"] == ("ok", "sqlite:///mlflow.db: opened")
 
