@@ -205,6 +205,7 @@ def test_import_into_a_server(tree, monkeypatch, tmp_path):
             except OSError:
                 time.sleep(0.5)
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # it shares its processors with other tests
         out = results / "tracking.json"
         track(load(config), results, out)
         record, first = read_json(out), counts(tmp_path / "server.db")
