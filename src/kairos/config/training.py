@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from kairos.config.base import Section, component
 from kairos.diffusion.registries import LOSSES, PROCESSES
@@ -55,6 +55,12 @@ class TrainingConfig(Section):
     """Lengths, optimiser, and how the training is computed."""
 
     batch_size: int = Field(128, ge=1, description="images per step, over all processes")
+    microbatch: int | None = Field(
+        None, ge=1, description="images per forward pass and process, gradients add up; null: all at once"
+    )
+    processes: int = Field(1, ge=1, description="processes of one training, a GPU each; changes no result")
+    nodes: int = Field(1, ge=1, description="machines that these processes are spread over evenly")
+    trainings_per_gpu: int = Field(1, ge=1, description="trainings that share a GPU, where one cannot fill it")
     milestones: list[int | str] = Field(
         [1000],
         min_length=1,
@@ -67,13 +73,41 @@ class TrainingConfig(Section):
     log_every: int = Field(1, ge=1, description="steps between lines of metrics.jsonl")
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig = EmaConfig()
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="autocast precision of the network")
+    precision: Literal["fp32", "bf16", "fp64"] = Field(
+        "fp32", description="bf16: the network in autocast; fp64: weights, images and noise in double precision"
+    )
     compile: bool = Field(False, description="torch.compile; its autotuning is not bit-exact between machines")
     deterministic: bool = Field(True, description="deterministic algorithms only")
     threads: int = Field(1, ge=1, description="computing threads of every job; results differ between thread counts")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
     condition_dropout: float = Field(0.0, ge=0, lt=1, description="share of samples trained without their conditions")
     probes: list[component(PROBES)] = Field([], description="measurements taken during training")  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _processes_fit(self) -> "TrainingConfig":
+        processes, microbatch, batch = self.processes, self.microbatch, self.batch_size
+        if processes % self.nodes:
+            raise ValueError(f"training.processes: got {processes}, allowed: a multiple of nodes = {self.nodes}")
+        if processes > batch:
+            raise ValueError(f"training.processes: got {processes}, allowed: at most batch_size = {batch}")
+        if microbatch is not None and microbatch > batch:
+            raise ValueError(f"training.microbatch: got {microbatch}, allowed: at most batch_size = {batch}")
+        if microbatch is not None and processes > 1 and microbatch > (most := (batch - 1) // (processes - 1)):
+            raise ValueError(
+                f"training.microbatch: got {microbatch}, allowed: at most {most}, so that batch_size = {batch} has one "
+                f"for each of {processes} processes"
+            )
+        if processes > 1 and self.trainings_per_gpu > 1:
+            raise ValueError(
+                f"training.trainings_per_gpu: got {self.trainings_per_gpu} with {processes} processes, allowed: 1 "
+                "(several trainings share a GPU only where each has one process)"
+            )
+        if processes > 1 and ":" in self.device:
+            raise ValueError(
+                f"training.device: got {self.device!r} with {processes} processes, allowed: auto, cpu, cuda "
+                "(each process has a GPU of its own)"
+            )
+        return self
 
 
 class MethodConfig(Section):

@@ -11,6 +11,7 @@ from kairos.fingerprint import fingerprint
 
 _TRAJECTORY = (
     "batch_size",
+    "microbatch",
     "optimizer",
     "ema",
     "precision",
