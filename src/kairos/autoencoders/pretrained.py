@@ -31,6 +31,6 @@ def fetch(config: AutoencoderConfig) -> Any:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise KairosError(
             f"autoencoder.path: {path!r} is no folder here and cannot be had from the hub "
-            f"({' '.join(str(error).split())[:200]}). Put {' and '.join(FILES)} into a folder and set "
-            "autoencoder.path to it"
+            f"({' '.join(str(error).split())[:200]}). `kairos fetch` brings it where there is a network; or put "
+            f"{' and '.join(FILES)} into a folder and set autoencoder.path to it"
         ) from None

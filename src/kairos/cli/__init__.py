@@ -25,6 +25,8 @@ COMMANDS = {
     "track": ("kairos.cli.report", "import an experiment's results into MLflow"),
     "verify": ("kairos.cli.verify", "check a training's files and print the hash of each part"),
     "check": ("kairos.cli.check", "check an experiment file and say what it will do"),
+    "fetch": ("kairos.cli.fetch", "bring what jobs without a network need: data set, autoencoder, weights"),
+    "status": ("kairos.cli.status", "how far every training is: queued, running, failed, complete"),
     "strategies": ("kairos.cli.strategies", "timestep strategies: list them, show what they train on"),
     "doctor": ("kairos.cli.doctor", "what is installed and usable on this machine"),
     "ledger": ("kairos.cli.ledger", "the workflow's books: fingerprints, record, adopt"),

@@ -1,6 +1,6 @@
 """Inception-v3 as torch-fidelity has it: FID, Inception score and KID proper, where its weights are present."""
 
-import urllib.error
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,18 @@ from torch_fidelity.utils import create_feature_extractor
 
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import KairosError
+from kairos.evaluation import weights
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.registries import InceptionOptions
 from kairos.files import link_file, sha256_file
-from kairos.progress import say
 
-WEIGHTS = URL_INCEPTION_V3.rsplit("/", 1)[1]
+WEIGHTS = weights.NAME
 NAME = "kairos-inception"
 
 
 def weights_path(options: InceptionOptions) -> Path:
     """Where the weights are expected: the configured file, or where torch-fidelity keeps its download."""
-    return Path(options.path) if options.path else Path(torch.hub.get_dir()) / "checkpoints" / WEIGHTS
+    return Path(options.path) if options.path else weights.place()
 
 
 def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
@@ -36,12 +36,11 @@ def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: 
     if not path.is_file():
         if options.path:
             raise KairosError(missing(path, "there is no such file"))
-        say(f"inception: downloading {URL_INCEPTION_V3}")
+        if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+            raise KairosError(missing(path, "it is not there, and HF_HUB_OFFLINE says that there is no network"))
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            digest = WEIGHTS.rsplit("-", 1)[1].split(".")[0]
-            torch.hub.download_url_to_file(URL_INCEPTION_V3, str(path), hash_prefix=digest, progress=False)
-        except (urllib.error.URLError, OSError, RuntimeError) as error:
+            weights.download(URL_INCEPTION_V3, path)
+        except (KairosError, OSError) as error:
             raise KairosError(missing(path, f"the download failed ({error})")) from None
     link_file(path, folder / WEIGHTS)
     digest = sha256_file(folder / WEIGHTS)
@@ -60,8 +59,9 @@ def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: 
 def missing(path: Path, why: str) -> str:
     """What a user without the weights is told."""
     return (
-        f"evaluation.extractor: inception needs the weights {path}, but {why}. Put the file from {URL_INCEPTION_V3} "
-        "there, or name it as evaluation.extractor.path; evaluation.extractor: classifier needs none"
+        f"evaluation.extractor: inception needs the weights {path}, but {why}. `kairos fetch` brings it where there is "
+        f"a network; or put the file from {URL_INCEPTION_V3} there, or name it as evaluation.extractor.path; "
+        "evaluation.extractor: classifier needs none"
     )
 
 

@@ -1,0 +1,55 @@
+"""The weights of torch-fidelity's Inception network: where they lie and how they are brought there. No torch here."""
+
+import http.client
+import os
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from kairos.errors import KairosError
+from kairos.files import atomic, sha256_file
+from kairos.progress import Progress
+
+URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
+NAME = URL.rsplit("/", 1)[1]
+_CHUNK, _MEGABYTE = 2**18, 2**20
+_SECONDS = 60.0  # without a byte, until a download is given up
+
+
+def place() -> Path:
+    """Where torch-fidelity keeps its download: `torch.hub`'s folder, from the same environment variables."""
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(os.environ.get("TORCH_HOME", f"{cache}/torch")).expanduser()
+    return home / "hub" / "checkpoints" / NAME
+
+
+def whole(path: Path, name: str = "") -> bool:
+    """Whether a file has the hash that its name (or `name`) begins or ends with; true where a name tells of none."""
+    digest = re.search(r"-([0-9a-f]{8,})\.", name or path.name)
+    return digest is None or sha256_file(path).startswith(digest[1])
+
+
+def download(url: str, path: Path) -> None:
+    """Bring a file, whole or not at all, checked against the hash in the URL's last part.
+
+    Raises:
+        KairosError: no answer, an answer that is no file, or a file that ends early or is another one.
+    """
+    name = url.rsplit("/", 1)[1]
+    try:
+        with urllib.request.urlopen(url, timeout=_SECONDS) as answer, atomic(path) as file:
+            size = int(answer.headers.get("Content-Length") or 0)
+            progress, written = Progress(-(-size // _MEGABYTE), f"fetch {name}", "MiB"), 0
+            while chunk := answer.read(_CHUNK):
+                file.write(chunk)
+                progress.advance((written + len(chunk)) // _MEGABYTE - written // _MEGABYTE)
+                written += len(chunk)
+            progress.close()
+            file.flush()
+            if size and written != size:
+                raise KairosError(f"it ended after {written} of {size} bytes")
+            if not whole(Path(file.name), name):
+                raise KairosError("its content does not match the hash in its name")
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        raise KairosError(f"{getattr(error, 'reason', None) or error}") from None

@@ -1,0 +1,166 @@
+"""What jobs would need a network for, brought beforehand: compute nodes mostly have none.
+
+Everything goes where the jobs look for it with hub access off (``HF_HUB_OFFLINE=1``): the caches of the Hugging Face
+hub and of torch. Each download is whole or not there: the hub's own client, `datasets` and `evaluation.weights` write
+under other names and rename.
+"""
+
+import glob
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kairos.config import Experiment
+from kairos.errors import KairosError
+from kairos.evaluation import weights
+from kairos.files import sha256_file
+
+OFFLINE = "HF_HUB_OFFLINE"
+_MODEL = ("config.json", "diffusion_pytorch_model.safetensors")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that jobs read.
+
+    Attributes:
+        what: its name.
+        find: where it is, checked, or None where it is not here; raises KairosError where what is here cannot be used.
+        bring: download it; None where that is for the user to do.
+        by_hand: what to do where it cannot be brought.
+    """
+
+    what: str
+    find: Callable[[], str | None]
+    bring: Callable[[], None] | None
+    by_hand: str
+
+
+def needs(experiment: Experiment) -> list[Need]:
+    """What an experiment's jobs read from outside of its results, in the order in which they read it."""
+    found = [_dataset(experiment)] if experiment.dataset.source != "digits" else []
+    if experiment.autoencoder.kind == "pretrained":
+        found.append(_autoencoder(str(experiment.autoencoder.path)))
+    if experiment.evaluation.extractor["name"] == "inception":
+        found.append(_inception(experiment.evaluation.extractor["path"]))
+    return found
+
+
+def _dataset(experiment: Experiment) -> Need:
+    dataset = experiment.dataset
+    if dataset.source == "hub":
+        what = f"data set {dataset.path} ({dataset.split})"
+        advice = (
+            "on a machine with a network, run kairos fetch and copy its Hugging Face cache (HF_HOME), or fetch the "
+        )
+        advice += "parquet files and set dataset.source: parquet and dataset.path to them"
+        arguments = (str(dataset.path), dataset.split)
+        return Need(what, lambda: _hub_rows(*arguments), lambda: _bring_rows(*arguments), advice)
+    path = str(dataset.path)
+
+    def find() -> str | None:
+        return path if os.path.exists(path) or glob.glob(path, recursive=True) else None
+
+    return Need(f"data set {path}", find, None, "put the files there, or set dataset.path to where they are")
+
+
+_ROWS = """
+import sys
+try:
+    from datasets import load_dataset
+    print(len(load_dataset(sys.argv[1], split=sys.argv[2])))
+except Exception as error:
+    sys.exit(print(" ".join(f"{type(error).__name__}: {error}".split())[:300]) or 1)
+"""
+
+
+def _rows(path: str, split: str, offline: bool) -> tuple[bool, str]:
+    """Load a hub data set in a process of its own: whether that works, and the number of rows or the error."""
+    environment = {name: value for name, value in os.environ.items() if name != OFFLINE}
+    done = subprocess.run(
+        [sys.executable, "-c", _ROWS, path, split],
+        env={**environment, OFFLINE: "1"} if offline else environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if offline else None,  # progress
+        text=True,
+        check=False,
+    )
+    return done.returncode == 0, done.stdout.strip()
+
+
+def _hub_rows(path: str, split: str) -> str | None:
+    """Ask as a job will, with hub access off."""
+    good, answer = _rows(path, split, offline=True)
+    return f"in the Hugging Face cache, {answer} rows" if good else None
+
+
+def _bring_rows(path: str, split: str) -> None:
+    good, answer = _rows(path, split, offline=False)
+    if not good:
+        raise KairosError(answer)
+
+
+def _autoencoder(path: str) -> Need:
+    what = f"autoencoder {path}"
+    advice = f"put {' and '.join(_MODEL)} into a folder that jobs can read and set autoencoder.path to it"
+    if Path(path).is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+        return Need(what, lambda: _model(Path(path)) if Path(path).is_dir() else None, None, advice)
+    return Need(what, lambda: _hub_model(path), lambda: _bring_model(path), advice)
+
+
+def _hub_model(name: str) -> str | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return _model(Path(snapshot_download(name, allow_patterns=list(_MODEL), local_files_only=True)))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _bring_model(name: str) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(name, allow_patterns=list(_MODEL))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise KairosError(" ".join(str(error).split())[:300]) from None
+
+
+def _model(folder: Path) -> str | None:
+    """The folder, if configuration and weights are there and whole; a blob of the hub's cache is named by its hash."""
+    for name in _MODEL:
+        file = (folder / name).resolve()
+        if not file.is_file():
+            return None
+        if re.fullmatch(r"[0-9a-f]{64}", file.name) and sha256_file(file) != file.name:
+            file.unlink()  # the hub's client would take it for whole
+            return None
+    try:
+        size = (folder / _MODEL[1]).stat().st_size
+        with open(folder / _MODEL[1], "rb") as file_:
+            length = int.from_bytes(file_.read(8), "little")
+            header = json.loads(file_.read(length)) if length < size else {}
+        ends = [item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"]
+        json.loads((folder / _MODEL[0]).read_text(encoding="utf-8"))["_class_name"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise KairosError(f"{folder}: no autoencoder of diffusers, or a damaged one") from None
+    if not ends or 8 + length + max(ends) != size:
+        raise KairosError(f"{folder / _MODEL[1]}: damaged: it has {size} bytes, not those that its head tells of")
+    return str(folder)
+
+
+def _inception(configured: str | None) -> Need:
+    path = Path(configured) if configured else weights.place()
+    advice = f"put the file from {weights.URL} there: {path}"
+
+    def find() -> str | None:
+        return str(path) if path.is_file() and weights.whole(path) else None
+
+    return Need("Inception weights", find, None if configured else lambda: weights.download(weights.URL, path), advice)

@@ -1,0 +1,36 @@
+"""The other stages of an experiment: whether their records are there."""
+
+import os
+from pathlib import Path
+
+from kairos.status.expected import Expected
+
+_RECORDS = {
+    "prepared": "dataset/manifest.json",
+    "autoencoder": "autoencoder/manifest.json",
+    "latents": "latents/manifest.json",
+    "extractor": "extractor/manifest.json",
+    "reference": "reference/reference.json",
+    "report": "report.html",
+    "tracked": "tracking.json",
+}
+
+
+def stages(expected: Expected) -> str:
+    """What is there and what is not yet, and how many samples and evaluations of how many there will be."""
+    there = {name: (expected.results / file).is_file() for name, file in _RECORDS.items()}
+    done, open_ = (", ".join(name for name in there if there[name] is which) or "nothing" for which in (True, False))
+    number = len(expected.trainings) * len(expected.milestones)
+    counts = []
+    for what, suffix in (("samples", ".npz"), ("evaluation", ".json")):
+        folders = (expected.results / method / f"seed{seed}" / what for method, seed in expected.trainings)
+        found = sum(_count(folder, suffix) for folder in folders)
+        counts.append(f"{what.removesuffix('s')}s {found}" + (f" of {number}" if number else ""))
+    return f"there: {done}; not yet: {open_}\n{', '.join(counts)}"
+
+
+def _count(folder: Path, suffix: str) -> int:
+    try:
+        return sum(name.endswith(suffix) and not name.startswith(".") for name in os.listdir(folder))
+    except OSError:
+        return 0

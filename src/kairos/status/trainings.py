@@ -1,0 +1,169 @@
+"""How far every training of an experiment is, from small files alone: a thousand trainings take a moment.
+
+``.state/progress.json`` is a training's own word, which a killed process cannot take back; the lock beside it falls
+with the process, and the queue knows its job.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kairos.status.expected import Expected
+from kairos.status.queue import Job, by_training
+
+STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "complete")
+_TROUBLE = ("failed", "dead", "stopped")
+_FRESH = 30.0  # seconds for which a word from another machine is taken without a lock that tells of it
+_LAST = 2000  # bytes of a log that its last line is looked for in
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training as it stands.
+
+    Attributes:
+        state: one of `STATES`; ``dead`` said that it runs, and no process holds its lock.
+        step: steps done, as far as is known.
+        of: its last milestone.
+        rate: steps per second; None where it does not run.
+        where: host and job.
+        note: why it waits, stopped or failed.
+        logs: files to look into, where something went wrong.
+    """
+
+    method: str
+    seed: int
+    state: str
+    step: int
+    of: int | None
+    rate: float | None
+    where: str
+    note: str
+    logs: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that remain at this rate."""
+        return (self.of - self.step) / self.rate if self.rate and self.of is not None else None
+
+
+def trainings(expected: Expected, jobs: list[Job]) -> list[Training]:
+    """All trainings of an experiment in its order."""
+    queued, numbers = by_training(jobs), {job.number: job for job in jobs}
+    of = expected.milestones[-1] if expected.milestones else None
+    return [_look(expected.results, *training, of, queued.get(training), numbers) for training in expected.trainings]
+
+
+def _look(results: Path, method: str, seed: int, of: int | None, job: Job | None, jobs: dict[str, Job]) -> Training:
+    folder = results / method / f"seed{seed}"
+    record, progress = _read(folder / "training.json"), _read(folder / ".state" / "progress.json")
+    done = record.get("steps", -1)
+    of = progress.get("of", done if record else None) if of is None else max(of, done)
+    said = progress.get("state", "")
+    job = job or jobs.get(str(progress.get("job") or ""))
+    if said == "running" and _alive(folder / ".state" / "lock", progress, job):
+        state = "running"
+    elif job is not None:
+        state = "queued" if job.pending else "starting"
+    elif record and (of is None or done >= of):
+        state = "complete"
+    else:
+        state = {"running": "dead", "complete": "waiting", "": "waiting"}.get(said, said)
+    step = max(progress.get("step", 0), done, *(_milestones(folder) if not progress and not record else ()), 0)
+    logs = _logs(results, method, seed) if state in _TROUBLE or state == "waiting" and not progress else ()
+    note = _note(state, progress, job, logs)
+    if state == "waiting" and logs and not record:  # it left a log and nothing else: it ended before its first step
+        state = "failed"
+    rate = (progress.get("rate") or None) if state == "running" else None
+    return Training(method, seed, state, step, of, rate, _where(state, progress, job), note, logs)
+
+
+def _note(state: str, progress: dict[str, Any], job: Job | None, logs: tuple[str, ...]) -> str:
+    if state == "queued" and job is not None:
+        return job.reason if job.reason != "None" else ""
+    if state == "dead":
+        return f"no process holds its lock; last heard of {ago(progress['updated'])}"
+    if state == "running":
+        quiet = time.time() - progress["updated"] > 10 * _FRESH
+        return f"last heard of {ago(progress['updated'])}" if quiet else ""
+    if state in _TROUBLE:
+        return str(progress.get("message") or _last_line(logs))
+    return _last_line(logs)
+
+
+def ago(moment: float) -> str:
+    """How long a moment (Unix time) is past."""
+    from kairos.progress import duration
+
+    return f"{duration(max(time.time() - moment, 0))} ago"
+
+
+def _where(state: str, progress: dict[str, Any], job: Job | None) -> str:
+    host = str(progress.get("host", "")) if state != "queued" and state != "starting" and state != "complete" else ""
+    number = job.number if job is not None else progress.get("job") if host else None
+    return " ".join(part for part in (host, f"job {number}" if number else "") if part)
+
+
+def _alive(lock: Path, progress: dict[str, Any], job: Job | None) -> bool:
+    """Whether the process that said it runs still does.
+
+    Where locks do not reach from machine to machine, the queue or a fresh word stand in for the lock.
+    """
+    if job is not None and job.number == str(progress.get("job")) and job.state == "RUNNING":
+        return True
+    if _held(lock):
+        return True
+    return progress.get("host") != socket.gethostname() and time.time() - progress["updated"] < _FRESH
+
+
+def _held(lock: Path) -> bool:
+    """Whether a process holds a lock file; asked for shared and given back at once, so that nobody is kept out."""
+    try:
+        with open(lock, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A record, or nothing where there is none; records are written whole."""
+    try:
+        with open(path, "rb") as file:
+            content = json.loads(file.read())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _milestones(folder: Path) -> list[int]:
+    """Steps of the published milestones."""
+    try:
+        return [int(name) for name in os.listdir(folder / "milestones") if name.isdigit()]
+    except OSError:
+        return []
+
+
+def _logs(results: Path, method: str, seed: int) -> tuple[str, ...]:
+    """The newest log of a training's job, and the newest that SLURM kept of one."""
+    own = [*(results / "logs").glob(f"train_{method}_seed{seed}.log")]
+    own += (results / "logs").glob(f"train_{method}_seed{seed}_*.log")
+    kept = Path(".snakemake/slurm_logs").glob(f"rule_train*/{method}_{seed}/*.log")
+    newest = (sorted(found, key=lambda path: path.stat().st_mtime)[-1:] for found in (own, kept))
+    return tuple(path.as_posix() for found in newest for path in found)
+
+
+def _last_line(logs: tuple[str, ...]) -> str:
+    if not logs:
+        return ""
+    with open(logs[0], "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
