@@ -15,7 +15,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-long ui record adopt reproduce lint format clean
+.PHONY: help setup demo run test test-long test-cluster ui record adopt reproduce lint format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -32,10 +32,13 @@ run: setup  ## another experiment: make run EXPERIMENT=experiments/fashion_mnist
 	@$(BIN)/kairos check --folder $(EXPERIMENT) >/dev/null && $(BIN)/snakemake --cores $(CORES) --configfile $(EXPERIMENT)
 
 test: setup  ## the quick tests
-	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not long" $(TESTS)
+	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not long and not cluster" $(TESTS)
 
 test-long: setup  ## the tests that take longer
-	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m long $(TESTS)
+	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "long and not cluster" $(TESTS)
+
+test-cluster: setup  ## the tests on a SLURM that they start on this machine: Debian's packages, as root
+	@$(BIN)/python -m pytest -p no:xdist -v -rs --durations 0 --durations-min 5 -m cluster tests/cluster
 
 ui: setup  ## look at the imported runs in MLflow
 	@case "$$MLFLOW_TRACKING_URI" in \

@@ -1,0 +1,47 @@
+"""Many trainings through the scheduler while the controller is killed: nothing is lost, nothing is done twice."""
+
+import os
+import signal
+import time
+
+import pytest
+from pipeline import RESULTS, Pipeline, all_jobs
+from slurm import wait_for
+
+from kairos.files import read_json
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(6 * 3600)]
+
+TRAININGS = int(os.environ.get("KAIROS_SWEEP", "8"))  # make test-cluster KAIROS_SWEEP=200: hours on two processors
+
+
+def test_a_sweep_survives_its_controller(pipeline: Pipeline, table: list[tuple[str, ...]]) -> None:
+    methods = pipeline.tiny["methods"]
+    seeds = TRAININGS // len(methods)
+    pipeline.configure(seeds=seeds)
+    trainings = [pipeline.training(method, seed) for method in methods for seed in range(seeds)]
+    begun = time.monotonic()
+    with pipeline.controller() as controller:
+        known = len(methods)  # of the undisturbed run
+        wait_for(lambda: sum(each.complete() for each in trainings) > known, 600, "a training of the sweep")
+        wait_for(
+            lambda: any(job.rule.startswith("rule_train") and job.state == "RUNNING" for job in all_jobs()), 60, "a job"
+        )
+        controller.process.send_signal(signal.SIGKILL)
+        complete = {each: (each.folder / "training.json").stat().st_mtime_ns for each in trainings if each.complete()}
+        jobs = {each: each.jobs() for each in complete}
+    pipeline.run()
+
+    steps = pipeline.tiny["training"]["milestones"][-1]
+    assert all(each.lengths() == [steps] for each in trainings)  # every step computed once, by one job
+    for each, written in complete.items():
+        assert (each.folder / "training.json").stat().st_mtime_ns == written
+        assert len(each.jobs()) == len(jobs[each])
+    record = read_json(pipeline.folder / RESULTS / "tracking.json")
+    assert record["imported"]
+    assert sorted(record["runs"]) == sorted(f"{each.method}/seed{each.seed}" for each in trainings)
+    assert len(set(record["runs"].values())) == len(trainings)
+    assert pipeline.to_do() == {}
+    done = f"The controller of {len(trainings)} trainings is killed (SIGKILL) and started again."
+    happened = f"{len(complete)} were complete and stayed; all are in the report and in MLflow, each step computed once"
+    table.append((done, happened, f"{time.monotonic() - begun:.0f}", ""))
