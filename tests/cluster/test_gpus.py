@@ -1,0 +1,66 @@
+"""What SLURM gives of GPUs is what a training uses; a GPU that was given and cannot be used is an error."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from pipeline import CONFIG, RESULTS, Job, Pipeline, all_jobs, details
+from slurm import slurm, wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+
+def submit(pipeline: Pipeline, name: str, config: str) -> tuple[str, Path]:
+    """Submit a training with one GPU; number of the job, and its log."""
+    log = pipeline.folder / f"{name}.log"
+    train = f"kairos train --config {config} --method uniform --seed 0 --out {name} --latents {RESULTS}/latents"
+    options = [
+        "--parsable",
+        "--gpus=1",
+        "--mem=3000",
+        "--constraint=steady",
+        f"--output={log}",
+        f"--chdir={pipeline.folder}",
+    ]
+    exports = ",".join(f"{key}={pipeline.copy.environment[key]}" for key in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS"))
+    return slurm("sbatch", *options, f"--export=ALL,{exports}", "--wrap", train), log
+
+
+def job_of(number: str) -> Job:
+    return {job.number: job for job in all_jobs()}[number]
+
+
+def ended(number: str) -> Job:
+    wait_for(lambda: job_of(number).state in ("COMPLETED", "FAILED"), 300, f"the end of job {number}")
+    return job_of(number)
+
+
+def given(job: Job) -> str:
+    """The GPU that SLURM has given to a running job, by its number on the node."""
+    found = re.search(r"IDX:(\d+)", details(job)["GRES"])
+    assert found
+    return found[1]
+
+
+def test_two_trainings_use_the_gpus_that_they_were_given(pipeline: Pipeline) -> None:
+    submitted = [submit(pipeline, name, CONFIG) for name in ("first", "second")]
+    for number, _ in submitted:
+        wait_for(lambda number=number: job_of(number).state == "RUNNING", 60, f"job {number}")
+    gpus = [given(job_of(number)) for number, _ in submitted]
+    assert len(set(gpus)) == 2  # both run, on the same node
+    assert [ended(number).state for number, _ in submitted] == ["COMPLETED", "COMPLETED"]  # training.device is cpu
+    said = [re.findall(r"CUDA_VISIBLE_DEVICES (\S+)", log.read_text()) for _, log in submitted]
+    assert said == [[gpu] for gpu in gpus]
+
+
+def test_a_gpu_that_cannot_be_used_is_an_error(pipeline: Pipeline) -> None:
+    values = yaml.safe_load((pipeline.folder / CONFIG).read_text())
+    values["training"]["device"] = "auto"
+    (pipeline.folder / "auto.yaml").write_text(yaml.safe_dump(values))
+    number, log = submit(pipeline, "auto", "auto.yaml")
+    assert ended(number).state == "FAILED"
+    lines = log.read_text().strip().splitlines()
+    assert "training.device: got 'auto'" in lines[-1]
+    assert "no usable GPU" in lines[-1]
+    assert not any("Traceback" in line for line in lines)
