@@ -1,15 +1,20 @@
-"""What goes into MLflow, as plain values: parameters, metric points with recorded times, tags."""
+"""What goes into MLflow, as plain values: parameters, metric points with recorded times, tags.
+
+A training that reports while it runs and the import afterwards take them from here, so both write the same.
+"""
 
 import math
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kairos.report.collect import Results, Training
+if TYPE_CHECKING:
+    from kairos.config import Experiment
+    from kairos.report.collect import Results, Training
 
 _POINTS = 500  # points per training curve: a database takes seconds for ten thousand; longer ones are thinned
 _PARAM_LIMIT = 6000
@@ -26,37 +31,62 @@ class Point:
     timestamp: int
 
 
-def parameters(results: Results, training: Training) -> dict[str, str]:
+def experiment_name(experiment: "Experiment") -> str:
+    """Name of the MLflow experiment that an experiment's runs belong to."""
+    return experiment.tracking.experiment or f"kairos/{experiment.experiment}"
+
+
+def run_name(method: str, seed: int) -> str:
+    """Name of a training's run."""
+    return f"{method} seed {seed}"
+
+
+def parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:
     """What decides the training, flattened: sampler and weighting first, nothing that may change on an extension."""
-    plain = results.experiment.plain()
-    method = plain["methods"][training.method]
+    plain = experiment.plain()
+    chosen = plain["methods"][method]
     settings = {key: plain["training"][key] for key in ("batch_size", "optimizer", "ema", "precision", "threads")}
     nested = {
-        "method": training.method,
-        "seed": training.seed,
-        "sampler": method["sampler"],
-        "weighting": method["weighting"],
+        "method": method,
+        "seed": seed,
+        "sampler": chosen["sampler"],
+        "weighting": chosen["weighting"],
         "model": plain["model"],
         "diffusion": plain["diffusion"],
         "training": settings,
         "dataset": {key: plain["dataset"][key] for key in ("source", "path", "resolution", "flips")},
         "autoencoder": {"kind": plain["autoencoder"]["kind"]},
     }
-    return {key: str(value)[:_PARAM_LIMIT] for key, value in _flat(nested)}
+    return {key: str(value)[:_PARAM_LIMIT] for key, value in flat(nested)}
 
 
-def points(training: Training) -> list[Point]:
+def stride(lines: int) -> int:
+    """Of so many lines of metrics every how many-th is a point; an extension keeps every second point, or all."""
+    return 1 << max(0, math.ceil(math.log2(max(lines, 1) / _POINTS)))
+
+
+def moments(started: datetime, clock: Mapping[int, float]) -> Callable[[int], int]:
+    """When each step was done, in milliseconds since 1970, as a function of what was recorded.
+
+    Args:
+        started: when the training was first started.
+        clock: training seconds by step, from timing.jsonl; time goes evenly between them. Empty: a second a step.
+    """
+    steps = [0, *sorted(clock)]
+    seconds = [0.0, *(clock[step] for step in steps[1:])]
+    start = started.timestamp()
+    return lambda step: round(1000 * (start + (float(np.interp(step, steps, seconds)) if clock else step)))
+
+
+def points(training: "Training") -> list[Point]:
     """All curves of a training: what metrics.jsonl holds (thinned) and the evaluation of every milestone."""
-    start = (training.started or _EPOCH).timestamp()
-
-    def when(step: int) -> int:
-        seconds = float(training.seconds(step))
-        return round(1000 * (start + (seconds if math.isfinite(seconds) else step)))
-
+    timing = training.timing
+    clock = {} if timing.empty else dict(zip(timing["step"], timing["seconds"]))
+    when = moments(training.started or _EPOCH, clock)
     return [Point(key, value, step, when(step)) for key, value, step in _values(training) if math.isfinite(value)]
 
 
-def reference_points(results: Results) -> list[Point]:
+def reference_points(results: "Results") -> list[Point]:
     """The reference rows, for the parent run."""
     start = min((training.started or _EPOCH for training in results.trainings), default=_EPOCH)
     at = round(1000 * start.timestamp())
@@ -69,7 +99,7 @@ def reference_points(results: Results) -> list[Point]:
     ]
 
 
-def tags(results: Results, training: Training) -> dict[str, str]:
+def tags(results: "Results", training: "Training") -> dict[str, str]:
     """Tags by which a run is judged; those that find it again are `identifying_tags`."""
     record = training.record
     found = {
@@ -84,18 +114,13 @@ def tags(results: Results, training: Training) -> dict[str, str]:
     return found | ({"mlflow.source.git.commit": commit} if commit else {})
 
 
-def identifying_tags(results: Results, training: Training | None) -> dict[str, str]:
-    """The tags that a run is found again by; without a training those of the experiment's parent run."""
-    experiment = {"kairos.experiment": results.experiment.experiment}
+def identifying_tags(experiment: str, training: tuple[str, int, str] | None = None) -> dict[str, str]:
+    """The tags that a run is found again by: those of a training (method, seed, identity) or of the parent run."""
+    found = {"kairos.experiment": experiment, "kairos.role": "training" if training else "experiment"}
     if training is None:
-        return {**experiment, "kairos.role": "experiment"}
-    return {
-        **experiment,
-        "kairos.role": "training",
-        "kairos.identity": training.record["identity"],
-        "kairos.method": training.method,
-        "kairos.seed": str(training.seed),
-    }
+        return found
+    method, seed, identity = training
+    return {**found, "kairos.identity": identity, "kairos.method": method, "kairos.seed": str(seed)}
 
 
 def git_commit() -> str | None:
@@ -107,10 +132,10 @@ def git_commit() -> str | None:
     return answer.stdout.strip()
 
 
-def _values(training: Training) -> Iterator[tuple[str, float, int]]:
+def _values(training: "Training") -> Iterator[tuple[str, float, int]]:
     table = training.metrics.select_dtypes("number")
-    stride = 1 << max(0, math.ceil(math.log2(max(len(table), 1) / _POINTS)))  # an extension keeps every second point
-    kept = np.arange(len(table)) % stride == stride - 1
+    every = stride(len(table))
+    kept = np.arange(len(table)) % every == every - 1
     steps = table["step"].to_numpy(int)[kept]
     for column in table.columns:
         if column not in ("step", "images"):
@@ -124,9 +149,10 @@ def _values(training: Training) -> Iterator[tuple[str, float, int]]:
                 yield key, float(value), milestone.step
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dictionaries under dotted names, those that are None left out."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         elif value is not None:
             yield prefix + key, value

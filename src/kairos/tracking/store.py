@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 DEFAULT_URI = "sqlite:///mlflow.db"
 ARTIFACTS = "mlartifacts"
 _LOCK_SECONDS = 120
-_METRICS_PER_BATCH, _ENTRIES_PER_BATCH = 1000, 100  # MLflow's limits
+METRICS_PER_BATCH, ENTRIES_PER_BATCH = 1000, 100  # MLflow's limits
+FIRST = "attributes.start_time ASC"  # and by run id where that is the same: everybody's order
 
 
 def tracking_uri(configured: str | None) -> str:
@@ -100,12 +101,27 @@ def experiment_id(client: "MlflowClient", name: str, uri: str) -> str:
 def find_or_create(
     client: "MlflowClient", experiment: str, identifying: dict[str, str], name: str, extra: dict[str, str], start: int
 ) -> "Run":
-    """The run with all `identifying` tags; else a new one, named, with `extra` tags and started at `start` (ms)."""
-    condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identifying.items())
-    found = client.search_runs([experiment], condition, max_results=1, order_by=["attributes.start_time ASC"])
-    if found:
-        return found[0]
-    return client.create_run(experiment, start_time=start, tags={**identifying, **extra}, run_name=name)
+    """The run with all `identifying` tags; else a new one, named, with `extra` tags and started at `start` (ms).
+
+    Of several (two that began at the same moment) the first is kept. The others are put into MLflow's trash: all they
+    can hold is in the results that the import reads.
+    """
+
+    def search() -> "list[Run]":
+        return list(client.search_runs([experiment], condition(identifying), order_by=[FIRST]))
+
+    found = search()
+    if not found:
+        client.create_run(experiment, start_time=start, tags={**identifying, **extra}, run_name=name)
+        found = search()
+    for double in found[1:]:
+        client.delete_run(double.info.run_id)
+    return found[0]
+
+
+def condition(identifying: dict[str, str]) -> str:
+    """The search for runs with all these tags."""
+    return " and ".join(f"tags.`{key}` = '{value}'" for key, value in identifying.items())
 
 
 def fill(
@@ -128,11 +144,11 @@ def fill(
             metrics.append(Metric(point.key, point.value, point.timestamp, point.step))
         elif before[1] != point.value:
             metrics.append(Metric(point.key, point.value, max(point.timestamp, before[0] + 1), point.step))
-    for part in _batches(new_params, _ENTRIES_PER_BATCH):
+    for part in batches(new_params, ENTRIES_PER_BATCH):
         client.log_batch(run_id, params=part)
-    for part in _batches(new_tags, _ENTRIES_PER_BATCH):
+    for part in batches(new_tags, ENTRIES_PER_BATCH):
         client.log_batch(run_id, tags=part)
-    for part in _batches(metrics, _METRICS_PER_BATCH):
+    for part in batches(metrics, METRICS_PER_BATCH):
         client.log_batch(run_id, metrics=part)
 
 
@@ -144,6 +160,7 @@ def _latest(client: "MlflowClient", run_id: str, key: str) -> dict[int, tuple[in
     return table
 
 
-def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
+def batches(items: list[Any], size: int) -> Iterator[list[Any]]:
+    """The items in lists of at most `size`."""
     for start in range(0, len(items), size):
         yield items[start : start + size]

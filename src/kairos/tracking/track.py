@@ -53,7 +53,7 @@ def _import(results: Results, uri: str) -> dict[str, Any]:
     clock.work_begins()
     with store.exclusive(uri):
         client = MlflowClient(tracking_uri=uri)
-        name = results.experiment.tracking.experiment or f"kairos/{results.experiment.experiment}"
+        name = content.experiment_name(results.experiment)
         with store.patience(seconds=4, retries=1):
             experiment = store.experiment_id(client, name, uri)
         with store.patience(seconds=60, retries=2):
@@ -77,7 +77,7 @@ def _import(results: Results, uri: str) -> dict[str, Any]:
 def _parent(client: "MlflowClient", experiment: str, results: Results) -> "Run":
     points = content.reference_points(results)
     start = min(point.timestamp for point in points)
-    identifying = content.identifying_tags(results, None)
+    identifying = content.identifying_tags(results.experiment.experiment)
     run = store.find_or_create(client, experiment, identifying, results.experiment.experiment, {}, start)
     tags = {"kairos.data": results.dataset["content_sha256"]}
     params = {"methods": ", ".join(results.methods), "model": results.experiment.model["name"]}
@@ -94,14 +94,14 @@ def _parent(client: "MlflowClient", experiment: str, results: Results) -> "Run":
 
 def _child(client: "MlflowClient", experiment: str, parent: "Run", results: Results, training: Training) -> "Run":
     points = content.points(training)
-    identifying = content.identifying_tags(results, training)
+    method, seed = training.method, training.seed
+    identifying = content.identifying_tags(results.experiment.experiment, (method, seed, training.record["identity"]))
     tags = content.tags(results, training)
     commit = {key: tags.pop(key) for key in ("mlflow.source.git.commit",) if key in tags}  # of the first import
-    name = f"{training.method} seed {training.seed}"
     start = min(point.timestamp for point in points)
-    run = store.find_or_create(client, experiment, identifying, name, commit, start)
+    run = store.find_or_create(client, experiment, identifying, content.run_name(method, seed), commit, start)
     tags["mlflow.parentRunId"] = parent.info.run_id
-    store.fill(client, run, content.parameters(results, training), points, tags)
+    store.fill(client, run, content.parameters(results.experiment, method, seed), points, tags)
     _finish(client, run, max(point.timestamp for point in points))
     return run
 

@@ -1,0 +1,269 @@
+"""Trainings that report to an MLflow server while they run: many at once, the server slow, killed, gone; the import."""
+
+import contextlib
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import results_tree
+import yaml
+from tracking_server import PATIENCE, POINTS, RUNS, Job, Proxy, Server, free_port, points, wait_for
+from training_case import experiment, make_latents, train_command, write_experiment
+
+from kairos.config import load
+from kairos.errors import ConfigError
+from kairos.files import read_json
+from kairos.tracking.live import reporting
+from kairos.tracking.track import track
+
+OF_TRAINING = ("loss", "mse", "lr", "grad_norm", "sampler.a", "sampler.b")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """Experiment file and results of six methods with two seeds."""
+    return results_tree.write(tmp_path_factory.mktemp("tree"))
+
+
+@pytest.fixture(scope="module")
+def imported(tree, tmp_path_factory):
+    """What the import alone writes, into a database of its own."""
+    folder = tmp_path_factory.mktemp("imported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MLFLOW_TRACKING_URI", "sqlite:///alone.db")
+        track(load(tree[0]), tree[1], folder / "tracking.json")
+    return points(folder / "alone.db", "kairos/tiny")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("server"))
+    server.start()
+    yield server
+    server.kill()
+
+
+def named(config: Path, name: str, folder: Path) -> Path:
+    """The experiment file with an MLflow experiment of its own."""
+    path = folder / "named.yaml"
+    path.write_text(config.read_text() + f"tracking: {{experiment: {name}, flush_seconds: 20}}\n")
+    return path
+
+
+def import_into(uri: str, config: Path, results: Path, out: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # it shares its processors with other tests
+    track(load(config), results, out)
+    assert read_json(out)["imported"], read_json(out)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_many_trainings_report_at_once_and_the_import_adds_only_what_is_new(
+    tree, imported, server, tmp_path, monkeypatch
+):
+    config, results = named(tree[0], "many", tmp_path), tree[1]
+    trainings = [(method, seed) for method in results_tree.METHODS for seed in (0, 1)]
+    jobs = [Job(config, results, *item, tmp_path / "out" / "-".join(map(str, item)), server.uri) for item in trainings]
+    jobs += [Job(config, results, "uniform", 0, tmp_path / "double" / str(k), server.uri) for k in range(2)]
+    for steps in (100, 200, 400):
+        for job in jobs:
+            job.advance(steps)
+    for job in jobs:
+        job.end()
+    assert not any(job.log.read_text() for job in jobs), [job.log.read_text() for job in jobs]
+    assert server.runs("many") == sorted((method, str(seed), "FINISHED") for method, seed in trainings)
+    assert server.points("many") == [row for row in imported if row[2] in OF_TRAINING]
+    for _ in range(2):
+        import_into(server.uri, config, results, tmp_path / "tracking.json", monkeypatch)
+        assert server.points("many") == imported
+        assert server.runs("many") == sorted((method, str(seed), "FINISHED") for method, seed in trainings)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_server_killed_in_the_middle_and_started_again_misses_nothing(tree, imported, server, tmp_path, monkeypatch):
+    config, results = named(tree[0], "killed", tmp_path), tree[1]
+    job = Job(config, results, "adaptive", 0, tmp_path / "run", server.uri)
+    job.advance(100)
+    wait_for(server.reached("killed", 100), "points up to step 100")
+    server.kill()
+    assert job.advance(200) < 5
+    wait_for(lambda: "the training goes on" in job.log.read_text(), "word of the server's end")
+    server.start()
+    wait_for(server.reached("killed", 200), "points up to step 200")
+    assert server.runs("killed") == [("adaptive", "0", "RUNNING")]
+    server.kill()
+    job.advance(400)
+    assert job.end() < 15
+    assert job.log.read_text().count("\n") == 2  # a line for each time that the server was gone
+    server.start()
+    import_into(server.uri, config, results, tmp_path / "tracking.json", monkeypatch)
+    assert server.points("killed") == imported
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_slow_server_delays_no_training_and_a_resumed_one_goes_on_in_its_run(tree, imported, server, tmp_path):
+    config, results = named(tree[0], "slow", tmp_path), tree[1]
+    config.write_text(config.read_text().replace("flush_seconds: 20", "flush_seconds: 1"))
+    proxy = Proxy(server.port)
+    proxy.delay = None
+    job = Job(config, results, "speed", 1, tmp_path / "run", proxy.uri)
+    slowest = job.advance(50)
+    wait_for(lambda: proxy.connections > 0, "connection")
+    slowest = max(slowest, job.advance(100, 150, 200))
+    assert slowest < 3 and job.end() < 4  # a request is given up after 5 s
+    assert server.points("slow") == []
+    assert job.log.read_text().count("\n") == 1
+
+    proxy.delay = 0.3
+    config.write_text(config.read_text().replace("flush_seconds: 1", "flush_seconds: 60"))
+    job = Job(config, results, "speed", 1, tmp_path / "run", proxy.uri)
+    assert job.advance(300) < 3
+    wait_for(server.reached("slow", 200), "points up to step 200")
+    job.process.kill()
+    job.process.wait()
+    job = Job(config, results, "speed", 1, tmp_path / "run", proxy.uri)
+    job.advance(400)
+    job.end()
+    assert server.runs("slow") == [("speed", "1", "FINISHED")]
+    expected = [row for row in imported if row[:2] == ("speed", "1") and row[2] in OF_TRAINING]
+    assert server.points("slow") == expected
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_training_reports_and_is_resumed_in_its_run(server, tmp_path):
+    latents = make_latents(tmp_path / "data")
+    plain = experiment({"uniform": {}}, tracking={"experiment": "real", "flush_seconds": 20})
+    config, out = write_experiment(tmp_path / "x.yaml", plain), tmp_path / "run"
+    for milestones in ([0, 20], [0, 20, 40]):
+        line = train_command(config, "uniform", out, latents, "--milestones", *milestones)
+        environment = {**os.environ, "MLFLOW_TRACKING_URI": server.uri}
+        done = subprocess.run(line, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0 and "tracking" not in done.stderr, done.stderr
+        assert server.runs("real") == [("uniform", "0", "FINISHED")]
+        steps = sorted(row[3] for row in server.points("real") if row[2] == "loss")
+        assert steps == list(range(1, milestones[-1] + 1))
+
+
+@pytest.fixture
+def postgres(tmp_path):
+    """A PostgreSQL server, from Debian's packages."""
+    pytest.importorskip("psycopg2", reason="no psycopg2; the development dependencies bring psycopg2-binary")
+    found = [shutil.which("initdb"), *map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb")))]
+    tools = [Path(path).resolve().parent for path in found if path]
+    if not tools:
+        pytest.skip("no PostgreSQL here; apt-get install postgresql")
+    folder, port, user = Path("/tmp") / f"kairos-postgres-{os.getpid()}", free_port(), {}
+    folder.mkdir()
+    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+        account = pwd.getpwnam("postgres")
+        os.chown(folder, account.pw_uid, account.pw_gid)
+        user = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": [], "cwd": folder}
+    made = [tools[-1] / "initdb", "--pgdata", folder / "data", "--username", "kairos", "--auth", "trust", "--no-sync"]
+    done = subprocess.run(made, capture_output=True, text=True, **user)
+    if done.returncode:
+        shutil.rmtree(folder)
+        pytest.skip(f"PostgreSQL cannot make a database here: {done.stderr.strip()}")
+    command = [tools[-1] / "postgres", "-D", folder / "data", "-p", str(port), "-k", folder, "-h", "127.0.0.1"]
+    with open(tmp_path / "postgres.log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, **user)
+    try:
+        wait_for(lambda: "ready to accept connections" in (tmp_path / "postgres.log").read_text(), "PostgreSQL")
+        yield f"postgresql://kairos@127.0.0.1:{port}/postgres"
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=PATIENCE)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_server_on_postgresql(postgres, tree, imported, tmp_path, monkeypatch):
+    import psycopg2
+
+    config, results = named(tree[0], "postgres", tmp_path), tree[1]
+    server = Server(tmp_path, postgres)
+    server.start()
+    try:
+        jobs = [
+            Job(config, results, "speed", seed, tmp_path / f"run{k}", server.uri) for k, seed in enumerate((0, 1, 1))
+        ]
+        for job in jobs:
+            job.advance(200, 400)
+        for job in jobs:
+            job.end()
+        assert not any(job.log.read_text() for job in jobs), [job.log.read_text() for job in jobs]
+        for _ in range(2):
+            import_into(server.uri, config, results, tmp_path / "tracking.json", monkeypatch)
+            with contextlib.closing(psycopg2.connect(postgres)) as connection, connection.cursor() as cursor:
+                cursor.execute(RUNS.format(*POINTS).replace("?", "%s"), ("postgres",))
+                assert sorted(cursor.fetchall()) == imported
+    finally:
+        server.kill()
+
+
+def test_without_a_server_a_training_ends_as_always_and_says_one_line(tree, tmp_path):
+    uri = f"http://someone:secret@127.0.0.1:{free_port()}"
+    job = Job(*tree, "uniform", 0, tmp_path / "run", uri)
+    job.advance(100, 400)
+    assert job.end() < 5
+    said = job.log.read_text()
+    assert said.count("\n") == 1 and "`kairos track` imports what is missing" in said and "refused" in said
+    assert "secret" not in said and "someone" not in said
+
+
+@pytest.mark.parametrize(
+    ("environment", "header"),
+    [
+        ({"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "hush"}, "Basic bWU6aHVzaA=="),
+        ({"MLFLOW_TRACKING_TOKEN": "hush"}, "Bearer hush"),
+        ({}, None),
+    ],
+)
+def test_credentials_are_sent_and_never_said(tree, tmp_path, environment, header):
+    seen = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append(self.headers["Authorization"])
+            self.send_error(401)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        job = Job(*tree, "uniform", 0, tmp_path / "run", f"http://127.0.0.1:{server.server_port}", **environment)
+        job.advance(400)
+        job.end()
+        server.shutdown()
+    assert seen == [header]
+    assert "HTTP 401" in job.log.read_text() and "hush" not in job.log.read_text()
+
+
+def test_credentials_in_an_address_become_a_header_and_an_experiment_file_must_not_hold_them(tree, tmp_path):
+    from kairos.tracking.live import _authorization
+
+    assert _authorization("https://me:h%20ush@host/a") == "Basic bWU6aCB1c2g="
+    values = yaml.safe_load(tree[0].read_text()) | {"tracking": {"uri": "https://me:hush@host/a"}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=r"tracking.uri: got an address with credentials") as caught:
+        load(tmp_path / "x.yaml")
+    assert "hush" not in str(caught.value)
+
+
+def test_a_database_of_this_folder_needs_no_reports(tree, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    before = threading.active_count()
+    with reporting(load(tree[0]), "uniform", 0, tmp_path):
+        assert threading.active_count() == before
