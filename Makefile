@@ -1,6 +1,8 @@
 # `make` says what there is. Everything runs in the locked environment that envs/bootstrap.py builds in .venv.
 PYTHON ?= python3
 EXPERIMENT ?= params.yaml
+PROFILE ?= profiles/slurm
+FLAGS ?=
 CORES ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ "$$n" -gt 1 ] && echo "$$n" || echo 2)
 TESTS ?= tests
 
@@ -15,7 +17,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run test test-long test-cluster ui record adopt reproduce lint format clean
+.PHONY: help setup demo run cluster test test-long test-cluster ui record adopt reproduce lint format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,6 +32,10 @@ demo: setup  ## compare six timestep strategies on handwritten digits (params.ya
 
 run: setup  ## another experiment: make run EXPERIMENT=experiments/fashion_mnist.yaml
 	@$(BIN)/kairos check --folder $(EXPERIMENT) >/dev/null && $(BIN)/snakemake --cores $(CORES) --configfile $(EXPERIMENT)
+
+cluster: setup  ## on a SLURM cluster, from its login node; PROFILE=profiles/slurm says what the cluster is like
+	@$(BIN)/kairos check --folder $(EXPERIMENT) >/dev/null && $(BIN)/kairos fetch $(EXPERIMENT) \
+	  && $(BIN)/snakemake --workflow-profile $(PROFILE) --configfile $(EXPERIMENT) $(FLAGS)
 
 test: setup  ## the quick tests
 	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not long and not cluster" $(TESTS)

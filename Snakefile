@@ -5,12 +5,17 @@ from snakemake.utils import min_version
 
 from kairos.workflow import controller
 from kairos.workflow.arguments import files, folder, folders, repeated
+from kairos.workflow.resources import growing, of_training, processes_per_node
 
 min_version("9.19")
 
 plan = controller.open_plan(workflow, config)
 RESULTS = plan.results
 TRAINING = f"{RESULTS}/{{method}}/seed{{seed}}"
+
+
+# the image of envs/, for `--software-deployment-method apptainer`; the cluster's profile says how
+container: "kairos.sif"
 
 
 wildcard_constraints:

@@ -3,9 +3,9 @@
     python benchmarks/overhead.py --rounds 3 --out benchmarks/results/overhead.csv
 
 The setting is the adaptive paper's: T = 1000, batch 128, |S| = 3, f_S = 40, and a DiT of more than 5 M parameters on
-8x8 latents. Every round takes each strategy through one period of 40 steps in turn, so that a drift of the machine's
-speed meets all alike; the data are random numbers, which cost what images cost. Columns: median over rounds of the
-ratio to uniform in the same round, its range, the strategy's own time (draw, weight, observe) as a share of uniform's
+8x8 latents. The strategies take turns step by step, so that a drift of the machine's speed meets all alike; a round is
+one period of 40 steps of each. The data are random numbers, which cost what images cost. Columns: ratio to uniform over
+all rounds, its range over single rounds, the strategy's own time (draw, weight, observe) as a share of uniform's
 step, and the forward passes of samples through the network per step in units of a batch (backward: two; uniform: 3).
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from kairos import compute, models
+from kairos.progress import Progress
 from kairos.strategies import SAMPLERS, WEIGHTINGS
 from kairos.strategies.strategy import Strategy
 
@@ -96,13 +97,18 @@ def main() -> None:
     own: dict[str, list[float]] = {name: [] for name in names}
     for case in cases.values():
         case.samples = 0
-    for _ in range(arguments.rounds):
-        for name, case in cases.items():
-            begun, mine = time.perf_counter(), 0.0
-            for _ in range(PERIOD):
-                mine += case.step()
-            seconds[name].append((time.perf_counter() - begun) / PERIOD)
-            own[name].append(mine / PERIOD)
+    for number in range(arguments.rounds):
+        for name in names:
+            seconds[name].append(0.0)
+            own[name].append(0.0)
+        progress = Progress(PERIOD, f"round {number + 1} of {arguments.rounds}", "turn", interval=30)
+        for _ in range(PERIOD):
+            for name, case in cases.items():
+                begun = time.perf_counter()
+                own[name][-1] += case.step() / PERIOD
+                seconds[name][-1] += (time.perf_counter() - begun) / PERIOD
+            progress.advance()
+        progress.close()
     steps = arguments.rounds * PERIOD
     base = seconds["uniform"]
     size = sum(parameter.numel() for parameter in cases["uniform"].network.parameters())
@@ -116,11 +122,11 @@ def main() -> None:
         rows.append(
             {
                 "strategy": name,
-                "ms_per_step": round(1e3 * statistics.median(seconds[name]), 2),
-                "ratio": round(statistics.median(ratios), 4),
+                "ms_per_step": round(1e3 * statistics.mean(seconds[name]), 2),
+                "ratio": round(sum(seconds[name]) / sum(base), 4),
                 "ratio_low": round(min(ratios), 4),
                 "ratio_high": round(max(ratios), 4),
-                "own_share": round(statistics.median(own[name]) / statistics.median(base), 5),
+                "own_share": round(sum(own[name]) / sum(base), 5),
                 "forwards_per_step": round(cases[name].samples / steps / arguments.batch, 4),
             }
         )

@@ -8,21 +8,35 @@ import torch
 from kairos.errors import KairosError
 
 
-def setup(threads: int, device: str, deterministic: bool = True) -> torch.device:
+def setup(threads: int, device: str, deterministic: bool = True, local_rank: int | None = None) -> torch.device:
     """Set the number of computing threads, choose the device and switch deterministic algorithms on.
 
     Args:
         threads: computing threads; results differ between thread counts, so it is part of a run's identity.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         deterministic: refuse algorithms whose result varies between runs.
+        local_rank: number of this process among those on this machine, each of which has the GPU of its number.
 
     Raises:
-        KairosError: a GPU is asked for and none is usable.
+        KairosError: a GPU is asked for, or was given to the job, and none is usable.
     """
     torch.set_num_threads(threads)
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise KairosError(f"training.device: got {device!r}, but no usable GPU is here; allowed here: cpu or auto")
-    chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    usable = torch.cuda.is_available()
+    given = _given_by_slurm()
+    if not usable and device != "cpu" and (given or device != "auto"):
+        asked = f"got {device!r}" + (f" in a SLURM job that was given GPUs ({given})" if given else "")
+        raise KairosError(
+            f"training.device: {asked}, but no usable GPU is here; allowed here: cpu" + " or auto" * (not given)
+        )
+    chosen = torch.device(("cuda" if usable else "cpu") if device == "auto" else device)
+    if chosen.type == "cuda" and local_rank is not None:
+        if local_rank >= torch.cuda.device_count():
+            raise KairosError(
+                f"training.processes: process {local_rank} of this machine has no GPU, {torch.cuda.device_count()} "
+                "are usable; ask for as many GPUs as processes on a machine"
+            )
+        chosen = torch.device("cuda", local_rank)
+        torch.cuda.set_device(chosen)
     if chosen.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
@@ -34,3 +48,19 @@ def setup(threads: int, device: str, deterministic: bool = True) -> torch.device
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs 5 % of a small model's step; nothing reads it
     return chosen
+
+
+def _given_by_slurm() -> str:
+    """The variable that says that this SLURM job has GPUs, with its value; empty where it has none."""
+    if "SLURM_JOB_ID" in os.environ:
+        for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
+            value = os.environ.get(name, "")
+            if value not in ("", "-1", "NoDevFiles") and (name, value) != ("SLURM_GPUS_ON_NODE", "0"):
+                return f"{name}={value}"
+    return ""
+
+
+def describe(device: torch.device) -> str:
+    """A device as people know it, and which ones this process was allowed to see."""
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "the CPU"
+    return f"{name}, CUDA_VISIBLE_DEVICES {os.environ.get('CUDA_VISIBLE_DEVICES') or 'not set'}"

@@ -4,12 +4,19 @@ Everything here is exact and the same on all ranks, and does nothing where torch
 samplers are written once, for the global batch.
 """
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, TypeVar
+
+from kairos.errors import KairosError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
+    import torch
     from torch import Tensor
+
+T = TypeVar("T")
+LONGEST_WAIT = 24 * 3600.0  # seconds that ranks wait for each other: one may queue for a lock, or write a checkpoint
 
 
 def ranks() -> int:
@@ -17,6 +24,63 @@ def ranks() -> int:
     from torch import distributed
 
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def rank() -> int:
+    """Number of this process among them."""
+    from torch import distributed
+
+    return distributed.get_rank() if ranks() > 1 else 0
+
+
+def join(processes: int, device: "torch.device") -> None:
+    """Meet the other processes that torchrun has started; numbers go through the CPU, gradients between GPUs by NCCL.
+
+    Raises:
+        KairosError: this is not one of so many processes.
+    """
+    from datetime import timedelta
+
+    from torch import distributed
+
+    if os.environ.get("WORLD_SIZE") != str(processes):
+        raise KairosError(
+            f"training.processes: got {processes}, but {os.environ.get('WORLD_SIZE', 1)} were started; use kairos train"
+        )
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, timeout=timedelta(seconds=LONGEST_WAIT))
+
+
+def part() -> None:
+    """Wait for the other ranks and leave them."""
+    if ranks() > 1:
+        from torch import distributed
+
+        add([0.0])
+        distributed.destroy_process_group()
+
+
+def add(values: list[float]) -> list[float]:
+    """Sums over the ranks, the same on all."""
+    if ranks() == 1:
+        return values
+    import torch
+    from torch import distributed
+
+    sums = torch.tensor(values, dtype=torch.float64)
+    distributed.all_reduce(sums)
+    return sums.tolist()
+
+
+def on_first(function: "Callable[[], T]") -> "T":
+    """What a function gives on rank 0, the only one to call it, on all ranks."""
+    if ranks() == 1:
+        return function()
+    from torch import distributed
+
+    box: list[T | None] = [function() if rank() == 0 else None]
+    distributed.broadcast_object_list(box, src=0)
+    return box[0]  # type: ignore[return-value]
 
 
 def share(size: int) -> tuple[int, slice]:

@@ -18,6 +18,7 @@ _PACKAGE = "kairos"
 _LEFT_OUT = (
     *(f"kairos.{name}" for name in ("config", "registry", "options", "errors", "progress", "clock", "cli", "files")),
     *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.store", "training.checkpoint")),
+    *(f"kairos.{name}" for name in ("training.job", "training.launch")),
     "kairos.strategies.options",
 )
 

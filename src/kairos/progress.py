@@ -1,5 +1,6 @@
 """Progress with rate and remaining time: a bar on a terminal, plain lines elsewhere (log files, pipes)."""
 
+import os
 import sys
 import time
 from typing import Any
@@ -70,5 +71,8 @@ def duration(seconds: float) -> str:
 
 
 def say(text: str) -> None:
-    """A line for the user, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """A line for the user, on stderr; where nobody reads it any more, as after the end of a `tee`, work goes on."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

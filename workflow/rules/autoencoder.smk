@@ -13,9 +13,9 @@ rule autoencoder:
         "../../envs/environment.yml"
     threads: plan.threads
     resources:
-        mem_mb=6000,
-        runtime=720,
-        gpu=plan.gpu,
+        mem_mb=growing(6000),
+        runtime=growing(480),
+        gpu=plan.gpus if plan.experiment.autoencoder.kind == "train" else 0,
     params:
         **plan.depends("autoencoder"),
         config=plan.frozen,

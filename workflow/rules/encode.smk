@@ -14,9 +14,9 @@ rule encode:
         "../../envs/environment.yml"
     threads: plan.threads
     resources:
-        mem_mb=6000,
-        runtime=720,
-        gpu=plan.gpu,
+        mem_mb=growing(6000),
+        runtime=growing(240),
+        gpu=plan.gpus if plan.experiment.autoencoder.kind != "none" else 0,
     params:
         **plan.depends("encode"),
         config=plan.frozen,

@@ -13,8 +13,8 @@ rule extractor:
         "../../envs/environment.yml"
     threads: plan.threads
     resources:
-        mem_mb=4000,
-        runtime=240,
+        mem_mb=growing(4000),
+        runtime=growing(120),
     params:
         **plan.depends("extractor"),
         config=plan.frozen,
@@ -40,9 +40,9 @@ rule reference:
         "../../envs/environment.yml"
     threads: plan.threads
     resources:
-        mem_mb=6000,
-        runtime=240,
-        gpu=plan.gpu,
+        mem_mb=growing(6000),
+        runtime=growing(120),
+        gpu=plan.gpus,
     params:
         **plan.depends("reference"),
         config=plan.frozen,
@@ -75,11 +75,13 @@ for segment in plan.segments:
             f"{RESULTS}/logs/evaluate_{{method}}_seed{{seed}}{segment.name}.log",
         conda:
             "../../envs/environment.yml"
+        group:
+            plan.images(segment)
         threads: plan.threads
         resources:
-            mem_mb=6000,
-            runtime=720,
-            gpu=plan.gpu,
+            mem_mb=growing(6000),
+            runtime=growing(120),
+            gpu=plan.gpus,
         params:
             **plan.depends("evaluate"),
             config=plan.frozen,

@@ -13,8 +13,8 @@ rule prepare:
         "../../envs/environment.yml"
     threads: 1
     resources:
-        mem_mb=4000,
-        runtime=120,
+        mem_mb=growing(4000),
+        runtime=growing(120),
     params:
         **plan.depends("prepare"),
         files=controller.listing(plan),

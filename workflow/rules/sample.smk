@@ -1,4 +1,5 @@
-# Images from all milestones of a segment of a training, and a grid picture of each.
+# Images from all milestones of a segment of a training, and a grid picture of each. On a cluster one job with what
+# evaluates them.
 
 
 for segment in plan.segments:
@@ -23,11 +24,13 @@ for segment in plan.segments:
             f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.name}.log",
         conda:
             "../../envs/environment.yml"
+        group:
+            plan.images(segment)
         threads: plan.threads
         resources:
-            mem_mb=6000,
-            runtime=720,
-            gpu=plan.gpu,
+            mem_mb=growing(6000),
+            runtime=growing(240),
+            gpu=plan.gpus,
         params:
             **plan.depends("sample"),
             options=plan.sampling_options,

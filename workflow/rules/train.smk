@@ -1,4 +1,5 @@
-# One job per method, seed and segment; it resumes from the training's own state by itself.
+# One job per method, seed and segment; it resumes from the training's own state by itself. Schedulers end a job by a
+# signal to all of its processes: shell and tee stay until the training has written its state.
 
 
 for segment in plan.segments:
@@ -17,11 +18,11 @@ for segment in plan.segments:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.name}.log",
         conda:
             "../../envs/environment.yml"
-        threads: plan.threads
+        group:
+            plan.sharing(segment)
+        threads: plan.threads * processes_per_node(plan.experiment)
         resources:
-            mem_mb=6000,
-            runtime=1440,
-            gpu=plan.gpu,
+            **of_training(plan.experiment),
         params:
             **plan.depends("train"),
             config=plan.frozen,
@@ -30,5 +31,6 @@ for segment in plan.segments:
             part=segment.part,
             out=f"{TRAINING}",
         shell:
-            "kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
-            " --latents {params.latents} --milestones {params.steps} {params.part} --wait --timing {output.timing} 2>&1 | tee {log}"
+            "trap : TERM INT; kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
+            " --latents {params.latents} --milestones {params.steps} {params.part} --wait --timing {output.timing} 2>&1"
+            " | (trap '' TERM INT; exec tee {log})"

@@ -25,6 +25,7 @@ COMMANDS = {
     "track": ("kairos.cli.report", "import an experiment's results into MLflow"),
     "verify": ("kairos.cli.verify", "check a training's files and print the hash of each part"),
     "check": ("kairos.cli.check", "check an experiment file and say what it will do"),
+    "plan": ("kairos.cli.plan", "what an experiment will cost: jobs, memory, storage, GPU-hours"),
     "fetch": ("kairos.cli.fetch", "bring what jobs without a network need: data set, autoencoder, weights"),
     "status": ("kairos.cli.status", "how far every training is: queued, running, failed, complete"),
     "strategies": ("kairos.cli.strategies", "timestep strategies: list them, show what they train on"),

@@ -1,7 +1,9 @@
-"""``kairos doctor``: what is installed, which devices, data and weights are here, whether MLflow and DVC are usable."""
+"""``kairos doctor``: what is installed, which devices, data and weights are here, whether MLflow, DVC and SLURM work.
+
+On a cluster it is run on the login node and in a job on a GPU node (``srun --gres=gpu:1 kairos doctor``).
+"""
 
 import argparse
-import glob
 import importlib.metadata
 import os
 import platform
@@ -28,11 +30,15 @@ def run(arguments: argparse.Namespace) -> None:
     """Print a line per finding; what does not work says how to mend it. Ends with status 1 if something is missing."""
     from kairos.config import load
     from kairos.errors import KairosError
+    from kairos.status import machine
     from kairos.workflow.usable import Tools
 
     experiment = load(arguments.config) if arguments.config is not None else None
     tools = Tools(experiment.tracking.uri if experiment else None)  # they are asked while torch is imported
-    findings = [*_software(), *_devices(), _git(), *tools.findings(), _weights()]
+    results = Path("results") / (experiment.experiment if experiment else "")
+    cluster = [*machine.slurm(), machine.disk(results), *machine.locks(results), *machine.limits()]
+    devices, gpus = _devices()
+    findings = [*_software(), *devices, *machine.job(gpus), *cluster, _git(), *tools.findings(), _weights()]
     if experiment is not None:
         findings += _experiment(arguments.config, experiment)
     for good, what, fact in findings:
@@ -53,11 +59,12 @@ def _software() -> "list[Finding]":
     return lines
 
 
-def _devices() -> "list[Finding]":
+def _devices() -> "tuple[list[Finding], int]":
+    """The devices, and how many of them are GPUs."""
     try:
         import torch
     except ImportError as error:
-        return [(False, "devices", f"torch cannot be imported: {error}")]
+        return [(False, "devices", f"torch cannot be imported: {error}")], 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     lines = [(True, "processors", f"{cores} usable, {platform.machine()}")]
     lines.append((True, "threads", f"{torch.get_num_threads()} by default; every job sets training.threads instead"))
@@ -70,7 +77,7 @@ def _devices() -> "list[Finding]":
         lines.append((True, "GPU", f"none ({why}); everything runs on the CPU"))
     free = shutil.disk_usage(".").free / 2**30
     lines.append((free > 1, "disk", f"{free:.1f} GiB free here"))
-    return lines
+    return lines, torch.cuda.device_count()
 
 
 def _git() -> "Finding":
@@ -79,20 +86,26 @@ def _git() -> "Finding":
 
 
 def _weights() -> "Finding":
-    cache = Path(os.environ.get("TORCH_HOME", Path.home() / ".cache" / "torch")) / "hub" / "checkpoints"
-    found = sorted(cache.glob("weights-inception*.pth")) if cache.is_dir() else []
-    fact = str(found[0]) if found else f"absent ({cache}); only extractor inception needs it"
+    from kairos.evaluation import weights
+
+    path = weights.place()
+    fact = (
+        str(path) if path.is_file() else f"absent ({path}); only extractor inception needs it, kairos fetch brings it"
+    )
     return True, "inception weights", fact
 
 
 def _experiment(path: Path, experiment: "Experiment") -> "list[Finding]":
+    from kairos import fetching
+    from kairos.errors import KairosError
+
     lines = [(True, "experiment file", f"{path}: {len(experiment.methods)} methods, {len(experiment.seeds)} seeds")]
-    dataset, autoencoder = experiment.dataset, experiment.autoencoder
-    if dataset.source in ("folder", "parquet"):
-        present = Path(str(dataset.path)).exists() or bool(glob.glob(str(dataset.path), recursive=True))
-        lines.append((present, "data", f"{dataset.path}" + ("" if present else ": nothing there")))
-    if autoencoder.kind == "pretrained":
-        present = Path(str(autoencoder.path)).is_dir()
-        fact = f"{autoencoder.path}" + ("" if present else ": no such folder; as a hub id it needs a network")
-        lines.append((present, "autoencoder", fact))
+    for need in fetching.needs(experiment):
+        try:
+            place = need.find()
+        except KairosError as error:
+            place, fault = None, str(error)
+        else:
+            fault = "not here; " + ("kairos fetch brings it" if need.bring else need.by_hand)
+        lines.append((place is not None, "needs", f"{need.what}: {place or fault}"))
     return lines

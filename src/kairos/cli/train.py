@@ -2,9 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kairos import clock
 from kairos.cli.common import add_config, add_timing, write_timing
+
+if TYPE_CHECKING:
+    from kairos.training.job import Leave
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -24,8 +28,23 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, or go on training."""
+    from kairos.progress import say
+    from kairos.training.job import Leave, Left
+    from kairos.training.launch import is_first
+
+    with Leave() as leave:  # from here on: imports take a while
+        try:
+            _run(arguments, leave)
+        except Left as left:
+            if left.reason and is_first():
+                say(f"kairos: {left.reason}; the same command goes on from there")
+            raise
+
+
+def _run(arguments: argparse.Namespace, leave: "Leave") -> None:
     from kairos.config import load
     from kairos.errors import ConfigError
+    from kairos.training import launch
 
     experiment = load(arguments.config)
     if arguments.method not in experiment.methods:
@@ -40,20 +59,31 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.until not in milestones:
             raise ConfigError(f"--until: got {arguments.until}, allowed: one of {list(experiment.milestones)}")
     latents = arguments.latents or Path("results") / experiment.experiment / "latents"
+    several = experiment.training.processes > 1
+    if several and launch.local_rank() is None:
+        launch.launch(experiment.training)
+        return
 
-    from kairos.training.run import import_components, train
+    with launch.failing():
+        if several:
+            launch.bind()
+        from kairos.tracking.live import reporting
+        from kairos.training.run import import_components, train
 
-    import_components(experiment.plain(), arguments.method)
-    clock.work_begins()
-    done = train(
-        experiment.plain(),
-        arguments.method,
-        arguments.seed,
-        arguments.out,
-        latents,
-        milestones,
-        restart=arguments.restart,
-        part=arguments.part,
-        wait=arguments.wait,
-    )
-    write_timing(arguments, method=arguments.method, seed=arguments.seed, **done)
+        import_components(experiment.plain(), arguments.method)
+        clock.work_begins()
+        with reporting(experiment, arguments.method, arguments.seed, arguments.out):
+            done = train(
+                experiment.plain(),
+                arguments.method,
+                arguments.seed,
+                arguments.out,
+                latents,
+                milestones,
+                restart=arguments.restart,
+                part=arguments.part,
+                wait=arguments.wait,
+                leave=leave,
+            )
+        if launch.is_first():
+            write_timing(arguments, method=arguments.method, seed=arguments.seed, **done)

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch_fidelity import register_feature_extractor
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FORMAT = "%i|%T|%r|%j|%Z|%k"  # number, state, reason, name, folder, comment
+NO_CLUSTER = "DNS SRV lookup failed"  # what SLURM's commands say where nothing tells them of a cluster
 _PATIENCE = 10  # seconds for an answer
 _TRAINING = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")
 _RUN = re.compile(r"(?:(.+)_)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -34,7 +35,7 @@ class Job:
 
 
 def jobs(experiment: str, folder: Path) -> tuple[list[Job], str]:
-    """This user's jobs that were submitted from `folder` for an experiment, and what SLURM complains of, mostly empty.
+    """The user's jobs that were submitted from `folder` for an experiment, and what SLURM complains of, mostly empty.
 
     Without SLURM there are none.
     """
@@ -45,6 +46,8 @@ def jobs(experiment: str, folder: Path) -> tuple[list[Job], str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
     except subprocess.TimeoutExpired:
         return [], f"squeue: no answer within {_PATIENCE} s"
+    if NO_CLUSTER in done.stderr:
+        return [], ""
     if done.returncode:
         return [], "squeue: " + " ".join(done.stderr.split())[:200]
     return parse(done.stdout, experiment, folder), ""

@@ -75,7 +75,7 @@ def _look(results: Path, method: str, seed: int, of: int | None, job: Job | None
     else:
         state = {"running": "dead", "complete": "waiting", "": "waiting"}.get(said, said)
     step = max(progress.get("step", 0), done, *(_milestones(folder) if not progress and not record else ()), 0)
-    logs = _logs(results, method, seed) if state in _TROUBLE or state == "waiting" and not progress else ()
+    logs = _logs(results, method, seed) if state in _TROUBLE or (state == "waiting" and not progress) else ()
     note = _note(state, progress, job, logs)
     if state == "waiting" and logs and not record:  # it left a log and nothing else: it ended before its first step
         state = "failed"

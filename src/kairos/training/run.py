@@ -5,6 +5,8 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -12,11 +14,13 @@ from typing import Any
 
 import torch
 
-from kairos import compute
+from kairos import compute, distributed
 from kairos.data.latents import open_latents
 from kairos.progress import Progress, duration, say
+from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
 from kairos.training.identity import code_roots, identity_of
+from kairos.training.job import Leave, Left, ProgressFile
 from kairos.training.loop import Trainer
 from kairos.training.milestone import write_milestone
 from kairos.training.store import Store, exclusive, read_timing
@@ -41,6 +45,7 @@ def train(
     restart: bool = False,
     part: bool = False,
     wait: bool = False,
+    leave: Leave | None = None,
 ) -> dict[str, Any]:
     """Train until every one of `milestones` is reached, and publish them in `out`.
 
@@ -54,84 +59,131 @@ def train(
         restart: forget the state and start from step 0.
         part: publish the milestones only; a later call completes the training.
         wait: wait for another process that trains here, such as a killed controller's job, instead of refusing.
+        leave: says when to end early.
 
     Returns:
         What happened: ``steps_run`` by this call and ``step`` reached.
 
     Raises:
         KairosError: another process trains here; the loss is not finite; data or device are missing.
+        Left: asked to end early; what has been computed is saved.
     """
-    settings = plain["training"]
-    device = compute.setup(settings["threads"], settings["device"], settings["deterministic"])
-    latents = open_latents(latents_folder)
-    identity = identity_of(plain, method, seed, latents.manifest, device.type)
-    store = Store(out, identity["identity"])
-    with exclusive(out / ".state", wait):
-        if restart:
+    leave = leave or Leave()
+    label = f"train {method} seed {seed}"
+    with _job(plain["training"], out / ".state", milestones[-1], wait) as (device, progress):
+        first = distributed.rank() == 0
+        if first:
+            together = f", {distributed.ranks()} processes" if distributed.ranks() > 1 else ""
+            say(f"{label}: on {compute.describe(device)}{together}")
+        latents = open_latents(latents_folder)
+        identity = identity_of(plain, method, seed, latents.manifest, device.type)
+        progress.identify(identity["identity"])
+        store = Store(out, identity["identity"])
+        if restart and first:
             store.clear()
-        missing = store.start(milestones, part)
-        trainer = None
+        missing = distributed.on_first(lambda: store.start(milestones, part))
+        facts = provenance(plain, device)
         steps_run = 0
         if missing:
             trainer = Trainer(plain, method, seed, latents, device)
-            facts = {
+            about = {
                 "identity": identity["identity"],
                 "method": method,
                 "seed": seed,
                 "config": plain,
                 "autoencoder_sha256": latents.manifest["autoencoder_sha256"],
                 "dataset_sha256": latents.manifest["dataset_sha256"],
-                "provenance": provenance(settings, device),
+                "provenance": facts,
             }
-            label = f"train {method} seed {seed}"
-            steps_run = Run(store, trainer, facts, label).until(milestones, missing)
-        else:
+            steps_run = Run(store, trainer, about, label, progress, leave).until(milestones, missing)
+        elif first:
             say(f"{out}: all milestones are there, 0 steps to do")
-        store.fulfil(milestones)
-        record: dict[str, Any] | None = None
-        if not part:
-            content = store.newest(milestones[-1])
-            assert content is not None
-            record = {
-                "identity": identity["identity"],
-                "parts": {key: value for key, value in identity.items() if key != "identity"},
-                "method": method,
-                "seed": seed,
-                "steps": content["step"],
-                "milestones": milestones,
-                "components": {**component_hashes(content), "metrics": content["metrics"]["sha256"]},
-                "provenance": provenance(settings, device),
-            }
-        store.publish(milestones, record)
+        if first:
+            store.fulfil(milestones)
+            record: dict[str, Any] | None = None
+            if not part:
+                content = store.newest(milestones[-1])
+                assert content is not None
+                record = {
+                    "identity": identity["identity"],
+                    "parts": {key: value for key, value in identity.items() if key != "identity"},
+                    "method": method,
+                    "seed": seed,
+                    "steps": content["step"],
+                    "milestones": milestones,
+                    "components": {**component_hashes(content), "metrics": content["metrics"]["sha256"]},
+                    "provenance": facts,
+                }
+            store.publish(milestones, record)
     return {"steps_run": steps_run, "step": milestones[-1], "identity": identity["identity"]}
 
 
-class Run:
-    """The steps of one job: metrics and timing lines, checkpoints, milestones."""
+@contextmanager
+def _job(settings: dict[str, Any], state: Path, last: int, wait: bool) -> Iterator[tuple[torch.device, ProgressFile]]:
+    """The training's lock, its device, the other processes if there are several, and a last word on how it ended."""
+    several = settings["processes"] > 1
+    first = not several or os.environ.get("RANK", "0") == "0"
+    with exclusive(state, wait) if first else nullcontext():
+        progress = ProgressFile(state, last, often=first)
+        try:
+            local_rank = launch.local_rank() if several else None
+            device = compute.setup(settings["threads"], settings["device"], settings["deterministic"], local_rank)
+            if several:
+                distributed.join(settings["processes"], device)
+            yield device, progress
+            distributed.part()
+        except Left as left:
+            if first:
+                progress.end("stopped", left.reason)
+            raise
+        except BaseException as error:
+            if launch.fails_first(error):
+                progress.end("failed", str(error) or type(error).__name__)
+            raise
+        if first:
+            progress.end("complete")
 
-    def __init__(self, store: Store, trainer: Trainer, facts: dict[str, Any], label: str):
+
+class Run:
+    """The steps of one job: metrics and timing lines, checkpoints, milestones. Of several processes rank 0 writes."""
+
+    def __init__(
+        self,
+        store: Store,
+        trainer: Trainer,
+        facts: dict[str, Any],
+        label: str,
+        progress: ProgressFile,
+        leave: Leave,
+    ):
         self.store, self.trainer, self.facts, self.label = store, trainer, facts, label
+        self.progress, self.leave = progress, leave
+        self.first = distributed.rank() == 0
         start = trainer.strategy.table(trainer.density_images())  # before anything is loaded: the start's
         self.start_density = start["p"]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
         self.steps_run = 0
         self.seconds = 0.0
+        self.saving = 0.0  # seconds that the longest checkpoint has taken, milestone included
 
     def until(self, milestones: list[int], missing: list[int]) -> int:
-        """Go on from the newest usable state until the last milestone; returns the number of steps computed."""
-        trainer, store = self.trainer, self.store
-        state = store.resume(missing[0], trainer.device)
-        if state is not None:
-            trainer.load(state, state["step"])
-            say(f"{self.label}: goes on from step {trainer.step}")
-        self.seconds = max((line["seconds"] for line in read_timing(store.timing)), default=0.0)
-        if trainer.step == 0 and 0 in milestones:
+        """Go on from the newest usable state until the last milestone; returns the number of steps computed.
+
+        Raises:
+            Left: asked to end before it; the last step computed is saved.
+        """
+        trainer, store, first = self.trainer, self.store, self.first
+        self._resume(missing[0])
+        if first and trainer.step == 0 and 0 in milestones:
             self._milestone()
         wanted, every = set(milestones), trainer.settings["checkpoint_every"]
+        last = milestones[-1]
         facts = ""
-        progress = Progress(milestones[-1], self.label, "step", start=trainer.step)
-        with open(store.metrics, "a", encoding="utf-8") as metrics:
-            while trainer.step < milestones[-1]:
+        bar = Progress(last, self.label, "step", start=trainer.step) if first else None
+        self.leave.begin()
+        with open(store.metrics if first else os.devnull, "a", encoding="utf-8") as metrics:
+            while trainer.step < last:
+                self.progress.at(trainer.step, self.seconds)
                 begun = time.perf_counter()
                 line = trainer.advance()
                 facts = f"loss {line['loss']:.4g}"
@@ -139,20 +191,52 @@ class Run:
                 self.steps_run += 1
                 if trainer.step % trainer.settings["log_every"] == 0:
                     metrics.write(json.dumps(line) + "\n")
-                if trainer.step in wanted or trainer.step % every == 0 or trainer.step == milestones[-1]:
+                leaving = trainer.step < last and self._leaving()
+                if first and (trainer.step in wanted or trainer.step % every == 0 or trainer.step == last or leaving):
                     metrics.flush()
                     os.fsync(metrics.fileno())
-                    self._timing()
-                    if trainer.step in wanted:
-                        self._milestone()
-                    store.save(trainer.step, trainer.state())
-                progress.advance(facts=facts)
-        if trainer.step == 0:
-            self._timing()
-            store.save(0, trainer.state())
-        progress.close(facts)
-        say(f"{self.label}: {self.steps_run} steps computed, {duration(self.seconds)} of training in all")
+                    self._save(trainer.step in wanted)
+                if leaving:
+                    self._leave(last)
+                if bar is not None:
+                    bar.advance(facts=facts)
+        if first and trainer.step == 0:
+            self._save(False)
+        self.progress.at(trainer.step, self.seconds)
+        if bar is not None:
+            bar.close(facts)
+            say(f"{self.label}: {self.steps_run} steps computed, {duration(self.seconds)} of training in all")
         return self.steps_run
+
+    def _resume(self, at_most: int) -> None:
+        """Load the newest usable state up to step `at_most`, on every rank the one that rank 0 has found."""
+        trainer, store = self.trainer, self.store
+        state = store.resume(at_most, trainer.device) if self.first else None
+        step = distributed.on_first(lambda: state["step"] if state else 0)
+        if step or state:
+            state = state or store.at(step, trainer.device)
+            trainer.load(state, step)
+            if self.first:
+                say(f"{self.label}: goes on from step {trainer.step}")
+        self.seconds = max((line["seconds"] for line in read_timing(store.timing)), default=0.0)
+
+    def _leaving(self) -> bool:
+        """Whether any of the processes has been asked to leave."""
+        return distributed.add([float(bool(self.leave.asked(self.saving)))])[0] > 0
+
+    def _leave(self, last: int) -> None:
+        self.progress.at(self.trainer.step, self.seconds)
+        distributed.part()  # rank 0 has written by then
+        reason = self.leave.reason or "another process of the training was asked to leave"
+        raise Left(f"{reason}: stopped after step {self.trainer.step} of {last}, which is saved")
+
+    def _save(self, milestone: bool) -> None:
+        begun = time.monotonic()
+        self._timing()
+        if milestone:
+            self._milestone()
+        self.store.save(self.trainer.step, self.trainer.state())
+        self.saving = max(self.saving, time.monotonic() - begun)
 
     def _milestone(self) -> None:
         write_milestone(self.store.milestone(self.trainer.step), self.trainer, self.start_density, self.facts)
@@ -168,13 +252,17 @@ class Run:
             file.write(json.dumps(line) + "\n")
 
 
-def provenance(settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def provenance(plain: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """What a result was computed with, and whether that is exact; no clock and no host."""
-    inexact = []
+    settings, inexact = plain["training"], []
     if settings["compile"]:
         inexact.append("training.compile: autotuning may choose other kernels on another run")
     if not settings["deterministic"]:
         inexact.append("training.deterministic is off")
+    if distributed.ranks() > 1 and plain["model"].get("dropout") and settings["microbatch"] is None:
+        inexact.append(
+            "training.processes: dropout differs between numbers of processes; training.microbatch ends that"
+        )
     return {
         "kairos": version("kairos"),
         "python": platform.python_version(),
@@ -184,6 +272,7 @@ def provenance(settings: dict[str, Any], device: torch.device) -> dict[str, Any]
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": settings["threads"],
+        "processes": distributed.ranks(),
         "exact": not inexact,
         "inexact_because": inexact,
     }

@@ -13,10 +13,12 @@ import fcntl
 import json
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kairos.errors import DamagedError, KairosError
 from kairos.files import link_file, link_tree, read_json, read_lines, sha256_bytes, write_json, write_text
@@ -25,30 +27,81 @@ from kairos.training import checkpoint
 from kairos.training.milestone import check_milestone, step_name
 
 KEPT = 2  # checkpoints: a damaged last one leaves the one before it
+_SIGNS = 12  # seconds of watching for signs of life, which a training gives every 5
 
 
 @contextmanager
 def exclusive(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Let one process at a time work on a training; the lock falls with the process that holds it.
+    """Let one process at a time work on a training; the kernel frees the lock when its holder dies, however it dies.
+
+    flock works between processes of a machine, and between machines on NFS (Linux 2.6.12 and later) and other shared
+    file systems that were mounted with locks. Where there are none this is an error; where they do not reach to other
+    machines, the signs of life of a training on another machine are.
+
+    Args:
+        folder: the training's ``.state``.
+        wait: wait for another process that trains here instead of refusing.
 
     Raises:
-        KairosError: another process trains here.
+        KairosError: another process trains here, or the file system has no locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+    with open(folder / "lock", "a+", encoding="utf-8") as file:
+        if not _locked(file, patience=1.0):
             file.seek(0)
             other = f"{folder.parent}: another process ({file.read().strip()}) is training here"
             if not wait:
-                raise KairosError(other) from None
+                raise KairosError(other)
             say(f"{other}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
+        _refuse_another_machine(folder)
         file.truncate(0)
-        file.write(f"pid {os.getpid()}")
+        job = os.environ.get("SLURM_JOB_ID")
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}" + (f", SLURM job {job}" if job else ""))
         file.flush()
         yield
+
+
+def _locked(file: IO[str], patience: float) -> bool:
+    """Take a lock; `patience` seconds of trying, since onlookers (`kairos status`) hold it for moments."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        except OSError as error:
+            raise KairosError(
+                f"{file.name}: this file system has no locks ({error.strerror}), so nothing would keep two jobs from "
+                "training here at once; put results on another one, or mount it with locks (Lustre: flock)"
+            ) from None
+        else:
+            return True
+
+
+def _refuse_another_machine(folder: Path) -> None:
+    """Look whether a training on another machine, which did not keep us from the lock, goes on writing.
+
+    Raises:
+        KairosError: it does.
+    """
+    path, seen = folder / "progress.json", 0.0
+    for _ in range(_SIGNS):
+        try:
+            last = read_json(path)
+        except (OSError, DamagedError):
+            return
+        if last["host"] == socket.gethostname() or last["state"] != "running" or time.time() - last["updated"] > 60:
+            return
+        if seen and seen != last["updated"]:
+            raise KairosError(
+                f"{folder.parent}: is being trained on {last['host']} (pid {last['pid']}), and the file system's lock "
+                "does not reach this machine; mount it with locks between machines (NFS: without nolock or local_lock)"
+            )
+        seen = last["updated"]
+        time.sleep(1)
 
 
 class Store:
@@ -124,6 +177,10 @@ class Store:
         checkpoint.write(folder / f"{step_name(step)}.ckpt", content)
         for old in sorted(folder.glob("*.ckpt"))[:-KEPT]:
             old.unlink()
+
+    def at(self, step: int, device: Any) -> dict[str, Any]:
+        """The checkpoint after `step` steps, which another rank has found whole."""
+        return checkpoint.read(self.folder / "checkpoints" / f"{step_name(step)}.ckpt", device)
 
     def resume(self, at_most: int, device: Any) -> dict[str, Any] | None:
         """The newest whole checkpoint up to step `at_most`; metrics and timing are cut back to it. None: step 0."""

@@ -9,6 +9,7 @@ import glob
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,9 @@ from kairos.workflow.plan import Plan, plan
 
 _FROZEN = "KAIROS_EXPERIMENT"  # how a job's own Snakemake process finds the controller's frozen experiment
 _DEFAULT = "params.yaml"
+_OFFLINE = dict.fromkeys(
+    ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"
+)  # `kairos fetch` was on
 _held: list[Any] = []  # the lock file, open as long as this process lives
 _began = time.time()
 
@@ -56,7 +60,7 @@ def _experiment(workflow: Any, config: dict[str, Any]) -> Any:
 
 
 def _before_execution(workflow: Any, plan: Plan) -> None:
-    """Lock the results when Snakemake begins to execute, before it looks at any file.
+    """Lock the results when Snakemake begins to execute, before it looks at any file; on a cluster prepare for it.
 
     Its own hook (onstart) comes after its locks; and while the Snakefile is read it is not known yet whether anything
     will be executed: a dry run, a summary or a lint must work beside a run.
@@ -64,12 +68,20 @@ def _before_execution(workflow: Any, plan: Plan) -> None:
     execute = workflow.execute
 
     def locked(*arguments: Any, executor_plugin: Any, **keywords: Any) -> Any:
+        groups = workflow.group_settings
+        groups.group_components = {**plan.sharing_groups(), **groups.group_components}
         if not executor_plugin.common_settings.dryrun_exec:
             try:
                 _lock(Path(plan.results))
             except KairosError as error:
                 _end(str(error))
             _forget_failed_import(Path(plan.results), plan.experiment.tracking.uri)
+        if not executor_plugin.common_settings.local_exec:
+            os.environ |= _OFFLINE
+        if executor_plugin.name == "slurm":
+            from kairos.workflow import successor
+
+            executor_plugin = replace(executor_plugin, executor=successor.executor(plan.results))
         return execute(*arguments, executor_plugin=executor_plugin, **keywords)
 
     workflow.execute = locked

@@ -11,6 +11,7 @@ from typing import Any
 
 from kairos.config import Experiment, freeze
 from kairos.workflow import dependencies
+from kairos.workflow.resources import gpus
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ class Plan:
         return names(self.experiment.milestones)
 
     @property
-    def gpu(self) -> int:
+    def gpus(self) -> int:
         """GPUs that a computing job asks for."""
-        return int(self.experiment.training.device.startswith("cuda"))
+        return gpus(self.experiment)
 
     @property
     def threads(self) -> int:
@@ -120,6 +121,19 @@ class Plan:
             Segment(part, after, number, f"_{number}" if len(parts) > 1 else "", number == len(parts))
             for number, (part, after) in enumerate(zip(parts, before), 1)
         ]
+
+    def images(self, segment: Segment) -> str:
+        """The group in which a scheduler runs the sampling and evaluating of a segment as one job."""
+        return f"images_{{method}}_seed{{seed}}{segment.name}"
+
+    def sharing(self, segment: Segment) -> str | None:
+        """The group of the trainings that a scheduler runs as one job, so many of it as `sharing_groups` says."""
+        return f"trainings{segment.name}" if self.experiment.training.trainings_per_gpu > 1 else None
+
+    def sharing_groups(self) -> dict[str, int]:
+        """How many jobs of a group become one, by the group."""
+        groups = (self.sharing(segment) for segment in self.segments)
+        return {group: self.experiment.training.trainings_per_gpu for group in groups if group}
 
     def matching(self, values: list[Any]) -> str:
         """Wildcard constraint: one of these."""
