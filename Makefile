@@ -34,7 +34,7 @@ run: setup  ## another experiment: make run EXPERIMENT=experiments/fashion_mnist
 	@$(BIN)/kairos check --folder $(EXPERIMENT) >/dev/null && $(BIN)/snakemake --cores $(CORES) --configfile $(EXPERIMENT)
 
 cluster: setup  ## on a SLURM cluster, from its login node; PROFILE=profiles/slurm says what the cluster is like
-	@$(BIN)/kairos check --folder $(EXPERIMENT) >/dev/null && $(BIN)/kairos fetch $(EXPERIMENT) \
+	@$(BIN)/kairos check --folder $(EXPERIMENT) >/dev/null && $(BIN)/kairos fetch --config $(EXPERIMENT) \
 	  && $(BIN)/snakemake --workflow-profile $(PROFILE) --configfile $(EXPERIMENT) $(FLAGS)
 
 test: setup  ## the quick tests

@@ -73,10 +73,10 @@ for segment in plan.segments:
             timing=plan.timing("evaluate", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/evaluate_{{method}}_seed{{seed}}{segment.name}.log",
-        conda:
-            "../../envs/environment.yml"
         group:
             plan.images(segment)
+        conda:
+            "../../envs/environment.yml"
         threads: plan.threads
         resources:
             mem_mb=growing(6000),

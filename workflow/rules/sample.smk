@@ -22,10 +22,10 @@ for segment in plan.segments:
             timing=plan.timing("sample", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.name}.log",
-        conda:
-            "../../envs/environment.yml"
         group:
             plan.images(segment)
+        conda:
+            "../../envs/environment.yml"
         threads: plan.threads
         resources:
             mem_mb=growing(6000),

@@ -16,10 +16,10 @@ for segment in plan.segments:
             timing=plan.timing("train", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.name}.log",
-        conda:
-            "../../envs/environment.yml"
         group:
             plan.sharing(segment)
+        conda:
+            "../../envs/environment.yml"
         threads: plan.threads * processes_per_node(plan.experiment)
         resources:
             **of_training(plan.experiment),

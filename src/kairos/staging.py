@@ -1,0 +1,107 @@
+"""What a training reads, on the disk of the machine that computes: copied once, shared by all trainings there.
+
+In a job of a scheduler many trainings read their batches, in random order, from one shared file system. The copy lies
+under the hash of its content, is made by the first who needs it while the others wait, and appears whole or not at all.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from kairos.data.dataset import open_record
+from kairos.errors import DamagedError
+from kairos.files import atomic_folder, read_json, sha256_file, sha256_json, write_json
+from kairos.progress import say
+
+_PLACES = ("KAIROS_LOCAL", "SLURM_TMPDIR", "TMPDIR")  # the first that is set; without one the system's /tmp
+
+
+def staged(latents: Path) -> Path:
+    """The folder to read latents from: a copy on a local disk in a job of SLURM's or where KAIROS_LOCAL names a folder.
+
+    The data set that the latents belong to lies beside the copy; of what a training on latents does not read, its
+    images, there is a link. The original is read where the local disk is the same file system or in main memory, or
+    where less than twice the size is free; a line says so.
+
+    Raises:
+        DamagedError: the original is not what its records say.
+    """
+    if "KAIROS_LOCAL" not in os.environ and "SLURM_JOB_ID" not in os.environ:
+        return latents
+    manifest = open_record(latents, f"encode --config F --out {latents}")
+    dataset = latents / manifest["dataset"]
+    record = open_record(dataset, f"prepare --config F --out {dataset}")
+    read = {name: digest for name, digest in record["files"].items() if name != "images.npy" or not manifest["files"]}
+    copied = {latents: manifest["files"], dataset: read}
+    size = sum((folder / name).stat().st_size for folder, files in copied.items() for name in files)
+
+    local = _local_folder()
+    own = local / f"kairos-{os.getuid()}"
+    home = own / sha256_json([manifest, record])[:16]
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        reason = "it is somebody else's" if own.stat().st_uid != os.getuid() else None
+        if not reason and not (home / "copy").is_dir():
+            reason = _why_not(local, latents, size)
+        if not reason:
+            _make(home, copied, latents, dataset)
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        say(f"data are read from {latents}, not from {own}: {reason}")
+        return latents
+    say(f"data are read from {home}")
+    return home / "copy" / "latents"
+
+
+def _local_folder() -> Path:
+    return Path(next((os.environ[name] for name in _PLACES if os.environ.get(name)), tempfile.gettempdir()))
+
+
+def _why_not(local: Path, latents: Path, size: int) -> str | None:
+    """Why nothing is copied; None where it is."""
+    if local.stat().st_dev == latents.stat().st_dev:
+        return "it is on the same file system"
+    if _file_system(local) in ("tmpfs", "ramfs"):
+        return "it is in main memory"
+    free = shutil.disk_usage(local).free
+    return f"{free / 1e9:.3g} GB are free, twice {size / 1e9:.3g} are needed" if free < 2 * size else None
+
+
+def _file_system(path: Path) -> str:
+    """Kind of the file system that a folder is on, such as ext4."""
+    mounts = (line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines())
+    kinds = {mount[1]: mount[2] for mount in mounts}
+    path = path.resolve()
+    return next((kinds[str(place)] for place in (path, *path.parents) if str(place) in kinds), "")
+
+
+def _make(home: Path, copied: dict[Path, dict[str, str]], latents: Path, dataset: Path) -> None:
+    """Copy the files that are read, by folder with their hashes, as `home`/copy, or wait for who does it already."""
+    home.mkdir(exist_ok=True)
+    with open(home / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (home / "copy").is_dir():
+            return
+        for left in home.glob(".tmp-*"):  # of a job that was killed while it copied
+            shutil.rmtree(left)
+        with atomic_folder(home / "copy") as folder:
+            for source, name in ((latents, "latents"), (dataset, "dataset")):
+                for file in sorted(path for path in source.rglob("*") if path.is_file()):
+                    relative = file.relative_to(source).as_posix()
+                    _place(file, folder / name / relative, copied[source].get(relative))
+            manifest = read_json(latents / "manifest.json")
+            write_json(folder / "latents" / "manifest.json", {**manifest, "dataset": "../dataset"})
+
+
+def _place(file: Path, target: Path, digest: str | None) -> None:
+    """Copy a file that has this hash, or link one that is not read."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if digest is None:
+        target.symlink_to(file.resolve())
+        return
+    shutil.copyfile(file, target)
+    if sha256_file(target) != digest:
+        raise DamagedError(f"{file}: differs from its record; make it again, or pull it with dvc")

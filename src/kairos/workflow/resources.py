@@ -1,0 +1,47 @@
+"""What jobs ask for, in words that any scheduler of Snakemake's understands; a cluster's own are in its profile."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kairos.config import Experiment
+
+_TRAINING_MB = 6000  # main memory of one process of a training
+
+
+def growing(amount: int) -> Callable[..., int]:
+    """So much at the first attempt, and as much more at each later one: a job that met a limit goes on with more."""
+
+    def value(wildcards: Any, attempt: int) -> int:
+        return amount * attempt
+
+    return value
+
+
+def gpus(experiment: Experiment) -> int:
+    """GPUs of a job that computes on one: none only where the experiment says ``device: cpu``.
+
+    A machine of one's own is not asked for any, so that ``auto`` still takes a GPU where there is one.
+    """
+    return int(experiment.training.device != "cpu")
+
+
+def processes_per_node(experiment: Experiment) -> int:
+    """Processes of one training on each of its machines."""
+    return experiment.training.processes // experiment.training.nodes
+
+
+def of_training(experiment: Experiment) -> dict[str, Any]:
+    """What a training asks for, with all its processes.
+
+    It resumes, so its time limit needs not grow. Numbers are those of the whole job, and those of jobs that run as one
+    add up; a text is the same for all of them. So trainings that share a GPU ask for it as text, as do trainings on
+    several machines, where it stands for each of these.
+    """
+    settings, each = experiment.training, processes_per_node(experiment)
+    asked: dict[str, Any] = {"mem_mb": growing(_TRAINING_MB * each), "runtime": 1440}
+    if settings.nodes > 1:
+        asked["nodes"] = settings.nodes
+    if not gpus(experiment):
+        return asked | ({"tasks": settings.nodes} if settings.nodes > 1 else {})
+    as_text = settings.nodes > 1 or settings.trainings_per_gpu > 1
+    return asked | ({"gres": f"gpu:{each}"} if as_text else {"gpu": each})

@@ -1,0 +1,153 @@
+"""Jobs on a SLURM cluster outlive the controller that sent them: its successor takes them over.
+
+A controller that is killed leaves jobs in the queue, and some end before the next one starts. So every job is written
+down when it is sent: what it makes, and a hash of what it makes it from. Before the next controller sends a job with
+the same outputs, it looks at the earlier one:
+
+- the same work, queued or running: waited for like a job of its own;
+- the same work, ended and complete: done;
+- other work, such as after an edit of the experiment: cancelled, and replaced when it is gone.
+
+A job that was sent and not yet written down when its controller died (milliseconds) is not found; then the lock of its
+training, and records that appear whole, keep it from doing harm.
+"""
+
+import hashlib
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from snakemake_executor_plugin_slurm import Executor
+from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
+
+from kairos.files import canonical_json, read_json, sha256_bytes, sha256_file, write_json
+from kairos.progress import say
+
+_HASHED_WHOLE = 1_000_000  # bytes; of a larger input size and time are compared
+_PATIENCE = 5  # seconds between looks at the queue
+
+
+def executor(results: str) -> type:
+    """The executor for an experiment's results folder."""
+    return type("Executor", (Successor,), {"results": results})
+
+
+def job_name(results: str) -> str:
+    """The name of all of an experiment's jobs in the queue: `squeue --name`, `scancel --name`."""
+    here = hashlib.sha256(os.path.abspath(results).encode()).hexdigest()[:6]
+    return f"kairos-{re.sub(r'[^A-Za-z0-9_-]', '-', os.path.basename(results))}-{here}"
+
+
+class Successor(Executor):  # type: ignore[misc]
+    """The plugin's executor, with a memory that survives it."""
+
+    results: str
+
+    def __post_init__(self, test_mode: bool = False) -> None:
+        super().__post_init__(test_mode)
+        self.run_uuid = job_name(self.results)  # by this name the plugin finds its jobs' states, now earlier ones too
+        self._books = Path(".kairos/jobs") / os.path.basename(self.results)
+        self._earlier = {path: read_json(path) for path in self._books.glob("*.json")}
+
+    def run_job(self, job: Any) -> None:
+        """Send a job, or take an earlier one over; called in threads, where an exception would be lost."""
+        try:
+            if self._take_over(job):
+                return
+        except Exception as error:
+            self._report_job_error_threadsafe(SubmittedJobInfo(job), f"earlier jobs cannot be looked at: {error!r}")
+            return
+        super().run_job(job)
+
+    def _take_over(self, job: Any) -> bool:
+        """Whether an earlier job does this one's work; those that make its outputs differently are ended."""
+        outputs, work = set(_outputs(job)), _work(job)
+        for path, record in list(self._earlier.items()):
+            if outputs.isdisjoint(record["outputs"]):
+                continue
+            queued = self._in_queue(path.stem)
+            if record["work"] == work:
+                log = {"slurm_logfile": Path(record["slurm_logfile"])}
+                info = SubmittedJobInfo(job, external_jobid=path.stem, aux=log)
+                if queued:
+                    say(f"SLURM job {path.stem} of an earlier run makes {record['outputs'][0]}: it is waited for")
+                    self._report_job_submission_threadsafe(info)
+                    return True
+                if self._complete(job):
+                    self.report_job_success(info)
+                    return True
+            if queued:
+                say(f"SLURM job {path.stem} of an earlier run made {record['outputs'][0]} differently: it is cancelled")
+                subprocess.run(["scancel", path.stem], check=True)
+                while self._in_queue(path.stem):
+                    time.sleep(_PATIENCE)
+            self._forget(path)
+        return False
+
+    def report_job_submission(self, job_info: SubmittedJobInfo, register_job: bool = True) -> None:
+        """Write a job down when Snakemake has marked its outputs as begun."""
+        super().report_job_submission(job_info, register_job=register_job)
+        record = {
+            "outputs": _outputs(job_info.job),
+            "work": _work(job_info.job),
+            "slurm_logfile": str(job_info.aux["slurm_logfile"]),
+        }
+        write_json(self._books / f"{job_info.external_jobid}.json", record)
+
+    def report_job_success(self, job_info: SubmittedJobInfo) -> None:
+        """Forget it: Snakemake's own books have it."""
+        self._forget(self._books / f"{job_info.external_jobid}.json")
+        super().report_job_success(job_info)
+
+    def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **keywords: Any) -> None:
+        """Forget it: the next attempt is another job."""
+        self._forget(self._books / f"{job_info.external_jobid}.json")
+        super().report_job_error(job_info, msg=msg, **keywords)
+
+    def _forget(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        self._earlier.pop(path, None)
+
+    def _in_queue(self, job: str) -> bool:
+        """Whether a job waits or runs; one that is just ending is waited for."""
+        while True:
+            listed = subprocess.run(
+                ["squeue", "--noheader", "--name", self.run_uuid, "--format", "%i %T"], capture_output=True, text=True
+            )
+            states = dict(line.split() for line in listed.stdout.splitlines())
+            if not listed.returncode and states.get(job) != "COMPLETING":
+                return job in states
+            time.sleep(_PATIENCE)
+
+    def _complete(self, job: Any) -> bool:
+        """Whether all outputs are there, and none is marked as begun: a job that succeeds takes its marks away."""
+        outputs = _outputs(job)
+        marked = self.workflow.persistence._filter_incomplete_keys(outputs)
+        return not marked and all(os.path.exists(path) for path in outputs)
+
+
+def _jobs(job: Any) -> list[Any]:
+    return sorted(job.jobs, key=lambda one: str(one.output[0])) if job.is_group() else [job]
+
+
+def _outputs(job: Any) -> list[str]:
+    """All files that a job or a group of jobs makes."""
+    return sorted(str(path) for one in _jobs(job) for path in one.output)
+
+
+def _work(job: Any) -> str:
+    """Hash of what decides the outputs: rule, wildcards, parameters as Snakemake compares them, content of inputs."""
+    parts = [
+        [one.rule.name, dict(one.wildcards_dict), [repr(value) for value in one.non_derived_params]]
+        for one in _jobs(job)
+    ]
+    inputs = {str(path): _content(Path(path)) for path in job.input}
+    return sha256_bytes(canonical_json([parts, inputs]).encode())
+
+
+def _content(path: Path) -> str:
+    stat = path.stat()
+    return sha256_file(path) if stat.st_size <= _HASHED_WHOLE else f"{stat.st_size} {stat.st_mtime_ns}"
