@@ -25,6 +25,7 @@ HOME = ROOT / ".uv"
 ENVIRONMENT = Path(os.environ.get("UV_PROJECT_ENVIRONMENT") or ROOT / ".venv")
 STAMP = ENVIRONMENT / ".kairos-stamp"
 PUBLIC_INDEX = "https://pypi.org/simple"
+EXTRAS = ("--extra", "pipeline", "--extra", "remotes")
 
 
 def main():
@@ -229,13 +230,13 @@ def sync(uv):
             fail(f"uv {arguments[0]} failed, see above; the same command goes on from there")
 
     if not index:
-        call("sync", "--frozen", "--quiet", "--extra", "pipeline", "--python", python)
+        call("sync", "--frozen", "--quiet", *EXTRAS, "--python", python)
         return
     # uv.lock names files of the public index: on a mirror the same versions and checksums are asked for by name
     environment["UV_DEFAULT_INDEX"] = index
     requirements = str(HOME / "requirements.txt")
     HOME.mkdir(exist_ok=True)
-    call("export", "--frozen", "--quiet", "--extra", "pipeline", "--no-emit-project", "--output-file", requirements)
+    call("export", "--frozen", "--quiet", *EXTRAS, "--no-emit-project", "--output-file", requirements)
     if not (ENVIRONMENT / "bin" / "python").exists():
         call("venv", "--quiet", "--python", python, str(ENVIRONMENT))
     environment["VIRTUAL_ENV"] = str(ENVIRONMENT)

@@ -63,8 +63,10 @@ def test_lock_file_goes_with_pyproject():
     ours = next(package for package in lock["package"] if package["name"] == "kairos")
     named = {re.match(r"[\w-]+", item)[0] for item in requirements["project"]["dependencies"]}
     assert named == {item["name"] for item in ours["metadata"]["requires-dist"] if "marker" not in item}
-    extra = {re.match(r"[\w-]+", item)[0] for item in requirements["project"]["optional-dependencies"]["pipeline"]}
-    assert extra == {item["name"] for item in ours["metadata"]["requires-dist"] if "marker" in item}
+    for name, items in requirements["project"]["optional-dependencies"].items():
+        extra = {re.match(r"[\w-]+", item)[0] for item in items}
+        locked = ours["metadata"]["requires-dist"]
+        assert extra == {item["name"] for item in locked if item.get("marker") == f"extra == '{name}'"}
     groups = {re.match(r"[\w-]+", item)[0] for item in requirements["dependency-groups"]["dev"]}
     assert groups == {item["name"] for item in ours["metadata"]["requires-dev"]["dev"]}
 
