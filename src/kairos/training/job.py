@@ -1,0 +1,151 @@
+"""A training as a job: asked to leave early, it does so in good order; and it says how far it is.
+
+Nothing is computed here.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+STATUS = 75  # EX_TEMPFAIL: ended early by request; the same command goes on
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_MARGIN = 30.0  # seconds that a checkpoint may take longer than three times the longest one so far
+_EVERY = 5.0  # seconds between two words on the progress
+
+
+class Left(SystemExit):
+    """The training ends early because it was asked to; not an Exception, so that no library swallows it."""
+
+    def __init__(self, reason: str):
+        super().__init__(STATUS)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class Leave:
+    """Whether this job should end early, and why.
+
+    As a context it takes over SIGTERM, SIGUSR1 and SIGINT. Until `begin` there is nothing to save, and each raises
+    `Left` where it arrives; from then on it is kept for `asked`. A second SIGINT ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._begun = False
+        self._before: dict[int, Any] = {}
+        self._end = 0.0  # of the SLURM job, Unix time; 0: unknown
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._signalled) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _signalled(self, number: int, frame: object) -> None:
+        name, before = signal.Signals(number).name, self.reason
+        if name == before == "SIGINT":
+            raise KeyboardInterrupt
+        self.reason = name
+        if not self._begun and not before:
+            raise Left(f"{name}: stopped before the first step")
+
+    def begin(self) -> None:
+        """From now on a step is finished and saved before the training leaves."""
+        self._begun = True
+        if self.reason:
+            raise Left(f"{self.reason}: stopped before the first step")
+        self._end = end_of_job()
+
+    def asked(self, saving: float) -> str:
+        """Why the training should leave now; empty: it need not.
+
+        The end of a SLURM job counts as asking when less time remains than three times the longest checkpoint and
+        milestone so far, and half a minute.
+
+        Args:
+            saving: seconds that the longest one took.
+        """
+        if not self.reason and self._end and (left := self._end - time.time()) < 3 * saving + _MARGIN:
+            self.reason = f"{max(left, 0):.0f} s before the job's time is over"
+        return self.reason
+
+
+def end_of_job() -> float:
+    """When this SLURM job's time is over, Unix time; 0: outside of SLURM, or without a limit.
+
+    Older versions of SLURM do not set SLURM_JOB_END_TIME; there the queue is asked once.
+    """
+    given, job = os.environ.get("SLURM_JOB_END_TIME"), os.environ.get("SLURM_JOB_ID")
+    with suppress(ValueError, OSError, subprocess.SubprocessError):
+        if given:
+            return float(given)
+        if job:
+            line = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
+            told = subprocess.run(line, capture_output=True, text=True, timeout=20, check=True).stdout
+            return datetime.fromisoformat(told.strip()).timestamp()  # local time, as squeue's
+    return 0.0
+
+
+class ProgressFile:
+    """``.state/progress.json``: how far the training is, for whoever looks on. Written at most every 5 s.
+
+    It is no record: written without fsync, replaced whole.
+
+    Args:
+        folder: the training's ``.state``.
+        of: last milestone of this job.
+        often: whether it is this process that says how far it is; one that fails says so in any case.
+    """
+
+    def __init__(self, folder: Path, of: int, often: bool = True):
+        self._often = often
+        self._path = folder / "progress.json"
+        self._content: dict[str, Any] = {
+            "identity": None, "step": 0, "of": of, "rate": None, "seconds": 0.0, "state": "running", "message": "",
+            "updated": 0.0, "host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID"),
+            "log": None,
+        }  # fmt: skip
+        with suppress(OSError, ValueError, KeyError):  # where the job before it ended, until this one knows more
+            before = json.loads(self._path.read_bytes())
+            self._content |= {name: before[name] for name in ("identity", "step", "seconds")}
+        self._written: tuple[float, int] | None = None  # when, on the monotonic clock, and at which step
+
+    def at(self, step: int, seconds: float) -> None:
+        """The training is at `step` after `seconds` of training; written down when the last word is old."""
+        self._content |= {"step": step, "seconds": round(seconds, 3)}
+        if not self._often:
+            return
+        now = time.monotonic()
+        if self._written is not None:
+            then, before = self._written
+            if now - then < _EVERY:
+                return
+            self._content["rate"] = round((step - before) / (now - then), 4)
+        self._written = (now, step)
+        self._write()
+
+    def identify(self, identity: str) -> None:
+        """Say which training it is."""
+        self._content["identity"] = identity
+
+    def end(self, state: str, message: str = "") -> None:
+        """The last word: ``complete``, ``stopped`` or ``failed``, and why."""
+        self._content |= {"state": state, "message": message.strip().split("\n")[0]}
+        self._write()
+
+    def _write(self) -> None:
+        temporary = self._path.with_name(".tmp-progress.json")
+        with suppress(OSError):  # a full disk ends the training where something is lost, not here
+            temporary.write_text(json.dumps(self._content | {"updated": time.time()}) + "\n", encoding="utf-8")
+            os.replace(temporary, self._path)

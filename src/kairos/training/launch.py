@@ -1,0 +1,206 @@
+"""Several processes for one training: torchrun on this machine, or on every machine of a SLURM job.
+
+    kairos train             the launcher; torchrun's agent runs in it
+      ├── kairos train       rank 0, the one that writes
+      └── kairos train       rank 1 ...
+
+With several machines the first `kairos train` starts a launcher on each of them through srun. A launcher hands the
+signals that ask to leave on to its ranks, and they die with it. Of the ranks of a machine the first that fails says
+why, the others say nothing, and the launcher ends at once; torchrun itself would let them wait for each other.
+"""
+
+import ctypes
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kairos.errors import KairosError
+from kairos.progress import say
+from kairos.training.job import SIGNALS, STATUS, Left
+
+if TYPE_CHECKING:
+    from kairos.config.training import TrainingConfig
+
+_FOLDER = "KAIROS_RANKS"  # of a launcher and its ranks: where the first that fails leaves its number
+_ADDRESS = "KAIROS_RENDEZVOUS"  # where the launchers of several machines meet
+_LOST = 76  # status of a rank that lost the others; one of those knows why
+_FAILED = signal.SIGUSR2  # from a rank to its launcher: I have said why
+_PR_SET_PDEATHSIG = 1
+
+
+def local_rank() -> int | None:
+    """Number of this process among the ranks of this machine; None where torchrun has not started it."""
+    number = os.environ.get("LOCAL_RANK")
+    return None if number is None else int(number)
+
+
+def is_first() -> bool:
+    """Whether this process speaks for the training: rank 0, a launcher, or the only one."""
+    return _FOLDER not in os.environ or os.environ.get("RANK", "0") == "0"
+
+
+def bind() -> None:
+    """Die with the launcher: a rank that lived on would train beside its successor."""
+    _die_with_parent()
+    if os.environ.get(_FOLDER, "").rpartition("-")[2] not in ("", str(os.getppid())):
+        os._exit(1)  # the launcher is gone already
+
+
+def _die_with_parent() -> None:
+    with suppress(OSError, AttributeError):  # Linux alone has it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def fails_first(error: BaseException) -> bool:
+    """Whether this process is the one to say why the training failed; always so for a single process."""
+    folder = os.environ.get(_FOLDER)
+    if local_rank() is None or folder is None:
+        return True
+    if "gloo" in str(error).lower() or type(error).__name__.startswith("Dist"):  # of torch.distributed
+        return False
+    with suppress(FileExistsError, FileNotFoundError), open(Path(folder) / "failed", "x") as file:
+        file.write(str(local_rank()))
+    with suppress(OSError):
+        return (Path(folder) / "failed").read_text() == str(local_rank())
+    return False
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    """Around the work of a rank: the first error of all goes on its way to the user, the others end silently."""
+    try:
+        yield
+    except Left:
+        raise
+    except BaseException as error:
+        if local_rank() is not None and os.environ.get(_FOLDER):
+            if not fails_first(error):
+                time.sleep(1)  # the cause's own process is found before this one
+                os._exit(_LOST)
+            import atexit
+
+            atexit.register(os.kill, os.getppid(), _FAILED)  # runs when the message is out
+        raise
+
+
+def launch(training: "TrainingConfig") -> None:
+    """Run this command once in every process of the training.
+
+    Raises:
+        Left: it was asked to leave, and has.
+        SystemExit: a rank has failed and said why.
+        KairosError: a rank was killed, or there are not enough machines.
+    """
+    if training.nodes > 1 and _ADDRESS not in os.environ:
+        _launch_machines(training.nodes)
+    else:
+        _launch_ranks(training)
+
+
+def _launch_ranks(training: "TrainingConfig") -> None:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    address = os.environ.get(_ADDRESS)
+    where = ["--standalone", "--local-addr", "127.0.0.1"]
+    if address:
+        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", address]
+        where += ["--local-addr", socket.gethostname()]
+    ranks = ["--nnodes", str(training.nodes), "--nproc-per-node", str(training.processes // training.nodes)]
+    os.environ.setdefault("OMP_NUM_THREADS", str(training.threads))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.disable(logging.CRITICAL)  # torchrun's, which tell of every failure at length
+    folder = tempfile.mkdtemp(prefix="kairos-", suffix=f"-{os.getpid()}")
+    os.environ[_FOLDER] = folder
+
+    def failed(*_: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    signal.signal(_FAILED, failed)
+    with _handing_on(_signal_ranks, failed) as asked:
+        try:
+            run.main([*where, *ranks, "--signals-to-handle", "SIGQUIT", "-m", "kairos", *sys.argv[1:]])
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            _explain(asked, rank, failure.exitcode, (Path(folder) / "failed").exists())
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _explain(asked: list[str], rank: int, status: int, said: bool) -> None:
+    """Turn the end of the rank that ended first into that of the launcher."""
+    if status == STATUS or (asked and not said):
+        raise Left("")
+    if said:
+        raise SystemExit(1)
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    if status == _LOST:
+        how = "lost the others"
+    raise KairosError(f"process {rank} of the training {how}; the same command goes on from the last checkpoint")
+
+
+@contextmanager
+def _handing_on(hand_on: Callable[[], None], end: Callable[[], Any]) -> Iterator[list[str]]:
+    """Hand on the signals that ask to leave; gives their names. A second SIGINT ends everything at once."""
+    asked: list[str] = []
+
+    def handler(number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        if name == "SIGINT" and name in asked:
+            say("kairos: interrupted; the last good state is in place")
+            end()
+        asked.append(name)
+        hand_on()
+
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield asked
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _signal_ranks() -> None:
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGUSR1)
+
+
+def _launch_machines(nodes: int) -> None:
+    job, have = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if job is None or have < nodes:
+        place = f"a SLURM job of {have} machines" if job else "no SLURM job"
+        raise KairosError(f"training.nodes: got {nodes} in {place}, allowed: a job of as many machines, or nodes: 1")
+    with socket.socket() as free:
+        free.bind(("", 0))
+        address = f"{socket.gethostname()}:{free.getsockname()[1]}"
+    cpus = re.match(r"\d+", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    line = [
+        "srun", "--jobid", job, "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
+        f"--cpus-per-task={cpus[0] if cpus else 1}", "--cpu-bind=none", "--wait=60", "--quiet",
+        sys.executable, "-m", "kairos", *sys.argv[1:],
+    ]  # fmt: skip
+    # SLURM_* of the step that this process is in would be taken for options of the new one
+    kept = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_JOB_END_TIME", "SLURM_CLUSTER_NAME")
+    environment = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("SLURM_")}
+    environment |= {_ADDRESS: address}
+    srun = subprocess.Popen(line, env=environment, process_group=0, preexec_fn=_die_with_parent)
+    with srun, _handing_on(lambda: srun.send_signal(signal.SIGUSR1), srun.kill) as asked:
+        status = srun.wait()
+    if status == STATUS or (asked and status):
+        raise Left("")
+    if status:
+        raise SystemExit(1)

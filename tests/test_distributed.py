@@ -1,0 +1,312 @@
+"""Several processes by torchrun, microbatches, and leaving early: nothing of it changes the result."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from training_case import experiment, make_latents, train_command, write_experiment
+
+from kairos.cli import main
+from kairos.errors import KairosError
+from kairos.files import read_json, write_json
+from kairos.training import checkpoint
+from kairos.training.job import Leave, Left
+from kairos.training.order import passes
+from kairos.training.run import train
+from kairos.training.store import exclusive
+
+STEPS = 50
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("distributed")
+    make_latents(folder)
+    return folder
+
+
+def line(folder: Path, method: str, out: Path, *more: object, **changes: object) -> list[str]:
+    """The command line of a training in double precision, with `changes` of its section `training`."""
+    settings = {"precision": "fp64", "milestones": [STEPS], **changes}
+    case = experiment(**{f"training__{name}": value for name, value in settings.items()})
+    config = folder / f"{abs(hash(str(settings)))}.yaml"
+    return train_command(write_experiment(config, case), method, out, folder / "latents", *more)
+
+
+def run(line: list[str], status: int = 0) -> str:
+    """Run it in processes of its own; returns what it said."""
+    done = subprocess.run(line, stderr=subprocess.PIPE, text=True, timeout=400, check=False)
+    assert done.returncode == status, done.stderr
+    return done.stderr
+
+
+def here(line: list[str]) -> None:
+    """Run it in this process."""
+    assert main(line[3:]) == 0
+
+
+@pytest.fixture(scope="module")
+def alone(folder) -> Path:
+    """One process, whole batches: a folder per method."""
+    for method in ("uniform", "adaptive"):
+        here(line(folder, method, folder / "alone" / method))
+    return folder / "alone"
+
+
+def difference(one: object, other: object) -> float:
+    """The largest relative difference of two nested states, over the norm of each tensor; what is not real is equal."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max((difference(one[key], other[key]) for key in one), default=0.0)
+    if isinstance(one, (list, tuple)):
+        return max((difference(*pair) for pair in zip(one, other, strict=True)), default=0.0)
+    if isinstance(one, float):
+        one, other = torch.tensor(one), torch.tensor(other)
+    if isinstance(one, torch.Tensor) and one.is_floating_point():
+        return float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-300))
+    assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    return 0.0
+
+
+def same(one: Path, other: Path) -> None:
+    """Two trainings agree: weights, average, optimiser, strategy and metrics."""
+    states = [checkpoint.read(out / "checkpoint.pt") for out in (one, other)]
+    found = {name: difference(*(state[name] for state in states)) for name in checkpoint.COMPONENTS}
+    lines = [[json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()] for out in (one, other)]
+    assert len(lines[0]) == STEPS
+    found |= {name: difference(*([row[name] for row in rows] for rows in lines)) for name in lines[0][0]}
+    print(found)
+    assert states[0]["model"]["blocks.0.attn.qkv.weight"].dtype == torch.float64
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("method", ["uniform", "adaptive"])
+def test_two_processes_equal_one(method, folder, alone):
+    out = folder / "two" / method
+    said = run(line(folder, method, out, processes=2))
+    assert "2 processes" in said and said.count("steps computed") == 1
+    same(out, alone / method)
+    updates = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["sampler"].get("updates")
+    assert updates == {"uniform": None, "adaptive": 10}[method]  # 13 measurements, S selected after the third
+    assert read_json(out / "training.json")["identity"] == read_json(alone / method / "training.json")["identity"]
+
+
+@pytest.mark.parametrize("method", ["uniform", "adaptive"])
+def test_microbatches_equal_the_whole_batch(method, folder, alone):
+    out = folder / "microbatches" / method
+    here(line(folder, method, out, microbatch=3))  # of 16: the last one is smaller
+    same(out, alone / method)
+
+
+def test_a_learned_weighting_takes_microbatches_too(folder, tmp_path):
+    outs = []
+    for microbatch in (None, 5):
+        case = experiment({"u": {"weighting": "edm2", "sampler": "loss_rms"}}, training__precision="fp64",
+                          training__milestones=[STEPS], training__microbatch=microbatch)  # fmt: skip
+        outs.append(tmp_path / str(microbatch))
+        train(case, "u", 0, outs[-1], folder / "latents", [0, STEPS])
+    same(*outs)
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_one_process_resumes_on_two(folder, alone):
+    out = folder / "one_then_two"
+    here(line(folder, "adaptive", out, "--milestones", 0, 23))
+    said = run(line(folder, "adaptive", out, processes=2))
+    assert "goes on from step 23" in said and "27 steps computed" in said
+    same(out, alone / "adaptive")
+
+
+@pytest.mark.long
+def test_two_processes_leave_when_asked_and_go_on_as_two_or_as_one(folder, tmp_path):
+    length, every = 400, 10
+    two = {"processes": 2, "milestones": [length], "checkpoint_every": every}
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    process = started(line(folder, "adaptive", out, **two), out)
+    process.send_signal(signal.SIGTERM)  # to the launcher alone
+    said = process.communicate(timeout=200)[1]
+    assert process.returncode == 75 and said.count("the same command goes on") == 1 and "SIGUSR1" in said, said
+    word = read_json(out / ".state" / "progress.json")
+    assert word["state"] == "stopped" and 0 < word["step"] < length and word["of"] == length
+    assert "Traceback" not in said
+    shutil.copytree(out, tmp_path / "as_one")
+    assert f"goes on from step {word['step']}" in run(line(folder, "adaptive", out, **two))
+    run(line(folder, "adaptive", whole, **two))
+    assert hashes(out) == hashes(whole)
+    here(line(folder, "adaptive", tmp_path / "as_one", **(two | {"processes": 1})))
+    states = [checkpoint.read(one / "checkpoint.pt")["ema"] for one in (tmp_path / "as_one", whole)]
+    assert difference(*states) < 1e-3  # after 400 steps a rounding may have moved a draw to the next timestep
+
+
+def started(line: list[str], out: Path, **environment: str) -> subprocess.Popen:
+    """A training that has written a checkpoint."""
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    while process.poll() is None and not list(out.glob(".state/*/checkpoints/*.ckpt")):
+        time.sleep(0.02)
+    assert process.poll() is None, process.communicate()[1]
+    return process
+
+
+def hashes(out: Path) -> dict[str, str]:
+    return read_json(out / "training.json")["components"]
+
+
+def ranks(launcher: int) -> list[int]:
+    """The processes that a launcher has started."""
+    return [int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+@pytest.mark.long
+def test_a_killed_process_ends_all_and_the_launcher_says_so(folder, tmp_path):
+    out = tmp_path / "out"
+    process = started(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
+    first, second = ranks(process.pid)
+    os.kill(second, signal.SIGKILL)
+    begun = time.monotonic()
+    said = process.communicate(timeout=100)[1]
+    assert process.returncode == 1 and time.monotonic() - begun < 20
+    assert "process 1 of the training was killed by SIGKILL" in said and "Traceback" not in said, said
+    assert not Path(f"/proc/{first}").exists()
+
+
+@pytest.mark.long
+def test_ranks_die_with_their_launcher(folder, tmp_path):
+    out = tmp_path / "out"
+    process = started(line(folder, "uniform", out, processes=2, milestones=[100_000]), out)
+    children = ranks(process.pid)
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 20
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    with exclusive(out / ".state"):  # the lock has fallen with them
+        pass
+
+
+@pytest.mark.long
+def test_an_error_in_the_ranks_is_said_once_in_one_line(folder, tmp_path):
+    wild = {"lr": 1e30, "warmup_steps": 0, "grad_clip": None}
+    said = run(line(folder, "uniform", tmp_path / "out", processes=2, optimizer=wild, precision="fp32"), status=1)
+    assert said.count("not finite") == 1 and "Traceback" not in said and "ChildFailedError" not in said, said
+    word = read_json(tmp_path / "out" / ".state" / "progress.json")
+    assert word["state"] == "failed" and "not finite" in word["message"] and "\n" not in word["message"]
+
+
+@pytest.mark.long
+def test_signals_and_the_end_of_the_job_leave_in_good_order(folder, tmp_path):
+    long = {"milestones": [600], "checkpoint_every": 100, "precision": "fp32"}
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    here(line(folder, "adaptive", whole, **long))
+    command = line(folder, "adaptive", out, **long)
+    for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
+        process = started(command, out)
+        time.sleep(0.3)
+        process.send_signal(getattr(signal, name))
+        said = process.communicate(timeout=100)[1]
+        assert process.returncode == 75 and f"{name}: stopped after step" in said, said
+        assert said.count("the same command goes on") == 1 and "Traceback" not in said
+    run(command)
+    assert hashes(out) == hashes(whole)
+
+
+def test_little_time_left_ends_a_training_and_it_goes_on(folder, tmp_path, monkeypatch):
+    case = experiment({"uniform": {}}, training__milestones=[40], training__checkpoint_every=30)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 20))
+    for step in (1, 2):
+        with pytest.raises(Left, match=rf"before the job's time is over: stopped after step {step} of 40") as left:
+            train(case, "uniform", 0, tmp_path / "out", folder / "latents", [0, 40])
+        assert left.value.code == 75
+    word = read_json(tmp_path / "out" / ".state" / "progress.json")
+    assert (word["state"], word["step"], word["of"], word["pid"]) == ("stopped", 2, 40, os.getpid())
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
+    assert train(case, "uniform", 0, tmp_path / "out", folder / "latents", [0, 40])["steps_run"] == 38
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    train(case, "uniform", 0, tmp_path / "whole", folder / "latents", [0, 40])
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
+    assert read_json(tmp_path / "out" / ".state" / "progress.json")["state"] == "complete"
+
+
+def test_a_signal_before_the_first_step_leaves_at_once():
+    with pytest.raises(Left, match="SIGUSR1"), Leave():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(5)
+    with Leave() as leave:
+        leave.begin()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert leave.asked(0.0) == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+
+def test_passes_cut_the_global_batch_alike_for_any_number_of_processes():
+    for size, microbatch, processes in ((16, 3, 1), (16, 3, 2), (16, 3, 4), (16, None, 3), (7, 1, 7), (5, 2, 3)):
+        parts = [passes(size, microbatch, rank, processes) for rank in range(processes)]
+        assert all(parts)
+        joined = [one for part in parts for one in part]
+        assert [number for number, _ in joined] == list(range(len(joined)))
+        assert [k for _, place in joined for k in range(size)[place]] == list(range(size))
+        if microbatch is not None:
+            assert joined == passes(size, microbatch, 0, 1)
+
+
+def test_dropout_depends_on_the_microbatch_alone(folder, tmp_path):
+    unet = {"name": "unet", "channels": 8, "multipliers": [1], "blocks": 1, "norm_groups": 4, "dropout": 0.3}
+    outs = []
+    for processes in (1, 2):
+        case = experiment({"uniform": {}}, model=unet, training__precision="fp64", training__milestones=[STEPS],
+                          training__microbatch=8, training__processes=processes)  # fmt: skip
+        config = write_experiment(tmp_path / f"{processes}.yaml", case)
+        outs.append(tmp_path / str(processes))
+        command = train_command(config, "uniform", outs[-1], folder / "latents")
+        here(command) if processes == 1 else run(command)
+    states = [checkpoint.read(out / "checkpoint.pt") for out in outs]
+    assert difference(*(state["model"] for state in states)) < TOLERANCE
+    assert all(read_json(out / "training.json")["provenance"]["exact"] for out in outs)
+
+
+def test_a_gpu_that_was_given_and_cannot_be_used_is_an_error(monkeypatch):
+    from kairos import compute
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is usable here")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert compute.setup(1, "auto").type == "cpu"
+    for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
+        with monkeypatch.context() as context:
+            context.setenv(name, "1")
+            with pytest.raises(KairosError, match=rf"training.device: got 'auto' in a SLURM job .*{name}=1.*: cpu$"):
+                compute.setup(1, "auto")
+            assert compute.setup(1, "cpu").type == "cpu"
+
+
+def test_more_processes_need_a_launcher_and_more_nodes_a_job(folder, tmp_path, monkeypatch, capsys):
+    case = experiment({"uniform": {}}, training__processes=2)
+    with pytest.raises(KairosError, match=r"training.processes: got 2, but 1 were started; use kairos train"):
+        train(case, "uniform", 0, tmp_path / "out", folder / "latents", [0, 2])
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert main(line(folder, "uniform", tmp_path / "nodes", processes=2, nodes=2)[3:]) == 1
+    assert "training.nodes: got 2 in no SLURM job" in capsys.readouterr().err
+
+
+def test_a_lock_that_does_not_reach_another_machine_is_noticed(tmp_path):
+    state = tmp_path / "run" / ".state"
+    with exclusive(state):
+        pass
+    word = {"host": "elsewhere", "pid": 3, "state": "running", "updated": time.time()}
+    write_json(state / "progress.json", word)
+    timer = threading.Timer(1.5, lambda: write_json(state / "progress.json", word | {"updated": time.time()}))
+    timer.start()
+    with pytest.raises(KairosError, match=r"is being trained on elsewhere \(pid 3\)"), exclusive(state):
+        pass
+    timer.join()
