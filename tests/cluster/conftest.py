@@ -15,7 +15,10 @@ HEADER = ("what was done", "what happened", "seconds", "hashes equal")
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Path]:
-    """Folder of a SLURM that runs on this machine."""
+    """Folder of a SLURM that runs on this machine: one that was started by hand, or one for these tests."""
+    if (running := slurm.by_hand()) is not None:
+        yield running
+        return
     reason = slurm.why_not()
     if reason is not None:
         pytest.skip(reason)

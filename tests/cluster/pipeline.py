@@ -118,7 +118,7 @@ class Training:
 
     def jobs(self) -> list[Job]:
         """Its jobs, the oldest first."""
-        return [job for job in all_jobs() if job.rule == f"rule_train_wildcards_{self.method}_{self.seed}"]
+        return [job for job in all_jobs(self.root) if job.rule == f"rule_train_wildcards_{self.method}_{self.seed}"]
 
     def components(self) -> dict[str, str]:
         """Hashes of everything that it consists of, recomputed from its files."""
@@ -137,10 +137,10 @@ class Training:
         return list(longest.values())
 
 
-def all_jobs() -> list[Job]:
-    """All jobs since the cluster was started."""
-    rows = slurm("squeue", "-h", "--states=all", "--sort=i", "-o", "%i|%T|%N|%k").splitlines()
-    return [Job(*row.split("|", 3)) for row in rows]
+def all_jobs(folder: Path) -> list[Job]:
+    """All jobs of a folder since the cluster was started, the oldest first."""
+    rows = slurm("squeue", "-h", "--states=all", "--sort=i", "-o", "%Z|%i|%T|%N|%k").splitlines()
+    return [Job(*row.split("|", 4)[1:]) for row in rows if row.startswith(f"{folder}|")]
 
 
 def details(job: Job) -> dict[str, str]:

@@ -80,6 +80,13 @@ def why_not() -> str | None:
     return None
 
 
+def by_hand() -> Path | None:
+    """Folder of a cluster that was started by hand and runs."""
+    content = _read(_folder())
+    started = content.get("owner") is None and _alive(content.get("pids", {}).get("slurmctld"), "slurmctld")
+    return _folder() if started else None
+
+
 def install() -> str:
     """Install the packages with apt-get where they are missing and that is possible; returns what came of it."""
     if _missing():

@@ -27,13 +27,13 @@ def submit(pipeline: Pipeline, name: str, config: str) -> tuple[str, Path]:
     return slurm("sbatch", *options, f"--export=ALL,{exports}", "--wrap", train), log
 
 
-def job_of(number: str) -> Job:
-    return {job.number: job for job in all_jobs()}[number]
+def job_of(pipeline: Pipeline, number: str) -> Job:
+    return {job.number: job for job in all_jobs(pipeline.folder)}[number]
 
 
-def ended(number: str) -> Job:
-    wait_for(lambda: job_of(number).state in ("COMPLETED", "FAILED"), 300, f"the end of job {number}")
-    return job_of(number)
+def ended(pipeline: Pipeline, number: str) -> Job:
+    wait_for(lambda: job_of(pipeline, number).state in ("COMPLETED", "FAILED"), 300, f"the end of job {number}")
+    return job_of(pipeline, number)
 
 
 def given(job: Job) -> str:
@@ -46,10 +46,13 @@ def given(job: Job) -> str:
 def test_two_trainings_use_the_gpus_that_they_were_given(pipeline: Pipeline) -> None:
     submitted = [submit(pipeline, name, CONFIG) for name in ("first", "second")]
     for number, _ in submitted:
-        wait_for(lambda number=number: job_of(number).state == "RUNNING", 60, f"job {number}")
-    gpus = [given(job_of(number)) for number, _ in submitted]
+        wait_for(lambda number=number: job_of(pipeline, number).state == "RUNNING", 60, f"job {number}")
+    gpus = [given(job_of(pipeline, number)) for number, _ in submitted]
     assert len(set(gpus)) == 2  # both run, on the same node
-    assert [ended(number).state for number, _ in submitted] == ["COMPLETED", "COMPLETED"]  # training.device is cpu
+    assert [ended(pipeline, number).state for number, _ in submitted] == [
+        "COMPLETED",
+        "COMPLETED",
+    ]  # training.device is cpu
     said = [re.findall(r"CUDA_VISIBLE_DEVICES (\S+)", log.read_text()) for _, log in submitted]
     assert said == [[gpu] for gpu in gpus]
 
@@ -59,7 +62,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error(pipeline: Pipeline) -> None:
     values["training"]["device"] = "auto"
     (pipeline.folder / "auto.yaml").write_text(yaml.safe_dump(values))
     number, log = submit(pipeline, "auto", "auto.yaml")
-    assert ended(number).state == "FAILED"
+    assert ended(pipeline, number).state == "FAILED"
     lines = log.read_text().strip().splitlines()
     assert "training.device: got 'auto'" in lines[-1]
     assert "no usable GPU" in lines[-1]

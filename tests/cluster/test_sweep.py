@@ -25,7 +25,11 @@ def test_a_sweep_survives_its_controller(pipeline: Pipeline, table: list[tuple[s
         known = len(methods)  # of the undisturbed run
         wait_for(lambda: sum(each.complete() for each in trainings) > known, 600, "a training of the sweep")
         wait_for(
-            lambda: any(job.rule.startswith("rule_train") and job.state == "RUNNING" for job in all_jobs()), 60, "a job"
+            lambda: any(
+                job.rule.startswith("rule_train") and job.state == "RUNNING" for job in all_jobs(pipeline.folder)
+            ),
+            60,
+            "a job",
         )
         controller.process.send_signal(signal.SIGKILL)
         complete = {each: (each.folder / "training.json").stat().st_mtime_ns for each in trainings if each.complete()}
