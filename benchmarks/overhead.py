@@ -35,9 +35,10 @@ class Case:
         self.network = models.build(config, shape, {}).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-4)
         plain, _, full = name.partition(" ")
-        options = {"frequency": PERIOD} if plain.startswith("adaptive") else {}
-        if plain in ("gradient_norm", "gradient_variance", "first_order"):
-            options = {"start": 1}
+        measures = {"adaptive", "adaptive_official", "gradient_norm", "gradient_variance", "first_order"}
+        options = {"frequency": PERIOD} if plain in measures else {}  # each round holds one measurement
+        if plain.startswith(("gradient", "first")):
+            options["start"] = 1
         self.strategy = Strategy(plain, "linear", sampler=options | ({"feature_timesteps": None} if full else {}))
         self.x0 = torch.randn(batch, *shape, device=device)
         self.samples = 0  # through the network, forward; a backward pass counts twice

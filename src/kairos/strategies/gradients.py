@@ -113,11 +113,14 @@ class GradientNorm(FromGradients):
         index, fractions, seeds = self.samples(observation, count)
         signs = self.signs(seeds[1], count)
         assert observation.meter is not None
-        metric = observation.meter.metric() if self.options.norm == "preconditioned" else None
-        found = [
-            gradient(observation, index[k], fractions[k], seeds[0] + k, signs[k]) for k in range(self.bins)
-        ]  # fmt: skip
-        return count * np.array([_square(each, metric) for each in found])
+        roots = None
+        if self.options.norm == "preconditioned":
+            roots = [each.sqrt() for each in observation.meter.metric()]
+        squares = [
+            _square(gradient(observation, index[k], fractions[k], seeds[0] + k, signs[k]), roots)
+            for k in range(self.bins)
+        ]
+        return count * np.array(squares)
 
     def relative(self, values: Array) -> Array:
         """The root."""
@@ -138,8 +141,8 @@ class GradientVariance(FromGradients):
         signs, ones = self.signs(seeds[1], count), torch.full((count,), 1 / count)
         variance = []
         for k in range(self.bins):
-            second = count * _square(gradient(observation, index[k], fractions[k], seeds[0] + k, signs[k]), None)
-            mean = _square(gradient(observation, index[k], fractions[k], seeds[0] + k, ones), None)
+            second = count * _square(gradient(observation, index[k], fractions[k], seeds[0] + k, signs[k]))
+            mean = _square(gradient(observation, index[k], fractions[k], seeds[0] + k, ones))
             variance.append((second - mean) * count / (count - 1))
         return np.array(variance)
 
@@ -170,14 +173,14 @@ class FirstOrder(FromGradients):
                 (index[:, part].flatten(), fractions[:, part].flatten()),
                 ones.repeat(self.bins) / self.bins,
             )
-            targets.append(gradient(observation, *flat, seeds[2 + number], all_ones))
+            found = gradient(observation, *flat, seeds[2 + number], all_ones)
+            targets.append([each.mul_(d).flatten() for each, d in zip(found, metric)])
         values = np.zeros(self.bins)
         for k in range(self.bins):
             for number, part in enumerate(parts):
                 mine = gradient(observation, index[k, part], fractions[k, part], seeds[number] + k, ones)
-                values[k] += sum(
-                    float((g * h * d).double().sum()) for g, h, d in zip(mine, targets[1 - number], metric)
-                )
+                products = [torch.dot(g.flatten(), h) for g, h in zip(mine, targets[1 - number])]
+                values[k] += float(torch.stack(products).double().sum())
         return values
 
     def relative(self, values: Array) -> Array:
@@ -185,8 +188,9 @@ class FirstOrder(FromGradients):
         return np.maximum(values, 0.0)
 
 
-def _square(gradients: list[Tensor], metric: list[Tensor] | None) -> float:
-    """Squared norm, in a diagonal metric where one is given."""
-    if metric is None:
-        return sum(float((g.double() ** 2).sum()) for g in gradients)
-    return sum(float((g.double() ** 2 * d).sum()) for g, d in zip(gradients, metric))
+def _square(gradients: list[Tensor], roots: list[Tensor] | None = None) -> float:
+    """Squared norm, in a diagonal metric where its square roots are given; `gradients` are overwritten then."""
+    if roots is not None:
+        for each, root in zip(gradients, roots):
+            each.mul_(root)
+    return float(torch.stack([torch.linalg.vector_norm(each).double() for each in gradients]).square().sum())

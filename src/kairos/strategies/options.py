@@ -152,7 +152,7 @@ class Measured:
     floor: float = option(0.1, "share of draws that are uniform instead", ge=0, lt=1)
     bins: int = option(16, "bins of t that gradients are measured in", ge=2)
     samples: int | None = option(None, "samples per bin and measurement; null: about a batch in all", ge=2)
-    frequency: int = option(50, "steps between measurements", ge=1)
+    frequency: int = option(100, "steps between measurements", ge=1)
     decay: float = option(0.8, "decay of earlier measurements", ge=0, lt=1)
     start: int = option(3, "measurements before the density is first set", ge=1)
 
