@@ -1,0 +1,41 @@
+"""``kairos plan``: what an experiment will cost, before anything runs."""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
+    parser.add_argument("--steps-per-second", type=float, metavar="R", help="rate of a training of the cheapest method")
+    parser.add_argument("--tflops", type=float, metavar="X", help="or: speed of a GPU, 10^12 operations per second")
+    parser.add_argument("--utilisation", type=float, default=0.4, metavar="U", help="share of it that is reached (0.4)")
+    parser.add_argument("--shape", type=int, nargs=3, metavar=("C", "H", "W"), help="of images or latents, if unknown")
+    parser.add_argument("--classes", type=int, metavar="N", help="number of classes, if unknown")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="tables, or values for programs")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the estimate."""
+    import json
+
+    from kairos.config import load
+    from kairos.errors import ConfigError
+
+    experiment = load(arguments.file)
+    for name, numbers in (("--shape", arguments.shape or []), ("--classes", [arguments.classes or 1])):
+        if any(number < 1 for number in numbers):
+            raise ConfigError(f"{name}: got {' '.join(map(str, numbers))}, allowed: 1 or more")
+
+    from kairos.planning.estimate import estimate
+    from kairos.planning.text import text, values
+
+    found = estimate(
+        experiment,
+        x0=tuple(arguments.shape) if arguments.shape else None,
+        classes=arguments.classes,
+        steps_per_second=arguments.steps_per_second,
+        tflops=arguments.tflops,
+        utilisation=arguments.utilisation,
+    )
+    print(json.dumps(values(found), indent=1) if arguments.format == "json" else text(found))

@@ -1,0 +1,1 @@
+"""What an experiment will cost, said before anything of it runs."""

@@ -1,0 +1,129 @@
+"""What can be known of an experiment's data before they are prepared: shapes, and mostly their number."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kairos.config import Experiment
+from kairos.errors import ConfigError
+from kairos.files import read_json
+
+Shape = tuple[int, int, int]
+_DIGITS = 1797
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of an experiment.
+
+    Attributes:
+        image: channels, height and width of an image; None where that is not known.
+        x0: the same of what the network is trained on.
+        images: number of images, training and held out; None where that is not known.
+        train: number of training images.
+        conditions: descriptions of the conditions that the network takes.
+        moments: arrays that the latents consist of; 0 in pixel space.
+        known: where the number is from.
+    """
+
+    image: Shape | None
+    x0: Shape
+    images: int | None
+    train: int | None
+    conditions: dict[str, dict[str, Any]]
+    moments: int
+    known: str
+
+    @property
+    def image_bytes(self) -> int | None:
+        """Bytes of a prepared image."""
+        return None if self.image is None else self.image[0] * self.image[1] * self.image[2]
+
+
+def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: int | None) -> Data:
+    """The data of an experiment, from what is prepared already, or else from its file.
+
+    Args:
+        experiment: the checked experiment.
+        results: its folder.
+        x0: what the network is trained on, given by the user; None: to be found out.
+        classes: number of classes, likewise.
+
+    Raises:
+        ConfigError: the shape of x0 or the number of classes is not known; the message says how to give it.
+    """
+    record = _record(results / "dataset")
+    image, images, train, known = _images(experiment, record)
+    autoencoder = experiment.autoencoder
+    stochastic = autoencoder.kind != "none"
+    if autoencoder.kind == "pretrained":
+        config = _pretrained(str(autoencoder.path))
+        stochastic = config is None or config.get("_class_name") != "AutoencoderTiny"
+        found = _latent(image, config)
+    elif autoencoder.kind == "train":
+        factor = 2 ** (len(autoencoder.channels) - 1)
+        found = image and (autoencoder.latent_channels, image[1] // factor, image[2] // factor)
+    else:
+        found = image
+    encoded = _record(results / "latents")
+    shape = x0 or (tuple(encoded["shape"]) if encoded else found)
+    if shape is None:
+        raise ConfigError(
+            "the shape of what the network is trained on is not known yet: set dataset.resolution (a pretrained "
+            "autoencoder has to be fetched as well), run kairos prepare and encode, or give --shape C H W"
+        )
+    moments = 0 if autoencoder.kind == "none" else (1 + stochastic) * (1 + experiment.dataset.flips)
+    return Data(image, shape, images, train, _conditions(experiment, record, classes), moments, known)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _images(experiment: Experiment, record: dict[str, Any]) -> tuple[Shape | None, int | None, int | None, str]:
+    """Shape of an image, number of images and of training images, and where the numbers are from."""
+    dataset = experiment.dataset
+    if record:
+        shape = (record["channels"], record["height"], record["width"])
+        return shape, record["count"], record["train_count"], "prepared"
+    side = dataset.resolution or (8 if dataset.source == "digits" else None)
+    image = (1 if dataset.color == "grey" else 3, side, side) if side else None
+    if dataset.source == "digits":
+        count = min(_DIGITS, dataset.limit or _DIGITS)
+        return image, count, count - min(max(round(dataset.heldout * count), 1), count - 1), "embedded"
+    if dataset.train_images is not None:
+        return image, round(dataset.train_images / (1 - dataset.heldout)), dataset.train_images, "dataset.train_images"
+    return image, None, None, "unknown before kairos prepare; dataset.train_images would tell"
+
+
+def _pretrained(path: str) -> dict[str, Any] | None:
+    """config.json of a pretrained autoencoder, if it is a folder here or in the hub's cache."""
+    file: Any = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(path, "config.json") if path.count("/") == 1 else None
+    return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else None
+
+
+def _latent(image: Shape | None, config: dict[str, Any] | None) -> Shape | None:
+    if image is None or config is None:
+        return None
+    factor = 2 ** (len(config.get("block_out_channels") or config["encoder_block_out_channels"]) - 1)
+    return config["latent_channels"], image[1] // factor, image[2] // factor
+
+
+def _conditions(experiment: Experiment, record: dict[str, Any], classes: int | None) -> dict[str, dict[str, Any]]:
+    wanted = experiment.model.get("conditions") or []
+    known = dict(record.get("conditions", {}))
+    if classes is None and experiment.dataset.source == "digits":
+        classes = 10
+    if classes is not None:
+        known.setdefault("class", {"kind": "class", "num_classes": classes})
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        raise ConfigError(
+            f"model.conditions: what {missing} is like is not known yet: run kairos prepare, or give --classes N"
+        )
+    return {name: known[name] for name in wanted}

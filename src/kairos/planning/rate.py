@@ -1,0 +1,89 @@
+"""How long a step takes: as measured in earlier trainings of the experiment, or as given."""
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from kairos.errors import ConfigError
+from kairos.files import read_json, read_lines
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Seconds of a step by method, and where they are from.
+
+    Attributes:
+        seconds: of a step of each method.
+        operations: floating-point operations per second and GPU that this amounts to.
+        source: where the rate is from.
+        measured: methods whose own time was measured; the others' is in proportion to their operations.
+    """
+
+    seconds: dict[str, float]
+    operations: float
+    source: str
+    measured: tuple[str, ...] = ()
+
+
+def given(
+    operations: dict[str, float], gpus: int, steps_per_second: float | None, tflops: float | None, utilisation: float
+) -> Rate | None:
+    """The rate that a user states: of a step without further passes, or of the hardware.
+
+    Args:
+        operations: floating-point operations of a step by method.
+        gpus: of one training.
+        steps_per_second: of the cheapest method.
+        tflops: 10^12 operations per second that a GPU is said to do.
+        utilisation: share of these that is reached.
+
+    Raises:
+        ConfigError: both are given, or one is not positive.
+    """
+    if steps_per_second is None and tflops is None:
+        return None
+    if steps_per_second is not None and tflops is not None:
+        raise ConfigError("--steps-per-second and --tflops: got both, allowed: one of them")
+    least = min(operations.values())
+    for name, value in (
+        ("--steps-per-second", steps_per_second),
+        ("--tflops", tflops),
+        ("--utilisation", utilisation),
+    ):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name}: got {value}, allowed: more than 0")
+    if steps_per_second is not None:
+        speed, source = least * steps_per_second / gpus, f"{steps_per_second:g} steps per second, as given"
+    else:
+        speed, source = (tflops or 0) * 1e12 * utilisation, f"{tflops:g} TFLOP/s at {utilisation:.0%}, as given"
+    return Rate({method: each / (speed * gpus) for method, each in operations.items()}, speed, source)
+
+
+def measured(results: Path, operations: dict[str, float], gpus: int) -> Rate | None:
+    """The rate of the experiment's trainings so far; arguments as for `given`. None where none has left its time."""
+    found: dict[str, list[float]] = {}
+    machines = set()
+    for method in operations:
+        for folder in sorted((results / method).glob("seed*")):
+            files = [folder / "timing.jsonl", *sorted((folder / ".state").glob("*/timing.jsonl"))]
+            times = [time for time in map(_seconds, files) if time is not None]
+            if times:
+                found.setdefault(method, []).append(times[0])
+                record = folder / "training.json"
+                machines |= {read_json(record)["provenance"].get("device", "?")} if record.exists() else set()
+    if not found:
+        return None
+    own = {method: statistics.median(times) for method, times in found.items()}
+    speed = statistics.median(operations[method] / seconds / gpus for method, seconds in own.items())
+    seconds = {method: own.get(method, each / speed / gpus) for method, each in operations.items()}
+    number = sum(map(len, found.values()))
+    source = f"measured in {number} training{'s' * (number > 1)} of {results} ({', '.join(sorted(machines)) or '?'})"
+    return Rate(seconds, speed, source, tuple(own))
+
+
+def _seconds(path: Path) -> float | None:
+    """Seconds per step by a training's timing file."""
+    lines = read_lines(path)
+    last = json.loads(lines[-1]) if lines else {"step": 0}
+    return last["seconds"] / last["step"] if last["step"] and last["seconds"] else None

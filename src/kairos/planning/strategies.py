@@ -1,0 +1,76 @@
+"""What a strategy asks of the network beside the training step itself: passes of samples, and memory for its state.
+
+The numbers follow from its options; tests/test_plan.py compares them with what each sampler really does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Samples that a strategy sends through the network per step, on average, beside the batch.
+
+    Attributes:
+        forward: without a gradient.
+        gradient: forward and backward.
+        state: bytes of the strategy's own state, where they matter.
+        known: whether these are its numbers; those of a sampler that is not of this package are not.
+    """
+
+    forward: float = 0.0
+    gradient: float = 0.0
+    state: int = 0
+    known: bool = True
+
+
+def passes(plain: dict[str, Any], method: str, channels: int) -> Passes:
+    """What the strategy of a method costs beside the step.
+
+    Args:
+        plain: the whole resolved experiment.
+        method: name of the method.
+        channels: of x0.
+    """
+    from kairos.strategies.registries import SAMPLERS
+
+    sampler, batch = plain["methods"][method]["sampler"], plain["training"]["batch_size"]
+    timesteps = plain["diffusion"]["process"].get("timesteps") or 1000
+    if sampler["name"] in _COSTS:
+        return _COSTS[sampler["name"]](sampler, batch, timesteps, channels)
+    return Passes(known=not getattr(SAMPLERS.entry(sampler["name"]).load(), "measures", False))
+
+
+def _adaptive(options: dict[str, Any], batch: int, timesteps: int, channels: int) -> Passes:
+    """Before and after one step of f_S: one image at the timesteps of the feature vector, the batch at each of S."""
+    from kairos.planning.counting import shapes_only
+    from kairos.strategies.adaptive import Policy
+
+    features = min(options["feature_timesteps"] or timesteps, timesteps)
+    with shapes_only():
+        policy = sum(value.numel() for value in Policy(channels, options["width"], options["depth"]).parameters())
+    state = 3 * 4 * policy + 8 * features * options["queue"]  # the policy and its Adam; the queue
+    return Passes(forward=2 * (features + options["selected"] * batch) / options["frequency"], state=state)
+
+
+def _by_bins(count: float) -> Callable[[dict[str, Any], int, int, int], Passes]:
+    """`count` gradients of every sample that is measured in bins of t."""
+
+    def cost(options: dict[str, Any], batch: int, timesteps: int, channels: int) -> Passes:
+        bins = min(options["bins"], timesteps)
+        per_bin = options["samples"] or max(2, round(batch / bins))
+        if options["name"] == "first_order":  # in two halves
+            per_bin = 2 * max(1, per_bin // 2)
+        return Passes(gradient=count * bins * per_bin / options["frequency"])
+
+    return cost
+
+
+_COSTS = {
+    "adaptive": _adaptive,
+    "adaptive_official": _adaptive,
+    "gradient_norm": _by_bins(1),
+    "gradient_variance": _by_bins(2),
+    "first_order": _by_bins(2),
+}

@@ -1,0 +1,192 @@
+"""What a machine of a cluster offers: SLURM, the GPUs that a job was given, a local disk, locks, limits."""
+
+import getpass
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kairos.status.queue import NO_CLUSTER
+from kairos.workflow.usable import Finding
+
+_PATIENCE = 10  # seconds for an answer of SLURM
+_PROFILE = Path("profiles/slurm")
+_FILES = 1024  # open files at once that a job may need
+_GIVEN = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")
+
+_LOCK = """
+import fcntl, sys
+with open(sys.argv[1], "r+b") as file:
+    try:
+        getattr(fcntl, sys.argv[2])(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(3)
+"""
+
+
+def slurm() -> list[Finding]:
+    """Whether SLURM answers, its partitions, and whether the profile's words fit them."""
+    if shutil.which("sinfo") is None:
+        return [(True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")]
+    good, answer = _ask("sinfo", "--noheader", "--format=%P|%a|%D|%l|%G")
+    if NO_CLUSTER in answer:
+        return [(True, "slurm", "its commands are here, but no cluster is configured (slurm.conf): none to use")]
+    if not good:
+        return [(False, "slurm", f"sinfo: {answer}; is slurmctld reachable, is SLURM_CONF right?")]
+    rows = [line.split("|") for line in answer.splitlines() if line.count("|") == 4]
+    shown = [f"{name} ({state}, {nodes} nodes, {limit}, {gres})" for name, state, nodes, limit, gres in rows]
+    findings: list[Finding] = [(bool(rows), "slurm partitions", ", ".join(shown) or "none: ask the administrators")]
+    known = {name.rstrip("*") for name, *_ in rows}
+    wanted = _profile("slurm_partition")
+    if rows and wanted and wanted not in known:
+        advice = f"{wanted}, as in {_PROFILE}, is none of {', '.join(sorted(known))}: edit the profile"
+        findings.append((False, "slurm partition", advice))
+    return [*findings, _account()]
+
+
+def _account() -> Finding:
+    """The accounts that this user may charge, where SLURM keeps any."""
+    command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}", "format=account")
+    good, answer = _ask(*command) if shutil.which("sacctmgr") else (False, "no sacctmgr here")
+    wanted, accounts = _profile("slurm_account"), sorted(set(answer.split()))
+    if not good:
+        return True, "slurm account", f"{wanted or 'none in the profile'}; not checked ({answer})"
+    if not accounts:
+        return True, "slurm account", f"{wanted or 'none in the profile'}; SLURM keeps none for this user"
+    if wanted and wanted not in accounts:
+        return False, "slurm account", f"{wanted}, as in {_PROFILE}, is none of {', '.join(accounts)}: edit the profile"
+    return True, "slurm account", f"{wanted or 'none in the profile'}, of {', '.join(accounts)}"
+
+
+def _profile(word: str) -> str | None:
+    """A default resource of the profile for SLURM."""
+    import yaml
+
+    for name in ("profile.yaml", "config.yaml"):
+        if (_PROFILE / name).is_file():
+            found = yaml.safe_load((_PROFILE / name).read_text(encoding="utf-8")) or {}
+            given = found.get("default-resources") or {}
+            if isinstance(given, list):
+                given = dict(item.split("=", 1) for item in given)
+            value = given.get(word)
+            return str(value).strip("'\"") if value else None
+    return None
+
+
+def job(visible: int) -> list[Finding]:
+    """Whether this is a job of SLURM, and whether the GPUs that it was given are those that can be used.
+
+    Args:
+        visible: number of GPUs that torch sees.
+    """
+    number = os.environ.get("SLURM_JOB_ID")
+    if number is None:
+        return [(True, "slurm job", "none: a login node, or a machine of one's own")]
+    told = {name: os.environ[name] for name in _GIVEN if os.environ.get(name)}
+    words = ", ".join(f"{name}={value}" for name, value in told.items()) or "no GPU"
+    fact = f"job {number} on {os.environ.get('SLURMD_NODENAME', '?')}, given: {words}; torch sees {visible}"
+    given = _number(told)
+    if given == visible or (given is None and not visible):
+        return [(True, "slurm job", fact)]
+    advice = "the driver or torch's CUDA version may not fit this node" if not visible else "check gres.conf"
+    return [(False, "slurm job", f"{fact}: {advice}")]
+
+
+def _number(told: dict[str, str]) -> int | None:
+    """How many GPUs the variables speak of; the last one, which CUDA itself obeys, counts most."""
+    value = told.get("CUDA_VISIBLE_DEVICES") or told.get("SLURM_STEP_GPUS") or told.get("SLURM_JOB_GPUS")
+    if value is not None:
+        return 0 if value in ("-1", "NoDevFiles") else len(value.split(","))
+    count = told.get("SLURM_GPUS_ON_NODE", "")
+    return int(count) if count.isdigit() and count != "0" else None
+
+
+def disk(results: Path) -> Finding:
+    """The folder for temporary files, which latents are staged to where it is on a disk of its own."""
+    folder = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return False, "local disk", f"{folder} (TMPDIR): cannot write: {error.strerror}"
+    free = shutil.disk_usage(folder).free / 2**30
+    same = os.stat(folder).st_dev == os.stat(_existing(results)).st_dev
+    where = "the file system of the results, nothing is gained by it" if same else "not the file system of the results"
+    return True, "local disk", f"{folder}: {free:.1f} GiB free, {where}"
+
+
+def locks(results: Path) -> list[Finding]:
+    """Whether a lock in the folder of the results keeps another process out, and falls when it is given back.
+
+    Trainings and the controller lock with flock, databases (MLflow's, Snakemake's) with POSIX locks.
+    """
+    folder = _existing(results)
+    findings: list[Finding] = []
+    for kind in ("flock", "lockf"):
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-lock-") as file:
+                fault = _try_lock(kind, file)
+        except OSError as error:
+            fault = f"{error.strerror}"
+        advice = "; two trainings could write one state: use another file system, or have it mounted with locks"
+        fact = f"{kind} works in {folder}" if not fault else f"{kind} in {folder}: {fault}{advice}"
+        findings.append((not fault, f"locks ({kind})", fact))
+    return findings
+
+
+def _try_lock(kind: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> str:
+    """Lock a file, let another process try, unlock it, let it try again; what was wrong, or nothing."""
+    import fcntl
+
+    lock = getattr(fcntl, kind)
+    command = [sys.executable, "-S", "-c", _LOCK, file.name, kind]
+    lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    kept_out = subprocess.run(command, capture_output=True, check=False).returncode
+    lock(file, fcntl.LOCK_UN)
+    let_in = subprocess.run(command, capture_output=True, check=False).returncode
+    if kept_out == 3 and let_in == 0:
+        return ""
+    return "another process was not kept out" if kept_out == 0 else "another process could not try"
+
+
+def limits() -> list[Finding]:
+    """What this user's processes are limited to, where it is too little or stands out."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    enough = files == resource.RLIM_INFINITY or files >= _FILES
+    words = [f"{_limit(resource.RLIMIT_NOFILE)} open files", f"{_limit(resource.RLIMIT_NPROC)} processes"]
+    words += [
+        f"{_limit(resource.RLIMIT_MEMLOCK, 2**20)} MiB locked memory",
+        f"core files {_limit(resource.RLIMIT_CORE)}",
+    ]
+    findings: list[Finding] = [
+        (enough, "limits", ", ".join(words) + ("" if enough else f"; at least {_FILES} open files: ulimit -n {_FILES}"))
+    ]
+    memory = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if memory != resource.RLIM_INFINITY:
+        advice = "CUDA reserves far more addresses than it uses: ulimit -v unlimited"
+        findings.append((False, "limits", f"{memory / 2**30:.0f} GiB of address space; {advice}"))
+    return findings
+
+
+def _limit(which: int, unit: int = 1) -> str:
+    value = resource.getrlimit(which)[0]
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
+
+
+def _existing(folder: Path) -> Path:
+    """A folder, or the nearest one above it that is there."""
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def _ask(*command: str) -> tuple[bool, str]:
+    """Whether a command of SLURM's succeeded, and what it said."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+    except subprocess.TimeoutExpired:
+        return False, f"no answer within {_PATIENCE} s"
+    return done.returncode == 0, done.stdout if done.returncode == 0 else " ".join(done.stderr.split())[:400]
