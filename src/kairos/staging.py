@@ -22,8 +22,8 @@ def staged(latents: Path) -> Path:
     """The folder to read latents from: a copy on a local disk in a job of SLURM's or where KAIROS_LOCAL names a folder.
 
     The data set that the latents belong to lies beside the copy; of what a training on latents does not read, its
-    images, there is a link. The original is read where the local disk is the same file system or in main memory, or
-    where less than twice the size is free; a line says so.
+    images, there is a link. The original is read where less than twice the size is free, and where nobody has named
+    the folder and it is on the same file system or in main memory; a line says so.
 
     Raises:
         DamagedError: the original is not what its records say.
@@ -62,9 +62,9 @@ def _local_folder() -> Path:
 
 def _why_not(local: Path, latents: Path, size: int) -> str | None:
     """Why nothing is copied; None where it is."""
-    if local.stat().st_dev == latents.stat().st_dev:
+    if "KAIROS_LOCAL" not in os.environ and local.stat().st_dev == latents.stat().st_dev:
         return "it is on the same file system"
-    if _file_system(local) in ("tmpfs", "ramfs"):
+    if "KAIROS_LOCAL" not in os.environ and _file_system(local) in ("tmpfs", "ramfs"):
         return "it is in main memory"
     free = shutil.disk_usage(local).free
     return f"{free / 1e9:.3g} GB are free, twice {size / 1e9:.3g} are needed" if free < 2 * size else None

@@ -1,0 +1,110 @@
+"""Data on a node's own disk: copied once, whole or not at all, and the same for a training."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from training_case import make_latents
+
+from kairos.data.latents import open_latents
+from kairos.errors import DamagedError
+from kairos.files import hash_folder, read_json, write_json
+from kairos.staging import staged
+
+
+@pytest.fixture
+def latents(tmp_path, monkeypatch):
+    """Latents with their data set, whose records hold the hashes of their files."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("KAIROS_LOCAL", raising=False)
+    folder = make_latents(tmp_path / "shared", count=40)
+    for path in (folder, folder.parent / "dataset"):
+        manifest = read_json(path / "manifest.json")
+        files = {name: digest for name, digest in hash_folder(path).items() if name != "manifest.json"}
+        write_json(path / "manifest.json", {**manifest, "files": files})
+    (tmp_path / "local").mkdir()
+    return folder
+
+
+@pytest.fixture
+def local(latents, tmp_path, monkeypatch):
+    """A node's own disk."""
+    monkeypatch.setenv("KAIROS_LOCAL", str(tmp_path / "local"))
+    return tmp_path / "local"
+
+
+def test_outside_of_a_scheduler_nothing_is_copied(latents):
+    assert staged(latents) == latents
+
+
+def test_copy_is_read_like_the_original(latents, local):
+    copy = staged(latents)
+    assert copy.is_relative_to(local)
+    original, opened = open_latents(latents), open_latents(copy)
+    assert opened.manifest == original.manifest
+    assert (opened.batch(np.arange(40)) == original.batch(np.arange(40))).all()
+    assert (opened.conditions(np.arange(40))["class"] == original.conditions(np.arange(40))["class"]).all()
+    assert not (copy / "mean.npy").is_symlink()
+    assert (copy / "../dataset/images.npy").is_symlink()  # not read by a training on latents
+
+
+def test_pixels_are_copied_with_their_data_set(latents, local):
+    manifest = read_json(latents / "manifest.json")
+    write_json(latents / "manifest.json", {**manifest, "kind": "pixels", "files": {}})
+    copy = staged(latents)
+    assert not (copy / "../dataset/images.npy").is_symlink()
+    assert (open_latents(copy).dataset.images == open_latents(latents).dataset.images).all()
+
+
+def test_many_jobs_at_once_make_one_copy_and_a_killed_one_s_rest_is_removed(latents, local):
+    first = staged(latents)
+    home = first.parent.parent
+    (first.parent).rename(home / ".tmp-killed")  # as a copier leaves it that was killed
+    code = "import sys; from pathlib import Path; from kairos.staging import staged; print(staged(Path(sys.argv[1])))"
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", code, latents], stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    places = {job.communicate()[0].splitlines()[-1] for job in jobs}
+    assert places == {str(first)}
+    assert sorted(path.name for path in home.iterdir()) == ["copy", "lock"]
+    before = os.stat(first / "mean.npy")
+    assert staged(latents) == first
+    assert os.stat(first / "mean.npy").st_ino == before.st_ino
+
+
+def test_other_content_is_another_copy(latents, local):
+    first = staged(latents)
+    mean = np.load(latents / "mean.npy")
+    np.save(latents / "mean.npy", mean + 1)
+    manifest = read_json(latents / "manifest.json")
+    files = {**manifest["files"], "mean.npy": hash_folder(latents)["mean.npy"]}
+    write_json(latents / "manifest.json", {**manifest, "files": files})
+    second = staged(latents)
+    assert second != first
+    assert (np.load(second / "mean.npy") == mean + 1).all()
+
+
+def test_what_does_not_fit_twice_is_read_where_it_is(latents, local, capsys):
+    os.truncate(latents / "mean.npy", shutil.disk_usage(local).free * 3 // 4)  # of nothing
+    assert staged(latents) == latents
+    assert "GB are free, twice" in capsys.readouterr().err
+
+
+def test_a_damaged_original_is_refused(latents, local):
+    with open(latents / "mean.npy", "r+b") as file:
+        file.seek(200)
+        file.write(b"damage")
+    with pytest.raises(DamagedError, match=r"mean\.npy: differs"):
+        staged(latents)
+    assert not list(local.rglob("mean.npy"))
+
+
+def test_in_a_job_the_same_file_system_is_not_copied_to_itself(latents, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "local"))
+    assert staged(latents) == latents
+    assert "the same file system" in capsys.readouterr().err
