@@ -25,6 +25,11 @@ _LEFT_OUT = (
 
 def fingerprint(roots: Iterable[str]) -> str:
     """Hash of the modules that `roots` (dotted names) reach, 16 hex digits."""
+    return _fingerprint(tuple(sorted(set(roots))))
+
+
+@functools.cache
+def _fingerprint(roots: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for module in modules(roots):
         digest.update(f"{module} {_hash_module(module)}\n".encode())
