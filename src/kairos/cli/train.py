@@ -67,6 +67,7 @@ def _run(arguments: argparse.Namespace, leave: "Leave") -> None:
     with launch.failing():
         if several:
             launch.bind()
+        from kairos.staging import staged
         from kairos.tracking.live import reporting
         from kairos.training.run import import_components, train
 
@@ -78,7 +79,7 @@ def _run(arguments: argparse.Namespace, leave: "Leave") -> None:
                 arguments.method,
                 arguments.seed,
                 arguments.out,
-                latents,
+                staged(latents),
                 milestones,
                 restart=arguments.restart,
                 part=arguments.part,
