@@ -42,18 +42,14 @@ def status(path: Path) -> str:
     from kairos.status.trainings import STATES, trainings
 
     wanted = expected(path)
-    jobs, fault = queue.jobs(wanted.results.name, Path.cwd())
+    jobs, fault = queue.jobs(wanted.results)
     found = trainings(wanted, jobs)
     counts = {state: sum(training.state == state for training in found) for state in STATES}
     summary = ", ".join(f"{number} {state}" for state, number in counts.items() if number)
     width = min(max(len(_name(training)) for training in found), 40)
-    lines = [
-        f"{wanted.results}: {len(found)} trainings: {summary}",
-        stages(wanted),
-        *([fault[:_WIDTH]] if fault else []),
-        "",
-    ]
-    lines.append(f"{'training':<{width}}  {'state':<8}  {'step':>17}  {'steps/s':>8}  {'left':>9}  where, why")
+    lines = [f"{wanted.results}: {len(found)} trainings: {summary}", stages(wanted)]
+    lines += [fault[:_WIDTH]] if fault else [queue.summary(jobs)] if jobs else []
+    lines += ["", f"{'training':<{width}}  {'state':<8}  {'step':>17}  {'steps/s':>8}  {'left':>9}  where, why"]
     for training in found:
         lines.append(_line(training, width)[:_WIDTH].rstrip())
         lines += [f"  {training.note}"[:_WIDTH]] if training.logs and training.note else []

@@ -115,10 +115,9 @@ def _methods(found: Estimate) -> list[str]:
     for name, method in found.methods.items():
         extra = (method.passes.forward + 3 * method.passes.gradient) / found.experiment.training.batch_size
         times = (method.seconds, method.hours, method.sampling, method.longest)
-        rows.append(
-            (name, f"{3 + extra:.3f}" + "?" * (not method.passes.known), f"{method.operations / 1e12:.4g}", f"{method.operations / least:.3f}",
-             *("" if time is None else f"{time:.3g}" for time in times))
-        )  # fmt: skip
+        shown = ("" if time is None else f"{time:.3g}" for time in times)
+        own = f"{3 + extra:.3f}" + "?" * (not method.passes.known)
+        rows.append((name, own, f"{method.operations / 1e12:.4g}", f"{method.operations / least:.3f}", *shown))
     if found.rate is None:
         how = "GPU-hours: no training has been timed; give --steps-per-second R, or --tflops X with --utilisation U"
         return [*_table([row[:4] for row in rows]), how]

@@ -1,32 +1,45 @@
-"""SLURM's queue as Snakemake's executor plugin fills it: a job's comment names rule and wildcards.
+"""SLURM's queue, as the workflow fills it.
 
-``rule_train_1_wildcards_<method>_<seed>`` is a training's first segment. All jobs of a run share a name (a random
-number), so what tells two experiments of one folder apart is the prefix that the profile may give it; without a prefix
-jobs are taken for the experiment that is asked about.
+All jobs of an experiment have one name. What each makes is written down in ``.kairos/jobs/<experiment>/<number>.json``
+(see `kairos.workflow.successor`); its comment names the rule, and mostly method and seed.
 """
 
 import getpass
+import hashlib
+import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-_FORMAT = "%i|%T|%r|%j|%Z|%k"  # number, state, reason, name, folder, comment
+from kairos.errors import DamagedError
+from kairos.files import read_json
+
 NO_CLUSTER = "DNS SRV lookup failed"  # what SLURM's commands say where nothing tells them of a cluster
 _PATIENCE = 10  # seconds for an answer
-_TRAINING = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")
-_RUN = re.compile(r"(?:(.+)_)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_COMMENT = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")
+_OUTPUT = re.compile(r"([^/]+)/seed(\d+)/(?:milestones/.*|training\.json)")
+
+Training = tuple[str, int]  # method and seed
+
+
+def job_name(results: str) -> str:
+    """The name of all of an experiment's jobs in the queue: `squeue --name`, `scancel --name`."""
+    here = hashlib.sha256(os.path.abspath(results).encode()).hexdigest()[:6]
+    return f"kairos-{re.sub(r'[^A-Za-z0-9_-]', '-', os.path.basename(results))}-{here}"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that is queued or runs: its number, SLURM's state and reason, the plugin's comment."""
+    """A job that waits or runs: its number, SLURM's state and reason, the stage, the trainings that it works on."""
 
     number: str
     state: str
     reason: str
-    comment: str
+    stage: str
+    trainings: tuple[Training, ...]
 
     @property
     def pending(self) -> bool:
@@ -34,14 +47,12 @@ class Job:
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 
-def jobs(experiment: str, folder: Path) -> tuple[list[Job], str]:
-    """The user's jobs that were submitted from `folder` for an experiment, and what SLURM complains of, mostly empty.
-
-    Without SLURM there are none.
-    """
+def jobs(results: Path) -> tuple[list[Job], str]:
+    """The jobs of an experiment, and what SLURM complains of, mostly nothing. Without SLURM there are none."""
     if shutil.which("squeue") is None:
         return [], ""
-    command = ["squeue", "--noheader", f"--user={getpass.getuser()}", f"--format={_FORMAT}"]
+    whose = (f"--user={getpass.getuser()}", f"--name={job_name(str(results))}")
+    command = ["squeue", "--noheader", *whose, "--format=%i|%T|%r|%k"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
     except subprocess.TimeoutExpired:
@@ -50,26 +61,27 @@ def jobs(experiment: str, folder: Path) -> tuple[list[Job], str]:
         return [], ""
     if done.returncode:
         return [], "squeue: " + " ".join(done.stderr.split())[:200]
-    return parse(done.stdout, experiment, folder), ""
+    return [_job(results, *line.split("|", 3)) for line in done.stdout.splitlines()], ""
 
 
-def parse(listing: str, experiment: str, folder: Path) -> list[Job]:
-    """Jobs of a listing in this module's format that are of `folder` and may be of `experiment`."""
-    found = []
-    for line in listing.splitlines():
-        number, state, reason, name, where, comment = line.split("|", 5)
-        run = _RUN.fullmatch(name)
-        if run and Path(where) == folder and run[1] in (None, prefix(experiment)):
-            found.append(Job(number, state, reason, comment))
-    return found
+def _job(results: Path, number: str, state: str, reason: str, comment: str) -> Job:
+    book = Path(".kairos/jobs") / results.name / f"{number}.json"
+    try:
+        outputs = [os.path.relpath(path, results) for path in read_json(book)["outputs"]]
+    except (OSError, DamagedError):  # sent this instant, or by another folder's controller
+        match = _COMMENT.fullmatch(comment)
+        found = {(match[1], int(match[2]))} if match else set()
+    else:
+        found = {(match[1], int(match[2])) for match in map(_OUTPUT.fullmatch, outputs) if match}
+    return Job(number, state, reason, comment.removeprefix("rule_").split("_")[0], tuple(sorted(found)))
 
 
-def prefix(experiment: str) -> str:
-    """The prefix of job names that stands for an experiment: the plugin allows letters, digits, _ and - only."""
-    return re.sub(r"[^A-Za-z0-9_-]", "-", experiment)[:50]
-
-
-def by_training(found: list[Job]) -> dict[tuple[str, int], Job]:
+def by_training(found: list[Job]) -> dict[Training, Job]:
     """The job of each training that has one."""
-    matches = ((_TRAINING.fullmatch(job.comment), job) for job in found)
-    return {(match[1], int(match[2])): job for match, job in matches if match}
+    return {training: job for job in found for training in job.trainings}
+
+
+def summary(found: list[Job]) -> str:
+    """How many jobs of each stage wait and run."""
+    counts = Counter((job.stage, "wait" if job.pending else "run") for job in found)
+    return "in the queue: " + ", ".join(f"{stage} {number} {what}" for (stage, what), number in sorted(counts.items()))

@@ -75,7 +75,11 @@ def _look(results: Path, method: str, seed: int, of: int | None, job: Job | None
     else:
         state = {"running": "dead", "complete": "waiting", "": "waiting"}.get(said, said)
     step = max(progress.get("step", 0), done, *(_milestones(folder) if not progress and not record else ()), 0)
-    logs = _logs(results, method, seed) if state in _TROUBLE or (state == "waiting" and not progress) else ()
+    logs = (
+        _logs(results, method, seed, progress.get("job"))
+        if state in _TROUBLE or (state == "waiting" and not progress)
+        else ()
+    )
     note = _note(state, progress, job, logs)
     if state == "waiting" and logs and not record:  # it left a log and nothing else: it ended before its first step
         state = "failed"
@@ -151,11 +155,12 @@ def _milestones(folder: Path) -> list[int]:
         return []
 
 
-def _logs(results: Path, method: str, seed: int) -> tuple[str, ...]:
+def _logs(results: Path, method: str, seed: int, number: str | None) -> tuple[str, ...]:
     """The newest log of a training's job, and the newest that SLURM kept of one."""
     own = [*(results / "logs").glob(f"train_{method}_seed{seed}.log")]
     own += (results / "logs").glob(f"train_{method}_seed{seed}_*.log")
-    kept = Path(".snakemake/slurm_logs").glob(f"rule_train*/{method}_{seed}/*.log")
+    kept = [*Path(".snakemake/slurm_logs").glob(f"rule_train*/{method}_{seed}/*.log")]
+    kept += Path(".snakemake/slurm_logs").glob(f"group_trainings*/{number}.log")
     newest = (sorted(found, key=lambda path: path.stat().st_mtime)[-1:] for found in (own, kept))
     return tuple(path.as_posix() for found in newest for path in found)
 

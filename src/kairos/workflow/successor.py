@@ -12,9 +12,7 @@ A job that was sent and not yet written down when its controller died (milliseco
 training, and records that appear whole, keep it from doing harm.
 """
 
-import hashlib
 import os
-import re
 import subprocess
 import time
 from pathlib import Path
@@ -25,6 +23,7 @@ from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from kairos.files import canonical_json, read_json, sha256_bytes, sha256_file, write_json
 from kairos.progress import say
+from kairos.status.queue import job_name
 
 _HASHED_WHOLE = 1_000_000  # bytes; of a larger input size and time are compared
 _PATIENCE = 5  # seconds between looks at the queue
@@ -33,12 +32,6 @@ _PATIENCE = 5  # seconds between looks at the queue
 def executor(results: str) -> type:
     """The executor for an experiment's results folder."""
     return type("Executor", (Successor,), {"results": results})
-
-
-def job_name(results: str) -> str:
-    """The name of all of an experiment's jobs in the queue: `squeue --name`, `scancel --name`."""
-    here = hashlib.sha256(os.path.abspath(results).encode()).hexdigest()[:6]
-    return f"kairos-{re.sub(r'[^A-Za-z0-9_-]', '-', os.path.basename(results))}-{here}"
 
 
 class Successor(Executor):  # type: ignore[misc]
