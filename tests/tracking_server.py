@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-PATIENCE = 240  # seconds that anything may take on a busy machine
+PATIENCE = 400  # seconds that anything may take on a busy machine
 JOB = Path(__file__).with_name("tracking_job.py")
 RUNS = """
     select method.value, seed.value, {} from runs
@@ -50,11 +50,26 @@ class Server:
         self.path = folder / "server.db"
         self.database = database or f"sqlite:///{self.path}"
 
+    def __enter__(self) -> "Server":
+        try:
+            self.start()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.kill()
+
     def start(self) -> None:
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--workers", "1", "--backend-store-uri", self.database]
         command += ["--artifacts-destination", str(self.folder / "artifacts")]
-        environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        environment = {
+            **os.environ,
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes for GenAI's evaluations
+        }
         with open(self.folder / "server.log", "a") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         wait_for(self.answers, "MLflow server")
@@ -66,7 +81,8 @@ class Server:
         return False
 
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def runs(self, name: str) -> list[tuple]:

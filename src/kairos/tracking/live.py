@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kairos.config import Experiment
 
 _POLL, _LONGEST_POLL = 5.0, 60.0  # seconds between two looks; the pause doubles while the server does not answer
-_TIMEOUT = 5.0  # seconds that one request may take
+_TIMEOUT = 15.0  # seconds that one request may take: many trainings may start at once, and nobody waits for it
 _SETTLING = 1.0  # seconds after which a run that somebody else created at the same moment can be found
 _STATUS = {"complete": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # by the state of a training that ended
 _REFUSALS = (401, 403)

@@ -1,0 +1,194 @@
+"""DVC remotes: what is pushed comes back bit for bit, from a folder, over SSH and from an S3 store; real servers."""
+
+import asyncio
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kairos.config import load
+from kairos.files import hash_folder
+from kairos.fingerprint import modules
+from kairos.workflow import dependencies
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ("dataset", "latents", "uniform/seed0/checkpoint.pt")
+
+
+class Repository:
+    """A DVC repository that holds data, latents and a checkpoint, configured like this one."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.results = folder / "repository", folder / "repository/results"
+        (folder / "home").mkdir()
+        self.environment = {**os.environ, "HOME": str(folder / "home"), "DVC_NO_ANALYTICS": "1"}
+        rng = np.random.default_rng(0)
+        for name in ("dataset/images.npy", "dataset/train.npy", "latents/mean.npy", RESULTS[-1]):
+            path = self.results / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(rng.bytes(300_000))
+        subprocess.run(["git", "init", "-q"], cwd=self.folder, check=True)
+        assert self.dvc("init", "-q").returncode == 0
+        shutil.copy(ROOT / ".dvc/config", self.folder / ".dvc/config")
+        assert self.dvc("add", *(f"results/{name}" for name in RESULTS)).returncode == 0
+        self.hashes = hash_folder(self.results)
+
+    def dvc(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "dvc", *arguments]
+        return subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True)
+
+    def remote(self, url: str, **settings: str) -> None:
+        """Name the remote as docs/services.md says: for this clone alone."""
+        assert self.dvc("remote", "add", "--force", "--local", "--default", "store", url).returncode == 0
+        for name, value in settings.items():
+            assert self.dvc("remote", "modify", "--local", "store", name, value).returncode == 0
+
+    def lose(self) -> None:
+        """Delete everything but what a clone would have."""
+        for name in RESULTS:
+            path = self.results / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(self.folder / ".dvc/cache")
+
+
+@pytest.fixture
+def repository(tmp_path):
+    return Repository(tmp_path)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Sftp:
+    """An SSH server with SFTP on a folder, for one user with one key."""
+
+    def __init__(self, folder: Path):
+        import asyncssh
+
+        self.folder, self.port, self.key = folder / "sftp", free_port(), folder / "key"
+        self.folder.mkdir()
+        key = asyncssh.generate_private_key("ssh-ed25519")
+        key.write_private_key(self.key)
+        self.key.chmod(0o600)
+        self.options = {
+            "server_host_keys": [asyncssh.generate_private_key("ssh-ed25519")],
+            "authorized_client_keys": asyncssh.import_authorized_keys(key.export_public_key().decode()),
+            "sftp_factory": lambda channel: asyncssh.SFTPServer(channel, chroot=str(self.folder)),
+        }
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def start(self) -> None:
+        import asyncssh
+
+        listening = asyncssh.listen("127.0.0.1", self.port, **self.options)
+        self.listener = asyncio.run_coroutine_threadsafe(listening, self.loop).result(60)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.listener.close)
+        asyncio.run_coroutine_threadsafe(self.listener.wait_closed(), self.loop).result(60)
+
+
+@pytest.fixture
+def sftp(tmp_path):
+    if importlib.util.find_spec("dvc_ssh") is None:
+        pytest.skip("no dvc-ssh; the extra `remotes` brings it")
+    server = Sftp(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+    server.loop.call_soon_threadsafe(server.loop.stop)
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    for package in ("dvc_s3", "moto"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"no {package}; pip install dvc-s3 'moto[s3]' flask-cors")
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    keys = {"aws_access_key_id": "me", "aws_secret_access_key": "hush"}
+    boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys).create_bucket(Bucket="kairos")
+    yield {"endpointurl": url, "region": "us-east-1", "access_key_id": "me", "secret_access_key": "hush"}
+    server.stop()
+
+
+def comes_back(repository: Repository) -> None:
+    done = repository.dvc("push")
+    assert done.returncode == 0, done.stderr
+    assert "Everything is up to date" in repository.dvc("push").stdout
+    repository.lose()
+    done = repository.dvc("pull")
+    assert done.returncode == 0, done.stderr
+    assert hash_folder(repository.results) == repository.hashes
+    shown = subprocess.run(["git", "ls-files", "-o", "--exclude-standard"], cwd=repository.folder, capture_output=True)
+    assert b".dvc/config\n" in shown.stdout and b"config.local" not in shown.stdout  # what a commit would hold
+    assert (repository.folder / ".dvc/config").read_bytes() == (ROOT / ".dvc/config").read_bytes()
+
+
+def test_a_folder(repository, tmp_path):
+    repository.remote(str(tmp_path / "store"))
+    comes_back(repository)
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_ssh(repository, sftp):
+    repository.remote(f"ssh://me@127.0.0.1:{sftp.port}/kairos", keyfile=str(sftp.key))
+    comes_back(repository)
+    assert list((sftp.folder / "kairos").rglob("*.dir"))
+
+
+def test_s3(repository, s3):
+    repository.remote("s3://kairos/store", **s3)
+    comes_back(repository)
+
+
+def test_a_remote_that_cannot_be_reached_says_so_and_loses_nothing(repository, sftp):
+    sftp.stop()
+    repository.remote(f"ssh://me@127.0.0.1:{sftp.port}/kairos", keyfile=str(sftp.key))
+    cache = hash_folder(repository.folder / ".dvc/cache")
+    for command in ("push", "pull"):
+        done = repository.dvc(command)
+        if command == "push":
+            assert done.returncode == 1 and re.search(r"failed to connect to ssh \(127\.0\.0\.1", done.stderr)
+        assert "Traceback" not in done.stderr
+        assert hash_folder(repository.results) == repository.hashes
+        assert hash_folder(repository.folder / ".dvc/cache") == cache
+    sftp.start()
+    comes_back(repository)
+
+
+def test_no_job_calls_dvc():
+    """Several DVC processes at once fight over a lock."""
+    rules = [ROOT / "Snakefile", *(ROOT / "workflow").rglob("*.smk")]
+    assert len(rules) > 5 and not any(re.search(r"\b(dvc|ledger)\b", path.read_text()) for path in rules)
+    calls = {
+        path
+        for path in (ROOT / "src/kairos").rglob("*.py")
+        if re.search(r"[\"']dvc[\"']|(import|from) dvc", path.read_text())
+    }
+    assert {path.relative_to(ROOT / "src/kairos").as_posix() for path in calls} == {
+        "cli/doctor.py",
+        "workflow/ledger.py",
+        "workflow/usable.py",
+    }
+    plain = load(ROOT / "params.yaml").plain()
+    method = next(iter(plain["methods"]))
+    for stage in (*dependencies.SHARED, *dependencies.PER_TRAINING, *dependencies.AFTER):
+        reached = modules(dependencies._roots(stage, plain, method))
+        assert not {"kairos.cli.doctor", "kairos.workflow.ledger", "kairos.workflow.usable"} & set(reached), stage
