@@ -43,7 +43,7 @@ def line(folder: Path, method: str, out: Path, *more: object, **changes: object)
 
 def run(line: list[str], status: int = 0) -> str:
     """Run it in processes of its own; returns what it said."""
-    done = subprocess.run(line, stderr=subprocess.PIPE, text=True, timeout=400, check=False)
+    done = subprocess.run(line, stderr=subprocess.PIPE, text=True, timeout=900, check=False)
     assert done.returncode == status, done.stderr
     return done.stderr
 
@@ -78,7 +78,7 @@ def difference(one: object, other: object) -> float:
 
 
 def same(one: Path, other: Path) -> None:
-    """Two trainings agree: weights, average, optimiser, strategy and metrics."""
+    """Two trainings agree: weights, average, optimiser, metrics, and within its own float32 the policy of a strategy."""
     states = [checkpoint.read(out / "checkpoint.pt") for out in (one, other)]
     found = {name: difference(*(state[name] for state in states)) for name in checkpoint.COMPONENTS}
     lines = [[json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()] for out in (one, other)]
@@ -86,6 +86,7 @@ def same(one: Path, other: Path) -> None:
     found |= {name: difference(*([row[name] for row in rows] for rows in lines)) for name in lines[0][0]}
     print(found)
     assert states[0]["model"]["blocks.0.attn.qkv.weight"].dtype == torch.float64
+    assert max(found.pop("strategy"), found.pop("sampler")) < 1e-3
     assert max(found.values()) < TOLERANCE, found
 
 
@@ -133,7 +134,7 @@ def test_two_processes_leave_when_asked_and_go_on_as_two_or_as_one(folder, tmp_p
     out, whole = tmp_path / "out", tmp_path / "whole"
     process = started(line(folder, "adaptive", out, **two), out)
     process.send_signal(signal.SIGTERM)  # to the launcher alone
-    said = process.communicate(timeout=200)[1]
+    said = process.communicate(timeout=600)[1]
     assert process.returncode == 75 and said.count("the same command goes on") == 1 and "SIGUSR1" in said, said
     word = read_json(out / ".state" / "progress.json")
     assert word["state"] == "stopped" and 0 < word["step"] < length and word["of"] == length
@@ -172,8 +173,8 @@ def test_a_killed_process_ends_all_and_the_launcher_says_so(folder, tmp_path):
     first, second = ranks(process.pid)
     os.kill(second, signal.SIGKILL)
     begun = time.monotonic()
-    said = process.communicate(timeout=100)[1]
-    assert process.returncode == 1 and time.monotonic() - begun < 20
+    said = process.communicate(timeout=600)[1]
+    assert process.returncode == 1 and time.monotonic() - begun < 60
     assert "process 1 of the training was killed by SIGKILL" in said and "Traceback" not in said, said
     assert not Path(f"/proc/{first}").exists()
 
@@ -185,7 +186,7 @@ def test_ranks_die_with_their_launcher(folder, tmp_path):
     children = ranks(process.pid)
     process.kill()
     process.communicate()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -212,7 +213,7 @@ def test_signals_and_the_end_of_the_job_leave_in_good_order(folder, tmp_path):
         process = started(command, out)
         time.sleep(0.3)
         process.send_signal(getattr(signal, name))
-        said = process.communicate(timeout=100)[1]
+        said = process.communicate(timeout=600)[1]
         assert process.returncode == 75 and f"{name}: stopped after step" in said, said
         assert said.count("the same command goes on") == 1 and "Traceback" not in said
     run(command)
