@@ -5,10 +5,13 @@ with the process, and the queue knows its job.
 """
 
 import fcntl
+import glob
 import json
 import os
+import re
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from kairos.status.queue import Job, by_training
 STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "complete")
 _TROUBLE = ("failed", "dead", "stopped")
 _FRESH = 30.0  # seconds for which a word from another machine is taken without a lock that tells of it
+_LOG = re.compile(r"train_(.+_seed\d+?)(?:_\d+)?\.log")
 _LAST = 2000  # bytes of a log that its last line is looked for in
 
 
@@ -55,11 +59,13 @@ class Training:
 def trainings(expected: Expected, jobs: list[Job]) -> list[Training]:
     """All trainings of an experiment in its order."""
     queued, numbers = by_training(jobs), {job.number: job for job in jobs}
-    of = expected.milestones[-1] if expected.milestones else None
-    return [_look(expected.results, *training, of, queued.get(training), numbers) for training in expected.trainings]
+    of, logs = expected.milestones[-1] if expected.milestones else None, _Logs(expected.results)
+    return [_look(expected.results, *each, of, queued.get(each), numbers, logs) for each in expected.trainings]
 
 
-def _look(results: Path, method: str, seed: int, of: int | None, job: Job | None, jobs: dict[str, Job]) -> Training:
+def _look(
+    results: Path, method: str, seed: int, of: int | None, job: Job | None, jobs: dict[str, Job], written: "_Logs"
+) -> Training:
     folder = results / method / f"seed{seed}"
     record, progress = _read(folder / "training.json"), _read(folder / ".state" / "progress.json")
     done = record.get("steps", -1)
@@ -76,7 +82,7 @@ def _look(results: Path, method: str, seed: int, of: int | None, job: Job | None
         state = {"running": "dead", "complete": "waiting", "": "waiting"}.get(said, said)
     step = max(progress.get("step", 0), done, *(_milestones(folder) if not progress and not record else ()), 0)
     logs = (
-        _logs(results, method, seed, progress.get("job"))
+        written.of(method, seed, progress.get("job"))
         if state in _TROUBLE or (state == "waiting" and not progress)
         else ()
     )
@@ -155,14 +161,23 @@ def _milestones(folder: Path) -> list[int]:
         return []
 
 
-def _logs(results: Path, method: str, seed: int, number: str | None) -> tuple[str, ...]:
-    """The newest log of a training's job, and the newest that SLURM kept of one."""
-    own = [*(results / "logs").glob(f"train_{method}_seed{seed}.log")]
-    own += (results / "logs").glob(f"train_{method}_seed{seed}_*.log")
-    kept = [*Path(".snakemake/slurm_logs").glob(f"rule_train*/{method}_{seed}/*.log")]
-    kept += Path(".snakemake/slurm_logs").glob(f"group_trainings*/{number}.log")
-    newest = (sorted(found, key=lambda path: path.stat().st_mtime)[-1:] for found in (own, kept))
-    return tuple(path.as_posix() for found in newest for path in found)
+class _Logs:
+    """Log files of training jobs: the workflow's own, listed once, and those that SLURM's plugin keeps."""
+
+    def __init__(self, results: Path):
+        self._own: dict[str, list[str]] = {}
+        with suppress(OSError):
+            for name in os.listdir(results / "logs"):
+                if match := _LOG.fullmatch(name):
+                    self._own.setdefault(match[1], []).append(f"{results}/logs/{name}")
+        self._kept = [folder.as_posix() for folder in Path(".snakemake/slurm_logs").glob("*_train*")]
+
+    def of(self, method: str, seed: int, job: str | None) -> tuple[str, ...]:
+        """The newest log of a training, and the newest that SLURM's plugin has kept of one of its jobs."""
+        kept = [path for folder in self._kept for path in glob.glob(f"{folder}/{method}_{seed}/*.log")]
+        kept += [path for folder in self._kept for path in glob.glob(f"{folder}/{job}.log")]
+        both = (self._own.get(f"{method}_seed{seed}", []), kept)
+        return tuple(max(found, key=os.path.getmtime) for found in both if found)
 
 
 def _last_line(logs: tuple[str, ...]) -> str:
