@@ -157,23 +157,26 @@ def cost(jobs: tuple[Record, ...]) -> tuple[str, float]:
         "stage",
         "jobs",
         "wall time<small>summed over jobs</small>",
+        "of it start-up",
         "CPU time",
         "of it start-up",
         "peak memory<small>of a job</small>",
     ]
     total = sum(job["cpu_seconds"] for job in jobs)
     share = sum(job["startup_cpu_seconds"] for job in jobs) / total
-    return html.table(Table(header, lines, frozenset(range(1, 6)), total=True)), share
+    return html.table(Table(header, lines, frozenset(range(1, 7)), total=True)), share
 
 
 def _cost_line(name: str, jobs: list[Record]) -> list[str]:
-    cpu = sum(job["cpu_seconds"] for job in jobs)
+    cpu, wall = sum(job["cpu_seconds"] for job in jobs), sum(job["wall_seconds"] for job in jobs)
     startup = sum(job["startup_cpu_seconds"] for job in jobs)
+    waiting = sum(job["startup_wall_seconds"] for job in jobs)  # on a slow shared file system too
     peak = max(job["peak_rss_bytes"] for job in jobs)
     return [
         escape(name),
         str(len(jobs)),
-        seconds(sum(job["wall_seconds"] for job in jobs)),
+        seconds(wall),
+        f"{waiting / wall:.0%}" if wall else "–",
         seconds(cpu),
         f"{startup / cpu:.0%}" if cpu else "–",
         f"{peak / 2**30:.2f} GiB",

@@ -1,0 +1,104 @@
+"""How the controller's time grows with the number of planned jobs: reading the Snakefile, and planning.
+
+    python benchmarks/controller.py --out benchmarks/results/controller.csv
+
+For each size an experiment of methods x 5 seeds (3 jobs per training, 7 besides) in a folder of its own: CPU seconds
+(user and system, which other load hardly changes) of `snakemake --list-rules` (start and reading), of a dry run with
+everything to do, and of one with everything done, as when a controller is started again: its ledger comes from
+`snakemake --touch`, whose time is that of the books of all jobs. Columns `per job` are what a job costs beyond the
+smallest experiment, in milliseconds; a ratio of them near 1 from one size to the next is linear growth.
+"""
+
+import argparse
+import csv
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {1: 1, 6: 5, 66: 5}  # methods: seeds
+RUNS = {
+    "read": ["--list-rules"],
+    "plan": ["--dry-run", "--quiet", "all"],
+    "books": ["--touch", "--forceall", "--quiet", "all"],
+    "plan, all done": ["--dry-run", "--quiet", "all"],
+}
+
+
+def main() -> None:
+    """Measure, print a table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = [measure(methods, seeds) for methods, seeds in SIZES.items()]
+    first = rows[0]
+    for row in rows[1:]:
+        more = int(row["jobs"]) - int(first["jobs"])
+        row |= {f"{run}, per job": f"{1000 * (float(row[run]) - float(first[run])) / more:.1f}" for run in RUNS}
+    for row in rows:
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
+    if arguments.out:
+        with open(arguments.out, "w", newline="") as file:
+            file.write("# python benchmarks/controller.py: CPU seconds of a controller; per job in milliseconds\n")
+            writer = csv.DictWriter(file, rows[-1].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def measure(methods: int, seeds: int) -> dict[str, str]:
+    """CPU seconds of every run for an experiment of this size."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in ("Snakefile", "workflow", "profiles", "src", "envs"):
+            (folder / part).symlink_to(ROOT / part)
+        (folder / "x.yaml").write_text(experiment(methods, seeds))
+        row = {"jobs": str(3 * methods * seeds + 7)}
+        for run, options in RUNS.items():
+            if run == "books":
+                make_outputs(folder)
+            row[run] = f"{cpu_seconds(folder, options):.2f}"
+        return row
+
+
+def experiment(methods: int, seeds: int) -> str:
+    """An experiment file with so many methods, all different."""
+    lines = [f"  m{number}: {{sampler: {{name: adaptive, entropy: 0.{number + 1}}}}}" for number in range(methods)]
+    head = f"experiment: x\nseeds: {list(range(seeds))}\ndataset: {{source: digits}}\n"
+    return head + "training: {milestones: [100, 200, 300]}\nmethods:\n" + "\n".join(lines) + "\n"
+
+
+def make_outputs(folder: Path) -> None:
+    """Files of every name that the experiment's jobs make."""
+    listed = subprocess.run(command(["--summary"]), cwd=folder, env=environment(), capture_output=True, text=True)
+    for line in listed.stdout.splitlines()[1:]:
+        path = folder / line.split("\t")[0]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.name == "figures":
+            path.mkdir()
+        else:
+            path.write_text("{}")
+
+
+def command(options: list[str]) -> list[str]:
+    """A call of Snakemake in the folder of an experiment."""
+    return [sys.executable, "-m", "snakemake", "--cores", "2", "--configfile", "x.yaml", *options]
+
+
+def environment() -> dict[str, str]:
+    """Without what a surrounding controller may have left."""
+    return {name: value for name, value in os.environ.items() if name != "KAIROS_EXPERIMENT"}
+
+
+def cpu_seconds(folder: Path, options: list[str]) -> float:
+    """User and system time of a call of Snakemake and all that it starts."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command(options), cwd=folder, env=environment(), check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+if __name__ == "__main__":
+    main()
