@@ -2,25 +2,26 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from training_case import experiment, make_latents, train_command, write_experiment
+from training_case import experiment, hashes, make_latents, started, train_command, write_experiment
 
 from kairos.cli import main
-from kairos.errors import KairosError
-from kairos.files import read_json, write_json
+from kairos.errors import ConfigError, KairosError
+from kairos.files import read_json
 from kairos.training import checkpoint
-from kairos.training.job import Leave, Left
 from kairos.training.order import passes
 from kairos.training.run import train
 from kairos.training.store import exclusive
+
+pytestmark = pytest.mark.timeout(900)
 
 STEPS = 50
 TOLERANCE = 1e-5
@@ -78,7 +79,7 @@ def difference(one: object, other: object) -> float:
 
 
 def same(one: Path, other: Path) -> None:
-    """Two trainings agree: weights, average, optimiser, metrics, and within its own float32 the policy of a strategy."""
+    """Two trainings agree: weights, average, optimiser, metrics, and within its float32 the policy of a strategy."""
     states = [checkpoint.read(out / "checkpoint.pt") for out in (one, other)]
     found = {name: difference(*(state[name] for state in states)) for name in checkpoint.COMPONENTS}
     lines = [[json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()] for out in (one, other)]
@@ -148,19 +149,6 @@ def test_two_processes_leave_when_asked_and_go_on_as_two_or_as_one(folder, tmp_p
     assert difference(*states) < 1e-3  # after 400 steps a rounding may have moved a draw to the next timestep
 
 
-def started(line: list[str], out: Path, **environment: str) -> subprocess.Popen:
-    """A training that has written a checkpoint."""
-    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
-    while process.poll() is None and not list(out.glob(".state/*/checkpoints/*.ckpt")):
-        time.sleep(0.02)
-    assert process.poll() is None, process.communicate()[1]
-    return process
-
-
-def hashes(out: Path) -> dict[str, str]:
-    return read_json(out / "training.json")["components"]
-
-
 def ranks(launcher: int) -> list[int]:
     """The processes that a launcher has started."""
     return [int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
@@ -203,53 +191,6 @@ def test_an_error_in_the_ranks_is_said_once_in_one_line(folder, tmp_path):
     assert word["state"] == "failed" and "not finite" in word["message"] and "\n" not in word["message"]
 
 
-@pytest.mark.long
-def test_signals_and_the_end_of_the_job_leave_in_good_order(folder, tmp_path):
-    long = {"milestones": [600], "checkpoint_every": 100, "precision": "fp32"}
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    here(line(folder, "adaptive", whole, **long))
-    command = line(folder, "adaptive", out, **long)
-    for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
-        process = started(command, out)
-        time.sleep(0.3)
-        process.send_signal(getattr(signal, name))
-        said = process.communicate(timeout=600)[1]
-        assert process.returncode == 75 and f"{name}: stopped after step" in said, said
-        assert said.count("the same command goes on") == 1 and "Traceback" not in said
-    run(command)
-    assert hashes(out) == hashes(whole)
-
-
-def test_little_time_left_ends_a_training_and_it_goes_on(folder, tmp_path, monkeypatch):
-    case = experiment({"uniform": {}}, training__milestones=[40], training__checkpoint_every=30)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 20))
-    for step in (1, 2):
-        with pytest.raises(Left, match=rf"before the job's time is over: stopped after step {step} of 40") as left:
-            train(case, "uniform", 0, tmp_path / "out", folder / "latents", [0, 40])
-        assert left.value.code == 75
-    word = read_json(tmp_path / "out" / ".state" / "progress.json")
-    assert (word["state"], word["step"], word["of"], word["pid"]) == ("stopped", 2, 40, os.getpid())
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
-    assert train(case, "uniform", 0, tmp_path / "out", folder / "latents", [0, 40])["steps_run"] == 38
-    monkeypatch.delenv("SLURM_JOB_END_TIME")
-    train(case, "uniform", 0, tmp_path / "whole", folder / "latents", [0, 40])
-    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
-    assert read_json(tmp_path / "out" / ".state" / "progress.json")["state"] == "complete"
-
-
-def test_a_signal_before_the_first_step_leaves_at_once():
-    with pytest.raises(Left, match="SIGUSR1"), Leave():
-        os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(5)
-    with Leave() as leave:
-        leave.begin()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert leave.asked(0.0) == "SIGINT"
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
-
-
 def test_passes_cut_the_global_batch_alike_for_any_number_of_processes():
     for size, microbatch, processes in ((16, 3, 1), (16, 3, 2), (16, 3, 4), (16, None, 3), (7, 1, 7), (5, 2, 3)):
         parts = [passes(size, microbatch, rank, processes) for rank in range(processes)]
@@ -259,6 +200,22 @@ def test_passes_cut_the_global_batch_alike_for_any_number_of_processes():
         assert [k for _, place in joined for k in range(size)[place]] == list(range(size))
         if microbatch is not None:
             assert joined == passes(size, microbatch, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"processes": 3, "nodes": 2}, "training.processes: got 3, allowed: a multiple of nodes = 2"),
+        ({"processes": 17}, "training.processes: got 17, allowed: at most batch_size = 16"),
+        ({"microbatch": 17}, "training.microbatch: got 17, allowed: at most batch_size = 16"),
+        ({"microbatch": 6, "processes": 4}, "training.microbatch: got 6, allowed: at most 5, so that batch_size = 16"),
+        ({"trainings_per_gpu": 2, "processes": 2}, "training.trainings_per_gpu: got 2 with 2 processes, allowed: 1"),
+        ({"device": "cuda:1", "processes": 2}, "training.device: got 'cuda:1' with 2 processes, allowed: auto, cpu"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        experiment(**{f"training__{name}": value for name, value in settings.items()})
 
 
 def test_dropout_depends_on_the_microbatch_alone(folder, tmp_path):
@@ -276,21 +233,6 @@ def test_dropout_depends_on_the_microbatch_alone(folder, tmp_path):
     assert all(read_json(out / "training.json")["provenance"]["exact"] for out in outs)
 
 
-def test_a_gpu_that_was_given_and_cannot_be_used_is_an_error(monkeypatch):
-    from kairos import compute
-
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is usable here")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert compute.setup(1, "auto").type == "cpu"
-    for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
-        with monkeypatch.context() as context:
-            context.setenv(name, "1")
-            with pytest.raises(KairosError, match=rf"training.device: got 'auto' in a SLURM job .*{name}=1.*: cpu$"):
-                compute.setup(1, "auto")
-            assert compute.setup(1, "cpu").type == "cpu"
-
-
 def test_more_processes_need_a_launcher_and_more_nodes_a_job(folder, tmp_path, monkeypatch, capsys):
     case = experiment({"uniform": {}}, training__processes=2)
     with pytest.raises(KairosError, match=r"training.processes: got 2, but 1 were started; use kairos train"):
@@ -298,16 +240,3 @@ def test_more_processes_need_a_launcher_and_more_nodes_a_job(folder, tmp_path, m
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert main(line(folder, "uniform", tmp_path / "nodes", processes=2, nodes=2)[3:]) == 1
     assert "training.nodes: got 2 in no SLURM job" in capsys.readouterr().err
-
-
-def test_a_lock_that_does_not_reach_another_machine_is_noticed(tmp_path):
-    state = tmp_path / "run" / ".state"
-    with exclusive(state):
-        pass
-    word = {"host": "elsewhere", "pid": 3, "state": "running", "updated": time.time()}
-    write_json(state / "progress.json", word)
-    timer = threading.Timer(1.5, lambda: write_json(state / "progress.json", word | {"updated": time.time()}))
-    timer.start()
-    with pytest.raises(KairosError, match=r"is being trained on elsewhere \(pid 3\)"), exclusive(state):
-        pass
-    timer.join()

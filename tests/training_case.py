@@ -1,6 +1,8 @@
 """A small real training for the tests: digits as 4x4x4 latents, their 2x2 blocks, written as stage encode does."""
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import numpy as np
 import yaml
 
 from kairos.config import validate
-from kairos.files import sha256_bytes, write_json
+from kairos.files import read_json, sha256_bytes, write_json
 
 
 def make_latents(folder: Path, count: int = 200) -> Path:
@@ -82,3 +84,18 @@ def train_command(config: Path, method: str, out: Path, latents: Path, *more: An
     """The command line of a training."""
     base = ("train", "--config", config, "--method", method, "--seed", 0, "--out", out, "--latents", latents)
     return command(*base, *more)
+
+
+def started(line: list[str], out: Path) -> subprocess.Popen:
+    """A training that is about to take its first step, or has."""
+    begun, word = time.time(), out / ".state" / "progress.json"
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    while not (word.exists() and read_json(word)["updated"] > begun and read_json(word)["state"] == "running"):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    return process
+
+
+def hashes(out: Path) -> dict[str, str]:
+    """Hashes of the parts of a finished training."""
+    return read_json(out / "training.json")["components"]

@@ -1,0 +1,100 @@
+"""A training as a job: it leaves early in good order, says how far it is, and keeps its state to itself."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from training_case import experiment, hashes, make_latents, started, train_command, write_experiment
+
+from kairos.errors import KairosError
+from kairos.files import read_json, write_json
+from kairos.training.job import Leave, Left
+from kairos.training.run import train
+from kairos.training.store import exclusive
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory) -> Path:
+    return make_latents(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.long
+def test_signals_end_a_training_after_its_step_and_it_goes_on(latents, tmp_path):
+    case = experiment(training__milestones=[600], training__checkpoint_every=100)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    train(case, "adaptive", 0, whole, latents, [0, 600])
+    command = train_command(write_experiment(tmp_path / "x.yaml", case), "adaptive", out, latents)
+    for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
+        process = started(command, out)
+        time.sleep(0.3)
+        process.send_signal(getattr(signal, name))
+        said = process.communicate(timeout=600)[1]
+        assert process.returncode == 75 and f"{name}: stopped after step" in said, said
+        assert said.count("the same command goes on") == 1 and "Traceback" not in said
+    subprocess.run(command, check=True)
+    assert hashes(out) == hashes(whole)
+
+
+def test_little_time_left_ends_a_training_and_it_goes_on(latents, tmp_path, monkeypatch):
+    case = experiment({"uniform": {}}, training__milestones=[40], training__checkpoint_every=30)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 20))
+    for step in (1, 2):
+        with pytest.raises(Left, match=rf"before the job's time is over: stopped after step {step} of 40") as left:
+            train(case, "uniform", 0, tmp_path / "out", latents, [0, 40])
+        assert left.value.code == 75
+    word = read_json(tmp_path / "out" / ".state" / "progress.json")
+    assert (word["state"], word["step"], word["of"], word["pid"]) == ("stopped", 2, 40, os.getpid())
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
+    assert train(case, "uniform", 0, tmp_path / "out", latents, [0, 40])["steps_run"] == 38
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    train(case, "uniform", 0, tmp_path / "whole", latents, [0, 40])
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
+    assert read_json(tmp_path / "out" / ".state" / "progress.json")["state"] == "complete"
+
+
+def test_a_signal_before_the_first_step_leaves_at_once():
+    with pytest.raises(Left, match="SIGUSR1"), Leave():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(5)
+    with Leave() as leave:
+        leave.begin()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert leave.asked(0.0) == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+
+def test_a_gpu_that_was_given_and_cannot_be_used_is_an_error(monkeypatch):
+    from kairos import compute
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is usable here")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert compute.setup(1, "auto").type == "cpu"
+    for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
+        with monkeypatch.context() as context:
+            context.setenv(name, "1")
+            with pytest.raises(KairosError, match=rf"training.device: got 'auto' in a SLURM job .*{name}=1.*: cpu$"):
+                compute.setup(1, "auto")
+            assert compute.setup(1, "cpu").type == "cpu"
+
+
+def test_a_lock_that_does_not_reach_another_machine_is_noticed(tmp_path):
+    state = tmp_path / "run" / ".state"
+    with exclusive(state):
+        pass
+    word = {"host": "elsewhere", "pid": 3, "state": "running", "updated": time.time()}
+    write_json(state / "progress.json", word)
+    timer = threading.Timer(1.5, lambda: write_json(state / "progress.json", word | {"updated": time.time()}))
+    timer.start()
+    with pytest.raises(KairosError, match=r"is being trained on elsewhere \(pid 3\)"), exclusive(state):
+        pass
+    timer.join()
