@@ -9,7 +9,6 @@ import glob
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,7 +80,7 @@ def _before_execution(workflow: Any, plan: Plan) -> None:
         if executor_plugin.name == "slurm":
             from kairos.workflow import successor
 
-            executor_plugin = replace(executor_plugin, executor=successor.executor(plan.results))
+            executor_plugin = successor.attach(workflow, executor_plugin, plan.results)
         return execute(*arguments, executor_plugin=executor_plugin, **keywords)
 
     workflow.execute = locked

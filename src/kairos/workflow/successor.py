@@ -5,7 +5,7 @@ down when it is sent: what it makes, and a hash of what it makes it from. Before
 the same outputs, it looks at the earlier one:
 
 - the same work, queued or running: waited for like a job of its own;
-- the same work, ended and complete: done;
+- the same work, ended and complete: done, and only Snakemake's books are written;
 - other work, such as after an edit of the experiment: cancelled, and replaced when it is gone.
 
 A job that was sent and not yet written down when its controller died (milliseconds) is not found; then the lock of its
@@ -15,6 +15,7 @@ training, and records that appear whole, keep it from doing harm.
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,16 @@ _HASHED_WHOLE = 1_000_000  # bytes; of a larger input size and time are compared
 _PATIENCE = 5  # seconds between looks at the queue
 
 
-def executor(results: str) -> type:
-    """The executor for an experiment's results folder."""
-    return type("Executor", (Successor,), {"results": results})
+def attach(workflow: Any, plugin: Any, results: str) -> Any:
+    """The executor's plugin for an experiment's results, in a Snakemake that knows of earlier jobs when it plans."""
+    build = workflow._build_dag
+
+    def build_with_earlier() -> None:
+        _mark_unbooked(workflow.persistence, results)
+        build()
+
+    workflow._build_dag = build_with_earlier
+    return replace(plugin, executor=type("Executor", (Successor,), {"results": results}))
 
 
 class Successor(Executor):  # type: ignore[misc]
@@ -42,8 +50,7 @@ class Successor(Executor):  # type: ignore[misc]
     def __post_init__(self, test_mode: bool = False) -> None:
         super().__post_init__(test_mode)
         self.run_uuid = job_name(self.results)  # by this name the plugin finds its jobs' states, now earlier ones too
-        self._books = Path(".kairos/jobs") / os.path.basename(self.results)
-        self._earlier = {path: read_json(path) for path in self._books.glob("*.json")}
+        self._earlier = {path: read_json(path) for path in _records(self.results)}
 
     def run_job(self, job: Any) -> None:
         """Send a job, or take an earlier one over; called in threads, where an exception would be lost."""
@@ -69,7 +76,7 @@ class Successor(Executor):  # type: ignore[misc]
                     say(f"SLURM job {path.stem} of an earlier run makes {record['outputs'][0]}: it is waited for")
                     self._report_job_submission_threadsafe(info)
                     return True
-                if self._complete(job):
+                if record.get("complete") or _complete(self.workflow.persistence, record["outputs"]):
                     self.report_job_success(info)
                     return True
             if queued:
@@ -88,17 +95,20 @@ class Successor(Executor):  # type: ignore[misc]
             "work": _work(job_info.job),
             "slurm_logfile": str(job_info.aux["slurm_logfile"]),
         }
-        write_json(self._books / f"{job_info.external_jobid}.json", record)
+        write_json(self._record(job_info), record)
 
     def report_job_success(self, job_info: SubmittedJobInfo) -> None:
         """Forget it: Snakemake's own books have it."""
-        self._forget(self._books / f"{job_info.external_jobid}.json")
+        self._forget(self._record(job_info))
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **keywords: Any) -> None:
         """Forget it: the next attempt is another job."""
-        self._forget(self._books / f"{job_info.external_jobid}.json")
+        self._forget(self._record(job_info))
         super().report_job_error(job_info, msg=msg, **keywords)
+
+    def _record(self, job_info: SubmittedJobInfo) -> Path:
+        return _folder(self.results) / f"{job_info.external_jobid}.json"
 
     def _forget(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -115,11 +125,31 @@ class Successor(Executor):  # type: ignore[misc]
                 return job in states
             time.sleep(_PATIENCE)
 
-    def _complete(self, job: Any) -> bool:
-        """Whether all outputs are there, and none is marked as begun: a job that succeeds takes its marks away."""
-        outputs = _outputs(job)
-        marked = self.workflow.persistence._filter_incomplete_keys(outputs)
-        return not marked and all(os.path.exists(path) for path in outputs)
+
+def _mark_unbooked(books: Any, results: str) -> None:
+    """Make Snakemake plan the jobs that have ended without a controller: else their parameters were never on its books.
+
+    A job that succeeds takes the marks of begun outputs away itself. They are set again, and `Successor` knows.
+    """
+    for path in _records(results):
+        record = read_json(path)
+        if not record.get("complete") and _complete(books, record["outputs"]):
+            write_json(path, {**record, "complete": True})
+            for output in record["outputs"]:
+                books._mark_incomplete(output, path.stem)
+
+
+def _records(results: str) -> list[Path]:
+    return sorted(_folder(results).glob("*.json"))
+
+
+def _folder(results: str) -> Path:
+    return Path(".kairos/jobs") / os.path.basename(results)
+
+
+def _complete(books: Any, outputs: list[str]) -> bool:
+    """Whether all outputs are there and none is marked as begun."""
+    return not books._get_external_jobids(outputs) and all(os.path.exists(path) for path in outputs)
 
 
 def _jobs(job: Any) -> list[Any]:
