@@ -15,7 +15,7 @@ import pytest
 from pipeline import Job, Pipeline, Training, details, term_is_pending
 from slurm import slurm, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 
 def scancel(training: Training, job: Job) -> None:
@@ -35,7 +35,7 @@ def time_limit(training: Training, job: Job) -> None:
     try:
         hours, minutes, _ = details(job)["RunTime"].split(":")
         slurm("scontrol", "update", f"JobId={job.number}", f"TimeLimit={int(hours) * 60 + int(minutes) + 1}")
-        wait_for(lambda: term_is_pending(pid), 200, "SLURM's signal")
+        wait_for(lambda: term_is_pending(pid), 300, "SLURM's signal")
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
@@ -75,13 +75,13 @@ RESOURCES = (
 def disturb(training: Training, act: Callable[[Training, Job], None]) -> str:
     """Disturb a training once it has a checkpoint, and wait until it is complete; returns the seconds from then."""
     if act is out_of_memory:
-        wait_for(lambda: training.jobs(), 300, f"the job of {training.method}")
+        wait_for(lambda: training.jobs(), 1800, f"the job of {training.method}")
     else:
-        wait_for(training.has_checkpoint, 300, f"the first checkpoint of {training.method}")
+        wait_for(training.has_checkpoint, 1800, f"the first checkpoint of {training.method}")
     begun = time.monotonic()
     assert not training.complete()
     act(training, training.jobs()[-1])
-    wait_for(training.complete, 600, f"{training.method} to be complete")
+    wait_for(training.complete, 1800, f"{training.method} to be complete")
     return f"{time.monotonic() - begun:.0f}"
 
 
@@ -102,6 +102,7 @@ def test_disturbed_trainings_equal_the_undisturbed_one(pipeline: Pipeline, table
     with pipeline.controller(*RESOURCES, "--", *targets) as controller, ThreadPoolExecutor(len(trainings)) as pool:
         seconds = list(pool.map(lambda act: disturb(trainings[act], act), DISTURBANCES))
         controller.ended()
+    slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
 
     undisturbed = pipeline.training("undisturbed").components()
     steps = pipeline.tiny["training"]["milestones"][-1]

@@ -8,7 +8,7 @@ import yaml
 from pipeline import CONFIG, RESULTS, Job, Pipeline, all_jobs, details
 from slurm import slurm, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 
 def submit(pipeline: Pipeline, name: str, config: str) -> tuple[str, Path]:

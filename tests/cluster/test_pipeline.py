@@ -3,7 +3,7 @@
 import pytest
 from pipeline import RESULTS, Pipeline, all_jobs
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 
 def test_the_pipeline_runs_through_slurm_to_its_report(pipeline: Pipeline) -> None:

@@ -23,7 +23,7 @@ def test_a_sweep_survives_its_controller(pipeline: Pipeline, table: list[tuple[s
     begun = time.monotonic()
     with pipeline.controller() as controller:
         known = len(methods)  # of the undisturbed run
-        wait_for(lambda: sum(each.complete() for each in trainings) > known, 600, "a training of the sweep")
+        wait_for(lambda: sum(each.complete() for each in trainings) > known, 1800, "a training of the sweep")
         wait_for(
             lambda: any(
                 job.rule.startswith("rule_train") and job.state == "RUNNING" for job in all_jobs(pipeline.folder)

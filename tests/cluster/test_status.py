@@ -1,0 +1,96 @@
+"""``kairos status`` and ``kairos doctor`` beside a real queue."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm import slurm, wait_for
+
+from kairos.files import write_json
+from kairos.status import machine, queue
+from kairos.status.expected import expected
+from kairos.status.trainings import Training, trainings
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+RESULTS = Path("results/many")
+METHODS = ("uniform", "p2", "speed")
+
+
+@pytest.fixture(autouse=True)
+def folder(cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working folder with an experiment of three methods; its jobs end with the test."""
+    monkeypatch.chdir(tmp_path)
+    methods = "\n".join(f"  {method}: {{}}" for method in METHODS)
+    Path("many.yaml").write_text(f"experiment: many\ntraining: {{milestones: [100]}}\nmethods:\n{methods}\n")
+    yield
+    slurm("scancel", "--name", queue.job_name(str(RESULTS)))
+
+
+def submit(comment: str, *options: str, command: str = "sleep 300") -> str:
+    """Submit a job as the plugin does; its number."""
+    name = queue.job_name(str(RESULTS))
+    fixed = ("--parsable", f"--job-name={name}", f"--comment={comment}", "--mem=50", "--output=job.log")
+    return slurm("sbatch", *fixed, *options, "--wrap", command)
+
+
+def look() -> dict[str, Training]:
+    jobs, fault = queue.jobs(RESULTS)
+    assert fault == ""
+    return {training.method: training for training in trainings(expected(Path("many.yaml")), jobs)}
+
+
+def test_queued_and_starting() -> None:
+    held = submit("rule_train_wildcards_uniform_0", "--hold")
+    shared = submit("rule_trainings")
+    write_json(f".kairos/jobs/many/{shared}.json", {"outputs": ["results/many/p2/seed0/training.json"]})
+    wait_for(lambda: look()["p2"].state == "starting", 60, "the start of a job")
+    found = look()
+    assert (found["uniform"].state, found["uniform"].where) == ("queued", f"job {held}")
+    assert found["uniform"].note == "JobHeldUser"
+    assert found["p2"].where == f"job {shared}"
+    assert found["speed"].state == "waiting"
+    assert queue.summary(queue.jobs(RESULTS)[0]) == "in the queue: train 1 wait, trainings 1 run"
+    slurm("scancel", held, shared)
+    wait_for(lambda: {training.state for training in look().values()} == {"waiting"}, 60, "the end of the jobs")
+
+
+def test_doctor_on_a_login_node_and_in_a_job() -> None:
+    (good, what, fact), account = machine.slurm()
+    assert (good, what) == (True, "slurm partitions")
+    assert fact.startswith("main* (up, ")
+    assert account[0]
+    Path("profiles/slurm").mkdir(parents=True)
+    Path("profiles/slurm/profile.yaml").write_text("default-resources:\n  slurm_partition: \"'fast'\"\n")
+    found = {name: (mark, said) for mark, name, said in machine.slurm()}
+    assert found["slurm partition"] == (False, "fast, as in profiles/slurm, is none of main: edit the profile")
+
+    code = "import json; from kairos.status import machine; print(json.dumps([machine.job(n) for n in (0, 1)]))"
+    job = submit("doctor", "--gpus=1", command=f"{sys.executable} -c '{code}' > said.json")
+    wait_for(lambda: job not in slurm("squeue", "-h", "-o", "%i").split(), 120, "the end of the job")
+    without, one = (findings[0] for findings in json.loads(Path("said.json").read_text()))
+    assert without[0] is False
+    assert f"job {job} on " in without[2]
+    assert "torch sees 0" in without[2]
+    assert one[0] is True
+    assert "SLURM_JOB_GPUS=" in one[2]
+
+
+def test_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM's controller cannot be reached: said, and the rest is shown all the same."""
+    content = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).read_text()
+    lines = [line for line in content.splitlines() if not line.startswith("SlurmctldPort")]
+    Path("slurm.conf").write_text("\n".join([*lines, "SlurmctldPort=9", "MessageTimeout=2", ""]))
+    monkeypatch.setenv("SLURM_CONF", str(Path("slurm.conf").resolve()))
+    jobs, fault = queue.jobs(RESULTS)
+    assert jobs == []
+    assert fault.startswith("squeue: ")
+    good, _, said = machine.slurm()[0]
+    assert not good
+    assert "is slurmctld reachable" in said
+    done = subprocess.run([sys.executable, "-m", "kairos", "status", "many.yaml"], capture_output=True, text=True)
+    assert "squeue: " in done.stdout
+    assert "3 waiting" in done.stdout
