@@ -1,11 +1,14 @@
 """``kairos doctor`` opens the tracking store and asks DVC: it tells what can be used from what cannot."""
 
+import resource
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from kairos.cli import main
+from kairos.status import machine
 
 
 @pytest.fixture
@@ -71,3 +74,53 @@ def test_not_usable(folder, capsys, monkeypatch):
         "ok",
         "none: dvc remote add --local --default NAME PATH_OR_URL names where to share results",
     )
+
+
+def test_a_machine_of_a_cluster(folder, monkeypatch):
+    """What can be told of locks, disks and limits where there is no SLURM; the rest is in tests/cluster."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert machine.slurm() == [(True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")]
+    good = machine.locks(folder / "results" / "x")
+    assert [mark for mark, *_ in good] == [True, True]
+    assert good[0][2] == f"flock works in {folder}"
+    bad = machine.locks(Path("/proc/self"))  # where no file can be made
+    assert [mark for mark, *_ in bad] == [False, False]
+    assert "use another file system" in bad[0][2]
+    monkeypatch.setenv("TMPDIR", str(folder))
+    assert "GiB free, the file system of the results" in machine.disk(folder / "results")[2]
+    monkeypatch.setenv("TMPDIR", str(folder / "nowhere"))
+    assert machine.disk(folder)[0] is False
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        mark, _, fact = machine.limits()[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not mark
+    assert "256 open files" in fact
+    assert "ulimit -n 1024" in fact
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "mark"),
+    [
+        ({"SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, 2, True),
+        ({"SLURM_JOB_GPUS": "2"}, 0, False),
+        ({"SLURM_GPUS_ON_NODE": "1"}, 0, False),
+        ({"SLURM_JOB_GPUS": "0", "CUDA_VISIBLE_DEVICES": "0"}, 2, False),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0, True),
+        ({}, 0, True),
+        ({}, 1, False),
+    ],
+)
+def test_gpus_of_a_job(given, visible, mark, monkeypatch):
+    """Those that the job was given against those that torch sees."""
+    for name in machine._GIVEN:
+        monkeypatch.delenv(name, raising=False)
+    assert machine.job(visible)[0][2].startswith("none")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    ((found, what, fact),) = machine.job(visible)
+    assert (found, what) == (mark, "slurm job")
+    assert f"torch sees {visible}" in fact

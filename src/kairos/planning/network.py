@@ -60,6 +60,7 @@ def measure(
 
     dtype = torch.float64 if precision == "fp64" else torch.float32
     forward, backward = Operations(), Operations()
+    models.MODELS.entry(model["name"]).load()  # imports must find torch as it is
     with shapes_only():
         network = models.build(model, x0, conditions).to(dtype).train()
         weights, kept = network.weights().values(), Kept(network)

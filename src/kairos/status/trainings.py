@@ -98,11 +98,13 @@ def _note(state: str, progress: dict[str, Any], job: Job | None, logs: tuple[str
         return job.reason if job.reason != "None" else ""
     if state == "dead":
         return f"no process holds its lock; last heard of {ago(progress['updated'])}"
+    if state in _TROUBLE:
+        return str(progress.get("message") or _last_line(logs))
+    if job is not None and job.state != "RUNNING":
+        return job.state.lower()
     if state == "running":
         quiet = time.time() - progress["updated"] > 10 * _FRESH
         return f"last heard of {ago(progress['updated'])}" if quiet else ""
-    if state in _TROUBLE:
-        return str(progress.get("message") or _last_line(logs))
     return _last_line(logs)
 
 

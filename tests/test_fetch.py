@@ -1,0 +1,229 @@
+"""``kairos fetch``: downloads from servers that run here, found again with hub access off, whole or not at all."""
+
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kairos.cli import main
+from kairos.errors import KairosError
+from kairos.evaluation import weights
+from kairos.fetching import _model
+
+CONTENT = os.urandom(3 * 2**20 + 17)
+NAME = f"weights-{hashlib.sha256(CONTENT).hexdigest()[:8]}.pth"
+HEADER = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+MODEL = {
+    "config.json": b'{"_class_name": "AutoencoderTiny"}',
+    "diffusion_pytorch_model.safetensors": len(HEADER).to_bytes(8, "little") + HEADER + bytes(8),
+    "README.md": b"not needed",
+}
+COMMIT = "a" * 40
+
+
+class Files(http.server.BaseHTTPRequestHandler):
+    """Inception's weights as a web server has them, and a model as the Hugging Face hub has it."""
+
+    asked: list[str] = []  # noqa: RUF012  (of the whole server)
+
+    def do_GET(self) -> None:
+        """Send a file."""
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        """Send what there is to say of a file."""
+        self._answer(body=False)
+
+    def _answer(self, body: bool) -> None:
+        path = self.path.split("?")[0]
+        self.asked.append(path)
+        kind, name = path.rsplit("/", 1)
+        if path.startswith("/api/models/someone/vae"):
+            listing = {"id": "someone/vae", "sha": COMMIT, "siblings": [{"rfilename": each} for each in MODEL]}
+            self._send(json.dumps(listing).encode(), body)
+        elif path.startswith("/someone/vae/resolve/") and name in MODEL:
+            digest = hashlib.sha256(MODEL[name]).hexdigest()
+            self._send(MODEL[name], body, {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'})
+        elif name == NAME and kind in ("/whole", "/slow", "/short"):
+            self._send(CONTENT, body, how=kind[1:])
+        elif kind == "/other":
+            self._send(b"something else", body)
+        else:
+            self.send_error(404)
+
+    def _send(self, content: bytes, body: bool, headers: dict[str, str] | None = None, how: str = "whole") -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            half = len(content) // 2
+            self.wfile.write(content[:half])
+            self.wfile.flush()
+            if how == "slow":
+                time.sleep(60)
+            if how != "short":
+                self.wfile.write(content[half:])
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Address of a server of `Files`."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, and caches in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    return tmp_path
+
+
+def write(**sections: object) -> str:
+    """An experiment file with these sections."""
+    Path("x.yaml").write_text(json.dumps({"experiment": "x", "methods": {"uniform": {}}, **sections}))
+    return "x.yaml"
+
+
+def fetched(environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "kairos", "fetch", "--config", "x.yaml"]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+
+
+def test_nothing_to_fetch_is_said_without_heavy_imports() -> None:
+    write()
+    code = "import sys; from kairos.cli import main; main(['fetch', '--config', 'x.yaml']); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said, modules = done.stdout.splitlines()
+    assert said.startswith("nothing to fetch")
+    assert not any(f"'{name}'" in modules for name in ("torch", "datasets", "huggingface_hub", "sklearn"))
+
+
+def test_inception(server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
+
+    assert weights.URL == URL_INCEPTION_V3
+    file = write(evaluation={"extractor": "inception"})
+    monkeypatch.setattr(weights, "NAME", NAME)
+    monkeypatch.setattr(weights, "URL", f"{server}/nowhere/{NAME}")
+    assert main(["fetch", "--config", file]) == 1
+    said = capsys.readouterr().err
+    assert "Inception weights: Not Found" in said
+    assert f"there: {weights.place()}" in said
+
+    monkeypatch.setattr(weights, "URL", f"{server}/whole/{NAME}")
+    assert main(["fetch", "--config", file]) == 0
+    assert weights.place().read_bytes() == CONTENT
+    said = capsys.readouterr()
+    assert f"fetch {NAME}: MiB 4/4" in said.err
+    assert f"Inception weights: {weights.place()}" in said.out
+    monkeypatch.setattr(weights, "URL", f"{server}/nowhere/{NAME}")
+    assert main(["fetch", "--config", file]) == 0  # nothing is asked for again
+    weights.place().write_bytes(CONTENT[:-1])
+    assert main(["fetch", "--config", file]) == 1  # damaged, and not to be had
+
+
+def test_a_download_is_whole_or_not_there(server: str, folder: Path) -> None:
+    for kind, name, message in (("short", NAME, "ended after"), ("other", NAME, "does not match the hash")):
+        with pytest.raises(KairosError, match=message):
+            weights.download(f"{server}/{kind}/{name}", folder / "w" / NAME)
+    assert list((folder / "w").iterdir()) == []
+
+    code = "import sys; from pathlib import Path; from kairos.evaluation.weights import download; "
+    code += "download(sys.argv[1], Path(sys.argv[2]))"
+    command = [sys.executable, "-c", code, f"{server}/slow/{NAME}", str(folder / "w" / NAME)]
+    with subprocess.Popen(command) as process:
+        deadline = time.monotonic() + 60
+        while not any(path.stat().st_size > 2**20 for path in (folder / "w").iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    assert not (folder / "w" / NAME).exists()  # what was written so far has another name
+    weights.download(f"{server}/whole/{NAME}", folder / "w" / NAME)
+    assert (folder / "w" / NAME).read_bytes() == CONTENT
+
+
+def test_autoencoder_of_the_hub(server: str, folder: Path) -> None:
+    """Brought once, found offline by the code that a job runs, damage is seen."""
+    write(autoencoder={"kind": "pretrained", "path": "someone/vae"})
+    environment = {"HF_ENDPOINT": server, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    done = fetched({**environment, "HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert done.returncode == 1
+    assert "set autoencoder.path to it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+    done = fetched(environment)
+    assert done.returncode == 0, done.stderr
+    place = Path(done.stdout.strip().removeprefix("autoencoder someone/vae: "))
+    assert {path.name for path in place.iterdir()} == set(MODEL) - {"README.md"}
+    code = "from huggingface_hub import snapshot_download; print(snapshot_download('someone/vae'))"
+    offline = {**os.environ, **environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    job = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, check=True)
+    assert Path(job.stdout.strip()) == place
+
+    Files.asked.clear()
+    assert fetched(environment).returncode == 0
+    assert Files.asked == []  # it is there
+    blob = (place / "diffusion_pytorch_model.safetensors").resolve()
+    blob.write_bytes(blob.read_bytes()[:-1])
+    assert fetched(environment).returncode == 0
+    assert blob.read_bytes() == MODEL["diffusion_pytorch_model.safetensors"]  # brought again
+
+
+def test_autoencoder_in_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(autoencoder={"kind": "pretrained", "path": "vae"}, dataset={"source": "folder", "path": "images"})
+    assert main(["fetch", "--config", file]) == 1
+    said = capsys.readouterr().err
+    assert "data set images: it is not there; put the files there" in said
+    assert "autoencoder vae: it is not there; put config.json and" in said
+    (folder / "vae").mkdir()
+    (folder / "images").mkdir()
+    for name, content in MODEL.items():
+        (folder / "vae" / name).write_bytes(content)
+    assert main(["fetch", "--config", file]) == 0
+    assert "autoencoder vae: vae" in capsys.readouterr().out
+    for content in (MODEL["diffusion_pytorch_model.safetensors"] + b"more", b"<html>not found</html>", b""):
+        (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(content)
+        with pytest.raises(KairosError, match="damaged"):
+            _model(folder / "vae")
+
+
+@pytest.mark.long
+def test_data_set_that_is_asked_for_as_a_job_does(server: str, folder: Path) -> None:
+    """`datasets` itself says whether a job would find it: a folder in the hub's form is there, another is not."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (folder / "images/data").mkdir(parents=True)
+    rows = {"label": np.arange(5)}
+    pq.write_table(pa.table(rows), folder / "images/data/train-00000-of-00001.parquet")
+    write(dataset={"source": "hub", "path": "./images"})
+    done = fetched({"HF_ENDPOINT": server})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "data set ./images (train): in the Hugging Face cache, 5 rows\n"
+    shutil.rmtree(folder / "images")
+    write(dataset={"source": "hub", "path": "someone/images"})
+    done = fetched({"HF_ENDPOINT": server})
+    assert done.returncode == 1
+    assert "data set someone/images (train): DatasetNotFoundError" in done.stderr
+    assert "dataset.source: parquet" in done.stderr

@@ -1,0 +1,242 @@
+"""``kairos plan``: what it counts is what models, strategies and files really are."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from training_case import experiment, make_latents
+
+from kairos import models
+from kairos.cli import main
+from kairos.config import load, validate
+from kairos.diffusion.processes import build_process
+from kairos.errors import ConfigError
+from kairos.planning.estimate import estimate
+from kairos.planning.network import measure
+from kairos.planning.strategies import passes
+from kairos.strategies.registries import SAMPLERS
+from kairos.strategies.strategy import Strategy
+from kairos.training.run import train
+
+ROOT = Path(__file__).resolve().parent.parent
+CLASS = {"class": {"kind": "class", "num_classes": 1000}}
+DIT_S = {"name": "dit", "patch": 2, "width": 384, "depth": 12, "heads": 6, "mlp_ratio": 4.0, "conditions": ["class"]}
+DIT_XL = {**DIT_S, "width": 1152, "depth": 28, "heads": 16}
+UNET = {
+    "name": "unet", "channels": 128, "multipliers": [1, 2, 2, 2], "blocks": 2, "attention": [16], "dropout": 0.1,
+    "norm_groups": 32, "pad": True, "conditions": [],
+}  # fmt: skip
+SMALL = {
+    "dit": {"name": "dit", "patch": 2, "width": 48, "depth": 3, "heads": 2, "mlp_ratio": 4.0, "conditions": []},
+    "unet": {**UNET, "channels": 16, "norm_groups": 8, "attention": [4]},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "conditions", "millions", "gflop"),
+    [
+        (UNET, (3, 32, 32), {}, 35.7, 12.4),
+        (DIT_S, (4, 32, 32), CLASS, 33.0, 12.1),
+        (DIT_XL, (4, 32, 32), CLASS, 675.1, 237.3),
+    ],
+)
+def test_published_sizes(model: Any, shape: Any, conditions: Any, millions: float, gflop: float) -> None:
+    """DDPM's U-Net for CIFAR-10; DiT-S/2 and XL/2 at 256x256, of 6.06 and 118.64 Gflops of two operations each."""
+    found = measure(model, shape, conditions, 2)
+    assert found.parameters / 1e6 == pytest.approx(millions, abs=0.06)
+    assert found.forward / found.samples / 1e9 == pytest.approx(gflop, rel=0.01)
+    assert found.backward == pytest.approx(2 * found.forward, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["dit", "unet"])
+def test_counts_are_those_of_the_real_network(name: str) -> None:
+    """Parameters exactly, operations as torch counts them while it computes, memory as the backward pass keeps it."""
+    found = measure(SMALL[name], (3, 16, 16), {}, 5)
+    network = models.build(SMALL[name], (3, 16, 16), {}).train()
+    assert found.parameters == sum(value.numel() for value in network.parameters() if value.requires_grad)
+    assert found.weights == sum(value.numel() for value in network.weights().values())
+    assert found.tensors == len(network.weights())
+    own = {value.untyped_storage().data_ptr() for value in network.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x, t = torch.randn(5, 3, 16, 16), torch.arange(5)
+    with (
+        FlopCounterMode(display=False) as forward,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        output = network(x, t, {})
+    with FlopCounterMode(display=False) as backward:
+        output.square().mean().backward()
+    assert (found.forward, found.backward) == (forward.get_total_flops(), backward.get_total_flops())
+    bytes_ = sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in own)
+    assert found.activations == pytest.approx(bytes_, rel=0.02)
+
+
+def test_precision_and_batch() -> None:
+    found = {precision: measure(SMALL["dit"], (3, 16, 16), {}, 8, precision) for precision in ("fp32", "bf16", "fp64")}
+    assert found["fp64"].activations == pytest.approx(2 * found["fp32"].activations, rel=0.05)
+    assert 0.4 < found["bf16"].activations / found["fp32"].activations < 0.9
+    assert found["bf16"].forward == found["fp32"].forward
+    twice = measure(SMALL["dit"], (3, 16, 16), {}, 16)
+    assert twice.forward == 2 * found["fp32"].forward
+    assert twice.activations == pytest.approx(2 * found["fp32"].activations, rel=0.02)
+
+
+class Counting(nn.Module):
+    """The smallest network, which counts the samples that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.samples = [0, 0]  # without and with gradients
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor, conditions: Any) -> torch.Tensor:
+        self.samples[torch.is_grad_enabled()] += len(x)
+        return x * self.scale
+
+
+@pytest.mark.parametrize("sampler", list(SAMPLERS))
+@pytest.mark.parametrize("batch", [16, 48])
+def test_passes_of_every_sampler(sampler: str, batch: int) -> None:
+    """What a strategy sends through the network between two measurements, once it looks at all that it ever will."""
+    plain = experiment({"m": {"sampler": sampler}}, training__batch_size=batch)
+    options = {key: value for key, value in plain["methods"]["m"]["sampler"].items() if key != "name"}
+    strategy = Strategy(sampler, build_process(plain["diffusion"]), sampler=options)
+    network, x0, period = Counting(), torch.zeros(batch, 3, 2, 2), options.get("frequency", 1)
+    for number in range(5):
+        network.samples = [0, 0]
+        strategy.step = number * period
+        draw = strategy.draw(x0)
+        strategy.weighted(draw, torch.zeros(batch))
+        with strategy.observe(draw, network, None, {}):
+            pass
+    found = passes(plain, "m", 3)
+    assert [found.forward * period, found.gradient * period] == pytest.approx(network.samples)
+    assert found.known
+    state = strategy.state_dict()["sampler"]
+    if "policy" in state:
+        moments = [value["exp_avg"].numel() for value in state["optimizer"]["state"].values()]
+        assert found.state >= 3 * 4 * sum(moments)
+
+
+def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents, checkpoints and milestones are as large as was said; the training's own time is taken as the rate."""
+    monkeypatch.chdir(tmp_path)
+    results = Path("results/case")
+    make_latents(results, count=200)
+    plain = experiment(
+        autoencoder__kind="train", autoencoder__channels=[8, 8], autoencoder__latent_channels=4,
+        dataset__color="grey", dataset__limit=200, dataset__heldout=0.25, model__width=192, model__depth=3,
+    )  # fmt: skip
+    for method in plain["methods"]:
+        train(plain, method, 0, results / method / "seed0", results / "latents", [0, 20, 40])
+    manifest = results / "dataset/manifest.json"
+    manifest.unlink()  # as before anything was prepared
+    (results / "latents/manifest.json").unlink()
+    found = estimate(validate(plain))
+    assert (found.data.x0, found.data.images, found.data.train) == ((4, 4, 4), 200, 150)
+    assert found.storage.latents == pytest.approx(_size(results / "latents"), rel=0.01)
+    assert found.storage.dataset == pytest.approx((results / "dataset/images.npy").stat().st_size, rel=0.02)
+    states = [results / method / "seed0/.state" for method in plain["methods"]]
+    kept = [path for state in states for path in state.glob("*/checkpoints/*")]
+    assert len(kept) == 4
+    assert found.storage.checkpoints == pytest.approx(sum(path.stat().st_size for path in kept), rel=0.02)
+    milestones = sum(_size(folder) for state in states for folder in state.glob("*/milestones"))
+    assert found.storage.milestones == pytest.approx(milestones, rel=0.05)
+    assert found.memory.weights + found.memory.average + found.memory.optimizer == pytest.approx(
+        torch.load(_payload(kept[0]), weights_only=True)["step"] and kept[0].stat().st_size, rel=0.1
+    )
+    assert found.rate is not None
+    assert set(found.rate.measured) == set(plain["methods"])
+    line = json.loads((results / "uniform/seed0/timing.jsonl").read_text().splitlines()[-1])
+    assert found.methods["uniform"].seconds == pytest.approx(line["seconds"] / 40)
+    assert found.methods["uniform"].lost == pytest.approx(line["seconds"] / 40 * 10)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _payload(path: Path) -> Any:
+    file = open(path, "rb")  # noqa: SIM115  (closed with the test)
+    file.readline()
+    return file
+
+
+def test_jobs_rate_and_sharing() -> None:
+    """Numbers of jobs, and GPU-hours from a stated rate, by hand."""
+    changes = {"training__segments": 2, "training__trainings_per_gpu": 4, "seeds": [0, 1, 2], "dataset__color": "grey"}
+    values = experiment({"uniform": {}, "gradient_norm": {"sampler": "gradient_norm"}}, **changes)
+    found = estimate(validate({**values, "autoencoder": {"kind": "none"}}), steps_per_second=10.0)
+    stages = {stage.name: (stage.jobs, stage.queued) for stage in found.stages}
+    assert stages["train"] == (12, 4)  # 6 trainings in 2 segments; 4 and 2 of them in a job
+    assert (stages["sample"], stages["evaluate"], stages["report"]) == ((12, 12), (12, 0), (1, 0))
+    uniform, other = found.methods["uniform"], found.methods["gradient_norm"]
+    assert uniform.seconds == pytest.approx(0.1)
+    assert uniform.hours == pytest.approx(3 * 40 * 0.1 / 4 / 3600)
+    assert other.seconds == pytest.approx(0.1 * (1 + 32 / 16 / 100))  # 2 in each of 16 bins, every 100 steps
+    assert found.methods["uniform"].longest == pytest.approx(20 * 0.1 / 3600)
+    with pytest.raises(ConfigError, match="allowed: one of them"):
+        estimate(validate({**values, "autoencoder": {"kind": "none"}}), steps_per_second=1.0, tflops=1.0)
+
+
+def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "x.yaml"
+    dataset = "dataset: {source: parquet, path: x.parquet"
+    rest = "experiment: x\nmodel: {name: dit, width: 32, depth: 1, heads: 2}\nmethods: {uniform: {}}\n"
+    file.write_text(f"{rest}{dataset}}}\n")
+    assert main(["plan", str(file)]) == 2
+    assert "give --shape C H W" in capsys.readouterr().err
+    file.write_text(f"{rest}{dataset}, resolution: 16}}\n")
+    assert main(["plan", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "unknown before kairos prepare" in text
+    assert "768 B" in text
+    assert "per image" in text
+    assert "GPU-hours: no training has been timed" in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert main(["plan", str(file), "--tflops", "100", "--format", "json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["network"]["parameters"] == values["memory"]["gradients"] / 4
+    assert values["gpu_hours"] > 0
+    assert main(["plan", str(file), "--tflops", "0"]) == 2
+
+
+def test_a_large_recipe_in_seconds(tmp_path: Path) -> None:
+    """100 methods, 5 seeds, the largest published DiT: without torch's compiler and without computing anything."""
+    methods = {f"adaptive_{k}": {"sampler": {"name": "adaptive", "lr": 1e-4 * (k + 1)}} for k in range(100)}
+    values = {
+        "experiment": "large", "seeds": [0, 1, 2, 3, 4], "model": DIT_XL | {"conditions": []}, "methods": methods,
+        "dataset": {"source": "parquet", "path": "x", "resolution": 256, "train_images": 1_281_167, "flips": True},
+        "autoencoder": {"kind": "train", "channels": [32, 32, 32, 32]},
+        "training": {"batch_size": 256, "milestones": [100_000, 400_000], "precision": "bf16"},
+    }  # fmt: skip
+    file = tmp_path / "large.yaml"
+    file.write_text(json.dumps(values))
+    code = (
+        "import sys, time; from kairos.cli import main; main(['plan', sys.argv[1]]);"
+        "print('torch._dynamo' in sys.modules, round(time.process_time(), 1))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, check=True)
+    compiler, seconds = done.stdout.splitlines()[-1].split()
+    assert compiler == "False"
+    assert float(seconds) < 30, "5 to 8 s of CPU time on an idle processor"
+    assert "500 trainings of 400000 steps" in done.stdout
+
+
+def test_the_recipes_can_be_planned() -> None:
+    for file in sorted((ROOT / "experiments").glob("*.yaml")):
+        experiment_ = load(file)
+        if experiment_.autoencoder.kind != "pretrained":  # has to be fetched
+            assert estimate(experiment_, tflops=10.0).hours
