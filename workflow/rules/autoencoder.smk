@@ -15,7 +15,7 @@ rule autoencoder:
     resources:
         mem_mb=growing(6000),
         runtime=growing(480),
-        gpu=plan.gpus if plan.experiment.autoencoder.kind == "train" else 0,
+        gpu=plan.gpus if plan.experiment.autoencoder.kind != "none" else 0,
     params:
         **plan.depends("autoencoder"),
         config=plan.frozen,

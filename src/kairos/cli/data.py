@@ -88,8 +88,9 @@ def _encode(arguments: argparse.Namespace, experiment: Any, results: Path) -> di
 
 
 def _compute(experiment: Any) -> Any:
-    """The device, with threads and determinism set as the experiment says."""
+    """The device, with threads and determinism set as the experiment says; pixels need no GPU, and are given none."""
     from kairos.compute import setup
 
     training = experiment.training
-    return setup(training.threads, training.device, training.deterministic)
+    device = "cpu" if experiment.autoencoder.kind == "none" else training.device
+    return setup(training.threads, device, training.deterministic)
