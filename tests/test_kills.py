@@ -45,7 +45,7 @@ def killed(mother: Mother, line: list[str], log: Path, point: str, passage: int)
 def killed_after(mother: Mother, line: list[str], log: Path, lock: Path, seconds: float) -> bool:
     """SIGKILL the line some time after it has taken the training's lock; False if it had finished."""
     process = mother.start(line[3:], log)
-    while lock.read_text() != f"pid {process}":
+    while not lock.read_text().startswith(f"pid {process} "):
         time.sleep(0.01)
     time.sleep(seconds)
     with suppress(ProcessLookupError):
