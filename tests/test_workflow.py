@@ -216,7 +216,7 @@ def test_jobs_as_a_scheduler_gets_them(done):
 
 
 def test_trainings_that_share_a_gpu_are_one_job_that_asks_for_one(done):
-    [(rules, resources)] = [job for job in sent(done, trainings_per_gpu="2") if "train" in job[0]]
+    [(rules, resources)] = [job for job in sent(done, trainings_per_gpu="3") if "train" in job[0]]
     assert rules == ["train", "train"]
     asked = {name: resources.get(name) for name in ("gpu", "gres", "_cores", "mem_mb", "runtime")}
     assert asked == {"gpu": None, "gres": "gpu:1", "_cores": 2, "mem_mb": 12000, "runtime": 1440}

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -80,6 +81,11 @@ class Plan:
         return self.experiment.seeds
 
     @property
+    def trainings(self) -> list[tuple[str, int]]:
+        """Method and seed of every training."""
+        return [(method, seed) for method in self.methods for seed in self.seeds]
+
+    @property
     def steps(self) -> list[str]:
         """All milestones as files name them: 7 digits."""
         return names(self.experiment.milestones)
@@ -126,14 +132,24 @@ class Plan:
         """The group in which a scheduler runs the sampling and evaluating of a segment as one job."""
         return f"images_{{method}}_seed{{seed}}{segment.name}"
 
-    def sharing(self, segment: Segment) -> str | None:
-        """The group of the trainings that a scheduler runs as one job, so many of it as `sharing_groups` says."""
-        return f"trainings{segment.name}" if self.experiment.training.trainings_per_gpu > 1 else None
+    def sharing(self, segment: Segment) -> Callable[[Any], str] | None:
+        """The group of the trainings that a scheduler runs as one job, by wildcards; the same ones in every run."""
+        together = self.experiment.training.trainings_per_gpu
+        if together == 1:
+            return None
+        numbers = {training: number for number, training in enumerate(self.trainings)}
+        return lambda wildcards: self._sharing(segment, numbers[wildcards.method, int(wildcards.seed)] // together)
+
+    def _sharing(self, segment: Segment, number: int) -> str:
+        return f"trainings{segment.name}_{number}"
 
     def sharing_groups(self) -> dict[str, int]:
         """How many jobs of a group become one, by the group."""
-        groups = (self.sharing(segment) for segment in self.segments)
-        return {group: self.experiment.training.trainings_per_gpu for group in groups if group}
+        together = self.experiment.training.trainings_per_gpu
+        if together == 1:
+            return {}
+        numbers = range(-(-len(self.trainings) // together))
+        return {self._sharing(segment, number): together for segment in self.segments for number in numbers}
 
     def matching(self, values: list[Any]) -> str:
         """Wildcard constraint: one of these."""
@@ -167,7 +183,7 @@ class Plan:
 
     def everything(self) -> dict[str, list[str]]:
         """All records that the report and the tracking read."""
-        trainings = [(method, seed) for method in self.methods for seed in self.seeds]
+        trainings = self.trainings
         folders = [self.training(*training) for training in trainings]
         records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
         ends = ("training.json", "metrics.jsonl", "timing.jsonl")

@@ -81,7 +81,7 @@ class Successor(Executor):  # type: ignore[misc]
                     return True
             if queued:
                 say(f"SLURM job {path.stem} of an earlier run made {record['outputs'][0]} differently: it is cancelled")
-                subprocess.run(["scancel", path.stem], check=True)
+                subprocess.run(["scancel", path.stem], check=False)
                 while self._in_queue(path.stem):
                     time.sleep(_PATIENCE)
             self._forget(path)
