@@ -56,11 +56,12 @@ def measure(
     import torch
 
     from kairos import models
+    from kairos.models.registries import MODELS
     from kairos.planning.counting import Gpu, Kept, Operations, shapes_only
 
     dtype = torch.float64 if precision == "fp64" else torch.float32
     forward, backward = Operations(), Operations()
-    models.MODELS.entry(model["name"]).load()  # imports must find torch as it is
+    MODELS.entry(model["name"]).load()  # imports must find torch as it is
     with shapes_only():
         network = models.build(model, x0, conditions).to(dtype).train()
         weights, kept = network.weights().values(), Kept(network)

@@ -1,12 +1,15 @@
 """An estimate as text for people and as values for programs."""
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
 from kairos.planning.estimate import Estimate
+from kairos.progress import duration
+from kairos.workflow.resources import gpus, of_training
 
-_LONG = 24.0  # hours of a job, see rule train
+_WIDTH, _INDENT = 120, " " * 12
 
 
 def values(found: Estimate) -> dict[str, Any]:
@@ -40,7 +43,9 @@ def text(found: Estimate) -> str:
              f"trainings of {experiment.milestones[-1]} steps, batch {training.batch_size}", ""]  # fmt: skip
     for part in (_jobs, _network, _memory, _storage, _methods, _interruptions):
         lines += [*part(found), ""]
-    return "\n".join(lines[:-1])
+    return "\n".join(
+        part for line in lines[:-1] for part in textwrap.wrap(line, _WIDTH, subsequent_indent=_INDENT) or [""]
+    )
 
 
 def _jobs(found: Estimate) -> list[str]:
@@ -124,17 +129,18 @@ def _methods(found: Estimate) -> list[str]:
     shared = found.experiment.training.trainings_per_gpu
     sharing = f"; {shared} trainings share a GPU's hours" if shared > 1 else ""
     long = max(method.longest or 0 for method in found.methods.values())
-    limit = f"A job of {long:.3g} h meets the time limit of rule train, {_LONG:.0f} h, and goes on in its next attempt;"
-    advice = [f"{limit} a larger training.segments avoids that"] if long > _LONG else []
-    total = f"all         {found.hours:,.4g} GPU-hours at {found.rate.operations / 1e12:.3g} TFLOP/s a GPU"
-    return [*_table(rows), f"{total}: {found.rate.source}{sharing}", *advice]
+    limit = of_training(found.experiment)["runtime"] / 60
+    advice = (
+        f"A job of {long:.3g} h meets the time limit of rule train, {limit:.0f} h, and goes on in its next attempt."
+    )
+    unit = "GPU" if gpus(found.experiment) else "processor"
+    total = f"all         {found.hours:,.4g} {unit}-hours at {found.rate.operations / 1e12:.3g} TFLOP/s each"
+    return [*_table(rows), f"{total}: {found.rate.source}{sharing}", *([advice] if long > limit else [])]
 
 
 def _interruptions(found: Estimate) -> list[str]:
     every = found.experiment.training.checkpoint_every
     times = [method.lost for method in found.methods.values() if method.lost is not None]
-    from kairos.progress import duration
-
     lost = f" ({duration(max(times))} at most)" if times else ""
     return [
         "interrupted A job that is told to end (time limit, preemption, scancel) writes its state and loses nothing.",
