@@ -13,7 +13,7 @@ from kairos.progress import Progress
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 NAME = URL.rsplit("/", 1)[1]
-_CHUNK, _MEGABYTE = 2**18, 2**20
+_CHUNK = 2**18
 _SECONDS = 60.0  # without a byte, until a download is given up
 
 
@@ -40,10 +40,10 @@ def download(url: str, path: Path) -> None:
     try:
         with urllib.request.urlopen(url, timeout=_SECONDS) as answer, atomic(path) as file:
             size = int(answer.headers.get("Content-Length") or 0)
-            progress, written = Progress(-(-size // _MEGABYTE), f"fetch {name}", "MiB"), 0
+            progress, written = Progress(_megabytes(size), f"fetch {name}", "MiB"), 0
             while chunk := answer.read(_CHUNK):
                 file.write(chunk)
-                progress.advance((written + len(chunk)) // _MEGABYTE - written // _MEGABYTE)
+                progress.advance(_megabytes(written + len(chunk)) - _megabytes(written))
                 written += len(chunk)
             progress.close()
             file.flush()
@@ -53,3 +53,8 @@ def download(url: str, path: Path) -> None:
                 raise KairosError("its content does not match the hash in its name")
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
         raise KairosError(f"{getattr(error, 'reason', None) or error}") from None
+
+
+def _megabytes(number: int) -> int:
+    """Bytes in MiB, rounded up."""
+    return -(-number // 2**20)
