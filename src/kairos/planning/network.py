@@ -67,7 +67,7 @@ def measure(
         weights, kept = network.weights().values(), Kept(network)
         x, t = torch.empty(samples, *x0, dtype=dtype), torch.zeros(samples, dtype=torch.int64)
         given = {name: _values(item, samples) for name, item in conditions.items()}
-        with forward, torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor), Gpu(precision == "bf16"):
+        with forward, torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor), Gpu(precision):
             output = network(x, t, given)
         with backward:
             output.float().square().mean().backward()
