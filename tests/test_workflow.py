@@ -190,7 +190,7 @@ with SnakemakeApi(OutputSettings(dryrun=True)) as api:
     workflow = api.workflow(ResourceSettings(cores=64), ConfigSettings(configfiles=[Path(sys.argv[1])]))
     workflow.dag().execute_workflow(executor="dryrun")
     dag = workflow._workflow.dag
-    jobs = {dag.get_job_group(job) or job for job in dag.needrun_jobs()}
+    jobs = {dag.get_job_group(job) or job for job in dag.jobs}  # all are needed
     rules = [sorted(one.rule.name for one in (job if job.is_group() else [job])) for job in jobs]
     asked = [dict(job.resources.items()) for job in jobs]
 Path("sent.json").write_text(json.dumps(list(zip(rules, asked))))
