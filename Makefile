@@ -5,6 +5,7 @@ PROFILE ?= profiles/slurm
 FLAGS ?=
 CORES ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ "$$n" -gt 1 ] && echo "$$n" || echo 2)
 TESTS ?= tests
+CLUSTER_TESTS ?= tests/cluster
 
 UV_PROJECT_ENVIRONMENT ?= .venv
 BIN := $(abspath $(UV_PROJECT_ENVIRONMENT))/bin
@@ -44,7 +45,7 @@ test-long: setup  ## the tests that take longer
 	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "long and not cluster" $(TESTS)
 
 test-cluster: setup  ## the tests on a SLURM that they start on this machine: Debian's packages, as root
-	@$(BIN)/python -m pytest -p no:xdist -v -rs --durations 0 --durations-min 5 -m cluster tests/cluster
+	@$(BIN)/python -m pytest -p no:xdist -v -rs --durations 0 --durations-min 5 -m cluster $(CLUSTER_TESTS)
 
 ui: setup  ## look at the imported runs in MLflow
 	@case "$$MLFLOW_TRACKING_URI" in \

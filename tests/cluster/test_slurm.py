@@ -1,0 +1,79 @@
+"""What the tests on a cluster rely on: that this SLURM does to jobs what a real one does; with jobs that only wait."""
+
+import re
+from pathlib import Path
+
+import pytest
+from pipeline import Job, all_jobs, details
+from slurm import slurm, wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+WAIT = "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES >> started; sleep 300"
+
+
+@pytest.fixture
+def folder(cluster: Path, tmp_path: Path):
+    """A folder to submit jobs from, which are cancelled in the end."""
+    yield tmp_path
+    for job in all_jobs(tmp_path):
+        slurm("scancel", job.number)
+
+
+def submit(folder: Path, command: str, *options: str) -> str:
+    """Submit a job; its number."""
+    return slurm("sbatch", "--parsable", f"--chdir={folder}", "--output=%j.log", *options, "--wrap", command)
+
+
+def job_of(folder: Path, number: str) -> Job:
+    return {job.number: job for job in all_jobs(folder)}[number]
+
+
+def starts(folder: Path) -> list[str]:
+    """Node and GPU of every start of a job."""
+    started = folder / "started"
+    return started.read_text().splitlines() if started.exists() else []
+
+
+def test_jobs_get_gpus_of_their_own(folder: Path) -> None:
+    numbers = [submit(folder, WAIT, "--gpus=1", "--constraint=steady") for _ in range(2)]
+    wait_for(lambda: len(starts(folder)) == 2, 120, "two jobs")
+    given = [re.search(r"GRES=gpu:1\(IDX:(\d+)\)", slurm("scontrol", "-d", "show", "job", each)) for each in numbers]
+    assert sorted(starts(folder)) == sorted(f"n1 {each[1]}" for each in given if each)
+    assert len(set(starts(folder))) == 2
+
+
+def test_a_requeued_job_runs_again_under_its_number(folder: Path) -> None:
+    number = submit(folder, WAIT, "--constraint=steady")
+    wait_for(lambda: len(starts(folder)) == 1, 120, "the job")
+    slurm("scontrol", "requeue", number)
+    wait_for(lambda: len(starts(folder)) == 2, 180, "its second start")
+    assert details(job_of(folder, number))["Restarts"] == "1"
+
+
+def test_a_job_leaves_a_node_that_is_set_down(folder: Path) -> None:
+    number = submit(folder, WAIT, "--requeue")
+    wait_for(lambda: len(starts(folder)) == 1, 120, "the job")
+    slurm("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    try:
+        wait_for(lambda: len(starts(folder)) == 2, 180, "its second start")
+    finally:
+        slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
+    assert [line.split()[0] for line in starts(folder)] == ["n2", "n1"]
+    assert details(job_of(folder, number))["Restarts"] == "1"
+
+
+def test_the_profile_s_signal_comes_before_the_time_limit(folder: Path) -> None:
+    step = "srun --ntasks=1 bash -c 'trap \"echo asked to leave; exit 75\" TERM; while :; do sleep 0.2; done'"
+    number = submit(folder, step, "--time=1", "--signal=TERM@120", "--constraint=steady")
+    wait_for(lambda: job_of(folder, number).state in ("FAILED", "TIMEOUT", "COMPLETED"), 240, "the end of the job")
+    assert job_of(folder, number).state == "FAILED"
+    assert "asked to leave" in (folder / f"{number}.log").read_text()
+    assert details(job_of(folder, number))["ExitCode"] == "75:0"
+
+
+def test_a_job_beyond_its_memory_is_killed(folder: Path) -> None:
+    command = "srun --ntasks=1 python3 -c 'import time; held = bytearray(400_000_000); time.sleep(120)'"
+    number = submit(folder, command, "--mem=200", "--constraint=steady")
+    wait_for(lambda: job_of(folder, number).state in ("FAILED", "OUT_OF_MEMORY"), 120, "the end of the job")
+    assert "exceeded memory limit" in (folder / f"{number}.log").read_text()
