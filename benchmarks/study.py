@@ -1,13 +1,14 @@
 """A comparison's results at equal steps and at equal time, beside uniform's: the table of the Fashion-MNIST study.
 
     make run EXPERIMENT=experiments/fashion_mnist_latents.yaml
-    python benchmarks/overhead.py --batch 64 --patch 2 --width 96 --depth 4 --out benchmarks/results/study_cost.csv
+    python benchmarks/overhead.py --batch 32 --width 64 --depth 2 --patch 2 --out benchmarks/results/study_cost.csv
     python benchmarks/study.py --results results/fashion_mnist_latents --step 3000 --out benchmarks/results/study.csv
 
 Seeds are paired (all methods of a seed share initial weights, data order and noise), so the difference to uniform is
-taken per seed: its mean and, as its spread, the standard deviation over seeds (ddof 1). Equal time: uniform has as many
-steps as the method's time buys, by the cost of a step that `overhead.py` measured side by side (`ratio`), between two
-milestones by linear interpolation; clocks of trainings that share a machine would not do.
+taken per seed: its mean and, as its spread, the standard deviation over seeds (ddof 1). Equal time: what a method has
+reached in the time of `--budget` steps of uniform, by the cost of a step that `overhead.py` measured side by side;
+clocks of trainings that share a machine would not do. Between two milestones by linear interpolation, which is to the
+method's disadvantage: these curves are convex.
 """
 
 import argparse
@@ -27,7 +28,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--config", type=Path, default=Path("experiments/fashion_mnist_latents.yaml"))
     parser.add_argument("--cost", type=Path, default=Path("benchmarks/results/study_cost.csv"))
-    parser.add_argument("--step", type=int, default=3000)
+    parser.add_argument("--step", type=int, default=3000, help="of the comparison at equal steps")
+    parser.add_argument("--budget", type=int, default=3300, help="steps of uniform, of the comparison at equal time")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     table = pd.read_csv(arguments.results / "summary.csv").rename(columns=lambda name: _plain(name))
@@ -41,12 +43,15 @@ def main() -> None:
         for metric in METRICS:
             values = at(table, method, metric, arguments.step)
             row |= {metric: statistics.mean(values), f"{metric}_sd": _spread(values)}
-            for name, steps in (("equal_steps", arguments.step), ("equal_time", arguments.step * ratio)):
-                uniform = at(table, "uniform", metric, steps)
-                change = [100 * (one / other - 1) for one, other in zip(values, uniform, strict=True)]
+            for name, steps, mine in (
+                ("equal_steps", arguments.step, arguments.step),
+                ("equal_time", arguments.budget, arguments.budget / ratio),
+            ):
+                pairs = zip(at(table, method, metric, mine), at(table, "uniform", metric, steps), strict=True)
+                change = [100 * (one / other - 1) for one, other in pairs]
                 row |= {f"{metric}_{name}": statistics.mean(change), f"{metric}_{name}_sd": _spread(change)}
         rows.append(row)
-    seeds = sorted(table["seed"].unique())
+    seeds = sorted({int(seed) for seed in table["seed"].dropna()})
     print(
         f"{arguments.results}, step {arguments.step}, seeds {seeds}; changes against uniform in %, mean ± sd over seeds"
     )
@@ -60,7 +65,8 @@ def main() -> None:
         print(f"{row['method']:<24} {row['time_ratio']:6.3f} " + " ".join(f"{cell:>46}" for cell in cells))
     if arguments.out:
         with open(arguments.out, "w", newline="", encoding="utf-8") as file:
-            file.write(f"# python benchmarks/study.py --step {arguments.step}: {arguments.config}, seeds {seeds}\n")
+            how = f"python benchmarks/study.py --step {arguments.step} --budget {arguments.budget}"
+            file.write(f"# {how}: {arguments.config}, seeds {seeds}\n")
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
