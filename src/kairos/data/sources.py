@@ -140,9 +140,9 @@ def _hub(config: DatasetConfig) -> Source:
     except (DatasetGenerationError, DatasetNotFoundError, OSError, ValueError, RuntimeError) as error:
         raise KairosError(
             f"dataset.path: hub data set {config.path!r} (split {config.split!r}) cannot be loaded: "
-            f"{' '.join(str(error).split())}. `kairos fetch` brings it where there is a network; or put a copy into the "
-            "Hugging Face cache (HF_HOME), or fetch its parquet files and set dataset.source: parquet and dataset.path "
-            "to them"
+            f"{' '.join(str(error).split())}. `kairos fetch` brings it where there is a network; or put a copy into "
+            "the Hugging Face cache (HF_HOME), or fetch its parquet files and set dataset.source: parquet and "
+            "dataset.path to them"
         ) from None
     return _table(table, config, lambda index: f"row {index} of {config.path} ({config.split})")
 

@@ -15,7 +15,10 @@ _WIDTH, _INDENT = 120, " " * 12
 def values(found: Estimate) -> dict[str, Any]:
     """Everything as plain values; bytes, seconds, floating-point operations."""
     shown = {name: getattr(found, name) for name in _names(found) if name not in ("experiment", "methods", "stages")}
-    plain = {name: dataclasses.asdict(item) if dataclasses.is_dataclass(item) else item for name, item in shown.items()}
+    plain = {
+        name: dataclasses.asdict(item) if dataclasses.is_dataclass(item) and not isinstance(item, type) else item
+        for name, item in shown.items()
+    }
     plain["memory"]["peak"], plain["storage"]["total"] = found.memory.peak, found.storage.total
     return {
         "experiment": found.experiment.experiment,
