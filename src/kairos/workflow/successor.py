@@ -68,7 +68,7 @@ class Successor(Executor):  # type: ignore[misc]
         for path, record in list(self._earlier.items()):
             if outputs.isdisjoint(record["outputs"]):
                 continue
-            queued = self._in_queue(path.stem)
+            queued = not record.get("complete") and self._in_queue(path.stem)
             if record["work"] == work:
                 log = {"slurm_logfile": Path(record["slurm_logfile"])}
                 info = SubmittedJobInfo(job, external_jobid=path.stem, aux=log)
