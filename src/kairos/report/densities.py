@@ -75,5 +75,4 @@ def _note(trainings: list) -> str:  # type: ignore[type-arg]
     distances = [distance for distance in map(moved, trainings) if distance is not None]
     if not distances:
         return "fixed"
-    text = f"moved by {max(distances):.2f}" if max(distances) >= NOT_MOVED else "has not moved"
-    return f"learned, {text}"
+    return f"moved by {max(distances):.2f}" if max(distances) >= NOT_MOVED else "has not moved"
