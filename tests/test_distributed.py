@@ -79,7 +79,7 @@ def difference(one: object, other: object) -> float:
 
 
 def same(one: Path, other: Path) -> None:
-    """Two trainings agree: weights, average, optimiser, metrics, and within its float32 the policy of a strategy."""
+    """Two trainings agree: weights, average, optimiser, metrics, strategy."""
     states = [checkpoint.read(out / "checkpoint.pt") for out in (one, other)]
     found = {name: difference(*(state[name] for state in states)) for name in checkpoint.COMPONENTS}
     lines = [[json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()] for out in (one, other)]
@@ -87,7 +87,6 @@ def same(one: Path, other: Path) -> None:
     found |= {name: difference(*([row[name] for row in rows] for rows in lines)) for name in lines[0][0]}
     print(found)
     assert states[0]["model"]["blocks.0.attn.qkv.weight"].dtype == torch.float64
-    assert max(found.pop("strategy"), found.pop("sampler")) < 1e-3
     assert max(found.values()) < TOLERANCE, found
 
 
@@ -130,7 +129,7 @@ def test_a_checkpoint_of_one_process_resumes_on_two(folder, alone):
 
 @pytest.mark.long
 def test_two_processes_leave_when_asked_and_go_on_as_two_or_as_one(folder, tmp_path):
-    length, every = 400, 10
+    length, every = 150, 10
     two = {"processes": 2, "milestones": [length], "checkpoint_every": every}
     out, whole = tmp_path / "out", tmp_path / "whole"
     process = started(line(folder, "adaptive", out, **two), out)
@@ -146,7 +145,7 @@ def test_two_processes_leave_when_asked_and_go_on_as_two_or_as_one(folder, tmp_p
     assert hashes(out) == hashes(whole)
     here(line(folder, "adaptive", tmp_path / "as_one", **(two | {"processes": 1})))
     states = [checkpoint.read(one / "checkpoint.pt")["ema"] for one in (tmp_path / "as_one", whole)]
-    assert difference(*states) < 1e-3  # after 400 steps a rounding may have moved a draw to the next timestep
+    assert difference(*states) < 1e-3
 
 
 def ranks(launcher: int) -> list[int]:

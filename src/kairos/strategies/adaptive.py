@@ -55,7 +55,7 @@ class Policy(nn.Module):
 
     def forward(self, x0: Tensor) -> tuple[Tensor, Tensor]:
         """Each image's a and b."""
-        x = x0.float()
+        x = x0.to(self.last.weight.dtype)
         for convolution in self.convolutions:
             x = torch.relu(convolution(x))
             if min(x.shape[-2:]) > 1:
@@ -104,13 +104,13 @@ class Adaptive(Sampler):
         self._last = {"a": _START, "b": _START}
         self._drawn = torch.empty(0)  # u of this rank's last batch, which the policy step looks back to
 
-    def _build(self, channels: int, device: torch.device) -> Policy:
+    def _build(self, channels: int, device: torch.device, dtype: torch.dtype) -> Policy:
         """Make the policy at first use, when the number of channels is known."""
         if self.policy is None:
             with torch.random.fork_rng(devices=[]):
                 torch.random.default_generator.manual_seed(derived_seed(self.seed, "policy"))
                 self.policy = Policy(channels, self.options.width, self.options.depth)
-            self.policy.to(device)
+            self.policy.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
             self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.options.lr)
         return self.policy
 
@@ -120,7 +120,7 @@ class Adaptive(Sampler):
             raise ValueError(f"adaptive: got x0 of shape {tuple(x0.shape)}, allowed: (batch, channels, height, width)")
         size, mine = distributed.share(len(x0))
         with torch.no_grad():
-            a, b = self._build(x0.shape[1], x0.device)(x0)
+            a, b = self._build(x0.shape[1], x0.device, x0.dtype)(x0)
         a, b = distributed.gather(a.double()), distributed.gather(b.double())
         self._last |= {"a": a.mean().item(), "b": b.mean().item()}
         drawn = torch._sample_dirichlet(torch.stack([a, b], 1), generator)[:, 0]
@@ -147,7 +147,7 @@ class Adaptive(Sampler):
         return np.diff(beta_cdf(self.borders()[None], a, b), axis=1).mean(0)
 
     def importance(self, x0: Tensor, fractions: Tensor) -> Tensor | None:
-        """1 over the density of each draw given its image, relative to uniform, float32 (batch,) on the CPU."""
+        """1 over the density of each draw given its image, relative to uniform, (batch,) on the CPU."""
         if not self.corrected:
             return None
         assert self.policy is not None
@@ -155,9 +155,10 @@ class Adaptive(Sampler):
             return torch.exp(-self._log_density(x0)).cpu()
 
     def _log_density(self, x0: Tensor) -> Tensor:
-        """Logarithm of the density of the last draws, floor included, float32 (batch,), on the device of x0."""
+        """Logarithm of the density of the last draws, floor included, (batch,), on the device of x0."""
         assert self.policy is not None
-        log = Beta(*self.policy(x0)).log_prob(self._drawn.to(x0.device, torch.float32))
+        a, b = self.policy(x0)
+        log = Beta(a, b).log_prob(self._drawn.to(a))
         if not self.floor:
             return log
         return torch.logaddexp(log + math.log1p(-self.floor), torch.full_like(log, math.log(self.floor)))
@@ -214,7 +215,7 @@ class Adaptive(Sampler):
         assert self.policy is not None and self.optimizer is not None
         size, mine = distributed.share(len(observation.x0))
         x0 = observation.x0
-        advantage = self.advantage(change)[mine].float().to(x0.device)
+        advantage = self.advantage(change)[mine].to(self.policy.last.weight)
         self.optimizer.zero_grad(set_to_none=True)
         entropy = Beta(*self.policy(x0)).entropy()
         (-self.objective(self._log_density(x0), entropy, advantage).sum() / size).backward()
@@ -261,8 +262,8 @@ class Adaptive(Sampler):
         """Restore what `state_dict` gave; the policy is put on `device`."""
         if not state:
             return
-        channels = state["policy"]["convolutions.0.weight"].shape[1]
-        self._build(channels, torch.device(device)).load_state_dict(state["policy"])
+        weight = state["policy"]["convolutions.0.weight"]
+        self._build(weight.shape[1], torch.device(device), weight.dtype).load_state_dict(state["policy"])
         assert self.optimizer is not None
         self.optimizer.load_state_dict(state["optimizer"])
         self.queue = [] if state["queue"] is None else list(state["queue"].cpu())
