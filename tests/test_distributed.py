@@ -145,7 +145,7 @@ def test_two_processes_leave_when_asked_and_go_on_as_two_or_as_one(folder, tmp_p
     assert hashes(out) == hashes(whole)
     here(line(folder, "adaptive", tmp_path / "as_one", **(two | {"processes": 1})))
     states = [checkpoint.read(one / "checkpoint.pt")["ema"] for one in (tmp_path / "as_one", whole)]
-    assert difference(*states) < 1e-3
+    assert difference(*states) < TOLERANCE
 
 
 def ranks(launcher: int) -> list[int]:

@@ -6,7 +6,6 @@ under other names and rename.
 """
 
 import glob
-import json
 import os
 import re
 import subprocess
@@ -16,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kairos.config import Experiment
-from kairos.errors import KairosError
+from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import weights
-from kairos.files import sha256_file
+from kairos.files import read_json, sha256_file
 
 OFFLINE = "HF_HUB_OFFLINE"
 _MODEL = ("config.json", "diffusion_pytorch_model.safetensors")
@@ -142,17 +141,18 @@ def _model(folder: Path) -> str | None:
         if re.fullmatch(r"[0-9a-f]{64}", file.name) and sha256_file(file) != file.name:
             file.unlink()  # the hub's client would take it for whole
             return None
+    from safetensors import SafetensorError, safe_open
+
     try:
-        size = (folder / _MODEL[1]).stat().st_size
-        with open(folder / _MODEL[1], "rb") as file_:
-            length = int.from_bytes(file_.read(8), "little")
-            header = json.loads(file_.read(length)) if length < size else {}
-        ends = [item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"]
-        json.loads((folder / _MODEL[0]).read_text(encoding="utf-8"))["_class_name"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise KairosError(f"{folder}: no autoencoder of diffusers, or a damaged one") from None
-    if not ends or 8 + length + max(ends) != size:
-        raise KairosError(f"{folder / _MODEL[1]}: damaged: it has {size} bytes, not those that its head tells of")
+        with safe_open(
+            folder / _MODEL[1], framework="numpy"
+        ) as tensors:  # reads the head, and compares it with the size
+            empty = not tensors.keys()
+        described = "_class_name" in read_json(folder / _MODEL[0])
+    except (SafetensorError, DamagedError) as error:
+        raise KairosError(f"{folder}: damaged: {error}") from None
+    if empty or not described:
+        raise KairosError(f"{folder}: no autoencoder of diffusers, or a damaged one")
     return str(folder)
 
 

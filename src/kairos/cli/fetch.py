@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
         except KairosError as error:
             place, fault = None, str(error)
         if place is None:
-            failed.append(f"{need.what}: {fault}; {need.by_hand}")
+            failed.append(f"{need.what}: {fault.rstrip('.')}; {need.by_hand}")
         else:
             print(f"{need.what}: {place}", flush=True)
     if failed:

@@ -156,13 +156,7 @@ def _size(number: float) -> str:
     """Bytes as people read them."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1024 or unit == "TiB":
-            return (
-                f"{number:.0f} {unit}"
-                if unit == "B"
-                else f"{number:.3g} {unit}"
-                if number < 1000
-                else f"{number:.0f} {unit}"
-            )
+            return f"{number:{'.0f' if unit == 'B' or number >= 1000 else '.3g'}} {unit}"
         number /= 1024
     raise AssertionError
 

@@ -1,0 +1,158 @@
+"""Schedulers of diffusers, schedules and numbers as processes: what is taken as it is, what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import kairos
+from kairos.diffusion.adapters import as_process
+from kairos.diffusion.schedule import NoiseSchedule, make_schedule
+from kairos.errors import ConfigError
+from kairos.strategies import WEIGHTINGS
+from kairos.strategies.meter import Meter
+
+
+@pytest.fixture(scope="module")
+def diffusers():
+    return pytest.importorskip("diffusers")
+
+
+def numbers(count=200):
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(count, 1, 2, 2, generator=random), torch.randn(count, 1, 2, 2, generator=random)
+
+
+@pytest.mark.parametrize("scheduler", ["DDPMScheduler", "DDIMScheduler"])
+@pytest.mark.parametrize("prediction", ["epsilon", "sample", "v_prediction"])
+@pytest.mark.parametrize("betas", ["linear", "scaled_linear", "squaredcos_cap_v2", "trained", "zero"])
+def test_schedulers_of_diffusers(diffusers, scheduler, prediction, betas):
+    given = {"beta_schedule": betas} if betas not in ("trained", "zero") else {}
+    if betas == "trained":
+        given = {"trained_betas": np.linspace(0.01, 0.3, 37) ** 1.5, "num_train_timesteps": 37}
+    if betas == "zero":
+        given = {"rescale_betas_zero_snr": True}
+    made = getattr(diffusers, scheduler)(prediction_type=prediction, **given)
+    process = kairos.Strategy("uniform", made, prediction="epsilon").process
+    assert process.prediction == {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}[prediction]
+    assert process.timesteps == made.config.num_train_timesteps
+    x0, noise = numbers()
+    t = torch.arange(len(x0)) * process.timesteps // len(x0)
+    t[-1] = process.timesteps - 1
+    atol = 1e-3 if betas == "zero" else 1e-5  # half of a signal-to-noise ratio of 1e-9 stands for 0
+    torch.testing.assert_close(process.noised(x0, noise, t), made.add_noise(x0, noise, t), rtol=1e-5, atol=atol)
+    wanted = {"epsilon": noise, "sample": x0, "v_prediction": made.get_velocity(x0, noise, t)}[prediction]
+    torch.testing.assert_close(process.target(x0, noise, t), wanted, rtol=1e-5, atol=atol)
+    for weighting in sorted(set(WEIGHTINGS) - {"edm2"}):
+        assert np.isfinite(kairos.Strategy(weighting, made).table()["w"]).all(), weighting
+
+
+def test_a_linear_scheduler_has_speeds_closed_forms_and_our_weights(diffusers):
+    theirs = kairos.Strategy("speed+change_aware", diffusers.DDPMScheduler(), sampler={"r": 5})
+    ours = kairos.Strategy("speed+change_aware", "linear", sampler={"r": 5})
+    assert theirs.sampler.tau == ours.sampler.tau == 399
+    for column in ("p", "w"):
+        np.testing.assert_allclose(theirs.table()[column], ours.table()[column], rtol=1e-5)
+    c = kairos.Strategy("vlb", diffusers.DDPMScheduler()).table()["w"]
+    np.testing.assert_allclose(c, make_schedule().vlb, rtol=1e-4)  # from a float32 alpha-bar it would be off by 1e-3
+    for other in ("scaled_linear", "squaredcos_cap_v2"):
+        assert as_process(diffusers.DDPMScheduler(beta_schedule=other)).schedule.name == "custom"
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_diffusers_edm_scheduler(diffusers, prediction):
+    made = diffusers.EDMEulerScheduler(sigma_min=0.01, sigma_max=50, sigma_data=0.7, prediction_type=prediction)
+    process = as_process(made)
+    assert isinstance(process, kairos.Edm) and process.sigma_data == 0.7
+    ends = process.times(torch.tensor([0.0, 1.0], dtype=torch.float64))
+    assert ends.tolist() == pytest.approx([0.01, 50])
+    x, output = numbers(1)
+    sigma = torch.tensor([3.0], dtype=torch.float64)
+    seen = []
+    denoised = process.predict(lambda scaled, time: seen.append((scaled, time)) or output, x, sigma)
+    torch.testing.assert_close(seen[0][0], made.precondition_inputs(x, 3.0))
+    assert seen[0][1].item() == pytest.approx(float(made.precondition_noise(torch.tensor(3.0))))
+    torch.testing.assert_close(denoised, made.precondition_outputs(x, output, 3.0))
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_diffusers_flow_matching_scheduler(diffusers, shift):
+    made = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    process = as_process(made)
+    assert isinstance(process, kairos.Flow)
+    k = torch.arange(1, 1000, dtype=torch.float64)
+    torch.testing.assert_close(process.times(k / 1000).float(), made.sigmas[:1000].flip(0)[:999], rtol=1e-5, atol=1e-6)
+    x0, noise = numbers(3)
+    place = torch.tensor([100, 500, 900])
+    mixed = made.scale_noise(x0, made.timesteps[place], noise)
+    t = made.sigmas[place].double()
+    torch.testing.assert_close(process.noised(x0, noise, t), mixed)
+    seen = []
+    process.predict(lambda x, time: seen.append(time) or x, mixed, t)
+    torch.testing.assert_close(seen[0], made.timesteps[place])  # what diffusers' models are called with
+    dynamic = as_process(diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True))
+    assert dynamic.shift == 1  # diffusers' training scripts shift only what is fixed
+
+
+def test_processes_schedules_and_numbers_are_taken_as_they_are():
+    process = kairos.Flow()
+    assert as_process(process) is process
+    schedule = make_schedule("cosine", 30)
+    assert as_process(schedule, prediction="v").schedule is schedule
+    for given in (schedule.alphas_cumprod, schedule.alphas_cumprod.tolist(), torch.from_numpy(schedule.alphas_cumprod)):
+        made = as_process(given, prediction="x0")
+        assert made.prediction == "x0" and made.timesteps == 30
+        np.testing.assert_allclose(made.schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-9)
+    parameter = nn.Parameter(torch.from_numpy(schedule.alphas_cumprod).float())
+    np.testing.assert_allclose(as_process(parameter).schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-5)
+    assert as_process(torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)).schedule.name == "linear"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("linaer", "schedule: got 'linaer', allowed: linear, cosine, quadratic"),
+        (object(), "process: got object, allowed: a process, a NoiseSchedule, a scheduler of diffusers"),
+        (["a", "b"], "process: got list"),
+        ([0.1, 0.5, 0.9], "alphas_cumprod: got shape .* fall within"),
+        ([0.9, 0.5, 0.0], "zero terminal signal-to-noise ratio must end above 0"),
+        (torch.zeros(3, 3), "alphas_cumprod: got shape"),
+        ([0.9, float("nan"), 0.1], "alphas_cumprod"),
+    ],
+)
+def test_what_is_no_process_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        as_process(given)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: as_process("linear", prediction="eps"), "prediction: got 'eps', allowed: epsilon, x0, v"),
+        (lambda: kairos.Edm(sigma_min=1, sigma_max=0.5), "sigma_min and sigma_max: got 1 and 0.5"),
+        (lambda: kairos.Edm(sigma_data=0), "sigma_data: got 0, allowed: > 0"),
+        (lambda: kairos.Flow(shift=0), "shift: got 0, allowed: > 0"),
+    ],
+)
+def test_parameters_of_processes_are_checked(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_meter_looks_through_what_diffusers_models_return():
+    class Output:
+        def __init__(self, sample):
+            self.sample = sample
+
+    x0 = torch.randn(5, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    fractions = torch.full((5,), 0.5, dtype=torch.float64)
+    noise = torch.randn(5, 1, 2, 2, generator=torch.Generator().manual_seed(1))
+    meters = [Meter(as_process("cosine"), network, x0) for network in (lambda x, t: 2 * x, lambda x, t: Output(2 * x))]
+    plain, wrapped = (meter.error(torch.arange(5), fractions, noise) for meter in meters)
+    assert torch.equal(plain, wrapped) and plain.shape == (5,)
+
+
+def test_a_schedule_is_what_its_betas_say():
+    betas = np.array([0.1, 0.2, 0.3])
+    np.testing.assert_allclose(NoiseSchedule(betas).alphas_cumprod, [0.9, 0.72, 0.504])
+    np.testing.assert_allclose(NoiseSchedule.of_alphas_cumprod(np.array([0.9, 0.72, 0.504])).betas, betas)

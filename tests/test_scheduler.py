@@ -1,0 +1,101 @@
+"""What a scheduler gets: jobs with what they ask for, groups that are one job, and the profile of SLURM."""
+
+import json
+import re
+import sys
+
+import pytest
+import yaml
+from snakemake_executor_plugin_slurm.partitions import read_partition_file
+from workflow_copy import Copy
+
+from kairos.config import validate
+from kairos.workflow.resources import of_training
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A copy in which only dry runs make sense."""
+    return Copy(tmp_path_factory.mktemp("done"))
+
+
+GROUPS = """
+import json, sys
+from pathlib import Path
+from snakemake.api import SnakemakeApi
+from snakemake.settings.types import ConfigSettings, OutputSettings, ResourceSettings
+
+with SnakemakeApi(OutputSettings(dryrun=True)) as api:
+    workflow = api.workflow(ResourceSettings(cores=64), ConfigSettings(configfiles=[Path(sys.argv[1])]))
+    workflow.dag().execute_workflow(executor="dryrun")
+    dag = workflow._workflow.dag
+    jobs = {dag.get_job_group(job) or job for job in dag.jobs}  # all are needed
+    rules = [sorted(one.rule.name for one in (job if job.is_group() else [job])) for job in jobs]
+    asked = [dict(job.resources.items()) for job in jobs]
+Path("sent.json").write_text(json.dumps(list(zip(rules, asked))))
+"""
+
+
+def sent(copy: Copy, **training: str) -> list[tuple[list[str], dict]]:
+    """The jobs that a scheduler would get for tests/tiny.yaml with other fields of a training: rules, resources."""
+    lines = "".join(f"\n  {field}: {value}" for field, value in training.items())
+    text = (copy.folder / "tests/tiny.yaml").read_text().replace("\n  segments: 2", lines)
+    (copy.folder / "sent.yaml").write_text(text.replace("experiment: tiny", "experiment: sent"))
+    ended = copy.run(sys.executable, "-c", GROUPS, "sent.yaml")
+    assert ended.returncode == 0, ended.stderr
+    return [(rules, resources) for rules, resources in json.loads((copy.folder / "sent.json").read_text())]
+
+
+def test_jobs_as_a_scheduler_gets_them(done):
+    jobs = sent(done)
+    assert sorted(rules for rules, _ in jobs if "sample" in rules) == [["evaluate", "sample"]] * 2
+    on_gpu = {rule for rules, resources in jobs if resources.get("gpu") for rule in rules}
+    assert on_gpu == {"autoencoder", "encode", "reference", "train", "sample", "evaluate"}
+    assert all(resources["mem_mb"] and resources["runtime"] for rules, resources in jobs if rules != ["all"])
+
+
+def test_trainings_that_share_a_gpu_are_one_job_that_asks_for_one(done):
+    [(rules, resources)] = [job for job in sent(done, trainings_per_gpu="3") if "train" in job[0]]
+    assert rules == ["train", "train"]
+    asked = {name: resources.get(name) for name in ("gpu", "gres", "_cores", "mem_mb", "runtime")}
+    assert asked == {"gpu": None, "gres": "gpu:1", "_cores": 2, "mem_mb": 12000, "runtime": 1440}
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({}, {"gpu": 1}),
+        ({"device": "cpu"}, {}),
+        ({"processes": 4}, {"gpu": 4}),
+        ({"processes": 4, "nodes": 2}, {"nodes": 2, "gres": "gpu:2"}),
+        ({"processes": 4, "nodes": 2, "device": "cpu"}, {"nodes": 2, "tasks": 2}),
+        ({"trainings_per_gpu": 3}, {"gres": "gpu:1"}),
+    ],
+)
+def test_what_a_training_asks_for(fields, asked):
+    experiment = validate({"experiment": "x", "methods": {"a": {}}, "training": fields}, "x.yaml")
+    found = of_training(experiment)
+    per_node = fields.get("processes", 1) // fields.get("nodes", 1)
+    assert [found["mem_mb"]({}, attempt) for attempt in (1, 2)] == [6000 * per_node, 12000 * per_node]
+    assert {name: value for name, value in found.items() if name not in ("mem_mb", "runtime")} == asked
+
+
+EDITED = {"default-resources", "slurm_account", "slurm_partition", "slurm_extra", "slurm-partition-config"}
+EDITED |= {"set-resources", "train", "sample", "evaluate"}
+
+
+def test_profile_of_slurm_is_read_with_every_line_that_can_be_edited(done):
+    lines = (done.folder / "profiles/slurm/profile.yaml").read_text().splitlines()
+    examples = {
+        line: found for line in lines if (found := re.match(r"# ( *([a-z_-]+):.*)", line)) and found[2] in EDITED
+    }
+    assert {found[2] for found in examples.values()} == EDITED
+    (done.folder / "profiles/edited").mkdir()
+    edited = "\n".join(examples[line][1] if line in examples else line for line in lines)
+    (done.folder / "profiles/edited/profile.yaml").write_text(edited)
+    for name in ("slurm", "edited"):
+        ended = done.snakemake("--dry-run", "--workflow-profile", f"profiles/{name}")
+        assert ended.returncode == 0, ended.stderr
+        assert f"profile profiles/{name}" in ended.stderr
+    path = done.folder / "profiles/slurm/partitions.yaml"
+    assert [part.name for part in read_partition_file(path)] == [*yaml.safe_load(path.read_text())["partitions"]]
