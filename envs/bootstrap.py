@@ -220,6 +220,8 @@ def sync(uv):
     environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(ENVIRONMENT)}
     environment.setdefault("UV_PYTHON_DOWNLOADS", "never")
     environment.setdefault("UV_LINK_MODE", "hardlink" if same_disk(uv, environment) else "copy")
+    # once, for all the processes to come; images are read only, and on a cluster hundreds of first jobs start at once
+    environment.setdefault("UV_COMPILE_BYTECODE", "1")
     environment.pop("VIRTUAL_ENV", None)
     if os.environ.get("PIP_CERT"):
         environment.setdefault("SSL_CERT_FILE", os.environ["PIP_CERT"])

@@ -104,6 +104,11 @@ class Training:
     def log(self) -> str:
         return (self.root / RESULTS / "logs" / f"train_{self.method}_seed{self.seed}.log").read_text()
 
+    def log_of(self, job: Job) -> str:
+        """What an earlier, failed job of it has said."""
+        folder = self.root / ".snakemake/slurm_logs/rule_train" / f"{self.method}_{self.seed}"
+        return (folder / f"{job.number}.log").read_text()
+
     def complete(self) -> bool:
         return (self.folder / "training.json").exists()
 

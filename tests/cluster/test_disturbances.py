@@ -5,11 +5,13 @@ of all must be equal to those of the undisturbed one.
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import datetime, timedelta
 
 import pytest
 from pipeline import Job, Pipeline, Training, details, term_is_pending
@@ -41,6 +43,17 @@ def time_limit(training: Training, job: Job) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
+def end_in_sight(training: Training, job: Job) -> None:
+    """The job's time is nearly over: the training sees it."""
+    pid = training.pid()
+    os.kill(pid, signal.SIGSTOP)  # it has two minutes; steps that last until half a minute before their end
+    try:
+        end = datetime.fromisoformat(details(job)["EndTime"])
+        wait_for(lambda: datetime.now() > end - timedelta(seconds=28), 150, "the end of the job's time")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def kill_process(training: Training, job: Job) -> None:
     """The process that trains is killed (SIGKILL)."""
     os.kill(training.pid(), signal.SIGKILL)
@@ -61,13 +74,14 @@ def out_of_memory(training: Training, job: Job) -> None:
 
 
 DISTURBANCES: list[Callable[[Training, Job], None]] = [
-    time_limit, node_down, scancel, requeue, kill_process, kill_job, out_of_memory,
+    end_in_sight, time_limit, node_down, scancel, requeue, kill_process, kill_job, out_of_memory,
 ]  # fmt: skip
 # Of two nodes the one that will be set down is the first choice, of the training that may go there alone.
 RESOURCES = (
     "--set-resources",
     "train:constraint='failing|steady' if wildcards.method == 'node_down' else 'steady'",
     "train:mem_mb=300 if wildcards.method == 'out_of_memory' and attempt == 1 else 3000",
+    "train:runtime=2 if wildcards.method == 'end_in_sight' and attempt == 1 else 60",
     "train:gpu=1",
 )
 
@@ -115,3 +129,6 @@ def test_disturbed_trainings_equal_the_undisturbed_one(pipeline: Pipeline, table
         assert sum(training.lengths()) == steps, act.__name__  # of what was kept, nothing was computed twice
         if act is not out_of_memory:
             assert training.lengths()[-1] < steps, act.__name__  # and the last job did not begin at step 0
+    left = trainings[end_in_sight]
+    assert left.jobs()[0].state == "FAILED"
+    assert re.search(r"\d+ s before the job's time is over; the same command goes on", left.log_of(left.jobs()[0]))

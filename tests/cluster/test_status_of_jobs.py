@@ -84,13 +84,14 @@ def test_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     content = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).read_text()
     lines = [line for line in content.splitlines() if not line.startswith("SlurmctldPort")]
     Path("slurm.conf").write_text("\n".join([*lines, "SlurmctldPort=9", "MessageTimeout=2", ""]))
-    monkeypatch.setenv("SLURM_CONF", str(Path("slurm.conf").resolve()))
-    jobs, fault = queue.jobs(RESULTS)
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(Path("slurm.conf").resolve()))
+        jobs, fault = queue.jobs(RESULTS)
+        good, _, said = machine.slurm()[0]
+        done = subprocess.run([sys.executable, "-m", "kairos", "status", "many.yaml"], capture_output=True, text=True)
     assert jobs == []
     assert fault.startswith("squeue: ")
-    good, _, said = machine.slurm()[0]
     assert not good
     assert "is slurmctld reachable" in said
-    done = subprocess.run([sys.executable, "-m", "kairos", "status", "many.yaml"], capture_output=True, text=True)
     assert "squeue: " in done.stdout
     assert "3 waiting" in done.stdout

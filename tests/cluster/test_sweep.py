@@ -8,7 +8,7 @@ import pytest
 from pipeline import RESULTS, Pipeline, all_jobs
 from slurm import wait_for
 
-from kairos.files import read_json
+from kairos.files import read_json, sha256_file
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(6 * 3600)]
 
@@ -32,14 +32,14 @@ def test_a_sweep_survives_its_controller(pipeline: Pipeline, table: list[tuple[s
             "a job",
         )
         controller.process.send_signal(signal.SIGKILL)
-        complete = {each: (each.folder / "training.json").stat().st_mtime_ns for each in trainings if each.complete()}
+        complete = {each: sha256_file(each.folder / "training.json") for each in trainings if each.complete()}
         jobs = {each: each.jobs() for each in complete}
     pipeline.run()
 
     steps = pipeline.tiny["training"]["milestones"][-1]
     assert all(each.lengths() == [steps] for each in trainings)  # every step computed once, by one job
     for each, written in complete.items():
-        assert (each.folder / "training.json").stat().st_mtime_ns == written
+        assert sha256_file(each.folder / "training.json") == written
         assert len(each.jobs()) == len(jobs[each])
     record = read_json(pipeline.folder / RESULTS / "tracking.json")
     assert record["imported"]

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from snakemake_executor_plugin_slurm import Executor
+from snakemake_executor_plugin_slurm_jobstep import get_cpu_setting, get_gpu_setting
+from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from kairos.files import canonical_json, read_json, sha256_bytes, sha256_file, write_json
@@ -28,6 +30,11 @@ from kairos.status.queue import job_name
 
 _HASHED_WHOLE = 1_000_000  # bytes; of a larger input size and time are compared
 _PATIENCE = 5  # seconds between looks at the queue
+# SLURM_…: what srun would take from sbatch as options of a step, which are given to it
+_INHERITED = (
+    "CPUS_PER_TASK", "CPUS_PER_GPU", "TRES_PER_TASK", "NTASKS", "NTASKS_PER_NODE", "NPROCS", "GPUS", "GPUS_PER_NODE",
+    "GPUS_PER_TASK", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE",
+)  # fmt: skip
 
 
 def attach(workflow: Any, plugin: Any, results: str) -> Any:
@@ -86,6 +93,29 @@ class Successor(Executor):  # type: ignore[misc]
                     time.sleep(_PATIENCE)
             self._forget(path)
         return False
+
+    def run_jobs(self, jobs: list[Any]) -> None:
+        """Send each by itself: the next controller could not take a part of an array over."""
+        if self.array_jobs:
+            raise WorkflowError("slurm-array-jobs: not possible here, since jobs are taken over one by one")
+        super().run_jobs(jobs)
+
+    @property
+    def cores(self) -> str:
+        """Cores of the job that its Snakemake may use: those that SLURM has given it."""
+        return "all"
+
+    def additional_general_args(self) -> str:
+        """No executor for the job's Snakemake: it runs the commands itself."""
+        return ""
+
+    def format_job_exec(self, job: Any) -> str:
+        """What runs in the job: one Snakemake, as a step of it. The plugin's would start a second one for that."""
+        drop = " ".join(f"-u SLURM_{name}" for name in _INHERITED)
+        asked = f"{get_cpu_setting(job, bool(job.resources.get('gpu')))} {get_gpu_setting(job)}"
+        step = f"env {drop} srun --ntasks=1 --nodes=1 --cpu-bind=q {asked}"
+        snakemake = f"{self.get_python_executable()} -m snakemake"
+        return str(super().format_job_exec(job)).replace(snakemake, f"{step} {snakemake}", 1)
 
     def report_job_submission(self, job_info: SubmittedJobInfo, register_job: bool = True) -> None:
         """Write a job down when Snakemake has marked its outputs as begun."""
