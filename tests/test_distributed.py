@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_case import experiment, hashes, make_latents, started, train_command, write_experiment
+from training_case import difference, experiment, hashes, make_latents, started, train_command, write_experiment
 
 from kairos.cli import main
 from kairos.errors import ConfigError, KairosError
@@ -60,22 +60,6 @@ def alone(folder) -> Path:
     for method in ("uniform", "adaptive"):
         here(line(folder, method, folder / "alone" / method))
     return folder / "alone"
-
-
-def difference(one: object, other: object) -> float:
-    """The largest relative difference of two nested states, over the norm of each tensor; what is not real is equal."""
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        return max((difference(one[key], other[key]) for key in one), default=0.0)
-    if isinstance(one, (list, tuple)):
-        return max((difference(*pair) for pair in zip(one, other, strict=True)), default=0.0)
-    if isinstance(one, float):
-        one, other = torch.tensor(one), torch.tensor(other)
-    if isinstance(one, torch.Tensor) and one.is_floating_point():
-        return float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-300))
-    assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-    return 0.0
 
 
 def same(one: Path, other: Path) -> None:

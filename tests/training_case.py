@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 
 from kairos.config import validate
@@ -99,3 +100,19 @@ def started(line: list[str], out: Path) -> subprocess.Popen:
 def hashes(out: Path) -> dict[str, str]:
     """Hashes of the parts of a finished training."""
     return read_json(out / "training.json")["components"]
+
+
+def difference(one: object, other: object) -> float:
+    """The largest relative difference of two nested states, over the norm of each tensor; what is not real is equal."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max((difference(one[key], other[key]) for key in one), default=0.0)
+    if isinstance(one, (list, tuple)):
+        return max((difference(*pair) for pair in zip(one, other, strict=True)), default=0.0)
+    if isinstance(one, float):
+        one, other = torch.tensor(one), torch.tensor(other)
+    if isinstance(one, torch.Tensor) and one.is_floating_point():
+        return float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-300))
+    assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    return 0.0

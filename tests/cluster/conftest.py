@@ -30,8 +30,15 @@ def cluster() -> Iterator[Path]:
     slurm.stop()
 
 
+@pytest.fixture
+def pipeline(finished: Pipeline) -> Pipeline:
+    """The tiny pipeline, with its report; tests add to its experiment."""
+    finished.configure()
+    return finished
+
+
 @pytest.fixture(scope="session")
-def pipeline(cluster: Path, tmp_path_factory: pytest.TempPathFactory, table: list[tuple[str, ...]]) -> Pipeline:
+def finished(cluster: Path, tmp_path_factory: pytest.TempPathFactory, table: list[tuple[str, ...]]) -> Pipeline:
     """The tiny pipeline, run through SLURM to its report without disturbance."""
     made = Pipeline(tmp_path_factory.mktemp("pipeline") / "kairos")
     made.configure()

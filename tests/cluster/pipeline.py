@@ -38,9 +38,10 @@ class Pipeline:
         self.tiny: dict[str, Any] = yaml.safe_load((folder / "tests/cluster/tiny.yaml").read_text())
         self._runs = 0
 
-    def configure(self, methods: dict[str, Any] | None = None, seeds: int = 1) -> None:
-        """The tiny experiment with other methods or more seeds; what is there already stays complete."""
+    def configure(self, methods: dict[str, Any] | None = None, seeds: int = 1, **training: Any) -> None:
+        """The tiny experiment with other methods, seeds or settings; what is there already stays complete."""
         values = {**self.tiny, "methods": methods or self.tiny["methods"], "seeds": list(range(seeds))}
+        values["training"] = {**self.tiny["training"], **training}
         (self.folder / CONFIG).write_text(yaml.safe_dump(values))
 
     @contextmanager
@@ -95,6 +96,11 @@ class Training:
     root: Path
     method: str
     seed: int
+
+    @property
+    def end(self) -> str:
+        """The target that Snakemake is asked for."""
+        return f"{RESULTS}/{self.method}/seed{self.seed}/training.json"
 
     @property
     def folder(self) -> Path:

@@ -112,7 +112,7 @@ def test_disturbed_trainings_equal_the_undisturbed_one(pipeline: Pipeline, table
     own = pipeline.tiny["methods"]
     pipeline.configure({**own, **{act.__name__: own["undisturbed"] for act in DISTURBANCES}})
     trainings = {act: pipeline.training(act.__name__) for act in DISTURBANCES}
-    targets = [f"{each.folder.relative_to(pipeline.folder)}/training.json" for each in trainings.values()]
+    targets = [training.end for training in trainings.values()]
     with pipeline.controller(*RESOURCES, "--", *targets) as controller, ThreadPoolExecutor(len(trainings)) as pool:
         seconds = list(pool.map(lambda act: disturb(trainings[act], act), DISTURBANCES))
         controller.ended()
@@ -131,4 +131,7 @@ def test_disturbed_trainings_equal_the_undisturbed_one(pipeline: Pipeline, table
             assert training.lengths()[-1] < steps, act.__name__  # and the last job did not begin at step 0
     left = trainings[end_in_sight]
     assert left.jobs()[0].state == "FAILED"
-    assert re.search(r"\d+ s before the job's time is over; the same command goes on", left.log_of(left.jobs()[0]))
+    assert re.search(
+        r"\d+ s before the job's time is over: stopped after step \d+ of 400, which is saved",
+        left.log_of(left.jobs()[0]),
+    )

@@ -15,16 +15,9 @@ def submit(pipeline: Pipeline, name: str, config: str) -> tuple[str, Path]:
     """Submit a training with one GPU; number of the job, and its log."""
     log = pipeline.folder / f"{name}.log"
     train = f"kairos train --config {config} --method uniform --seed 0 --out {name} --latents {RESULTS}/latents"
-    options = [
-        "--parsable",
-        "--gpus=1",
-        "--mem=3000",
-        "--constraint=steady",
-        f"--output={log}",
-        f"--chdir={pipeline.folder}",
-    ]
+    options = ["--parsable", "--gpus=1", "--mem=3000", "--constraint=steady", f"--output={log}"]
     exports = ",".join(f"{key}={pipeline.copy.environment[key]}" for key in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS"))
-    return slurm("sbatch", *options, f"--export=ALL,{exports}", "--wrap", train), log
+    return slurm("sbatch", *options, f"--chdir={pipeline.folder}", f"--export=ALL,{exports}", "--wrap", train), log
 
 
 def job_of(pipeline: Pipeline, number: str) -> Job:
@@ -49,10 +42,7 @@ def test_two_trainings_use_the_gpus_that_they_were_given(pipeline: Pipeline) -> 
         wait_for(lambda number=number: job_of(pipeline, number).state == "RUNNING", 60, f"job {number}")
     gpus = [given(job_of(pipeline, number)) for number, _ in submitted]
     assert len(set(gpus)) == 2  # both run, on the same node
-    assert [ended(pipeline, number).state for number, _ in submitted] == [
-        "COMPLETED",
-        "COMPLETED",
-    ]  # training.device is cpu
+    assert {ended(pipeline, number).state for number, _ in submitted} == {"COMPLETED"}  # training.device is cpu
     said = [re.findall(r"CUDA_VISIBLE_DEVICES (\S+)", log.read_text()) for _, log in submitted]
     assert said == [[gpu] for gpu in gpus]
 
