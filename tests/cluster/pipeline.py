@@ -63,10 +63,10 @@ class Pipeline:
             process.kill()
             process.wait()
 
-    def run(self, *arguments: str) -> str:
+    def run(self, *arguments: str, seconds: float = 900) -> str:
         """Run Snakemake to its end, which must be a good one; returns what it said."""
         with self.controller(*arguments) as controller:
-            controller.ended()
+            controller.ended(seconds)
             return controller.log.read_text()
 
     def training(self, method: str, seed: int = 0) -> "Training":

@@ -33,7 +33,7 @@ def test_a_sweep_survives_its_controller(pipeline: Pipeline, table: list[tuple[s
         controller.process.send_signal(signal.SIGKILL)
         complete = {each: sha256_file(each.folder / "training.json") for each in trainings if each.complete()}
         jobs = {each: each.jobs() for each in complete}
-    pipeline.run()
+    pipeline.run(seconds=60 * TRAININGS + 600)
 
     assert all(each.lengths() == [steps] for each in trainings)  # every step computed once, by one job
     for each, written in complete.items():

@@ -139,9 +139,9 @@ class ProgressFile:
         """Say which training it is."""
         self._content["identity"] = identity
 
-    def end(self, state: str, message: str = "") -> None:
-        """The last word: ``complete``, ``stopped`` or ``failed``, and why."""
-        self._content |= {"state": state, "message": message.strip().split("\n")[0]}
+    def end(self, state: str, message: str = "", again: bool = True) -> None:
+        """The last word: ``complete``, ``stopped`` or ``failed``, why, and whether the same job may fare better."""
+        self._content |= {"state": state, "message": message.strip().split("\n")[0], "again": again}
         self._write()
 
     def _write(self) -> None:

@@ -18,7 +18,7 @@ from kairos.data.latents import Latents
 from kairos.diffusion.losses import Prediction
 from kairos.diffusion.processes import build_process
 from kairos.diffusion.registries import LOSSES
-from kairos.errors import KairosError
+from kairos.errors import DivergedError
 from kairos.randomness import derived_seed, generator
 from kairos.strategies.meter import Meter
 from kairos.strategies.strategy import Draw, Strategy
@@ -128,7 +128,7 @@ class Trainer:
         """Do the next step; returns its line of metrics, which is of the global batch.
 
         Raises:
-            KairosError: the loss or the gradient is not finite; nothing has been changed by the step then.
+            DivergedError: the loss or the gradient is not finite; nothing has been changed by the step then.
         """
         step, seed = self.step, self.seed
         x0, conditions = self.batch(step)
@@ -217,7 +217,7 @@ class Trainer:
 
     def _refuse_non_finite(self, step: int, loss: float, grad_norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise KairosError(
+            raise DivergedError(
                 f"step {step + 1}: loss {loss}, gradient norm {grad_norm}: not finite, stopped before the step was "
                 "taken; the last good state is kept. A lower training.optimizer.lr, warm-up or precision fp32 may help"
             )

@@ -16,6 +16,7 @@ import torch
 
 from kairos import compute, distributed
 from kairos.data.latents import open_latents
+from kairos.errors import DivergedError
 from kairos.progress import Progress, duration, say
 from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
@@ -138,7 +139,7 @@ def _job(settings: dict[str, Any], state: Path, last: int, wait: bool) -> Iterat
             raise
         except BaseException as error:
             if launch.fails_first(error):
-                progress.end("failed", str(error) or type(error).__name__)
+                progress.end("failed", str(error) or type(error).__name__, again=not isinstance(error, DivergedError))
             raise
         if first:
             progress.end("complete")

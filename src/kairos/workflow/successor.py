@@ -133,8 +133,10 @@ class Successor(Executor):  # type: ignore[misc]
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **keywords: Any) -> None:
-        """Forget it: the next attempt is another job."""
+        """Forget it: the next attempt is another job. There is none for a training that would only diverge again."""
         self._forget(self._record(job_info))
+        if _in_vain(job_info):
+            job_info.job._attempt = job_info.job.restart_times + 1  # what it asked for is given back as it was
         super().report_job_error(job_info, msg=msg, **keywords)
 
     def _record(self, job_info: SubmittedJobInfo) -> Path:
@@ -184,6 +186,16 @@ def _complete(books: Any, outputs: list[str]) -> bool:
 
 def _jobs(job: Any) -> list[Any]:
     return sorted(job.jobs, key=lambda one: str(one.output[0])) if job.is_group() else [job]
+
+
+def _in_vain(job_info: SubmittedJobInfo) -> bool:
+    """Whether of the trainings of a failed job those that are not complete have diverged, in this job."""
+    trainings = [one for one in _jobs(job_info.job) if one.rule.name.startswith("train")]
+    files = [Path(one.params.out) / ".state/progress.json" for one in trainings]
+    words = [read_json(file) for file in files if file.exists()]
+    diverged = [word for word in words if not word.get("again", True) and word["job"] == job_info.external_jobid]
+    complete = [word for word in words if word["state"] == "complete"]
+    return bool(diverged) and len(diverged) + len(complete) == len(trainings)
 
 
 def _outputs(job: Any) -> list[str]:
