@@ -64,6 +64,7 @@ MpiDefault=none
 GresTypes=gpu
 {nodes}
 PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
+PartitionName=wide Nodes={names} MaxTime=INFINITE State=UP
 """
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 
 import pytest
-from pipeline import Job, Pipeline, Training, details, term_is_pending
+from pipeline import Job, Pipeline, Training, details, environment, term_is_pending
 from slurm import slurm, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
@@ -92,6 +92,7 @@ def disturb(training: Training, act: Callable[[Training, Job], None]) -> str:
         wait_for(lambda: training.jobs(), 1800, f"the job of {training.method}")
     else:
         wait_for(training.has_checkpoint, 1800, f"the first checkpoint of {training.method}")
+        assert environment(training.pid())["HF_HUB_OFFLINE"] == "1"  # compute nodes have no internet
     begun = time.monotonic()
     assert not training.complete()
     act(training, training.jobs()[-1])

@@ -1,6 +1,7 @@
 """A training on several machines, and several trainings in one job."""
 
 import pytest
+import yaml
 from pipeline import Pipeline, all_jobs, details
 from training_case import difference
 
@@ -10,16 +11,19 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 
 def test_a_training_on_two_machines_equals_one_on_one(pipeline: Pipeline, table: list[tuple[str, ...]]) -> None:
+    partitions = {"main": {"max_nodes": 1}, "wide": {"max_nodes": 2}}
+    (pipeline.folder / "partitions.yaml").write_text(yaml.safe_dump({"partitions": partitions}))
     states = []
     for machines, name in ((1, "one_machine"), (2, "two_machines")):
         double = {"precision": "fp64", "milestones": [50]}
         methods = {name: pipeline.tiny["methods"]["undisturbed"]}
         pipeline.configure(methods, **double, processes=machines, nodes=machines)
         training = pipeline.training(name)
-        pipeline.run("--", training.end)
+        pipeline.run("--slurm-partition-config", "partitions.yaml", "--", training.end)
         (job,) = training.jobs()
         assert job.state == "COMPLETED"
         assert details(job)["NumNodes"] == str(machines)
+        assert details(job)["Partition"] == ("main", "wide")[machines - 1]
         assert ("2 processes" in training.log) == (machines == 2)
         states.append(checkpoint.read(training.folder / "checkpoint.pt"))
     found = {name: difference(*(state[name] for state in states)) for name in checkpoint.COMPONENTS}

@@ -66,7 +66,7 @@ def test_doctor_on_a_login_node_and_in_a_job() -> None:
     Path("profiles/slurm").mkdir(parents=True)
     Path("profiles/slurm/profile.yaml").write_text("default-resources:\n  slurm_partition: \"'fast'\"\n")
     found = {name: (mark, said) for mark, name, said in machine.slurm()}
-    assert found["slurm partition"] == (False, "fast, as in profiles/slurm, is none of main: edit the profile")
+    assert found["slurm partition"] == (False, "fast, as in profiles/slurm, is none of main, wide: edit the profile")
 
     code = "import json; from kairos.status import machine; print(json.dumps([machine.job(n) for n in (0, 1)]))"
     job = submit("doctor", "--gpus=1", command=f"{sys.executable} -c '{code}' > said.json")
