@@ -1,4 +1,4 @@
-"""Many trainings through the scheduler while the controller is killed: nothing is lost, nothing is done twice."""
+"""The controller is killed and started again: nothing is lost, nothing is done twice."""
 
 import os
 import signal
@@ -47,3 +47,17 @@ def test_a_sweep_survives_its_controller(pipeline: Pipeline, table: list[tuple[s
     done = f"The controller of {len(trainings)} trainings is killed (SIGKILL) and started again."
     happened = f"{len(complete)} were complete and stayed; all are in the report and in MLflow, each step computed once"
     table.append((done, happened, f"{time.monotonic() - begun:.0f}", ""))
+
+
+def test_an_edit_between_two_controllers_replaces_the_job_of_the_first(pipeline: Pipeline) -> None:
+    pipeline.configure({"edited": {"sampler": "uniform"}}, milestones=[20_000])
+    training = pipeline.training("edited")
+    with pipeline.controller("--", training.end) as controller:
+        wait_for(training.has_checkpoint, 300, "the first checkpoint")
+        controller.process.send_signal(signal.SIGKILL)
+    pipeline.configure({"edited": {"sampler": "speed"}}, milestones=[50])
+    said = pipeline.run("--", training.end)
+    first, second = training.jobs()
+    assert f"SLURM job {first.number} of an earlier run made" in said
+    assert (first.state, second.state) == ("CANCELLED", "COMPLETED")
+    assert training.lengths() == [50]
