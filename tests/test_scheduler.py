@@ -61,6 +61,13 @@ def test_trainings_that_share_a_gpu_are_one_job_that_asks_for_one(done):
     assert asked == {"gpu": None, "gres": "gpu:1", "_cores": 2, "mem_mb": 12000, "runtime": 1440}
 
 
+def test_a_training_that_has_diverged_takes_no_others_down(done):
+    word = done.folder / "results/sent/uniform/seed0/.state/progress.json"
+    word.parent.mkdir(parents=True)
+    word.write_text(json.dumps({"state": "failed", "again": False}))
+    assert [rules for rules, _ in sent(done, trainings_per_gpu="3") if "train" in rules] == [["train"], ["train"]]
+
+
 @pytest.mark.parametrize(
     ("fields", "asked"),
     [
@@ -76,7 +83,7 @@ def test_what_a_training_asks_for(fields, asked):
     experiment = validate({"experiment": "x", "methods": {"a": {}}, "training": fields}, "x.yaml")
     found = of_training(experiment)
     per_node = fields.get("processes", 1) // fields.get("nodes", 1)
-    assert [found["mem_mb"]({}, attempt) for attempt in (1, 2)] == [6000 * per_node, 12000 * per_node]
+    assert [found["mem_mb"]({}, attempt) for attempt in (1, 2, 6)] == [6000 * per_node * k for k in (1, 2, 3)]
     assert {name: value for name, value in found.items() if name not in ("mem_mb", "runtime")} == asked
 
 

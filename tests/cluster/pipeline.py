@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,14 @@ class Training:
 
     @property
     def log(self) -> str:
+        """What its last job has said."""
         return (self.root / RESULTS / "logs" / f"train_{self.method}_seed{self.seed}.log").read_text()
+
+    def said(self) -> str:
+        """The same, while it is not sure that it has begun."""
+        with suppress(FileNotFoundError):
+            return self.log
+        return ""
 
     def log_of(self, job: Job) -> str:
         """What an earlier, failed job of it has said."""

@@ -169,6 +169,11 @@ def start_controller(folder: Path) -> None:
     wait_for(lambda: "DOWN" not in slurm("scontrol", "ping"), 30, "slurmctld")
 
 
+def kill_controller(folder: Path) -> None:
+    """Kill slurmctld; the nodes and their jobs go on."""
+    os.kill(_read(folder)["pids"]["slurmctld"], signal.SIGKILL)
+
+
 def slurm(*command: str) -> str:
     """Output of one of SLURM's commands.
 

@@ -1,7 +1,14 @@
-"""A training that fails for good."""
+"""What fails for good, who stops the controller, and a SLURM that does not answer."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
 
 import pytest
 from pipeline import Pipeline
+from slurm import kill_controller, start_controller, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -17,3 +24,44 @@ def test_a_training_that_diverges_is_not_tried_again(pipeline: Pipeline) -> None
     assert "not finite" in said
     assert "logs/train_diverges_seed0.log" in said
     assert "Traceback" not in said
+
+
+def test_a_job_that_fails_takes_no_complete_training_down(pipeline: Pipeline) -> None:
+    """Snakemake deletes all outputs of a failed job; those of a training that is complete are given out again."""
+    pipeline.configure({"whole": {"sampler": "uniform"}, "killed": {"sampler": "uniform"}}, trainings_per_gpu=2)
+    whole, killed = pipeline.training("whole"), pipeline.training("killed")
+    with pipeline.controller("--retries", "0", "--", whole.end, killed.end) as controller:
+        wait_for(killed.has_checkpoint, 300, "the first checkpoint")
+        os.kill(killed.pid(), signal.SIGSTOP)
+        wait_for(whole.complete, 300, "the other training")
+        timing = (whole.folder / "timing.jsonl").read_bytes()
+        os.kill(killed.pid(), signal.SIGKILL)
+        assert controller.process.wait(300) == 1
+    assert not whole.complete()
+    pipeline.run("--", whole.end, killed.end)
+    assert (whole.folder / "timing.jsonl").read_bytes() == timing
+    assert sum(killed.lengths()) == pipeline.tiny["training"]["milestones"][-1]
+
+
+def test_an_interrupted_controller_lets_its_trainings_write_their_state(pipeline: Pipeline) -> None:
+    pipeline.configure({"interrupted": {"sampler": "uniform"}}, milestones=[20_000], checkpoint_every=5_000)
+    training = pipeline.training("interrupted")
+    with pipeline.controller("--", training.end) as controller:
+        wait_for(lambda: "step" in training.said(), 300, "the first steps")
+        controller.process.send_signal(signal.SIGINT)
+        assert controller.process.wait(120) == 1
+    wait_for(lambda: [job.state for job in training.jobs()] == ["CANCELLED"], 60, "the end of the job")
+    assert re.search(r"SIGTERM: stopped after step \d+ of 20000, which is saved", training.said())
+    assert "Traceback" not in controller.log.read_text()
+
+
+def test_a_scheduler_that_does_not_answer_for_a_while_loses_no_job(pipeline: Pipeline, cluster: Path) -> None:
+    pipeline.configure({"patient": {"sampler": "uniform"}}, milestones=[50])
+    training = pipeline.training("patient")
+    with pipeline.controller("--slurm-status-attempts", "1", "--", training.end) as controller:
+        wait_for(lambda: training.jobs() and training.jobs()[0].state == "RUNNING", 120, "the job")
+        kill_controller(cluster)
+        time.sleep(40)  # looks that are not answered; meanwhile the training ends
+        start_controller(cluster)
+        controller.ended(300)
+    assert [job.state for job in training.jobs()] == ["COMPLETED"]

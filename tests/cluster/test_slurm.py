@@ -1,6 +1,7 @@
 """What the tests on a cluster rely on: that this SLURM does to jobs what a real one does; with jobs that only wait."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,9 @@ def test_a_job_leaves_a_node_that_is_set_down(folder: Path) -> None:
 
 
 def test_the_profile_s_signal_comes_before_the_time_limit(folder: Path) -> None:
-    step = "srun --ntasks=1 bash -c 'trap \"echo asked to leave; exit 75\" TERM; while :; do sleep 0.2; done'"
-    number = submit(folder, step, "--time=1", "--signal=TERM@120", "--constraint=steady")
+    waits = "bash -c 'trap \"echo asked to leave; exit 75\" TERM; while :; do sleep 0.2; done'"
+    line = f"exec {sys.executable} -m kairos.workflow.step {waits}"
+    number = submit(folder, line, "--time=1", "--signal=B:TERM@120", "--constraint=steady")
     wait_for(lambda: job_of(folder, number).state in ("FAILED", "TIMEOUT", "COMPLETED"), 240, "the end of the job")
     assert job_of(folder, number).state == "FAILED"
     assert "asked to leave" in (folder / f"{number}.log").read_text()

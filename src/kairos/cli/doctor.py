@@ -24,6 +24,7 @@ _PIPELINE = ("snakemake", "dvc", "mlflow")
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("--config", type=Path, metavar="F", help="also check what this experiment file needs")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="of the cluster; default: profiles/slurm")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -36,7 +37,12 @@ def run(arguments: argparse.Namespace) -> None:
     experiment = load(arguments.config) if arguments.config is not None else None
     tools = Tools(experiment.tracking.uri if experiment else None)  # they are asked while torch is imported
     results = Path("results") / (experiment.experiment if experiment else "")
-    cluster = [*machine.slurm(), machine.disk(results), *machine.locks(results), *machine.limits()]
+    cluster = [
+        *machine.slurm(arguments.profile or machine.PROFILE),
+        machine.disk(results),
+        *machine.locks(results),
+        *machine.limits(),
+    ]
     devices, gpus = _devices()
     findings = [*_software(), *devices, *machine.job(gpus), *cluster, _git(), *tools.findings(), _weights()]
     if experiment is not None:

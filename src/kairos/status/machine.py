@@ -13,7 +13,7 @@ from kairos.status.queue import NO_CLUSTER
 from kairos.workflow.usable import Finding
 
 _PATIENCE = 10  # seconds for an answer of SLURM
-_PROFILE = Path("profiles/slurm")
+PROFILE = Path("profiles/slurm")
 _FILES = 1024  # open files at once that a job may need
 _GIVEN = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")
 
@@ -27,8 +27,12 @@ with open(sys.argv[1], "r+b") as file:
 """
 
 
-def slurm() -> list[Finding]:
-    """Whether SLURM answers, its partitions, and whether the profile's words fit them."""
+def slurm(profile: Path = PROFILE) -> list[Finding]:
+    """Whether SLURM answers, its partitions, and whether the profile's words fit them.
+
+    Args:
+        profile: folder of the profile that jobs will be sent with.
+    """
     if shutil.which("sinfo") is None:
         return [(True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")]
     good, answer = _ask("sinfo", "--noheader", "--format=%P|%a|%D|%l|%G")
@@ -40,34 +44,34 @@ def slurm() -> list[Finding]:
     shown = [f"{name} ({state}, {nodes} nodes, {limit}, {gres})" for name, state, nodes, limit, gres in rows]
     findings: list[Finding] = [(bool(rows), "slurm partitions", ", ".join(shown) or "none: ask the administrators")]
     known = {name.rstrip("*") for name, *_ in rows}
-    wanted = _profile("slurm_partition")
-    if rows and wanted and wanted not in known:
-        advice = f"{wanted}, as in {_PROFILE}, is none of {', '.join(sorted(known))}: edit the profile"
+    wanted = _word(profile, "slurm_partition")
+    if rows and wanted and not known.issuperset(wanted.split(",")):
+        advice = f"{wanted}, as in {profile}, is none of {', '.join(sorted(known))}: edit the profile"
         findings.append((False, "slurm partition", advice))
-    return [*findings, _account()]
+    return [*findings, _account(profile)]
 
 
-def _account() -> Finding:
+def _account(profile: Path) -> Finding:
     """The accounts that this user may charge, where SLURM keeps any."""
     command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}", "format=account")
     good, answer = _ask(*command) if shutil.which("sacctmgr") else (False, "no sacctmgr here")
-    wanted, accounts = _profile("slurm_account"), sorted(set(answer.split()))
+    wanted, accounts = _word(profile, "slurm_account"), sorted(set(answer.split()))
     if not good:
         return True, "slurm account", f"{wanted or 'none in the profile'}; not checked ({answer})"
     if not accounts:
         return True, "slurm account", f"{wanted or 'none in the profile'}; SLURM keeps none for this user"
     if wanted and wanted not in accounts:
-        return False, "slurm account", f"{wanted}, as in {_PROFILE}, is none of {', '.join(accounts)}: edit the profile"
+        return False, "slurm account", f"{wanted}, as in {profile}, is none of {', '.join(accounts)}: edit the profile"
     return True, "slurm account", f"{wanted or 'none in the profile'}, of {', '.join(accounts)}"
 
 
-def _profile(word: str) -> str | None:
+def _word(profile: Path, word: str) -> str | None:
     """A default resource of the profile for SLURM."""
     import yaml
 
     for name in ("profile.yaml", "config.yaml"):
-        if (_PROFILE / name).is_file():
-            found = yaml.safe_load((_PROFILE / name).read_text(encoding="utf-8")) or {}
+        if (profile / name).is_file():
+            found = yaml.safe_load((profile / name).read_text(encoding="utf-8")) or {}
             given = found.get("default-resources") or {}
             if isinstance(given, list):
                 given = dict(item.split("=", 1) for item in given)

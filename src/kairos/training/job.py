@@ -97,6 +97,13 @@ def end_of_job() -> float:
     return 0.0
 
 
+def last_word(training: Path) -> dict[str, Any]:
+    """What the last job of a training has said of itself (see `ProgressFile`); empty where none has."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads((training / ".state" / "progress.json").read_bytes()))
+    return {}
+
+
 class ProgressFile:
     """``.state/progress.json``: how far the training is, for whoever looks on. Written at most every 5 s.
 

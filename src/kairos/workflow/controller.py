@@ -7,6 +7,7 @@ the experiment as the controller froze it.
 import fcntl
 import glob
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -80,7 +81,7 @@ def _before_execution(workflow: Any, plan: Plan) -> None:
         if executor_plugin.name == "slurm":
             from kairos.workflow import successor
 
-            executor_plugin = successor.attach(workflow, executor_plugin, plan.results)
+            executor_plugin = successor.attach(workflow, executor_plugin, plan)
         return execute(*arguments, executor_plugin=executor_plugin, **keywords)
 
     workflow.execute = locked
@@ -106,11 +107,16 @@ def _lock(results: Path) -> None:
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (held until the process ends)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.seek(0)
         raise KairosError(f"{results}: another run ({file.read().strip()}) is at work there; wait for it") from None
+    except OSError as error:
+        raise KairosError(
+            f"{path}: this file system has no locks ({error.strerror}), so nothing would keep two runs from working at "
+            "once; put this folder on another one, or mount it with locks (Lustre: flock)"
+        ) from None
     file.truncate(0)
-    file.write(f"pid {os.getpid()}")
+    file.write(f"pid {os.getpid()} on {socket.gethostname()}")
     file.flush()
     _held.append(file)
     for left in Path(".snakemake/locks").glob("*.lock"):
@@ -169,6 +175,9 @@ def succeeded(workflow: Any, plan: Plan) -> None:
 def failed(workflow: Any) -> None:
     """Name the failed jobs' log files with what they say last."""
     say("Not everything could be computed; what is complete stays, and the same command goes on from there.")
+    for job in workflow.scheduler.failed:  # Snakemake books its deleted outputs as made: as if a user had deleted them
+        for one in job.jobs if job.is_group() else [job]:
+            workflow.persistence.cleanup(one)
     for job in workflow.dag.needrun_jobs():
         log = Path(str(job.log[0])) if job.log else None
         if log and not workflow.dag.finished(job) and log.exists() and log.stat().st_mtime >= _began:

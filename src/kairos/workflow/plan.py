@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.config import Experiment, freeze
+from kairos.training.job import last_word
 from kairos.workflow import dependencies
 from kairos.workflow.resources import gpus
 
@@ -132,13 +133,29 @@ class Plan:
         """The group in which a scheduler runs the sampling and evaluating of a segment as one job."""
         return f"images_{{method}}_seed{{seed}}{segment.name}"
 
+    @property
+    def exact(self) -> bool:
+        """Whether a training that is done again takes the same course."""
+        settings = self.experiment.training
+        return settings.deterministic and not settings.compile
+
     def sharing(self, segment: Segment) -> Callable[[Any], str] | None:
-        """The group of the trainings that a scheduler runs as one job, by wildcards; the same ones in every run."""
+        """The group of the trainings that a scheduler runs as one job, by wildcards; the same ones in every run.
+
+        One that has diverged is left alone: it would take what the others have made down with it, each time.
+        """
         together = self.experiment.training.trainings_per_gpu
         if together == 1:
             return None
         numbers = {training: number for number, training in enumerate(self.trainings)}
-        return lambda wildcards: self._sharing(segment, numbers[wildcards.method, int(wildcards.seed)] // together)
+
+        def group(wildcards: Any) -> str:
+            method, seed = wildcards.method, int(wildcards.seed)
+            shared = self._sharing(segment, numbers[method, seed] // together)
+            diverged = not last_word(Path(self.training(method, seed))).get("again", True)
+            return f"{shared}_alone_{method}_seed{seed}" if diverged else shared
+
+        return group
 
     def _sharing(self, segment: Segment, number: int) -> str:
         return f"trainings{segment.name}_{number}"

@@ -9,10 +9,13 @@ _TRAINING_MB = 6000  # main memory of one process of a training
 
 
 def growing(amount: int) -> Callable[..., int]:
-    """So much at the first attempt, and as much more at each later one: a job that met a limit goes on with more."""
+    """So much at the first attempt, twice at the second, then three times: a job that met a limit goes on with more.
+
+    No more than that: a job that grew with every time limit that it met would no longer fit on any machine.
+    """
 
     def value(wildcards: Any, attempt: int) -> int:
-        return amount * attempt
+        return amount * min(attempt, 3)
 
     return value
 

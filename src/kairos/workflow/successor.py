@@ -12,51 +12,58 @@ A job that was sent and not yet written down when its controller died (milliseco
 training, and records that appear whole, keep it from doing harm.
 """
 
+import getpass
 import os
 import subprocess
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from operator import or_
 from pathlib import Path
 from typing import Any
 
 from snakemake_executor_plugin_slurm import Executor
-from snakemake_executor_plugin_slurm_jobstep import get_cpu_setting, get_gpu_setting
 from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from kairos.files import canonical_json, read_json, sha256_bytes, sha256_file, write_json
 from kairos.progress import say
 from kairos.status.queue import job_name
+from kairos.training.job import last_word
+from kairos.workflow import step
+from kairos.workflow.plan import Plan
 
 _HASHED_WHOLE = 1_000_000  # bytes; of a larger input size and time are compared
 _PATIENCE = 5  # seconds between looks at the queue
-# SLURM_…: what srun would take from sbatch as options of a step, which are given to it
-_INHERITED = (
-    "CPUS_PER_TASK", "CPUS_PER_GPU", "TRES_PER_TASK", "NTASKS", "NTASKS_PER_NODE", "NPROCS", "GPUS", "GPUS_PER_NODE",
-    "GPUS_PER_TASK", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE",
-)  # fmt: skip
+_ENDING = 300  # seconds that a job may take to end
+_ANSWER = 60  # seconds that SLURM may take to answer
+_MISSED = 3  # looks in which the queue does not have a job: it has ended, and how is seen in its outputs
 
 
-def attach(workflow: Any, plugin: Any, results: str) -> Any:
-    """The executor's plugin for an experiment's results, in a Snakemake that knows of earlier jobs when it plans."""
+def attach(workflow: Any, plugin: Any, plan: Plan) -> Any:
+    """The executor's plugin for an experiment, in a Snakemake that knows of earlier jobs when it plans."""
     build = workflow._build_dag
 
     def build_with_earlier() -> None:
-        _mark_unbooked(workflow.persistence, results)
+        _mark_unbooked(workflow.persistence, plan.results)
         build()
 
     workflow._build_dag = build_with_earlier
-    return replace(plugin, executor=type("Executor", (Successor,), {"results": results}))
+    return replace(plugin, executor=type("Executor", (Successor,), {"results": plan.results, "exact": plan.exact}))
 
 
 class Successor(Executor):  # type: ignore[misc]
     """The plugin's executor, with a memory that survives it."""
 
     results: str
+    exact: bool
 
     def __post_init__(self, test_mode: bool = False) -> None:
         super().__post_init__(test_mode)
         self.run_uuid = job_name(self.results)  # by this name the plugin finds its jobs' states, now earlier ones too
+        self._ended: set[str] = set()  # jobs whose end was reported
+        self._missed: dict[str, int] = {}  # in how many looks on end the queue did not have a job
+        self._leaving = False
         self._earlier = {path: read_json(path) for path in _records(self.results)}
 
     def run_job(self, job: Any) -> None:
@@ -83,12 +90,13 @@ class Successor(Executor):  # type: ignore[misc]
                     say(f"SLURM job {path.stem} of an earlier run makes {record['outputs'][0]}: it is waited for")
                     self._report_job_submission_threadsafe(info)
                     return True
-                if record.get("complete") or _complete(self.workflow.persistence, record["outputs"]):
+                booked = record.get("complete") and all(os.path.exists(path) for path in record["outputs"])
+                if booked or _complete(self.workflow.persistence, record["outputs"]):
                     self.report_job_success(info)
                     return True
             if queued:
                 say(f"SLURM job {path.stem} of an earlier run made {record['outputs'][0]} differently: it is cancelled")
-                subprocess.run(["scancel", path.stem], check=False)
+                _slurm("scancel", path.stem)
                 while self._in_queue(path.stem):
                     time.sleep(_PATIENCE)
             self._forget(path)
@@ -110,12 +118,10 @@ class Successor(Executor):  # type: ignore[misc]
         return ""
 
     def format_job_exec(self, job: Any) -> str:
-        """What runs in the job: one Snakemake, as a step of it. The plugin's would start a second one for that."""
-        drop = " ".join(f"-u SLURM_{name}" for name in _INHERITED)
-        asked = f"{get_cpu_setting(job, bool(job.resources.get('gpu')))} {get_gpu_setting(job)}"
-        step = f"env {drop} srun --ntasks=1 --nodes=1 --cpu-bind=q {asked}"
-        snakemake = f"{self.get_python_executable()} -m snakemake"
-        return str(super().format_job_exec(job)).replace(snakemake, f"{step} {snakemake}", 1)
+        """What runs in the job: one Snakemake, which SLURM can ask to leave (see `step`); the plugin's would be two."""
+        python = self.get_python_executable()
+        snakemake = f"{python} -m snakemake"
+        return str(super().format_job_exec(job)).replace(snakemake, f"exec {python} -m {step.__name__} {snakemake}", 1)
 
     def report_job_submission(self, job_info: SubmittedJobInfo, register_job: bool = True) -> None:
         """Write a job down when Snakemake has marked its outputs as begun."""
@@ -129,13 +135,15 @@ class Successor(Executor):  # type: ignore[misc]
 
     def report_job_success(self, job_info: SubmittedJobInfo) -> None:
         """Forget it: Snakemake's own books have it."""
+        self._ended.add(job_info.external_jobid)
         self._forget(self._record(job_info))
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **keywords: Any) -> None:
         """Forget it: the next attempt is another job. There is none for a training that would only diverge again."""
+        self._ended.add(job_info.external_jobid)
         self._forget(self._record(job_info))
-        if _in_vain(job_info):
+        if self.exact and _in_vain(job_info):
             job_info.job._attempt = job_info.job.restart_times + 1  # what it asked for is given back as it was
         super().report_job_error(job_info, msg=msg, **keywords)
 
@@ -147,15 +155,56 @@ class Successor(Executor):  # type: ignore[misc]
         self._earlier.pop(path, None)
 
     def _in_queue(self, job: str) -> bool:
-        """Whether a job waits or runs; one that is just ending is waited for."""
-        while True:
-            listed = subprocess.run(
-                ["squeue", "--noheader", "--name", self.run_uuid, "--format", "%i %T"], capture_output=True, text=True
-            )
-            states = dict(line.split() for line in listed.stdout.splitlines())
-            if not listed.returncode and states.get(job) != "COMPLETING":
-                return job in states
+        """Whether a job waits or runs; one that is just ending is waited for, but not for hours on a sick machine."""
+        patience = time.monotonic() + _ENDING
+        while not self._leaving:
+            states = self._states()
+            if states is not None and (states.get(job) != "COMPLETING" or time.monotonic() > patience):
+                return states.get(job, "COMPLETING") != "COMPLETING"
             time.sleep(_PATIENCE)
+        raise WorkflowError("asked to leave")
+
+    def _states(self) -> dict[str, str] | None:
+        """States of this experiment's jobs that wait, run or are ending; None: the queue does not answer."""
+        answer = _slurm("squeue", "--noheader", "--name", self.run_uuid, "--format", "%i %T")
+        return None if answer is None else dict(line.split() for line in answer.splitlines())
+
+    async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncIterator[SubmittedJobInfo]:
+        """The plugin's look at the queue, after which every job has ended or is still watched.
+
+        By itself the plugin forgets all jobs when the queue does not answer, and waits without end for one that the
+        queue has forgotten (it does so ``MinJobAge`` after a job's end) or that was preempted and not requeued.
+        """
+        async for _ in super().check_active_jobs(active_jobs):
+            pass
+        left = [info for info in active_jobs if info.external_jobid not in self._ended]
+        states = self._states() if left else {}
+        for info in left:
+            job = info.external_jobid
+            if states is not None and not self._submitted_job_clusters:  # of other clusters this queue knows nothing
+                self._missed[job] = 0 if job in states else self._missed.get(job, 0) + 1
+            if self._missed.get(job, 0) < _MISSED:
+                yield info
+            elif _complete(self.workflow.persistence, _outputs(info.job)):
+                self.report_job_success(info)
+            else:
+                self.report_job_error(info, msg=f"SLURM job {job} is no longer in the queue. ")
+
+    def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:
+        """Cancel all jobs of the experiment, also those that are on their way into the queue."""
+        self._leaving = True
+        self._job_submission_executor.shutdown(wait=True, cancel_futures=True)
+        super().cancel_jobs(active_jobs)
+        _slurm("scancel", "--user", getpass.getuser(), "--name", self.run_uuid)
+
+
+def _slurm(*command: str) -> str | None:
+    """What a command of SLURM says; None where it fails or does not answer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _mark_unbooked(books: Any, results: str) -> None:
@@ -167,8 +216,8 @@ def _mark_unbooked(books: Any, results: str) -> None:
         record = read_json(path)
         if not record.get("complete") and _complete(books, record["outputs"]):
             write_json(path, {**record, "complete": True})
-            for output in record["outputs"]:
-                books._mark_incomplete(output, path.stem)
+        for output in record["outputs"]:  # also where a part of a group is done: the same group must be planned again
+            books._mark_incomplete(output, path.stem)
 
 
 def _records(results: str) -> list[Path]:
@@ -180,7 +229,10 @@ def _folder(results: str) -> Path:
 
 
 def _complete(books: Any, outputs: list[str]) -> bool:
-    """Whether all outputs are there and none is marked as begun."""
+    """Whether all outputs are there, made by their job: it has removed those of an earlier run when it began.
+
+    Until it begins, its number is in the marks of begun outputs. What it writes last is the time that it took.
+    """
     return not books._get_external_jobids(outputs) and all(os.path.exists(path) for path in outputs)
 
 
@@ -190,12 +242,10 @@ def _jobs(job: Any) -> list[Any]:
 
 def _in_vain(job_info: SubmittedJobInfo) -> bool:
     """Whether of the trainings of a failed job those that are not complete have diverged, in this job."""
-    trainings = [one for one in _jobs(job_info.job) if one.rule.name.startswith("train")]
-    files = [Path(one.params.out) / ".state/progress.json" for one in trainings]
-    words = [read_json(file) for file in files if file.exists()]
-    diverged = [word for word in words if not word.get("again", True) and word["job"] == job_info.external_jobid]
-    complete = [word for word in words if word["state"] == "complete"]
-    return bool(diverged) and len(diverged) + len(complete) == len(trainings)
+    words = [last_word(Path(one.params.out)) for one in _jobs(job_info.job) if one.rule.name.startswith("train")]
+    diverged = [not word.get("again", True) and word["job"] == job_info.external_jobid for word in words]
+    complete = [word.get("state") == "complete" for word in words]
+    return any(diverged) and all(map(or_, diverged, complete))
 
 
 def _outputs(job: Any) -> list[str]:
