@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -165,7 +166,7 @@ def test_a_second_controller_is_refused_while_one_works(done, tmp_path):
         assert holder.stdout.readline() == "held\n"
         ended = done.snakemake("--forcerun", "report")
         assert ended.returncode == 2
-        assert f"another run (pid {holder.pid}) is at work" in ended.stderr
+        assert f"another run (pid {holder.pid} on {socket.gethostname()}) is at work" in ended.stderr
         assert done.to_do() == {}  # a dry run may look on
     finally:
         holder.kill()
