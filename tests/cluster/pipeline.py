@@ -55,8 +55,9 @@ class Pipeline:
         log = self.folder / f"controller{self._runs}.log"
         with open(log, "w") as out:
             process = subprocess.Popen(
-                command, cwd=self.folder, env=self.copy.environment, stdout=out, stderr=subprocess.STDOUT
-            )
+                command, cwd=self.folder, env=self.copy.environment, stdout=out, stderr=subprocess.STDOUT,
+                preexec_fn=_interruptible,
+            )  # fmt: skip
         try:
             yield Controller(process, log)
         finally:
@@ -75,6 +76,11 @@ class Pipeline:
     def to_do(self) -> dict[str, int]:
         """Jobs that Snakemake would run, by rule."""
         return self.copy.to_do(config=CONFIG)
+
+
+def _interruptible() -> None:
+    """What a shell starts in the background ignores SIGINT, and hands that on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)
