@@ -56,15 +56,14 @@ def test_an_interrupted_controller_lets_its_trainings_write_their_state(pipeline
 
 
 def test_a_scheduler_that_does_not_answer_for_a_while_loses_no_job(pipeline: Pipeline, cluster: Path) -> None:
-    pipeline.configure({"patient": {"sampler": "uniform"}}, milestones=[500])
+    pipeline.configure({"patient": {"sampler": "uniform"}}, milestones=[1000])
     training = pipeline.training("patient")
     with pipeline.controller("--slurm-status-attempts", "1", "--", training.end) as controller:
-        wait_for(
-            training.has_checkpoint, 300, "the first checkpoint"
-        )  # before, SLURM may not have written the job down
+        wait_for(training.has_checkpoint, 300, "the first checkpoint")
+        time.sleep(5)  # SLURM writes with a delay down what it knows of jobs
         kill_controller(cluster)
         time.sleep(40)  # looks that are not answered; meanwhile the training ends
         start_controller(cluster)
         controller.ended(300)
-    assert training.lengths() == [500]
-    assert [job.state for job in training.jobs()] == ["COMPLETED"]
+    assert training.lengths() == [1000]
+    assert [job.state for job in training.jobs()] in (["COMPLETED"], [])  # forgotten by SLURM, not by us
