@@ -62,8 +62,10 @@ def test_a_scheduler_that_does_not_answer_for_a_while_loses_no_job(pipeline: Pip
         wait_for(training.has_checkpoint, 300, "the first checkpoint")
         time.sleep(5)  # SLURM writes with a delay down what it knows of jobs
         kill_controller(cluster)
-        time.sleep(40)  # looks that are not answered; meanwhile the training ends
-        start_controller(cluster)
+        try:
+            time.sleep(40)  # looks that are not answered; meanwhile the training ends
+        finally:
+            start_controller(cluster)
         controller.ended(300)
     assert training.lengths() == [1000]
     assert [job.state for job in training.jobs()] in (["COMPLETED"], [])  # forgotten by SLURM, not by us
