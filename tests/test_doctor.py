@@ -76,6 +76,11 @@ def test_not_usable(folder, capsys, monkeypatch):
     )
 
 
+def test_a_profile_that_is_not_there(capsys):
+    assert main(["doctor", "--profile", "profiles/none"]) == 2
+    assert "--profile: got 'profiles/none', allowed: a folder that holds a profile.yaml" in capsys.readouterr().err
+
+
 def test_a_machine_of_a_cluster(folder, monkeypatch):
     """What can be told of locks, disks and limits where there is no SLURM; the rest is in tests/cluster."""
     monkeypatch.setenv("PATH", "/nowhere")

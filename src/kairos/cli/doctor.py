@@ -30,15 +30,18 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print a line per finding; what does not work says how to mend it. Ends with status 1 if something is missing."""
     from kairos.config import load
-    from kairos.errors import KairosError
+    from kairos.errors import ConfigError, KairosError
     from kairos.status import machine
     from kairos.workflow.usable import Tools
 
+    profile = arguments.profile or machine.PROFILE
+    if arguments.profile and not machine.profile_file(profile):
+        raise ConfigError(f"--profile: got {str(profile)!r}, allowed: a folder that holds a profile.yaml")
     experiment = load(arguments.config) if arguments.config is not None else None
     tools = Tools(experiment.tracking.uri if experiment else None)  # they are asked while torch is imported
     results = Path("results") / (experiment.experiment if experiment else "")
     cluster = [
-        *machine.slurm(arguments.profile or machine.PROFILE),
+        *machine.slurm(profile),
         machine.disk(results),
         *machine.locks(results),
         *machine.limits(),

@@ -9,10 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kairos.status.queue import NO_CLUSTER
+from kairos.status.queue import NO_CLUSTER, ask
 from kairos.workflow.usable import Finding
 
-_PATIENCE = 10  # seconds for an answer of SLURM
 PROFILE = Path("profiles/slurm")
 _FILES = 1024  # open files at once that a job may need
 _GIVEN = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES")
@@ -35,7 +34,7 @@ def slurm(profile: Path = PROFILE) -> list[Finding]:
     """
     if shutil.which("sinfo") is None:
         return [(True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")]
-    good, answer = _ask("sinfo", "--noheader", "--format=%P|%a|%D|%l|%G")
+    good, answer = ask("sinfo", "--noheader", "--format=%P|%a|%D|%l|%G")
     if NO_CLUSTER in answer:
         return [(True, "slurm", "its commands are here, but no cluster is configured (slurm.conf): none to use")]
     if not good:
@@ -54,7 +53,7 @@ def slurm(profile: Path = PROFILE) -> list[Finding]:
 def _account(profile: Path) -> Finding:
     """The accounts that this user may charge, where SLURM keeps any."""
     command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}", "format=account")
-    good, answer = _ask(*command) if shutil.which("sacctmgr") else (False, "no sacctmgr here")
+    good, answer = ask(*command) if shutil.which("sacctmgr") else (False, "no sacctmgr here")
     wanted, accounts = _word(profile, "slurm_account"), sorted(set(answer.split()))
     if not good:
         return True, "slurm account", f"{wanted or 'none in the profile'}; not checked ({answer})"
@@ -65,19 +64,22 @@ def _account(profile: Path) -> Finding:
     return True, "slurm account", f"{wanted or 'none in the profile'}, of {', '.join(accounts)}"
 
 
+def profile_file(profile: Path) -> Path | None:
+    """The file of a profile's folder; None where it has none."""
+    return next((profile / name for name in ("profile.yaml", "config.yaml") if (profile / name).is_file()), None)
+
+
 def _word(profile: Path, word: str) -> str | None:
     """A default resource of the profile for SLURM."""
     import yaml
 
-    for name in ("profile.yaml", "config.yaml"):
-        if (profile / name).is_file():
-            found = yaml.safe_load((profile / name).read_text(encoding="utf-8")) or {}
-            given = found.get("default-resources") or {}
-            if isinstance(given, list):
-                given = dict(item.split("=", 1) for item in given)
-            value = given.get(word)
-            return str(value).strip("'\"") if value else None
-    return None
+    file = profile_file(profile)
+    found = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else None) or {}
+    given = found.get("default-resources") or {}
+    if isinstance(given, list):
+        given = dict(item.split("=", 1) for item in given)
+    value = given.get(word)
+    return str(value).strip("'\"") if value else None
 
 
 def job(visible: int) -> list[Finding]:
@@ -185,12 +187,3 @@ def _existing(folder: Path) -> Path:
     while not folder.is_dir():
         folder = folder.parent
     return folder
-
-
-def _ask(*command: str) -> tuple[bool, str]:
-    """Whether a command of SLURM's succeeded, and what it said."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
-    except subprocess.TimeoutExpired:
-        return False, f"no answer within {_PATIENCE} s"
-    return done.returncode == 0, done.stdout if done.returncode == 0 else " ".join(done.stderr.split())[:400]

@@ -18,7 +18,6 @@ from kairos.errors import DamagedError
 from kairos.files import read_json
 
 NO_CLUSTER = "DNS SRV lookup failed"  # what SLURM's commands say where nothing tells them of a cluster
-_PATIENCE = 10  # seconds for an answer
 _COMMENT = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")
 _OUTPUT = re.compile(r"([^/]+)/seed(\d+)/(?:milestones/.*|training\.json)")
 
@@ -52,16 +51,19 @@ def jobs(results: Path) -> tuple[list[Job], str]:
     if shutil.which("squeue") is None:
         return [], ""
     whose = (f"--user={getpass.getuser()}", f"--name={job_name(str(results))}")
-    command = ["squeue", "--noheader", *whose, "--format=%i|%T|%r|%k"]
+    good, answer = ask("squeue", "--noheader", *whose, "--format=%i|%T|%r|%k")
+    if not good:
+        return [], "" if NO_CLUSTER in answer else f"squeue: {answer}"
+    return [_job(results, *line.split("|", 3)) for line in answer.splitlines()], ""
+
+
+def ask(*command: str, patience: float = 10) -> tuple[bool, str]:
+    """Whether a command of SLURM's succeeded within so many seconds, and what it said, or complains of."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
     except subprocess.TimeoutExpired:
-        return [], f"squeue: no answer within {_PATIENCE} s"
-    if NO_CLUSTER in done.stderr:
-        return [], ""
-    if done.returncode:
-        return [], "squeue: " + " ".join(done.stderr.split())[:200]
-    return [_job(results, *line.split("|", 3)) for line in done.stdout.splitlines()], ""
+        return False, f"no answer within {patience:g} s"
+    return done.returncode == 0, done.stdout if done.returncode == 0 else " ".join(done.stderr.split())[:400]
 
 
 def _job(results: Path, number: str, state: str, reason: str, comment: str) -> Job:

@@ -14,7 +14,6 @@ training, and records that appear whole, keep it from doing harm.
 
 import getpass
 import os
-import subprocess
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -28,7 +27,7 @@ from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from kairos.files import canonical_json, read_json, sha256_bytes, sha256_file, write_json
 from kairos.progress import say
-from kairos.status.queue import job_name
+from kairos.status.queue import ask, job_name
 from kairos.training.job import last_word
 from kairos.workflow import step
 from kairos.workflow.plan import Plan
@@ -96,7 +95,7 @@ class Successor(Executor):  # type: ignore[misc]
                     return True
             if queued:
                 say(f"SLURM job {path.stem} of an earlier run made {record['outputs'][0]} differently: it is cancelled")
-                _slurm("scancel", path.stem)
+                ask("scancel", path.stem, patience=_ANSWER)
                 while self._in_queue(path.stem):
                     time.sleep(_PATIENCE)
             self._forget(path)
@@ -166,8 +165,8 @@ class Successor(Executor):  # type: ignore[misc]
 
     def _states(self) -> dict[str, str] | None:
         """States of this experiment's jobs that wait, run or are ending; None: the queue does not answer."""
-        answer = _slurm("squeue", "--noheader", "--name", self.run_uuid, "--format", "%i %T")
-        return None if answer is None else dict(line.split() for line in answer.splitlines())
+        good, answer = ask("squeue", "--noheader", "--name", self.run_uuid, "--format", "%i %T", patience=_ANSWER)
+        return dict(line.split() for line in answer.splitlines()) if good else None
 
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncIterator[SubmittedJobInfo]:
         """The plugin's look at the queue, after which every job has ended or is still watched.
@@ -195,16 +194,7 @@ class Successor(Executor):  # type: ignore[misc]
         self._leaving = True
         self._job_submission_executor.shutdown(wait=True, cancel_futures=True)
         super().cancel_jobs(active_jobs)
-        _slurm("scancel", "--user", getpass.getuser(), "--name", self.run_uuid)
-
-
-def _slurm(*command: str) -> str | None:
-    """What a command of SLURM says; None where it fails or does not answer."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER)
-    except subprocess.TimeoutExpired:
-        return None
-    return done.stdout if done.returncode == 0 else None
+        ask("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, patience=_ANSWER)
 
 
 def _mark_unbooked(books: Any, results: str) -> None:
