@@ -174,6 +174,14 @@ def kill_controller(folder: Path) -> None:
     os.kill(_read(folder)["pids"]["slurmctld"], signal.SIGKILL)
 
 
+def save_state(folder: Path) -> None:
+    """Let slurmctld write down what it knows: by itself it does so late where its backfill has started a job."""
+    begun = time.time()
+    for job in slurm("squeue", "--noheader", "--format", "%i").split():
+        slurm("scontrol", "update", f"JobId={job}", "Nice=0")
+    wait_for(lambda: (folder / "state/job_state").stat().st_mtime > begun, 30, "slurmctld's state")
+
+
 def slurm(*command: str) -> str:
     """Output of one of SLURM's commands.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from pipeline import Pipeline
-from slurm import kill_controller, start_controller, wait_for
+from slurm import kill_controller, save_state, slurm, start_controller, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -60,7 +60,7 @@ def test_a_scheduler_that_does_not_answer_for_a_while_loses_no_job(pipeline: Pip
     training = pipeline.training("patient")
     with pipeline.controller("--slurm-status-attempts", "1", "--", training.end) as controller:
         wait_for(training.has_checkpoint, 300, "the first checkpoint")
-        time.sleep(5)  # SLURM writes with a delay down what it knows of jobs
+        save_state(cluster)
         kill_controller(cluster)
         try:
             time.sleep(40)  # looks that are not answered; meanwhile the training ends
@@ -69,3 +69,17 @@ def test_a_scheduler_that_does_not_answer_for_a_while_loses_no_job(pipeline: Pip
         controller.ended(300)
     assert training.lengths() == [1000]
     assert [job.state for job in training.jobs()] in (["COMPLETED"], [])  # forgotten by SLURM, not by us
+
+
+def test_a_job_whose_work_is_done_is_not_waited_for_when_slurm_queues_it_anew(pipeline: Pipeline) -> None:
+    pipeline.configure({"anew": {"sampler": "uniform"}})
+    training = pipeline.training("anew")
+    with pipeline.controller("--", training.end) as controller:
+        wait_for(training.has_checkpoint, 300, "the first checkpoint")
+        controller.process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: [job.state for job in training.jobs()] == ["COMPLETED"], 300, "the end of the job")
+        slurm("scontrol", "requeuehold", training.jobs()[0].number)
+        controller.process.send_signal(signal.SIGCONT)
+        controller.ended(120)
+    assert training.complete()
+    assert [job.state for job in training.jobs()] == ["CANCELLED"]

@@ -18,6 +18,7 @@ from kairos.errors import DamagedError
 from kairos.files import read_json
 
 NO_CLUSTER = "DNS SRV lookup failed"  # what SLURM's commands say where nothing tells them of a cluster
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states of jobs that have not begun
 _COMMENT = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")
 _OUTPUT = re.compile(r"([^/]+)/seed(\d+)/(?:milestones/.*|training\.json)")
 
@@ -43,7 +44,7 @@ class Job:
     @property
     def pending(self) -> bool:
         """Whether it has not begun."""
-        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+        return self.state in WAITING
 
 
 def jobs(results: Path) -> tuple[list[Job], str]:

@@ -27,7 +27,7 @@ from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from kairos.files import canonical_json, read_json, sha256_bytes, sha256_file, write_json
 from kairos.progress import say
-from kairos.status.queue import ask, job_name
+from kairos.status.queue import WAITING, ask, job_name
 from kairos.training.job import last_word
 from kairos.workflow import step
 from kairos.workflow.plan import Plan
@@ -172,7 +172,8 @@ class Successor(Executor):  # type: ignore[misc]
         """The plugin's look at the queue, after which every job has ended or is still watched.
 
         By itself the plugin forgets all jobs when the queue does not answer, and waits without end for one that the
-        queue has forgotten (it does so ``MinJobAge`` after a job's end) or that was preempted and not requeued.
+        queue has forgotten (it does so ``MinJobAge`` after a job's end), that was preempted and not requeued, or that
+        waits anew, perhaps held, when its work is done: so after a crash of slurmctld that had not saved its start.
         """
         async for _ in super().check_active_jobs(active_jobs):
             pass
@@ -182,7 +183,11 @@ class Successor(Executor):  # type: ignore[misc]
             job = info.external_jobid
             if states is not None and not self._submitted_job_clusters:  # of other clusters this queue knows nothing
                 self._missed[job] = 0 if job in states else self._missed.get(job, 0) + 1
-            if self._missed.get(job, 0) < _MISSED:
+            waits_anew = states is not None and states.get(job) in WAITING
+            if waits_anew and _complete(self.workflow.persistence, _outputs(info.job)):
+                ask("scancel", job, patience=_ANSWER)
+                self.report_job_success(info)
+            elif self._missed.get(job, 0) < _MISSED:
                 yield info
             elif _complete(self.workflow.persistence, _outputs(info.job)):
                 self.report_job_success(info)
