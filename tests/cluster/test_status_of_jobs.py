@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,25 @@ def test_queued_and_starting() -> None:
     assert queue.summary(queue.jobs(RESULTS)[0]) == "in the queue: train 1 wait, trainings 1 run"
     slurm("scancel", held, shared)
     wait_for(lambda: {training.state for training in look().values()} == {"waiting"}, 60, "the end of the jobs")
+
+
+def test_a_requeued_job_is_starting_until_its_training_speaks() -> None:
+    """The word of the run before, with the same job's number, is not taken for it."""
+    state = RESULTS / "uniform/seed0/.state"
+    state.mkdir(parents=True)
+    job = submit("rule_train_wildcards_uniform_0", command="sleep 300")
+    wait_for(lambda: look()["uniform"].state == "starting", 60, "the start of the job")
+    said = {"state": "running", "step": 40, "of": 100, "rate": 5.0, "host": "n2", "job": job}
+    write_json(state / "progress.json", {**said, "updated": time.time()})
+    assert look()["uniform"].state == "running"
+    time.sleep(1)  # SLURM counts in whole seconds
+    slurm("scontrol", "requeue", job)
+    wait_for(lambda: look()["uniform"].state == "queued", 60, "the job in the queue")
+    wait_for(lambda: look()["uniform"].state != "queued", 60, "its second start")
+    found = look()["uniform"]
+    assert (found.state, found.step, found.rate) == ("starting", 40, None)
+    write_json(state / "progress.json", {**said, "updated": time.time()})
+    assert look()["uniform"].state == "running"
 
 
 def test_doctor_on_a_login_node_and_in_a_job() -> None:

@@ -11,7 +11,9 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from kairos.errors import DamagedError
@@ -33,11 +35,19 @@ def job_name(results: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that waits or runs: its number, SLURM's state and reason, the stage, the trainings that it works on."""
+    """A job that waits or runs.
+
+    Attributes:
+        number, state, reason: as SLURM has them.
+        begun: Unix time at which it last started, in whole seconds; None where it waits.
+        stage: the rule whose job it is.
+        trainings: those that it works on.
+    """
 
     number: str
     state: str
     reason: str
+    begun: float | None
     stage: str
     trainings: tuple[Training, ...]
 
@@ -52,10 +62,10 @@ def jobs(results: Path) -> tuple[list[Job], str]:
     if shutil.which("squeue") is None:
         return [], ""
     whose = (f"--user={getpass.getuser()}", f"--name={job_name(str(results))}")
-    good, answer = ask("squeue", "--noheader", *whose, "--format=%i|%T|%r|%k")
+    good, answer = ask("squeue", "--noheader", *whose, "--format=%i|%T|%r|%S|%k")
     if not good:
         return [], "" if NO_CLUSTER in answer else f"squeue: {answer}"
-    return [_job(results, *line.split("|", 3)) for line in answer.splitlines()], ""
+    return [_job(results, *line.split("|", 4)) for line in answer.splitlines()], ""
 
 
 def ask(*command: str, patience: float = 10) -> tuple[bool, str]:
@@ -67,7 +77,7 @@ def ask(*command: str, patience: float = 10) -> tuple[bool, str]:
     return done.returncode == 0, done.stdout if done.returncode == 0 else " ".join(done.stderr.split())[:400]
 
 
-def _job(results: Path, number: str, state: str, reason: str, comment: str) -> Job:
+def _job(results: Path, number: str, state: str, reason: str, start: str, comment: str) -> Job:
     book = Path(".kairos/jobs") / results.name / f"{number}.json"
     try:
         outputs = [os.path.relpath(path, results) for path in read_json(book)["outputs"]]
@@ -76,7 +86,11 @@ def _job(results: Path, number: str, state: str, reason: str, comment: str) -> J
         found = {(match[1], int(match[2]))} if match else set()
     else:
         found = {(match[1], int(match[2])) for match in map(_OUTPUT.fullmatch, outputs) if match}
-    return Job(number, state, reason, comment.removeprefix("rule_").split("_")[0], tuple(sorted(found)))
+    begun = None
+    if state not in WAITING:  # else it is an estimate
+        with suppress(ValueError):
+            begun = datetime.fromisoformat(start).timestamp()  # local time, as squeue's
+    return Job(number, state, reason, begun, comment.removeprefix("rule_").split("_")[0], tuple(sorted(found)))
 
 
 def by_training(found: list[Job]) -> dict[Training, Job]:

@@ -127,7 +127,7 @@ def _alive(lock: Path, progress: dict[str, Any], job: Job | None) -> bool:
     Where locks do not reach from machine to machine, the queue or a fresh word stand in for the lock.
     """
     if job is not None and job.number == str(progress.get("job")) and job.state == "RUNNING":
-        return True
+        return progress["updated"] >= (job.begun or 0)  # else it is the word of what ran before SLURM requeued the job
     if _held(lock):
         return True
     return progress.get("host") != socket.gethostname() and time.time() - progress["updated"] < _FRESH
