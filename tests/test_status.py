@@ -124,12 +124,12 @@ def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
     write_json(".kairos/jobs/many/18.json", {"outputs": ["results/many/p2/seed0/milestones/0000100/milestone.json"]})
     write_json(".kairos/jobs/many/19.json", {"outputs": ["results/many/p2/seed0/samples/0000100.npz"]})
     lines = (
-        "17|PENDING|Priority|rule_train_1_wildcards_uniform_0",
-        "18|RUNNING|None|rule_trainings_1",
-        "19|PENDING|Dependency|rule_images_p2_seed0_1",
-        "20|PENDING|Resources|rule_train_wildcards_log_normal_0",
+        "17|PENDING|Priority|N/A|rule_train_1_wildcards_uniform_0",
+        "18|RUNNING|None|2026-01-31T12:00:00|rule_trainings_1",
+        "19|PENDING|Dependency|N/A|rule_images_p2_seed0_1",
+        "20|PENDING|Resources|2026-02-01T12:00:00|rule_train_wildcards_log_normal_0",
     )
-    jobs = [queue._job(RESULTS, *line.split("|", 3)) for line in lines]
+    jobs = [queue._job(RESULTS, *line.split("|", 4)) for line in lines]
     found = {training.method: training for training in trainings(expected(Path("many.yaml")), jobs)}
     states = {name: (training.state, training.step, training.where, training.note) for name, training in found.items()}
     assert states["uniform"] == ("queued", 50, "job 17", "Priority")

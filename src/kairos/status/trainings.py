@@ -126,8 +126,8 @@ def _alive(lock: Path, progress: dict[str, Any], job: Job | None) -> bool:
 
     Where locks do not reach from machine to machine, the queue or a fresh word stand in for the lock.
     """
-    if job is not None and job.number == str(progress.get("job")) and job.state == "RUNNING":
-        return progress["updated"] >= (job.begun or 0)  # else it is the word of what ran before SLURM requeued the job
+    if job is not None and job.number == str(progress.get("job")) and (job.pending or job.state == "RUNNING"):
+        return job.begun is not None and progress["updated"] >= job.begun  # else it is from before SLURM requeued it
     if _held(lock):
         return True
     return progress.get("host") != socket.gethostname() and time.time() - progress["updated"] < _FRESH
