@@ -81,6 +81,18 @@ def test_a_profile_that_is_not_there(capsys):
     assert "--profile: got 'profiles/none', allowed: a folder that holds a profile.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["default-resources:\n  slurm_account: x\n slurm_partition: y\n", "default-resources: [no_value]\n", "- a\n"],
+)
+def test_a_profile_that_cannot_be_read(folder, monkeypatch, text):
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    (folder / "profile.yaml").write_text(text)
+    [(mark, what, fact)] = machine.slurm(folder)
+    assert (mark, what) == (False, "slurm profile")
+    assert fact.startswith(f"{folder}/profile.yaml: default-resources cannot be read: ")
+
+
 def test_a_machine_of_a_cluster(folder, monkeypatch):
     """What can be told of locks, disks and limits where there is no SLURM; the rest is in tests/cluster."""
     monkeypatch.setenv("PATH", "/nowhere")
@@ -88,6 +100,12 @@ def test_a_machine_of_a_cluster(folder, monkeypatch):
     good = machine.locks(folder / "results" / "x")
     assert [mark for mark, *_ in good] == [True, True]
     assert good[0][2] == f"flock works in {folder}"
+    for options in ("rw,localflock,lazystatfs", "rw,vers=3,local_lock=all"):
+        with monkeypatch.context() as patch:
+            patch.setattr("kairos.staging.mount", lambda path, options=options: ("lustre", options.split(",")))
+            mark, _, what = machine.locks(folder)[0]
+        assert not mark
+        assert f"lustre is mounted with {options.split(',')[-1 if 'vers' in options else 1]}: locks end" in what
     bad = machine.locks(Path("/proc/self"))  # where no file can be made
     assert [mark for mark, *_ in bad] == [False, False]
     assert "use another file system" in bad[0][2]

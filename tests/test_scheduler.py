@@ -73,7 +73,7 @@ def test_a_training_that_has_diverged_takes_no_others_down(done):
     [
         ({}, {"gpu": 1}),
         ({"device": "cpu"}, {}),
-        ({"processes": 4}, {"gpu": 4}),
+        ({"processes": 4}, {"nodes": 1, "gpu": 4}),
         ({"processes": 4, "nodes": 2}, {"nodes": 2, "gres": "gpu:2"}),
         ({"processes": 4, "nodes": 2, "device": "cpu"}, {"nodes": 2, "tasks": 2}),
         ({"trainings_per_gpu": 3}, {"gres": "gpu:1"}),

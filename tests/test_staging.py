@@ -75,6 +75,17 @@ def test_many_jobs_at_once_make_one_copy_and_a_killed_one_s_rest_is_removed(late
     assert os.stat(first / "mean.npy").st_ino == before.st_ino
 
 
+def test_a_copy_whose_files_were_deleted_is_made_again(latents, local, capsys):
+    first = staged(latents)
+    (first / "mean.npy").unlink()  # as machines do with old files of /tmp
+    assert staged(latents) == first
+    assert (first / "mean.npy").read_bytes() == (latents / "mean.npy").read_bytes()
+    os.truncate(first / "mean.npy", 100)
+    (first / "../dataset/manifest.json").unlink()
+    staged(latents)
+    assert (open_latents(first).batch(np.arange(40)) == open_latents(latents).batch(np.arange(40))).all()
+
+
 def test_other_content_is_another_copy(latents, local):
     first = staged(latents)
     mean = np.load(latents / "mean.npy")

@@ -43,7 +43,7 @@ def staged(latents: Path) -> Path:
     try:
         own.mkdir(mode=0o700, exist_ok=True)
         reason = "it is somebody else's" if own.stat().st_uid != os.getuid() else None
-        if not reason and not (home / "copy").is_dir():
+        if not reason and not _whole(home, copied, latents):
             reason = _why_not(local, latents, size)
         if not reason:
             _make(home, copied, latents, dataset)
@@ -64,18 +64,18 @@ def _why_not(local: Path, latents: Path, size: int) -> str | None:
     """Why nothing is copied; None where it is."""
     if "KAIROS_LOCAL" not in os.environ and local.stat().st_dev == latents.stat().st_dev:
         return "it is on the same file system"
-    if "KAIROS_LOCAL" not in os.environ and _file_system(local) in ("tmpfs", "ramfs"):
+    if "KAIROS_LOCAL" not in os.environ and mount(local)[0] in ("tmpfs", "ramfs"):
         return "it is in main memory"
     free = shutil.disk_usage(local).free
     return f"{free / 1e9:.3g} GB are free, twice {size / 1e9:.3g} are needed" if free < 2 * size else None
 
 
-def _file_system(path: Path) -> str:
-    """Kind of the file system that a folder is on, such as ext4."""
-    mounts = (line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines())
-    kinds = {mount[1]: mount[2] for mount in mounts}
+def mount(path: Path) -> tuple[str, list[str]]:
+    """Kind of the file system that a folder is on, such as ext4, and the options of its mount."""
+    lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+    mounts = {place: (kind, options.split(",")) for _, place, kind, options, *_ in map(str.split, lines)}
     path = path.resolve()
-    return next((kinds[str(place)] for place in (path, *path.parents) if str(place) in kinds), "")
+    return next((mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts), ("", []))
 
 
 def _make(home: Path, copied: dict[Path, dict[str, str]], latents: Path, dataset: Path) -> None:
@@ -83,9 +83,9 @@ def _make(home: Path, copied: dict[Path, dict[str, str]], latents: Path, dataset
     home.mkdir(exist_ok=True)
     with open(home / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (home / "copy").is_dir():
+        if _whole(home, copied, latents):
             return
-        for left in home.glob(".tmp-*"):  # of a job that was killed while it copied
+        for left in (*home.glob(".tmp-*"), *home.glob("copy")):  # of a job that was killed while it copied, or damaged
             shutil.rmtree(left)
         with atomic_folder(home / "copy") as folder:
             for source, name in ((latents, "latents"), (dataset, "dataset")):
@@ -94,6 +94,19 @@ def _make(home: Path, copied: dict[Path, dict[str, str]], latents: Path, dataset
                     _place(file, folder / name / relative, copied[source].get(relative))
             manifest = read_json(latents / "manifest.json")
             write_json(folder / "latents" / "manifest.json", {**manifest, "dataset": "../dataset"})
+
+
+def _whole(home: Path, copied: dict[Path, dict[str, str]], latents: Path) -> bool:
+    """Whether the copy is there with all its files: many a machine deletes old files of /tmp and leaves the folders."""
+    try:
+        for source, files in copied.items():
+            folder = home / "copy" / ("latents" if source == latents else "dataset")
+            (folder / "manifest.json").stat()
+            if any((folder / name).stat().st_size != (source / name).stat().st_size for name in files):
+                return False
+    except OSError:
+        return False
+    return True
 
 
 def _place(file: Path, target: Path, digest: str | None) -> None:

@@ -33,9 +33,7 @@ def cluster() -> Iterator[Path]:
 @pytest.fixture
 def pipeline(finished: Pipeline) -> Pipeline:
     """The tiny pipeline, with its report; tests add to its experiment."""
-    for node, state in slurm.node_states().items():
-        if state.startswith("drain"):  # by a test that failed
-            slurm.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    slurm.clean()
     finished.configure()
     return finished
 

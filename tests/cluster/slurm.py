@@ -163,6 +163,15 @@ def stop() -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def clean() -> None:
+    """Take away what a test that failed has left: its jobs, and nodes that take none."""
+    slurm("scancel", "--user", "root")
+    for node, state in node_states().items():
+        if state.startswith(("drain", "down")):
+            slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    wait_for(lambda: not slurm("squeue", "--noheader"), 120, "an empty queue")
+
+
 def start_controller(folder: Path) -> None:
     """Start slurmctld, for the first time or after a kill."""
     _daemon(folder, "slurmctld", ["slurmctld", "-D", "-f", f"{folder}/slurm.conf"])

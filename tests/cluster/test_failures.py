@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from pipeline import Pipeline
+from pipeline import RESULTS, Pipeline
 from slurm import kill_controller, save_state, slurm, start_controller, wait_for
+
+from kairos.status.queue import job_name
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -27,18 +29,28 @@ def test_a_training_that_diverges_is_not_tried_again(pipeline: Pipeline) -> None
 
 
 def test_a_job_that_fails_takes_no_complete_training_down(pipeline: Pipeline) -> None:
-    """Snakemake deletes all outputs of a failed job; those of a training that is complete are given out again."""
-    pipeline.configure({"whole": {"sampler": "uniform"}, "killed": {"sampler": "uniform"}}, trainings_per_gpu=2)
-    whole, killed = pipeline.training("whole"), pipeline.training("killed")
-    with pipeline.controller("--retries", "0", "--", whole.end, killed.end) as controller:
-        wait_for(killed.has_checkpoint, 300, "the first checkpoint")
-        os.kill(killed.pid(), signal.SIGSTOP)
-        wait_for(whole.complete, 300, "the other training")
+    """Snakemake deletes all outputs of a failed job; those of a training that is complete are given out again.
+
+    Also where the controller, busy with other jobs, is killed before its end.
+    """
+    methods = {
+        name: {"sampler": "uniform"} for name in ("killed", "whole", "working")
+    }  # a job for two, one for the last
+    pipeline.configure(methods, trainings_per_gpu=2)
+    killed, whole, working = (pipeline.training(name) for name in methods)
+    ends = (whole.end, killed.end)
+    with pipeline.controller("--retries", "0", "--", *ends, working.end) as controller:
+        wait_for(lambda: killed.has_checkpoint() and working.has_checkpoint(), 300, "the first checkpoints")
+        for training in (killed, working):
+            os.kill(training.pid(), signal.SIGSTOP)
+        wait_for(whole.complete, 300, "a training")
         timing = (whole.folder / "timing.jsonl").read_bytes()
         os.kill(killed.pid(), signal.SIGKILL)
-        assert controller.process.wait(300) == 1
-    assert not whole.complete()
-    pipeline.run("--", whole.end, killed.end)
+        wait_for(lambda: not whole.complete(), 300, "the deletion of the failed job's outputs")
+        time.sleep(1)  # Snakemake's books are written
+        controller.process.send_signal(signal.SIGKILL)
+    os.kill(working.pid(), signal.SIGCONT)
+    pipeline.run("--", *ends)
     assert (whole.folder / "timing.jsonl").read_bytes() == timing
     assert sum(killed.lengths()) == pipeline.tiny["training"]["milestones"][-1]
 
@@ -83,3 +95,40 @@ def test_a_job_whose_work_is_done_is_not_waited_for_when_slurm_queues_it_anew(pi
         controller.ended(120)
     assert training.complete()
     assert [job.state for job in training.jobs()] == ["CANCELLED"]
+
+
+def test_a_job_that_slurm_cannot_take_now_is_sent_again(pipeline: Pipeline, cluster: Path) -> None:
+    pipeline.configure({"later": {"sampler": "uniform"}})
+    training = pipeline.training("later")
+    kill_controller(cluster)
+    with pipeline.controller("--", training.end) as controller:
+        try:
+            wait_for(lambda: "It is sent again" in controller.log.read_text(), 200, "an attempt in vain")
+        finally:
+            start_controller(cluster)
+        controller.ended(300)
+    assert [job.state for job in training.jobs()] == ["COMPLETED"]
+    assert "Trying to restart" not in controller.log.read_text()
+
+
+def test_a_job_that_no_controller_has_heard_of_is_cancelled(pipeline: Pipeline) -> None:
+    """So where sbatch failed and SLURM had taken the job, or the controller was killed in that moment."""
+    pipeline.configure({"lost": {"sampler": "uniform"}})
+    training = pipeline.training("lost")
+    name = job_name(str(pipeline.folder / RESULTS))
+    line = ("sbatch", "--parsable", f"--job-name={name}", "--comment=rule_train_wildcards_lost_0", "--mem=50")
+    lost = slurm(*line, "--output=/dev/null", "--wrap", "sleep 600")
+    said = pipeline.run("--", training.end)
+    assert f"SLURM job {lost} (rule_train_wildcards_lost_0) is in the queue and was never written down" in said
+    assert slurm("squeue", "-h", "-t", "all", "-j", lost, "-o", "%T") == "CANCELLED"
+    assert [job.state for job in training.jobs()][-1] == "COMPLETED"
+
+
+def test_what_slurm_refuses_is_not_sent_again(pipeline: Pipeline) -> None:
+    pipeline.configure({"refused": {"sampler": "uniform"}})
+    training = pipeline.training("refused")
+    with pipeline.controller("--default-resources", "slurm_partition='nowhere'", "--", training.end) as controller:
+        assert controller.process.wait(120) == 1
+    said = controller.log.read_text()
+    assert said.count("invalid partition specified: nowhere") == 1, said
+    assert training.jobs() == []

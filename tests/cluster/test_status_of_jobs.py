@@ -44,7 +44,9 @@ def look() -> dict[str, Training]:
     return {training.method: training for training in trainings(expected(Path("many.yaml")), jobs)}
 
 
-def test_queued_and_starting() -> None:
+def test_queued_and_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SQUEUE_STATES", "RUNNING"), ("SQUEUE_FORMAT", "%j"), ("SLURM_TIME_FORMAT", "relative")):
+        monkeypatch.setenv(name, value)  # what a user likes to see
     held = submit("rule_train_wildcards_uniform_0", "--hold")
     shared = submit("rule_trainings")
     write_json(f".kairos/jobs/many/{shared}.json", {"outputs": ["results/many/p2/seed0/training.json"]})

@@ -3,7 +3,7 @@
 
 rule prepare:
     input:
-        controller.data_files(plan),
+        lambda wildcards: controller.data_files(plan),
     output:
         record=f"{RESULTS}/dataset/manifest.json",
         timing=f"{RESULTS}/timing/prepare.json",
@@ -17,7 +17,7 @@ rule prepare:
         runtime=growing(120),
     params:
         **plan.depends("prepare"),
-        files=controller.listing(plan),
+        files=lambda wildcards: controller.listing(plan),
         config=plan.frozen,
         out=folder("record"),
     shell:

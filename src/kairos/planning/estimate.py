@@ -146,7 +146,7 @@ def _stages(plan: Plan) -> list[Stage]:
     training, gpu = experiment.training, gpus(experiment)
     shared = len(plan.segments) * -(-len(plan.methods) * len(plan.seeds) // training.trainings_per_gpu)
     asked = {
-        "autoencoder": gpu * (experiment.autoencoder.kind == "train"),
+        "autoencoder": gpu * (experiment.autoencoder.kind != "none"),
         "encode": gpu * (experiment.autoencoder.kind != "none"),
         "train": gpu * training.processes,
         "sample": gpu,

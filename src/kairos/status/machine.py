@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from kairos.errors import KairosError
 from kairos.status.queue import NO_CLUSTER, ask
 from kairos.workflow.usable import Finding
 
@@ -34,6 +36,10 @@ def slurm(profile: Path = PROFILE) -> list[Finding]:
     """
     if shutil.which("sinfo") is None:
         return [(True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")]
+    try:
+        _default_resources(profile)
+    except KairosError as error:
+        return [(False, "slurm profile", str(error))]
     good, answer = ask("sinfo", "--noheader", "--format=%P|%a|%D|%l|%G")
     if NO_CLUSTER in answer:
         return [(True, "slurm", "its commands are here, but no cluster is configured (slurm.conf): none to use")]
@@ -71,15 +77,25 @@ def profile_file(profile: Path) -> Path | None:
 
 def _word(profile: Path, word: str) -> str | None:
     """A default resource of the profile for SLURM."""
+    value = _default_resources(profile).get(word)
+    return str(value).strip("'\"") if value else None
+
+
+def _default_resources(profile: Path) -> dict[str, Any]:
+    """What a profile asks for by default.
+
+    Raises:
+        KairosError: it is not the YAML that Snakemake reads.
+    """
     import yaml
 
     file = profile_file(profile)
-    found = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else None) or {}
-    given = found.get("default-resources") or {}
-    if isinstance(given, list):
-        given = dict(item.split("=", 1) for item in given)
-    value = given.get(word)
-    return str(value).strip("'\"") if value else None
+    try:
+        found = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else None) or {}
+        given = found.get("default-resources") or {}
+        return dict(item.split("=", 1) for item in given) if isinstance(given, list) else dict(given)
+    except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+        raise KairosError(f"{file}: default-resources cannot be read: {' '.join(str(error).split())}") from None
 
 
 def job(visible: int) -> list[Finding]:
@@ -136,10 +152,21 @@ def locks(results: Path) -> list[Finding]:
                 fault = _try_lock(kind, file)
         except OSError as error:
             fault = f"{error.strerror}"
+        if not fault and kind == "flock":
+            fault = _not_between_machines(folder)
         advice = "; two trainings could write one state: use another file system, or have it mounted with locks"
         fact = f"{kind} works in {folder}" if not fault else f"{kind} in {folder}: {fault}{advice}"
         findings.append((not fault, f"locks ({kind})", fact))
     return findings
+
+
+def _not_between_machines(folder: Path) -> str:
+    """What the file system's mount options say against locks between machines, or nothing."""
+    from kairos.staging import mount
+
+    kind, options = mount(folder)
+    local = {"localflock", "nolock", "local_lock=all", "local_lock=flock"} & set(options)
+    return f"{kind} is mounted with {', '.join(sorted(local))}: locks end at this machine" if local else ""
 
 
 def _try_lock(kind: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> str:

@@ -21,6 +21,7 @@ from kairos.files import read_json
 
 NO_CLUSTER = "DNS SRV lookup failed"  # what SLURM's commands say where nothing tells them of a cluster
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")  # states of jobs that have not begun
+_WISHES = re.compile("SQUEUE_|SACCT_|SINFO_|SLURM_TIME_FORMAT")
 _COMMENT = re.compile(r"rule_train(?:_\d+)?_wildcards_(.+)_(\d+)")
 _OUTPUT = re.compile(r"([^/]+)/seed(\d+)/(?:milestones/.*|training\.json)")
 
@@ -68,17 +69,28 @@ def jobs(results: Path) -> tuple[list[Job], str]:
     return [_job(results, *line.split("|", 4)) for line in answer.splitlines()], ""
 
 
+def books(results: str | Path) -> Path:
+    """The folder in which each job of an experiment is written down under its number."""
+    return Path(".kairos/jobs") / os.path.basename(results)
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment without a user's own wishes for what SLURM's commands show, and how."""
+    return {name: value for name, value in os.environ.items() if not _WISHES.match(name)}
+
+
 def ask(*command: str, patience: float = 10) -> tuple[bool, str]:
     """Whether a command of SLURM's succeeded within so many seconds, and what it said, or complains of."""
+    environment = plain_environment()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False, env=environment)
     except subprocess.TimeoutExpired:
         return False, f"no answer within {patience:g} s"
     return done.returncode == 0, done.stdout if done.returncode == 0 else " ".join(done.stderr.split())[:400]
 
 
 def _job(results: Path, number: str, state: str, reason: str, start: str, comment: str) -> Job:
-    book = Path(".kairos/jobs") / results.name / f"{number}.json"
+    book = books(results) / f"{number}.json"
     try:
         outputs = [os.path.relpath(path, results) for path in read_json(book)["outputs"]]
     except (OSError, DamagedError):  # sent this instant, or by another folder's controller

@@ -7,12 +7,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
+
+from kairos.status.queue import ask
 
 STATUS = 75  # EX_TEMPFAIL: ended early by request; the same command goes on
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -87,12 +88,11 @@ def end_of_job() -> float:
     Older versions of SLURM do not set SLURM_JOB_END_TIME; there the queue is asked once.
     """
     given, job = os.environ.get("SLURM_JOB_END_TIME"), os.environ.get("SLURM_JOB_ID")
-    with suppress(ValueError, OSError, subprocess.SubprocessError):
+    with suppress(ValueError, OSError):
         if given:
             return float(given)
         if job:
-            line = ["squeue", "--noheader", "--jobs", job, "--format", "%e"]
-            told = subprocess.run(line, capture_output=True, text=True, timeout=20, check=True).stdout
+            _, told = ask("squeue", "--noheader", "--jobs", job, "--format", "%e", patience=20)
             return datetime.fromisoformat(told.strip()).timestamp()  # local time, as squeue's
     return 0.0
 

@@ -42,7 +42,7 @@ def of_training(experiment: Experiment) -> dict[str, Any]:
     """
     settings, each = experiment.training, processes_per_node(experiment)
     asked: dict[str, Any] = {"mem_mb": growing(_TRAINING_MB * each), "runtime": 1440}
-    if settings.nodes > 1:
+    if settings.processes > 1:  # else SLURM may spread the GPUs of one machine over several
         asked["nodes"] = settings.nodes
     if not gpus(experiment):
         return asked | ({"tasks": settings.nodes} if settings.nodes > 1 else {})

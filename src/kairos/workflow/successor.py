@@ -8,34 +8,31 @@ the same outputs, it looks at the earlier one:
 - the same work, ended and complete: done, and only Snakemake's books are written;
 - other work, such as after an edit of the experiment: cancelled, and replaced when it is gone.
 
-A job that was sent and not yet written down when its controller died (milliseconds) is not found; then the lock of its
-training, and records that appear whole, keep it from doing harm.
+A job that was sent and not yet written down when its controller died (milliseconds) is cancelled. What is written down
+is taken back when Snakemake's own books have the job's end.
 """
 
 import getpass
 import os
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from operator import or_
 from pathlib import Path
 from typing import Any
 
-from snakemake_executor_plugin_slurm import Executor
 from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from kairos.files import canonical_json, read_json, sha256_bytes, sha256_file, write_json
 from kairos.progress import say
-from kairos.status.queue import WAITING, ask, job_name
+from kairos.status.queue import WAITING, ask, books, plain_environment
 from kairos.training.job import last_word
 from kairos.workflow import step
 from kairos.workflow.plan import Plan
+from kairos.workflow.submitter import ANSWER, Submitter
 
 _HASHED_WHOLE = 1_000_000  # bytes; of a larger input size and time are compared
-_PATIENCE = 5  # seconds between looks at the queue
-_ENDING = 300  # seconds that a job may take to end
-_ANSWER = 60  # seconds that SLURM may take to answer
+_CLUSTERS = ("cluster", "clusters", "slurm_cluster")
 _MISSED = 3  # looks in which the queue does not have a job: it has ended, and how is seen in its outputs
 
 
@@ -48,21 +45,21 @@ def attach(workflow: Any, plugin: Any, plan: Plan) -> Any:
         build()
 
     workflow._build_dag = build_with_earlier
+    for name in os.environ.keys() - plain_environment().keys():
+        del os.environ[name]
     return replace(plugin, executor=type("Executor", (Successor,), {"results": plan.results, "exact": plan.exact}))
 
 
-class Successor(Executor):  # type: ignore[misc]
+class Successor(Submitter):
     """The plugin's executor, with a memory that survives it."""
 
-    results: str
     exact: bool
 
     def __post_init__(self, test_mode: bool = False) -> None:
         super().__post_init__(test_mode)
-        self.run_uuid = job_name(self.results)  # by this name the plugin finds its jobs' states, now earlier ones too
         self._ended: set[str] = set()  # jobs whose end was reported
+        self._books: dict[Any, Path] = {}  # where those are written down whose end Snakemake does not know yet
         self._missed: dict[str, int] = {}  # in how many looks on end the queue did not have a job
-        self._leaving = False
         self._earlier = {path: read_json(path) for path in _records(self.results)}
 
     def run_job(self, job: Any) -> None:
@@ -71,7 +68,7 @@ class Successor(Executor):  # type: ignore[misc]
             if self._take_over(job):
                 return
         except Exception as error:
-            self._report_job_error_threadsafe(SubmittedJobInfo(job), f"earlier jobs cannot be looked at: {error!r}")
+            self._give_up(job, f"earlier jobs cannot be looked at: {error!r}")
             return
         super().run_job(job)
 
@@ -95,9 +92,7 @@ class Successor(Executor):  # type: ignore[misc]
                     return True
             if queued:
                 say(f"SLURM job {path.stem} of an earlier run made {record['outputs'][0]} differently: it is cancelled")
-                ask("scancel", path.stem, patience=_ANSWER)
-                while self._in_queue(path.stem):
-                    time.sleep(_PATIENCE)
+                self._cancel(path.stem)
             self._forget(path)
         return False
 
@@ -105,6 +100,9 @@ class Successor(Executor):  # type: ignore[misc]
         """Send each by itself: the next controller could not take a part of an array over."""
         if self.array_jobs:
             raise WorkflowError("slurm-array-jobs: not possible here, since jobs are taken over one by one")
+        for job in jobs:
+            if others := [name for name in _CLUSTERS if job.resources.get(name)]:
+                raise WorkflowError(f"{others[0]}: not possible here, since another cluster's queue is not looked at")
         super().run_jobs(jobs)
 
     @property
@@ -133,40 +131,43 @@ class Successor(Executor):  # type: ignore[misc]
         write_json(self._record(job_info), record)
 
     def report_job_success(self, job_info: SubmittedJobInfo) -> None:
-        """Forget it: Snakemake's own books have it."""
-        self._ended.add(job_info.external_jobid)
-        self._forget(self._record(job_info))
+        """Note that it has ended."""
+        self._note_end(job_info)
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: SubmittedJobInfo, msg: str | None = None, **keywords: Any) -> None:
-        """Forget it: the next attempt is another job. There is none for a training that would only diverge again."""
-        self._ended.add(job_info.external_jobid)
-        self._forget(self._record(job_info))
-        if self.exact and _in_vain(job_info):
+        """Note it, and try neither what SLURM refuses again nor a training that would only diverge again."""
+        self._note_end(job_info)
+        if job_info.external_jobid is None or (self.exact and _in_vain(job_info)):
             job_info.job._attempt = job_info.job.restart_times + 1  # what it asked for is given back as it was
         super().report_job_error(job_info, msg=msg, **keywords)
 
+    def handle_job_success(self, job: Any) -> None:
+        """Forget it: Snakemake's own books have it."""
+        super().handle_job_success(job)
+        self._forget_ended(job)
+
+    def handle_job_error(self, job: Any) -> None:
+        """Forget it: the next attempt is another job. Its outputs, which are deleted now, are on the books as made."""
+        super().handle_job_error(job)
+        for one in _jobs(job):
+            self.workflow.persistence.cleanup(one)
+        self._forget_ended(job)
+
     def _record(self, job_info: SubmittedJobInfo) -> Path:
-        return _folder(self.results) / f"{job_info.external_jobid}.json"
+        return books(self.results) / f"{job_info.external_jobid}.json"
+
+    def _note_end(self, job_info: SubmittedJobInfo) -> None:
+        self._ended.add(job_info.external_jobid)
+        self._books[job_info.job] = self._record(job_info)
+
+    def _forget_ended(self, job: Any) -> None:
+        if (path := self._books.pop(job, None)) is not None:
+            self._forget(path)
 
     def _forget(self, path: Path) -> None:
         path.unlink(missing_ok=True)
         self._earlier.pop(path, None)
-
-    def _in_queue(self, job: str) -> bool:
-        """Whether a job waits or runs; one that is just ending is waited for, but not for hours on a sick machine."""
-        patience = time.monotonic() + _ENDING
-        while not self._leaving:
-            states = self._states()
-            if states is not None and (states.get(job) != "COMPLETING" or time.monotonic() > patience):
-                return states.get(job, "COMPLETING") != "COMPLETING"
-            time.sleep(_PATIENCE)
-        raise WorkflowError("asked to leave")
-
-    def _states(self) -> dict[str, str] | None:
-        """States of this experiment's jobs that wait, run or are ending; None: the queue does not answer."""
-        good, answer = ask("squeue", "--noheader", "--name", self.run_uuid, "--format", "%i %T", patience=_ANSWER)
-        return dict(line.split() for line in answer.splitlines()) if good else None
 
     async def check_active_jobs(self, active_jobs: list[SubmittedJobInfo]) -> AsyncIterator[SubmittedJobInfo]:
         """The plugin's look at the queue, after which every job has ended or is still watched.
@@ -181,11 +182,11 @@ class Successor(Executor):  # type: ignore[misc]
         states = self._states() if left else {}
         for info in left:
             job = info.external_jobid
-            if states is not None and not self._submitted_job_clusters:  # of other clusters this queue knows nothing
+            if states is not None:
                 self._missed[job] = 0 if job in states else self._missed.get(job, 0) + 1
             waits_anew = states is not None and states.get(job) in WAITING
             if waits_anew and _complete(self.workflow.persistence, _outputs(info.job)):
-                ask("scancel", job, patience=_ANSWER)
+                ask("scancel", job, patience=ANSWER)
                 self.report_job_success(info)
             elif self._missed.get(job, 0) < _MISSED:
                 yield info
@@ -199,7 +200,7 @@ class Successor(Executor):  # type: ignore[misc]
         self._leaving = True
         self._job_submission_executor.shutdown(wait=True, cancel_futures=True)
         super().cancel_jobs(active_jobs)
-        ask("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, patience=_ANSWER)
+        ask("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, patience=ANSWER)
 
 
 def _mark_unbooked(books: Any, results: str) -> None:
@@ -216,11 +217,7 @@ def _mark_unbooked(books: Any, results: str) -> None:
 
 
 def _records(results: str) -> list[Path]:
-    return sorted(_folder(results).glob("*.json"))
-
-
-def _folder(results: str) -> Path:
-    return Path(".kairos/jobs") / os.path.basename(results)
+    return sorted(books(results).glob("*.json"))
 
 
 def _complete(books: Any, outputs: list[str]) -> bool:
