@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kairos.cli import main
+from kairos.staging import mount
 from kairos.status import machine
 
 
@@ -100,12 +101,13 @@ def test_a_machine_of_a_cluster(folder, monkeypatch):
     good = machine.locks(folder / "results" / "x")
     assert [mark for mark, *_ in good] == [True, True]
     assert good[0][2] == f"flock works in {folder}"
-    for options in ("rw,localflock,lazystatfs", "rw,vers=3,local_lock=all"):
+    assert mount(Path("/proc/self"))[0] == "proc"
+    for kind, option in (("lustre", "localflock"), ("nfs", "local_lock=all")):
         with monkeypatch.context() as patch:
-            patch.setattr("kairos.staging.mount", lambda path, options=options: ("lustre", options.split(",")))
+            patch.setattr("kairos.staging.mount", lambda path, found=(kind, ["rw", option, "vers=3"]): found)
             mark, _, what = machine.locks(folder)[0]
         assert not mark
-        assert f"lustre is mounted with {options.split(',')[-1 if 'vers' in options else 1]}: locks end" in what
+        assert f"{kind} is mounted with {option}: locks end at this machine" in what
     bad = machine.locks(Path("/proc/self"))  # where no file can be made
     assert [mark for mark, *_ in bad] == [False, False]
     assert "use another file system" in bad[0][2]

@@ -11,6 +11,7 @@ from workflow_copy import Copy
 
 from kairos.config import validate
 from kairos.workflow.resources import of_training
+from kairos.workflow.submitter import _LATER
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,23 @@ def test_what_a_training_asks_for(fields, asked):
     per_node = fields.get("processes", 1) // fields.get("nodes", 1)
     assert [found["mem_mb"]({}, attempt) for attempt in (1, 2, 6)] == [6000 * per_node * k for k in (1, 2, 3)]
     assert {name: value for name, value in found.items() if name not in ("mem_mb", "runtime")} == asked
+
+
+@pytest.mark.parametrize(
+    ("said", "later"),
+    [
+        ("Unable to contact slurm controller (connect failure)", True),
+        ("Socket timed out on send/recv operation", True),
+        ("Slurm temporarily unable to accept job, sleeping and retrying.", True),
+        ("AssocMaxSubmitJobLimit\nsbatch: error: Job violates accounting/QOS policy", True),
+        ("QOSMaxSubmitJobPerUserLimit", True),
+        ("invalid partition specified: nowhere", False),
+        ("Invalid account or account/partition combination specified. Please contact support.", False),
+        ("Memory specification can not be satisfied", False),
+    ],
+)
+def test_which_words_of_sbatch_a_job_waits_for(said, later):
+    assert bool(_LATER.search(f"SLURM sbatch failed. The error message was 'sbatch: error: {said}'.")) is later
 
 
 EDITED = {"default-resources", "slurm_account", "slurm_partition", "slurm_extra", "slurm-partition-config"}

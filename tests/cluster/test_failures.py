@@ -33,10 +33,8 @@ def test_a_job_that_fails_takes_no_complete_training_down(pipeline: Pipeline) ->
 
     Also where the controller, busy with other jobs, is killed before its end.
     """
-    methods = {
-        name: {"sampler": "uniform"} for name in ("killed", "whole", "working")
-    }  # a job for two, one for the last
-    pipeline.configure(methods, trainings_per_gpu=2)
+    methods = {name: {"sampler": "uniform"} for name in ("killed", "whole", "working")}
+    pipeline.configure(methods, trainings_per_gpu=2)  # a job for the first two, one for the last
     killed, whole, working = (pipeline.training(name) for name in methods)
     ends = (whole.end, killed.end)
     with pipeline.controller("--retries", "0", "--", *ends, working.end) as controller:

@@ -22,7 +22,11 @@ _ENDING = 300  # seconds that a job may take to end
 ANSWER = 60  # seconds that SLURM may take to answer
 _FIRST, _LONGEST = 10.0, 60.0  # seconds until sbatch is called again
 # what sbatch says when the same call may succeed later: SLURM is away or busy, or limits how many jobs a user submits
-_LATER = re.compile(r"timed out|contact|temporarily|try again|connect|communicat|zero bytes|submitjob", re.IGNORECASE)
+_LATER = re.compile(
+    r"timed out|unable to contact|temporarily|try again|connect failure|connection refused|communication|zero bytes"
+    r"|SubmitJob",
+    re.IGNORECASE,
+)
 
 
 class Submitter(Executor):  # type: ignore[misc]
