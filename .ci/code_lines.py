@@ -1,0 +1,66 @@
+"""Code lines by package, without blanks, comments and docstrings: ``python .ci/code_lines.py``.
+
+A line counts where a token of code begins or ends on it; what `ruff format` leaves of a statement's lines is its size.
+"""
+
+import ast
+import collections
+import io
+import sys
+import tokenize
+from pathlib import Path
+
+_NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+def docstrings(text: str) -> set[int]:
+    """The lines of all docstrings; none where the text is no plain Python (a Snakefile)."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return set()
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+                found.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return found
+
+
+def count(text: str) -> tuple[int, int]:
+    """Lines of code and lines of docstrings."""
+    documented = docstrings(text)
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NOT_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - documented), len(documented)
+
+
+def main() -> None:
+    """Print a table of the packages of ``src/kairos`` and of ``workflow``."""
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+    files = [*sorted((root / "src/kairos").rglob("*.py")), *sorted((root / "workflow").rglob("*.smk")), root / "Snakefile"]
+    sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+    for path in files:
+        parts = path.relative_to(root).parts
+        place = "workflow (rules)" if parts[0] != "src" else parts[2] if len(parts) > 3 else "(top level)"
+        for number, value in enumerate((1, *count(path.read_text(encoding="utf-8")))):
+            sums[place][number] += value
+    rows = [(place, *values) for place, values in sorted(sums.items())]
+    rows.append(("all", *(sum(column) for column in zip(*sums.values(), strict=True))))
+    for place, number, code, documented in rows:
+        print(f"{place:20}{number:4} files{code:7} code lines{documented:6} docstring lines")
+
+
+if __name__ == "__main__":
+    main()
