@@ -13,10 +13,11 @@ from PIL import Image
 
 from kairos.autoencoders.codec import PixelCodec, load_codec
 from kairos.autoencoders.quality import psnr
+from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.stage import make_autoencoder
-from kairos.config.data import AutoencoderConfig, DatasetConfig
 from kairos.data.dataset import open_dataset, to_uint8
 from kairos.data.prepare import prepare
+from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError, DamagedError, KairosError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from kairos.cli import main
-from kairos.config.data import DatasetConfig
 from kairos.data.dataset import open_dataset, to_uint8
 from kairos.data.decode import read_image, to_pixels
 from kairos.data.prepare import prepare, write_dataset
+from kairos.data.settings import DatasetConfig
 from kairos.data.sources import open_source
 from kairos.errors import ConfigError, KairosError
 

@@ -12,11 +12,12 @@ import torch
 from kairos.autoencoders import encode as encoding
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
+from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.stage import make_autoencoder
-from kairos.config.data import AutoencoderConfig, DatasetConfig
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
+from kairos.data.settings import DatasetConfig
 from kairos.errors import KairosError
 
 CPU = torch.device("cpu")

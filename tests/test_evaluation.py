@@ -230,7 +230,7 @@ def test_samples_of_another_milestone_are_refused(chain, tmp_path):
     record = json.loads((chain / "uniform/seed0/milestones/0000002/milestone.json").read_text())
     images, protocol = read_samples(chain / "0.npz")
     write_samples(tmp_path / "x.npz", images, {**protocol, "identity": record["identity"], "step": 0})
-    job = evaluate.Job(tmp_path / "x.npz", tmp_path / "x.json", chain / "uniform/seed0/milestones/0000002")
+    job = evaluate.EvaluationJob(tmp_path / "x.npz", tmp_path / "x.json", chain / "uniform/seed0/milestones/0000002")
     with pytest.raises(KairosError, match="another milestone"):
         evaluate.run([job], chain / "reference")
 
@@ -242,7 +242,7 @@ def brightness(options, sample, target):
 
 def test_a_metric_is_added_by_name(chain, tmp_path, monkeypatch):
     monkeypatch.setitem(METRICS, "mean_feature", dataclasses.replace(METRICS["isc"], code=f"{__name__}:brightness"))
-    evaluate.run([evaluate.Job(chain / "1.npz", tmp_path / "x.json")], chain / "reference")
+    evaluate.run([evaluate.EvaluationJob(chain / "1.npz", tmp_path / "x.json")], chain / "reference")
     metrics = json.loads((tmp_path / "x.json").read_text())["metrics"]
     assert metrics["mean_feature"] > 0 and len(metrics["mean_feature_sets"]) == 2
 

@@ -11,7 +11,7 @@ from kairos import models
 from kairos.diffusion.processes import build_process
 from kairos.errors import KairosError
 from kairos.sampling import draw, grid, sample
-from kairos.sampling.conditions import conditions_of
+from kairos.sampling.drawn_conditions import conditions_of
 from kairos.sampling.registries import SCHEDULERS, SPACINGS
 from kairos.sampling.schedulers import respaced_betas, spaced_timesteps
 

@@ -16,7 +16,6 @@ from kairos.autoencoders.stage import make_autoencoder
 from kairos.cli import main
 from kairos.conditions import CONDITIONS
 from kairos.config import validate
-from kairos.config.training import length_in_steps
 from kairos.data.dataset import open_dataset
 from kairos.data.prepare import write_dataset
 from kairos.data.sources import open_source
@@ -24,13 +23,14 @@ from kairos.diffusion.losses import per_sample
 from kairos.diffusion.processes import Discrete
 from kairos.diffusion.registries import LOSSES, PROCESSES, DiscreteOptions, LossOptions
 from kairos.files import read_json
+from kairos.milestones import open_milestone
 from kairos.models.registries import MODELS
 from kairos.options import option
 from kairos.strategies import Sampler, Weighting
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
-from kairos.training.milestone import open_milestone
 from kairos.training.registries import PROBES
 from kairos.training.run import train
+from kairos.training.settings import length_in_steps
 
 
 @pytest.fixture(scope="module")

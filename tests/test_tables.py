@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kairos.config.data import DatasetConfig
 from kairos.data.dataset import open_dataset
 from kairos.data.prepare import prepare
+from kairos.data.settings import DatasetConfig
 from kairos.data.sources import open_source
 from kairos.errors import ConfigError, KairosError
 

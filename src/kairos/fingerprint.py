@@ -18,7 +18,7 @@ _PACKAGE = "kairos"
 _LEFT_OUT = (
     *(f"kairos.{name}" for name in ("config", "registry", "options", "errors", "progress", "clock", "cli", "files")),
     *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.store", "training.checkpoint")),
-    *(f"kairos.{name}" for name in ("training.job", "training.launch")),
+    *(f"kairos.{name}" for name in ("training.job", "training.launch", "section")),
     "kairos.strategies.options",
 )
 
@@ -49,7 +49,7 @@ def modules(roots: Iterable[str]) -> list[str]:
 
 
 def _is_left_out(module: str) -> bool:
-    return module.startswith(_LEFT_OUT) or module.endswith(".registries")
+    return module.startswith(_LEFT_OUT) or module.endswith((".registries", ".settings"))
 
 
 def _path(module: str) -> Path | None:

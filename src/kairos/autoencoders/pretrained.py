@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.autoencoders.codec import FILES, load_model
-from kairos.config.data import AutoencoderConfig
+from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.errors import ConfigError, KairosError
 
 

@@ -8,7 +8,7 @@ import torch
 from kairos import clock
 from kairos.autoencoders.codec import FILES, check_size, downsampling, model_hash, wrap
 from kairos.autoencoders.quality import PICTURED, psnr, reconstruct, write_picture
-from kairos.config.data import AutoencoderConfig
+from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import ConfigError
 from kairos.files import atomic, sha256_file, write_json, write_text

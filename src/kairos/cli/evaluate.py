@@ -62,10 +62,12 @@ def _reference(arguments: argparse.Namespace) -> None:
     from kairos.config.experiment import load
 
     config = load(arguments.config)
+    from kairos import compute
     from kairos.evaluation import reference
 
-    a = arguments
-    reference.build(config, a.dataset, a.autoencoder, a.latents, a.extractor, a.out)
+    a, training = arguments, config.training
+    device = compute.setup(training.threads, training.device, training.deterministic)
+    reference.build(config.evaluation, device, a.dataset, a.autoencoder, a.latents, a.extractor, a.out)
     write_timing(arguments)
 
 
@@ -82,6 +84,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--sets: got {arguments.sets}, allowed: 1 or more")
     from kairos.evaluation import evaluate
 
-    jobs = [evaluate.Job(*paths) for paths in zip(arguments.samples, arguments.out, milestones)]
+    jobs = [evaluate.EvaluationJob(*paths) for paths in zip(arguments.samples, arguments.out, milestones)]
     evaluate.run(jobs, arguments.reference, arguments.extractor, arguments.latents, arguments.sets)
     write_timing(arguments, files=len(jobs))

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     from kairos.sampling import sample
 
-    jobs = [sample.Job(*paths) for paths in zip(arguments.milestone, arguments.out, grids)]
+    jobs = [sample.SamplingJob(*paths) for paths in zip(arguments.milestone, arguments.out, grids)]
     request = sample.Request(
         num=arguments.num,
         seed=arguments.seed,

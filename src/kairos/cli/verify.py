@@ -13,7 +13,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print a line ``component sha256`` for each part; anything damaged ends with status 1."""
     from kairos.errors import DamagedError, KairosError
     from kairos.files import sha256_file
-    from kairos.training.milestone import check_milestone
+    from kairos.milestones import check_milestone
 
     folder = arguments.folder
     if (folder / "milestone.json").exists():

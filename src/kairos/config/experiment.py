@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from kairos.config.base import Section, component
-from kairos.config.data import AutoencoderConfig, DatasetConfig
-from kairos.config.messages import explain
-from kairos.config.outcome import EvaluationConfig, SamplingConfig, TrackingConfig
-from kairos.config.training import DiffusionConfig, MethodConfig, TrainingConfig, length_in_steps
+from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.config.strategies import DiffusionConfig, MethodConfig
+from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError
+from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
 from kairos.models.registries import MODELS
+from kairos.sampling.settings import SamplingConfig
+from kairos.section import Section, check, component
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
+from kairos.tracking.settings import TrackingConfig
+from kairos.training.settings import TrainingConfig, length_in_steps
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
 RESERVED = (*REFERENCE_ROWS, "dataset", "autoencoder", "latents", "extractor", "reference", "figures", "timing", "logs")
@@ -129,10 +132,7 @@ def validate(values: Any, source: str = "experiment") -> Experiment:
         raise ConfigError(
             f"{source}: an experiment file is a mapping with the fields {', '.join(Experiment.model_fields)}"
         )
-    try:
-        return Experiment.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(explain(error, Experiment, source)) from None
+    return check(Experiment, values, source)
 
 
 class _Loader(yaml.SafeLoader):

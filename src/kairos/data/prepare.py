@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from kairos.config.data import DatasetConfig
 from kairos.data.arrays import create_array
 from kairos.data.decode import to_pixels
+from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
 from kairos.errors import ConfigError, KairosError
 from kairos.files import sha256_file, sha256_json, sync_folder, write_json

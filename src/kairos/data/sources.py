@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from kairos.config.data import DatasetConfig
 from kairos.data.decode import read_image
+from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError, KairosError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")

@@ -16,11 +16,11 @@ from kairos.evaluation.reference import Reference, open_reference, reference_has
 from kairos.evaluation.validation import latents_folder, validation_loss
 from kairos.files import sha256_file, write_json
 from kairos.progress import say
-from kairos.sampling.sample import read_samples
+from kairos.sampling.sample import read_samples, settings
 
 
 @dataclass(frozen=True)
-class Job:
+class EvaluationJob:
     """Samples to evaluate.
 
     Args:
@@ -35,7 +35,11 @@ class Job:
 
 
 def run(
-    jobs: list[Job], reference: Path, extractor: Path | None = None, latents: Path | None = None, sets: int = 1
+    jobs: list[EvaluationJob],
+    reference: Path,
+    extractor: Path | None = None,
+    latents: Path | None = None,
+    sets: int = 1,
 ) -> None:
     """Evaluate every job.
 
@@ -65,7 +69,7 @@ def run(
 
 
 def evaluate(
-    job: Job, reference: Reference, extractor: Extractor, sets: int | None, latents: Path | None, device: Any
+    job: EvaluationJob, reference: Reference, extractor: Extractor, sets: int | None, latents: Path | None, device: Any
 ) -> dict[str, Any]:
     """Evaluate one samples file, write its record and return it."""
     images, protocol = read_samples(job.samples)
@@ -135,12 +139,10 @@ def outside_reference(path: Path, extractor: Extractor) -> Reference:
 
 def _setup(milestone: Path | None) -> Any:
     """Threads and device as the milestone's training states them; one thread for images from outside."""
-    from kairos.sampling.sample import configuration
-
     if milestone is None:
         return compute.setup(1, "auto")
-    training = configuration(milestone, {}).training
-    return compute.setup(training.threads, training.device, training.deterministic)
+    _, training = settings(milestone, {})
+    return compute.setup(training["threads"], training["device"], training["deterministic"])
 
 
 def _protocol(
@@ -170,7 +172,7 @@ def _protocol(
 
 
 def _validation(
-    job: Job, protocol: dict[str, Any], reference: Reference, latents: Path | None, device: Any
+    job: EvaluationJob, protocol: dict[str, Any], reference: Reference, latents: Path | None, device: Any
 ) -> dict[str, Any]:
     """The validation loss of the weights that were sampled, or of the EMA where that is unknown.
 
@@ -178,7 +180,7 @@ def _validation(
         KairosError: the samples were drawn from another milestone, or the latents are not those it was trained on.
     """
     from kairos.data.latents import open_latents
-    from kairos.training.milestone import open_milestone
+    from kairos.milestones import open_milestone
 
     assert job.milestone is not None
     milestone = open_milestone(job.milestone, protocol.get("weights") or "ema", device)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kairos.config.base import build
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import DamagedError, KairosError
 from kairos.evaluation.registries import EXTRACTORS
 from kairos.files import read_json, sha256_file, write_json
+from kairos.section import build
 
 
 @dataclass(frozen=True)

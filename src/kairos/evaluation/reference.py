@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kairos import clock, compute
-from kairos.config.experiment import Experiment
+from kairos import clock
 from kairos.data.dataset import PreparedDataset, open_dataset, to_uint8
 from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import distances
 from kairos.evaluation.distances import Sample, Statistics, Target
 from kairos.evaluation.extractors import Extractor, extract, open_extractor
-from kairos.evaluation.settings import LossSettings
+from kairos.evaluation.settings import EvaluationConfig, LossSettings
 from kairos.files import read_json, sha256_file, sha256_json, write_json
 from kairos.progress import Progress, say
 from kairos.randomness import derived_seed, generator
@@ -60,7 +59,13 @@ class Reference:
 
 
 def build(
-    config: Experiment, dataset: Path, autoencoder: Path, latents: Path, extractor: Path, out: Path
+    evaluation: EvaluationConfig,
+    device: torch.device,
+    dataset: Path,
+    autoencoder: Path,
+    latents: Path,
+    extractor: Path,
+    out: Path,
 ) -> dict[str, Any]:
     """Write the reference's folder and return its record.
 
@@ -71,8 +76,6 @@ def build(
     from kairos.autoencoders.quality import reconstruct
     from kairos.data.latents import open_latents
 
-    device = compute.setup(config.training.threads, config.training.device, config.training.deterministic)
-    evaluation = config.evaluation
     images, opened = open_dataset(dataset), open_extractor(extractor, device)
     codec, encoded = load_codec(autoencoder, device), open_latents(latents)
     clock.work_begins()

@@ -9,19 +9,20 @@ import numpy as np
 import torch
 
 from kairos import clock, compute
-from kairos.config import base, experiment
 from kairos.data.dataset import to_uint8
 from kairos.errors import ConfigError, KairosError
 from kairos.files import atomic, read_json
 from kairos.progress import Progress, say
-from kairos.sampling.conditions import conditions_of
 from kairos.sampling.draw import batches, guided, starting_noise
+from kairos.sampling.drawn_conditions import conditions_of
 from kairos.sampling.grid import write_grid
 from kairos.sampling.registries import SCHEDULERS
+from kairos.sampling.settings import SamplingConfig
+from kairos.section import build, check
 
 
 @dataclass(frozen=True)
-class Job:
+class SamplingJob:
     """Images to draw from one milestone.
 
     Args:
@@ -54,7 +55,7 @@ class Request:
     latents: Path | None = None
 
 
-def run(jobs: list[Job], request: Request) -> None:
+def run(jobs: list[SamplingJob], request: Request) -> None:
     """Draw the images of every job.
 
     Raises:
@@ -66,8 +67,8 @@ def run(jobs: list[Job], request: Request) -> None:
         sample_milestone(job, request)
 
 
-def configuration(milestone: Path, overrides: dict[str, Any]) -> experiment.Experiment:
-    """The experiment that a milestone carries, with fields of section `sampling` replaced.
+def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:
+    """Section `sampling` that a milestone carries, with fields replaced, and its section `training`.
 
     Raises:
         KairosError: no milestone is there.
@@ -76,26 +77,24 @@ def configuration(milestone: Path, overrides: dict[str, Any]) -> experiment.Expe
     path = milestone / "milestone.json"
     if not path.is_file():
         raise KairosError(f"{milestone}: no milestone.json; pass a milestone folder, D/milestones/<step>")
-    plain = read_json(path)["config"]
-    plain["sampling"] = {**plain["sampling"], **overrides}
-    return experiment.validate(plain, str(path))
+    config = read_json(path)["config"]
+    return check(SamplingConfig, {**config["sampling"], **overrides}, f"{path}: sampling"), config["training"]
 
 
-def sample_milestone(job: Job, request: Request) -> None:
+def sample_milestone(job: SamplingJob, request: Request) -> None:
     """Draw, decode and write the images of one milestone."""
-    from kairos.training.milestone import open_milestone
+    from kairos.milestones import open_milestone
 
-    config = configuration(job.milestone, request.overrides)
-    options = config.sampling
-    device = compute.setup(config.training.threads, config.training.device, config.training.deterministic)
+    options, training = settings(job.milestone, request.overrides)
+    device = compute.setup(training["threads"], training["device"], training["deterministic"])
     milestone = open_milestone(job.milestone, options.weights, device)
     record = milestone.record
     codec = open_codec(job.milestone, record, request.autoencoder, device)
     seed = options.seed if request.seed is None else request.seed
-    scheme = base.build(SCHEDULERS, options.scheduler, milestone.process, options.steps)
+    scheme = build(SCHEDULERS, options.scheduler, milestone.process, options.steps)
     clock.work_begins()
 
-    names = config.model.get("conditions") or []
+    names = milestone.config["model"].get("conditions") or []
     latents = request.latents or job.milestone / "../../../../latents"
     label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
     progress = Progress(request.num, label, "image")

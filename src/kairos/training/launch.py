@@ -30,7 +30,7 @@ from kairos.progress import say
 from kairos.training.job import SIGNALS, STATUS, Left
 
 if TYPE_CHECKING:
-    from kairos.config.training import TrainingConfig
+    from kairos.training.settings import TrainingConfig
 
 _FOLDER = "KAIROS_RANKS"  # of a launcher and its ranks: where the first that fails leaves its number
 _ADDRESS = "KAIROS_RENDEZVOUS"  # where the launchers of several machines meet

@@ -17,13 +17,13 @@ import torch
 from kairos import compute, distributed
 from kairos.data.latents import open_latents
 from kairos.errors import DivergedError
+from kairos.milestones import write_milestone
 from kairos.progress import Progress, duration, say
 from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
 from kairos.training.identity import code_roots, identity_of
 from kairos.training.job import Leave, Left, ProgressFile
 from kairos.training.loop import Trainer
-from kairos.training.milestone import write_milestone
 from kairos.training.store import Store, exclusive, read_timing
 
 

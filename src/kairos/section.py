@@ -1,11 +1,66 @@
-"""Validation errors in one message that names the field, the value and what is allowed."""
+"""Sections of an experiment file: what all of them share, how components are named in them, and how a refusal reads.
+
+Unknown keys are refused, values are frozen. A package that has a section of its own states it in its ``settings``.
+"""
 
 import difflib
-from typing import Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
 
+from kairos import options
+from kairos.errors import ConfigError
 from kairos.options import meant_number
+from kairos.registry import Registry
+
+S = TypeVar("S", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """A section of an experiment file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def component(registry: Registry) -> Any:
+    """The type of a field that names a component: ``name`` or ``{name: ..., option: ...}``.
+
+    The value is stored as a dictionary with every option of the component, defaults included, so that two ways to write
+    the same thing are the same configuration.
+    """
+
+    def complete(value: Any) -> dict[str, Any]:
+        if isinstance(value, str):
+            value = {"name": value}
+        try:
+            if not isinstance(value, dict) or "name" not in value:
+                raise ConfigError(f"got {value!r}, allowed: a name or {{name: ..., options}} of {sorted(registry)}")
+            rest = {key: item for key, item in value.items() if key != "name"}
+            parsed = registry.parse(value["name"], rest, f"{registry.kind} {value['name']}")
+        except ConfigError as error:
+            raise PydanticCustomError("component", "{message}", {"message": str(error)}) from None
+        return {"name": value["name"], **options.dump(parsed)}
+
+    return Annotated[dict[str, Any], BeforeValidator(complete)]
+
+
+def build(registry: Registry, named: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
+    """Build the component that a `component` field names."""
+    rest = {key: item for key, item in named.items() if key != "name"}
+    return registry.build(named["name"], rest, *arguments, **keywords)
+
+
+def check(model: type[S], values: dict[str, Any], source: str) -> S:
+    """Values as an instance of a section.
+
+    Raises:
+        ConfigError: everything that is wrong, a line per field: the field, the value and what is allowed.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, model, source)) from None
 
 
 def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:

@@ -1,26 +1,14 @@
-"""Sections `diffusion`, `training` and `methods`: what decides a training's trajectory, and how it is cut into jobs."""
+"""Section `training`: lengths, optimiser, how the training is computed and cut into jobs."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from kairos.config.base import Section, component
-from kairos.diffusion.registries import LOSSES, PROCESSES
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.section import Section, component
 from kairos.training.registries import PROBES
 
 Pair = Annotated[tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-
-
-class DiffusionConfig(Section):
-    """The forward process and what the network predicts."""
-
-    process: component(PROCESSES) = Field("discrete", validate_default=True, description="forward process")  # type: ignore[valid-type]
-    prediction: Literal["epsilon", "x0", "v"] = Field("epsilon", description="what the network predicts")
-    losses: list[component(LOSSES)] = Field(  # type: ignore[valid-type]
-        ["mse"], validate_default=True, min_length=1, description="per-sample loss terms; their sum is minimised"
-    )
 
 
 class OptimizerConfig(Section):
@@ -110,13 +98,6 @@ class TrainingConfig(Section):
         return self
 
 
-class MethodConfig(Section):
-    """A timestep strategy: a sampler and a weighting."""
-
-    sampler: component(SAMPLERS) = Field("uniform", validate_default=True, description="how timesteps are drawn")  # type: ignore[valid-type]
-    weighting: component(WEIGHTINGS) = Field("none", validate_default=True, description="how their losses are weighted")  # type: ignore[valid-type]
-
-
 _LENGTH = re.compile(r"^\s*(\d+(?:\.\d*)?)\s*([kM]?)\s*(steps|images|epochs)\s*$")
 
 
@@ -144,19 +125,3 @@ def length_in_steps(length: int | str, batch_size: int, train_images: int | None
             f"training.milestones: got {length!r}, allowed: more than 0 steps (step 0 is always evaluated)"
         )
     return int(-(-steps // 1))
-
-
-def describe_method(method: MethodConfig) -> dict[str, Any]:
-    """Sampler and weighting with all options: what is logged and hashed."""
-    return {"sampler": dict(method.sampler), "weighting": dict(method.weighting)}
-
-
-__all__ = [
-    "DiffusionConfig",
-    "EmaConfig",
-    "MethodConfig",
-    "OptimizerConfig",
-    "TrainingConfig",
-    "describe_method",
-    "length_in_steps",
-]
