@@ -9,20 +9,20 @@ The names below are imported when they are first used: ``import kairos`` is free
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kairos.diffusion.continuous import Edm, Flow
-    from kairos.diffusion.processes import Discrete
+    from kairos.diffusion.processes import Discrete, Edm, Flow, Vp
     from kairos.diffusion.schedule import NoiseSchedule, make_schedule
     from kairos.strategies.strategy import Draw, Strategy
 
 __version__ = "0.1.0"
-__all__ = ["Discrete", "Draw", "Edm", "Flow", "NoiseSchedule", "Strategy", "__version__", "make_schedule"]
+__all__ = ["Discrete", "Draw", "Edm", "Flow", "NoiseSchedule", "Strategy", "Vp", "__version__", "make_schedule"]
 
 _WHERE = {
     "Strategy": "strategies.strategy",
     "Draw": "strategies.strategy",
     "Discrete": "diffusion.processes",
-    "Edm": "diffusion.continuous",
-    "Flow": "diffusion.continuous",
+    "Edm": "diffusion.processes",
+    "Flow": "diffusion.processes",
+    "Vp": "diffusion.processes",
     "NoiseSchedule": "diffusion.schedule",
     "make_schedule": "diffusion.schedule",
 }

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos.diffusion.processes import Discrete
+from kairos.diffusion.processes import Discrete, Edm, Flow
 from kairos.diffusion.registries import DiscreteOptions
 from kairos.diffusion.schedule import PREDICTIONS, SCHEDULES, Array, NoiseSchedule
 from kairos.errors import ConfigError
@@ -39,15 +39,12 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
         return Discrete(process, prediction)
     config = getattr(process, "config", None)
     if config is not None and type(process).__name__.startswith("EDM"):
-        from kairos.diffusion.continuous import Edm
-
         negated = getattr(config, "prediction_type", "epsilon") == "v_prediction"
-        return Edm(config.sigma_data, config.sigma_min, config.sigma_max, negated=negated)
+        names = ("sigma_data", "sigma_min", "sigma_max")
+        return Edm(**{name: float(getattr(config, name)) for name in names}, negated=negated)
     if config is not None and type(process).__name__.startswith("FlowMatch"):
-        from kairos.diffusion.continuous import Flow
-
         dynamic = getattr(config, "use_dynamic_shifting", False)  # depends on the image when sampling; trained without
-        return Flow(scale=config.num_train_timesteps, shift=1.0 if dynamic else config.shift)
+        return Flow(time_scale=float(config.num_train_timesteps), shift=1.0 if dynamic else float(config.shift))
     if hasattr(process, "alphas_cumprod"):
         wanted = getattr(config, "prediction_type", None)
         return Discrete(_of_scheduler(process), _DIFFUSERS.get(str(wanted), prediction))

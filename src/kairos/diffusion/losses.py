@@ -38,7 +38,8 @@ def mse(options: LossOptions, prediction: Prediction) -> Tensor:
 
 def vlb(options: LossOptions, prediction: Prediction) -> Tensor:
     """The VLB term, c_t times the squared error of epsilon (Kim et al. 2025, eq. 4), shape (batch,)."""
-    schedule = prediction.process.schedule
-    weights = schedule.in_prediction(schedule.vlb, prediction.process.prediction)
+    process = prediction.process
+    weights = process.schedule.in_prediction(process.schedule.vlb, process.prediction)
     table = torch.from_numpy(weights).to(prediction.x0.device, torch.float32)
-    return mse(options, prediction) * table[prediction.t]
+    cell = (process.fractions(prediction.t) * len(table)).long().clamp(0, len(table) - 1)
+    return mse(options, prediction) * table[cell]

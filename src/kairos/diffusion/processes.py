@@ -1,70 +1,198 @@
-"""Forward processes: how x0 becomes x_t, and what the network is asked to predict.
+"""Forward processes: how x0 becomes x_t, how the network is called, and what its output stands for.
 
-A sampler draws *fractions* of the process in [0, 1); `times` turns them into this process' own time: an index for a
-discrete process, a noise level for a continuous one. The training loop knows no more of time than that, and asks the
-process for everything that depends on it: how the network is called, what its output stands for, what a sample weighs.
+A sampler draws *fractions* of the process in [0, 1), 0 the image and 1 noise; `times` turns them into this process' own
+time: an index for a discrete process, a noise level or a time for a continuous one. Everything else that depends on
+time is asked of the process: x_t = signal x0 + noise eps with the `coefficients` of t, the signal-to-noise ratio, what
+the network is shown, and the estimate of x0 that its output stands for.
+
+What depends on time alone takes numpy arrays as well as tensors, so strategies can be shown without torch.
 """
 
+import functools
+import math
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from kairos.diffusion.registries import PROCESSES, DiscreteOptions
+from kairos.diffusion.registries import PROCESSES, DiscreteOptions, EdmOptions, FlowOptions, VpOptions
 from kairos.diffusion.schedule import NoiseSchedule, make_schedule
+from kairos.errors import ConfigError
+from kairos.options import parse
 
 if TYPE_CHECKING:
-    from kairos.strategies import Weighting
+    import torch
+    from torch import Tensor
+
+CELLS = 1000  # of a continuous process, on which strategies are shown and those of discrete processes stand
 
 
-def call(network: Any, x: Tensor, t: Tensor, conditions: dict[str, Tensor] | None) -> Tensor:
+def call(network: Any, x: "Tensor", t: "Tensor", conditions: "dict[str, Tensor] | None") -> "Tensor":
     """``network(x, t, conditions)``, or ``network(x, t)`` without conditions; a model of diffusers wraps its tensor."""
     output = network(x, t) if conditions is None else network(x, t, conditions)
     tensor: Tensor = getattr(output, "sample", output)
     return tensor
 
 
-class Discrete:
-    """The discrete Gaussian process of DDPM (Ho et al. 2020)."""
+def shaped(coefficient: "Tensor", like: "Tensor") -> "Tensor":
+    """Coefficients (batch,), computed in the precision of t, as (batch, 1, ...) in that of `like`."""
+    return coefficient.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
-    def __init__(self, options: DiscreteOptions | NoiseSchedule, prediction: str = "epsilon"):
-        self.schedule = options if isinstance(options, NoiseSchedule) else named_schedule(options)
-        self.timesteps = self.schedule.timesteps
-        self.prediction = prediction
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._weighting: Weighting | None = None
-        self._weights = torch.empty(0)
 
-    def times(self, fractions: Tensor) -> Tensor:
-        """Timesteps min(floor(u T), T-1), int64, of fractions u in [0, 1), float64; shape (batch,)."""
-        return (fractions * self.timesteps).long().clamp_(0, self.timesteps - 1)
+class Process:
+    """Base of all processes; t are times of the process, (batch,), images (batch, ...).
 
-    def _coefficients(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """sqrt(alpha-bar) and sqrt(1 - alpha-bar) at t, shaped (batch, 1, ...) to go with `like`."""
-        if like.device not in self._tables:
-            alphas_cumprod = torch.from_numpy(self.schedule.alphas_cumprod)
-            tables = (alphas_cumprod.sqrt().float(), (1 - alphas_cumprod).sqrt().float())
-            self._tables[like.device] = (tables[0].to(like.device), tables[1].to(like.device))
-        shape = (-1, *[1] * (like.ndim - 1))
-        signal, noise = self._tables[like.device]
-        return signal[t].view(shape), noise[t].view(shape)
+    Attributes:
+        prediction: what `predict` gives: ``epsilon``, ``x0``, ``v`` (signal eps - noise x0) or ``flow`` (eps - x0).
+        own_time: how the process' own time is called.
+        time_scale: the network is called with `embedded` times this, so that its sinusoids resolve it.
+    """
 
-    def weights(self, weighting: "Weighting", t: Tensor) -> Tensor:
-        """The factor of each sample's loss at t, float32 (batch,), on the device of t."""
-        if self._weighting is not weighting or weighting.learned or self._weights.device != t.device:
-            self._weighting, self._weights = weighting, torch.from_numpy(weighting.weights()).float().to(t.device)
-        return self._weights[t]
+    prediction: str
+    own_time = "t"
+    time_scale: float = 1.0
 
-    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
-        """The network's output at t; preconditioned processes scale its input and output here."""
-        return call(network, x_t, t, conditions)
+    def times(self, fractions: Any) -> Any:
+        """Times of fractions in [0, 1), elementwise."""
+        raise NotImplementedError
+
+    def fractions(self, t: "Tensor") -> "Tensor":
+        """The inverse of `times`; of a discrete process the middle of the timestep."""
+        raise NotImplementedError
+
+    def coefficients(self, t: Any) -> tuple[Any, Any]:
+        """Signal and noise of x_t, elementwise, in the precision of continuous times."""
+        raise NotImplementedError
+
+    def embedded(self, t: Any) -> Any:
+        """What the network is shown of t, before the scale."""
+        return t
+
+    @functools.cached_property
+    def schedule(self) -> NoiseSchedule:
+        """The process cut into cells of equal fractions, by their centres."""
+        t = self.times((np.arange(CELLS) + 0.5) / CELLS)
+        signal, noise = self.coefficients(t)
+        cut = NoiseSchedule.of_alphas_cumprod(signal**2 / (signal**2 + noise**2))
+        return NoiseSchedule(cut.betas, name=type(self).__name__.lower(), own_times=t)
+
+    def snr(self, t: Any) -> Any:
+        """Signal-to-noise ratio, elementwise."""
+        signal, noise = self.coefficients(t)
+        return (signal / noise) ** 2
+
+    def noised(self, x0: "Tensor", noise: "Tensor", t: "Tensor") -> "Tensor":
+        """x_t, of the type of x0."""
+        a, s = self._shaped(t, x0)
+        return (a * x0 + s * noise).to(x0.dtype)
+
+    def channels(self, channels: int) -> int:
+        """Channels that the network must have at its end, for images of so many."""
+        return channels
+
+    def predict(
+        self, network: Any, x_t: "Tensor", t: "Tensor", conditions: "dict[str, Tensor] | None" = None
+    ) -> "Tensor":
+        """The network's prediction at t; preconditioned processes scale its input and output here."""
+        return call(network, x_t, self._shown(t, x_t), conditions)
+
+    def target(self, x0: "Tensor", noise: "Tensor", t: "Tensor") -> "Tensor":
+        """What the prediction should be, shape of x0."""
+        match self.prediction:
+            case "epsilon":
+                return noise
+            case "x0":
+                return x0
+            case "flow":
+                return noise - x0
+        a, s = self._shaped(t, x0)
+        return a * noise - s * x0
+
+    def estimate(self, output: "Tensor", x_t: "Tensor", t: "Tensor") -> "Tensor":
+        """The x0 that a prediction stands for, shape of x_t."""
+        a, s = self._shaped(t, x_t)
+        match self.prediction:
+            case "epsilon":
+                return (x_t - s * output) / a
+            case "x0":
+                return output
+            case "flow":
+                return x_t - s * output
+        return a * x_t - s * output
+
+    def epsilon(self, output: "Tensor", x_t: "Tensor", t: "Tensor") -> "Tensor":
+        """The noise that a prediction stands for, shape of x_t."""
+        a, s = self._shaped(t, x_t)
+        match self.prediction:
+            case "epsilon":
+                return output
+            case "x0":
+                return (x_t - a * output) / s
+            case "flow":
+                return x_t + a * output
+        return s * x_t + a * output
 
     def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
-        """A configuration of diffusers' DDPMScheduler for this process; None where diffusers has none."""
+        """A configuration of diffusers' scheduler for this process; None where diffusers has none."""
+        return None
+
+    def _shown(self, t: "Tensor", x_t: "Tensor") -> "Tensor":
+        return (self.time_scale * self.embedded(t)).to(x_t.dtype)
+
+    def _shaped(self, t: "Tensor", like: "Tensor") -> "tuple[Tensor, Tensor]":
+        a, s = self.coefficients(t)
+        return shaped(a, like), shaped(s, like)
+
+
+class Discrete(Process):
+    """The discrete Gaussian process of DDPM (Ho et al. 2020): t = 0 ... T-1."""
+
+    def __init__(self, options: DiscreteOptions | NoiseSchedule, prediction: str = "epsilon"):
+        self._schedule = options if isinstance(options, NoiseSchedule) else named_schedule(options)
+        self.prediction = prediction
+        self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def schedule(self) -> NoiseSchedule:  # type: ignore[override]
+        """Its cells are its timesteps."""
+        return self._schedule
+
+    def times(self, fractions: Any) -> Any:
+        """Timesteps min(floor(u T), T-1), int64."""
+        scaled, last = fractions * self.schedule.timesteps, self.schedule.timesteps - 1
+        return scaled.astype(np.int64).clip(0, last) if isinstance(scaled, np.ndarray) else scaled.long().clamp(0, last)
+
+    def fractions(self, t: "Tensor") -> "Tensor":
+        """(t + 1/2)/T."""
+        return (t.double() + 0.5) / self.schedule.timesteps
+
+    def coefficients(self, t: Any) -> tuple[Any, Any]:
+        """sqrt(alpha-bar) and sqrt(1 - alpha-bar), float64."""
+        if isinstance(t, np.ndarray):
+            return np.sqrt(self.schedule.alphas_cumprod[t]), np.sqrt(1 - self.schedule.alphas_cumprod[t])
+        signal, noise = self._on(t.device)
+        return signal[t], noise[t]
+
+    def snr(self, t: Any) -> Any:
+        """As the schedule has it."""
+        return self.schedule.snr[np.asarray(t)]
+
+    def _shown(self, t: "Tensor", x_t: "Tensor") -> "Tensor":
+        return t  # an index, which networks embed in float32
+
+    def _on(self, device: "torch.device") -> "tuple[Tensor, Tensor]":
+        if device not in self._tables:
+            import torch
+
+            alphas_cumprod = torch.from_numpy(self.schedule.alphas_cumprod)
+            self._tables[device] = (alphas_cumprod.sqrt().to(device), (1 - alphas_cumprod).sqrt().to(device))
+        return self._tables[device]
+
+    def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
+        """Of DDPMScheduler."""
         names = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}
         return {
             "_class_name": "DDPMScheduler",
-            "num_train_timesteps": self.timesteps,
+            "num_train_timesteps": self.schedule.timesteps,
             "trained_betas": self.schedule.betas.tolist(),
             "prediction_type": names[self.prediction],
             "variance_type": self.schedule.variance,
@@ -72,28 +200,104 @@ class Discrete:
             "timestep_spacing": "trailing",
         }
 
-    def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """x_t = sqrt(alpha-bar) x0 + sqrt(1 - alpha-bar) noise, of x0's type; all (batch, ...), t (batch,)."""
-        a, s = self._coefficients(t, x0)
-        return (a * x0 + s * noise).to(x0.dtype)
 
-    def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """What the network should predict, shape of x0."""
-        if self.prediction == "epsilon":
-            return noise
-        if self.prediction == "x0":
-            return x0
-        a, s = self._coefficients(t, x0)
-        return a * noise - s * x0
+class Edm(Process):
+    """x = x0 + sigma eps, and a network with EDM's preconditioning that stands for x0 (Karras et al. 2022, table 1).
 
-    def epsilon(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """The noise that a network output stands for, shape of x_t."""
-        if self.prediction == "epsilon":
-            return output
-        a, s = self._coefficients(t, x_t)
-        if self.prediction == "x0":
-            return (x_t - a * output) / s
-        return s * x_t + a * output
+    Fractions are evenly spread in ln sigma, so sampler ``uniform`` is log-uniform in sigma and ``edm_log_normal`` is
+    EDM's own; weighting ``edm`` is its lambda(sigma).
+
+    Raises:
+        ConfigError: sigma_data is not known; it is measured where there are training data.
+    """
+
+    prediction, own_time = "x0", "sigma"
+
+    def __init__(self, options: EdmOptions | None = None, prediction: str | None = None, **named: Any):
+        options = options or parse(EdmOptions, {"sigma_data": 0.5, "time_scale": 1.0, **named}, "process edm")
+        if options.sigma_data is None:
+            raise ConfigError("sigma_data: got null, allowed: the standard deviation of the data, > 0")
+        self.sigma_data, self.time_scale = options.sigma_data, options.time_scale
+        self._sign = -1.0 if options.negated else 1.0
+        self._low, self._ratio = options.sigma_min, options.sigma_max / options.sigma_min
+
+    def times(self, fractions: Any) -> Any:
+        """Noise levels sigma."""
+        return self._low * self._ratio**fractions
+
+    def fractions(self, t: "Tensor") -> "Tensor":
+        """The share of the way in ln sigma."""
+        return (t / self._low).log() / math.log(self._ratio)
+
+    def coefficients(self, t: Any) -> tuple[Any, Any]:
+        """1 and sigma."""
+        return t**0, t
+
+    def embedded(self, t: Any) -> Any:
+        """EDM's c_noise, ln(sigma)/4."""
+        return t.log() / 4
+
+    def predict(
+        self, network: Any, x_t: "Tensor", t: "Tensor", conditions: "dict[str, Tensor] | None" = None
+    ) -> "Tensor":
+        """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise): an estimate of x0."""
+        data, total = self.sigma_data, t**2 + self.sigma_data**2
+        output = call(network, shaped(total**-0.5, x_t) * x_t, self._shown(t, x_t), conditions)
+        skip, out = data**2 / total, self._sign * data * t * total**-0.5
+        return shaped(skip, x_t) * x_t + shaped(out, x_t) * output
+
+
+class Flow(Process):
+    """Rectified flow: x_t = (1 - t) x0 + t eps, the network predicts eps - x0 (Liu et al. 2023).
+
+    With shift 1 fractions are times, so ``log_normal`` and ``mode`` are SD3's densities (Esser et al. 2024).
+    """
+
+    prediction = "flow"
+
+    def __init__(self, options: FlowOptions | None = None, prediction: str | None = None, **named: Any):
+        options = options or parse(FlowOptions, {"time_scale": 1.0, **named}, "process flow")
+        self.shift, self.time_scale = options.shift, options.time_scale
+
+    def times(self, fractions: Any) -> Any:
+        """SD3's shift s u/(1 + (s - 1) u), kept from the ends by 1e-5, where the SNR is no number."""
+        return (self.shift * fractions / (1 + (self.shift - 1) * fractions)).clip(1e-5, 1 - 1e-5)
+
+    def fractions(self, t: "Tensor") -> "Tensor":
+        """The shift taken back."""
+        return t / (self.shift - (self.shift - 1) * t)
+
+    def coefficients(self, t: Any) -> tuple[Any, Any]:
+        """1 - t and t."""
+        return 1 - t, t
+
+    def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
+        """Of FlowMatchEulerDiscreteScheduler, where the network takes times as it gives them."""
+        if self.time_scale != 1000:
+            return None
+        return {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": self.shift}
+
+
+class Vp(Process):
+    """DDPM's process in continuous time (Song et al. 2021, eq. 11): beta(t) linear, t in [t_min, 1]."""
+
+    def __init__(self, options: VpOptions | None = None, prediction: str = "epsilon", **named: Any):
+        options = options or parse(VpOptions, named, "process vp")
+        self.prediction, self.time_scale, self._options = prediction, options.time_scale, options
+
+    def times(self, fractions: Any) -> Any:
+        """t_min + (1 - t_min) u."""
+        return self._options.t_min + (1 - self._options.t_min) * fractions
+
+    def fractions(self, t: "Tensor") -> "Tensor":
+        """The share of the way in t."""
+        return (t - self._options.t_min) / (1 - self._options.t_min)
+
+    def coefficients(self, t: Any) -> tuple[Any, Any]:
+        """exp(-B/2) and sqrt(1 - exp(-B)), B the integral of beta."""
+        low, high = self._options.beta_min, self._options.beta_max
+        alphas_cumprod = math.e ** -(low * t + (high - low) * t**2 / 2)
+        return alphas_cumprod**0.5, (1 - alphas_cumprod) ** 0.5
 
 
 def named_schedule(options: DiscreteOptions) -> NoiseSchedule:
@@ -101,7 +305,16 @@ def named_schedule(options: DiscreteOptions) -> NoiseSchedule:
     return make_schedule(options.schedule, options.timesteps, options.scale_betas, options.variance)
 
 
-def build_process(diffusion: dict[str, Any]) -> Any:
-    """The forward process of a `diffusion` section given as plain values."""
-    options = {key: value for key, value in diffusion["process"].items() if key != "name"}
-    return PROCESSES.build(diffusion["process"]["name"], options, diffusion["prediction"])
+def build_process(diffusion: dict[str, Any], sigma_data: float | None = None) -> Process:
+    """The forward process of a `diffusion` section given as plain values.
+
+    Args:
+        diffusion: the section.
+        sigma_data: standard deviation of the data, for a process that asks for it and is not told.
+    """
+    named = diffusion["process"]
+    options = {key: value for key, value in named.items() if key != "name"}
+    if "sigma_data" in options and options["sigma_data"] is None:
+        options["sigma_data"] = sigma_data
+    process: Process = PROCESSES.build(named["name"], options, diffusion["prediction"])
+    return process

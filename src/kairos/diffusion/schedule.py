@@ -44,11 +44,15 @@ def make_betas(schedule: str, timesteps: int, scale_betas: bool = True) -> Array
 
 @dataclass(frozen=True, eq=False)
 class NoiseSchedule:
-    """A discrete Gaussian process given by its betas, shape (T,)."""
+    """A discrete Gaussian process given by its betas, shape (T,), or a continuous one cut into T cells.
+
+    `own_times` are the process' own times of the cells, (T,): 0 ... T - 1 for a discrete process.
+    """
 
     betas: Array
     variance: str = "fixed_large"
     name: str = "custom"
+    own_times: Array | None = None
 
     @classmethod
     def of_alphas_cumprod(cls, alphas_cumprod: Array) -> "NoiseSchedule":
@@ -70,6 +74,11 @@ class NoiseSchedule:
     def timesteps(self) -> int:
         """Number of timesteps T."""
         return len(self.betas)
+
+    @property
+    def times(self) -> Array:
+        """The process' own time of every cell, float64 (T,)."""
+        return np.arange(self.timesteps, dtype=np.float64) if self.own_times is None else self.own_times
 
     @functools.cached_property
     def alphas_cumprod(self) -> Array:
