@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos.diffusion.processes import Discrete, Edm, Flow
+from kairos.diffusion.processes import Discrete, Edm, Flow, Vp
 from kairos.diffusion.registries import DiscreteOptions
 from kairos.diffusion.schedule import PREDICTIONS, SCHEDULES, Array, NoiseSchedule
 from kairos.errors import ConfigError
 
+CONTINUOUS = {"edm": Edm, "flow": Flow, "vp": Vp}
 _DIFFUSERS = {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}
 
 
@@ -32,8 +33,10 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
     if hasattr(process, "times") and hasattr(process, "schedule"):
         return process
     if isinstance(process, str):
+        if process in CONTINUOUS:
+            return CONTINUOUS[process](prediction=prediction)
         if process not in SCHEDULES:
-            raise ConfigError(f"schedule: got {process!r}, allowed: {', '.join(SCHEDULES)}")
+            raise ConfigError(f"schedule: got {process!r}, allowed: {', '.join((*SCHEDULES, *CONTINUOUS))}")
         return Discrete(DiscreteOptions(timesteps=timesteps, schedule=process), prediction)
     if isinstance(process, NoiseSchedule):
         return Discrete(process, prediction)
