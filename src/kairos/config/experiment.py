@@ -22,7 +22,8 @@ from kairos.sampling.settings import SamplingConfig
 from kairos.section import Section, check, component
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 from kairos.tracking.settings import TrackingConfig
-from kairos.training.settings import TrainingConfig, length_in_steps
+from kairos.training.lengths import length_in_steps
+from kairos.training.settings import TrainingConfig
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
 RESERVED = (*REFERENCE_ROWS, "dataset", "autoencoder", "latents", "extractor", "reference", "figures", "timing", "logs")

@@ -43,8 +43,8 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
     config = getattr(process, "config", None)
     if config is not None and type(process).__name__.startswith("EDM"):
         negated = getattr(config, "prediction_type", "epsilon") == "v_prediction"
-        names = ("sigma_data", "sigma_min", "sigma_max")
-        return Edm(**{name: float(getattr(config, name)) for name in names}, negated=negated)
+        low, high = float(config.sigma_min), float(config.sigma_max)
+        return Edm(sigma_data=float(config.sigma_data), sigma_min=low, sigma_max=high, negated=negated)
     if config is not None and type(process).__name__.startswith("FlowMatch"):
         dynamic = getattr(config, "use_dynamic_shifting", False)  # depends on the image when sampling; trained without
         return Flow(time_scale=float(config.num_train_timesteps), shift=1.0 if dynamic else float(config.shift))
