@@ -7,6 +7,7 @@ import torch
 from kairos.diffusion.schedule import make_schedule
 from kairos.strategies import Observation, make_sampler
 from kairos.strategies.adaptive import select
+from kairos.strategies.points import Place
 
 
 def test_selection_is_that_of_f_regression_among_positive_correlations():
@@ -41,10 +42,10 @@ class Bandit:
         return 1.0 - (self.gain[index] if self.after else 0.0) + 0.01 * noise.flatten(1).mean(1)
 
     def step(self, k):
-        fractions = self.sampler.fractions(self.x0, torch.Generator().manual_seed(k))
+        fractions = self.sampler.fractions(self.x0, Place(step=k))
         self.gain = torch.where(fractions < 0.5, self.better[0], self.better[1]).float()
         self.after = False
-        random = torch.Generator().manual_seed(1000 + k)
+        random = Place(step=1000 + k)
         with self.sampler.observe(Observation(k, self.x0, fractions, None, self, random)):
             self.after = True
         return fractions
@@ -57,7 +58,7 @@ def adaptive(**options):
 def test_adaptive_starts_almost_uniform_for_any_shape():
     for shape in ((1, 1, 1), (3, 32, 32), (4, 7, 5)):
         sampler = adaptive()
-        sampler.fractions(torch.randn(3, *shape), torch.Generator())
+        sampler.fractions(torch.randn(3, *shape), Place())
         a, b = sampler.policy(torch.randn(3, *shape))
         torch.testing.assert_close(a, torch.full((3,), 0.97409), atol=1e-4, rtol=0)
         torch.testing.assert_close(a, b)
@@ -92,7 +93,7 @@ def test_adaptive_moves_towards_timesteps_whose_step_lowers_the_loss():
     means = {}
     for name, better in (("early", (0.1, 0.0)), ("late", (0.0, 0.1))):
         bandit = Bandit(adaptive(), better)
-        for k in range(80):
+        for k in range(200):
             bandit.step(k)
         means[name] = float((bandit.sampler.density(bandit.x0) * np.arange(50)).sum() / 50)
     assert means["early"] < 0.35 and means["late"] > 0.65
@@ -104,8 +105,7 @@ def test_adaptive_density_with_images_matches_its_draws():
         bandit.step(k)
     p = bandit.sampler.density(bandit.x0)
     assert p.sum() == pytest.approx(1)
-    generator = torch.Generator().manual_seed(9)
-    draws = torch.cat([bandit.sampler.fractions(bandit.x0, generator) for _ in range(2000)])
+    draws = torch.cat([bandit.sampler.fractions(bandit.x0, Place(step=k)) for k in range(2000)])
     share = np.bincount((draws * 50).long().numpy(), minlength=50) / len(draws)
     np.testing.assert_allclose(share, p, atol=4 * np.sqrt(p.max() / len(draws)) + 1e-3)
 
@@ -157,7 +157,7 @@ def test_official_rounds_and_has_half_cells_at_the_ends():
     sampler = official()
     p = sampler.density()
     assert p[0] / p[1] == pytest.approx(0.5, abs=0.05) and p.sum() == pytest.approx(1)
-    draws = sampler.fractions(torch.zeros(50_000, 1, 2, 2), torch.Generator().manual_seed(0))
+    draws = sampler.fractions(torch.zeros(50_000, 1, 2, 2), Place(step=0))
     share = np.bincount((draws * 50).long().numpy(), minlength=50) / len(draws)
     np.testing.assert_allclose(share, p, atol=5e-3)
     assert share[0] < 0.7 * share[1]
@@ -194,7 +194,7 @@ def test_entropy_bonus_alone_moves_towards_uniform_whatever_the_density():
     """The public code multiplies the entropy into log pi, so its sign flips where the density is under 1."""
     sampler = adaptive(entropy=1.0, lr=1e-2)
     bandit = Bandit(sampler, (0.0, 0.0))
-    sampler.fractions(bandit.x0, torch.Generator())
+    sampler.fractions(bandit.x0, Place())
     with torch.no_grad():
         sampler.policy.last.bias.copy_(torch.tensor([2.0, 4.0]))
     x0 = bandit.x0
@@ -221,7 +221,7 @@ def test_the_policy_reaches_the_beta_nearest_to_the_optimum_for_fixed_rewards():
     sampler = adaptive(entropy=weight, lr=2e-3, reward_decay=0.0)
     sampler.advantage = lambda change: change.mean(1)  # unscaled, so that the weight means what it says
     x0 = torch.randn(512, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    random = torch.Generator().manual_seed(1)
+    random = Place(step=1)
     for k in range(600):
         u = sampler.fractions(x0, random)
         centred = reward(u) - reward(u).mean()
@@ -240,6 +240,6 @@ def test_a_floor_keeps_every_timestep_alive_and_importance_weights_fit_each_imag
     assert p.min() >= 0.2 / 50 * 0.999 and p.sum() == pytest.approx(1)
     means = []
     for k in range(400):
-        u = sampler.fractions(bandit.x0, torch.Generator().manual_seed(k))
+        u = sampler.fractions(bandit.x0, Place(step=k))
         means.append((sampler.importance(bandit.x0, u).double() * u).mean().item())
     assert np.mean(means) == pytest.approx(0.5, abs=4 * np.std(means) / 20)

@@ -8,6 +8,7 @@ from torch import nn
 from kairos.diffusion.schedule import make_schedule
 from kairos.strategies import SAMPLERS, Observation, make_sampler
 from kairos.strategies.meter import Meter, evaluating
+from kairos.strategies.points import Place
 from kairos.strategies.strategy import Strategy
 
 T = 40
@@ -18,8 +19,8 @@ def follow(name, loss_at, steps=400, batch=32, **options):
     sampler = make_sampler({"name": name, **options}, make_schedule("linear", T))
     x0 = torch.zeros(batch, 1)
     for k in range(steps):
-        u = sampler.fractions(x0, torch.Generator().manual_seed(k))
-        with sampler.observe(Observation(k, x0, u, loss_at(u), None, torch.Generator())):
+        u = sampler.fractions(x0, Place(step=k))
+        with sampler.observe(Observation(k, x0, u, loss_at(u), None, Place())):
             pass
     return sampler
 
@@ -121,8 +122,8 @@ def test_first_order_draws_what_goes_with_the_target():
     x0 = torch.zeros(32, 1, 2, 2)
     for k in range(4):
         meter = Clean(process, network, x0)
-        u = sampler.fractions(x0, torch.Generator().manual_seed(k))
-        with sampler.observe(Observation(k, x0, u, None, meter, torch.Generator().manual_seed(k))):
+        u = sampler.fractions(x0, Place(step=k))
+        with sampler.observe(Observation(k, x0, u, None, meter, Place(step=k))):
             pass
     p = sampler.density()
     assert p[: T // 2].sum() > 0.85 and p.min() >= 0.2 / T * 0.999

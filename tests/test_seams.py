@@ -28,9 +28,9 @@ from kairos.models.registries import MODELS
 from kairos.options import option
 from kairos.strategies import Sampler, Weighting
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.training.lengths import length_in_steps
 from kairos.training.registries import PROBES
 from kairos.training.run import train
-from kairos.training.lengths import length_in_steps
 
 
 @pytest.fixture(scope="module")

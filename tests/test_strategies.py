@@ -9,6 +9,7 @@ from kairos.errors import ConfigError
 from kairos.strategies import SAMPLERS, WEIGHTINGS, make_sampler, make_weighting
 from kairos.strategies.beta import beta_cdf
 from kairos.strategies.names import parse_name, table, warnings_of
+from kairos.strategies.points import Place
 from kairos.strategies.speed import meaningful_steps, tau_of_magnitude
 
 SCHEDULES = ("linear", "cosine", "quadratic")
@@ -72,8 +73,7 @@ def check_histogram(sampler, batch=10_000):
     p = sampler.density()
     assert p.sum() == pytest.approx(1, abs=1e-12) and (p >= 0).all()
     x0 = torch.zeros(batch, 1, 2, 2)
-    generator = torch.Generator().manual_seed(1)
-    draws = torch.cat([sampler.fractions(x0, generator) for _ in range(100_000 // batch)])
+    draws = torch.cat([sampler.fractions(x0, Place(step=k)) for k in range(100_000 // batch)])
     assert draws.dtype == torch.float64 and draws.min() >= 0 and draws.max() < 1
     counts = np.bincount((draws * timesteps).long().numpy(), minlength=timesteps)
     expected = p * len(draws)
@@ -89,8 +89,8 @@ def check_histogram(sampler, batch=10_000):
 
 def test_fixed_draws_depend_on_the_generator_alone():
     sampler = make_sampler({"name": "log_normal"}, make_schedule())
-    first = sampler.fractions(torch.zeros(7, 3, 4, 4), torch.Generator().manual_seed(3))
-    second = sampler.fractions(torch.ones(7, 1), torch.Generator().manual_seed(3))
+    first = sampler.fractions(torch.zeros(7, 3, 4, 4), Place(step=3))
+    second = sampler.fractions(torch.ones(7, 1), Place(step=3))
     assert torch.equal(first, second)
 
 
@@ -206,7 +206,7 @@ def test_speed_official_reflects_at_the_published_timestep(schedule, m):
 
 def test_speed_official_has_half_the_papers_tail_and_depends_on_the_batch():
     sampler = make_sampler({"name": "speed_official", "tau": 700}, make_schedule())
-    sampler.fractions(torch.zeros(32, 1), torch.Generator())
+    sampler.fractions(torch.zeros(32, 1), Place())
     assert sampler.density()[700:].sum() == pytest.approx(17 / 32 * 0.0789, abs=2e-4)  # 4.2 %, the paper's: 7.9 %
     check_histogram(sampler, batch=32)
 
@@ -216,12 +216,12 @@ def test_speed_official_has_half_the_papers_tail_and_depends_on_the_batch():
 def test_reflected_halves_fill_odd_and_tiny_batches(name, batch):
     check_histogram(make_sampler({"name": name}, make_schedule("linear", 50)), batch=10_000)
     sampler = make_sampler({"name": name}, make_schedule())
-    assert sampler.fractions(torch.zeros(batch, 1), torch.Generator()).shape == (batch,)
+    assert sampler.fractions(torch.zeros(batch, 1), Place()).shape == (batch,)
 
 
 def test_speed_official_pairs_each_draw_with_its_reflection():
     sampler = make_sampler({"name": "speed_official"}, make_schedule())
-    t = (sampler.fractions(torch.zeros(64, 1), torch.Generator().manual_seed(5)) * 1000).long()
+    t = (sampler.fractions(torch.zeros(64, 1), Place(step=5)) * 1000).long()
     drawn, reflected = t[:31], t[33:]
     assert torch.equal(reflected, torch.where(drawn < 642, 642 - drawn, drawn - 642))
 
@@ -274,7 +274,7 @@ def test_uniform_on_a_range_draws_nothing_else():
     sampler = make_sampler({"name": "uniform", "start": 200, "end": 300}, make_schedule())
     p = sampler.density()
     assert p[200:300] == pytest.approx(0.01) and p.sum() == pytest.approx(1)
-    t = (sampler.fractions(torch.zeros(5000, 1), torch.Generator()) * 1000).long()
+    t = (sampler.fractions(torch.zeros(5000, 1), Place()) * 1000).long()
     assert t.min() == 200 and t.max() == 299
     found = warnings_of(table(sampler, make_weighting({"name": "none"}, make_schedule())))
     assert found == ["timestep is never drawn (p = 0) at 900 of 1000 timesteps between t = 0 and 999"]
@@ -287,7 +287,7 @@ def test_importance_weights_bring_back_uniforms_objective(name):
     columns = table(sampler, make_weighting({"name": "none"}, noise))
     assert columns["effective"] == pytest.approx(1 / 50)
     x0 = torch.zeros(100_000, 1)
-    fractions = sampler.fractions(x0, torch.Generator().manual_seed(0))
+    fractions = sampler.fractions(x0, Place(step=0))
     losses = torch.exp(3 * fractions)
     mean = (sampler.importance(x0, fractions).double() * losses).mean().item()
     assert mean == pytest.approx((np.exp(3) - 1) / 3, rel=0.01)
@@ -299,7 +299,7 @@ def test_even_points_have_less_variance_and_fill_every_cell():
         means, plain = [], []
         for k in range(60):
             sampler.begin(k)
-            u = sampler.fractions(torch.zeros(batch, 1), torch.Generator().manual_seed(k))
+            u = sampler.fractions(torch.zeros(batch, 1), Place(step=k))
             means.append(u.mean().item())
             plain.append(torch.rand(batch, generator=torch.Generator().manual_seed(k)).mean().item())
         assert np.std(means) < np.std(plain) / 5
@@ -312,7 +312,7 @@ def test_sobol_points_go_on_from_step_to_step():
     u = []
     for k in range(8):
         sampler.begin(k)
-        u.append(sampler.fractions(torch.zeros(16, 1), torch.Generator().manual_seed(k)))
+        u.append(sampler.fractions(torch.zeros(16, 1), Place(step=k)))
     together = np.sort(torch.cat(u).numpy())
     assert np.diff(together).max() < 1.01 / 128 and np.diff(together).min() > 0.99 / 128
 
