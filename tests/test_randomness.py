@@ -100,6 +100,18 @@ def test_value_does_not_depend_on_the_batch():
     assert NOISE.normal(7, range(0), (3,)).shape == (0, 3)
 
 
+def test_steps_drawn_ahead():
+    """Small draws are made for several steps at a time: the same numbers, and a caller may change what it got."""
+    for step in (0, 15, 16, 2**32 - 1, 2**32, 2**63 - 1):
+        for draw in (NOISE.normal, NOISE.uniform):
+            for shape in ((), (5,)):
+                alone = draw(step, torch.arange(9), shape)
+                with torch.inference_mode():
+                    draw(step, range(9), shape).zero_()
+                again = draw(step, range(9), shape)
+                assert torch.equal(again, alone) and not again.is_inference()
+
+
 def test_numpy_and_torch_agree():
     for step, stream in itertools.product((0, 2**32 + 5, 2**63 - 1), (NOISE, Stream(2**62, "t"))):
         index = [0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1, *range(100, 200)]

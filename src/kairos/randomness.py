@@ -11,7 +11,7 @@ numpy's Philox is 4x64 and knows the CPU only. Golden values in the tests freeze
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # what the two halves of the key grow by every round
 _TRIES = 7  # candidates for a Gamma variate: none is accepted with probability below 0.05**7 = 8e-10
+_AHEAD, _SMALL = 16, 2**14  # steps that are drawn at a time, where a step needs no more words than this
 _CHUNK = 2**16  # keys of a permutation made at a time
 
 
@@ -43,26 +44,15 @@ class Stream:
 
     def words(self, step: int, index: "range | Tensor", count: int, device: "torch.device | str" = "cpu") -> "Tensor":
         """The first `count` words of each sample, int64 (n, count) in [0, 2**32)."""
-        import torch
-
-        device = str(device)
-        library: Any = np if device == "cpu" else torch  # the same integers; small arrays cost numpy half the time
-        if isinstance(index, range):
-            index = library.arange(index.start, index.stop, index.step, device=device)
-        place = library.asarray(index, device=device)[:, None]
-        block = library.arange(-(-count // 4), device=device)[None]
-        low, high = (library.full((1, 1), part, device=device) for part in (step & _LOW, step >> 32))
-        words = library.empty((len(place), block.shape[1], 4), dtype=library.int64, device=device)
-        drawn = philox((block, place, low, high), _constants(self.seed, self.name, device == "cpu"))
-        words[..., 0], words[..., 1], words[..., 2], words[..., 3] = drawn
-        return torch.as_tensor(words).flatten(1)[:, :count]
+        return _words(self, range(step, step + 1), index, count, str(device))[0]
 
     def uniform(
         self, step: int, index: "range | Tensor", shape: tuple[int, ...] = (), device: "torch.device | str" = "cpu"
     ) -> "Tensor":
         """Uniform on [0, 1), float64 (n, *shape): the upper 53 bits of two words."""
-        words = self.words(step, index, 2 * math.prod(shape), device).reshape(-1, *shape, 2)
-        return ((words[..., 0] << 21) + (words[..., 1] >> 11)).double().mul_(2.0**-53)
+        import torch
+
+        return _numbers(self, _uniform, step, index, 2 * math.prod(shape), device, torch.float64).reshape(-1, *shape)
 
     def normal(
         self,
@@ -73,8 +63,10 @@ class Stream:
         dtype: "torch.dtype | None" = None,
     ) -> "Tensor":
         """Standard normal (n, *shape), float32 unless `dtype` says otherwise: 2**32 values between -6.3 and 6.3."""
-        values = _normal(self.words(step, index, math.prod(shape), device)).reshape(-1, *shape)
-        return values.float() if dtype is None else values.to(dtype)
+        import torch
+
+        dtype = dtype or torch.float32
+        return _numbers(self, _normal, step, index, math.prod(shape), device, dtype).reshape(-1, *shape)
 
     def integers(
         self,
@@ -138,6 +130,52 @@ def key_schedule(low: int, high: int) -> list[tuple[int, int]]:
     return [_MULTIPLIERS, (32, _LOW), *rounds]
 
 
+def _words(stream: Stream, steps: range, index: "range | Tensor", count: int, device: str) -> "Tensor":
+    """Words of several steps that have the same upper half, int64 (steps, n, count)."""
+    import torch
+
+    library: Any = np if device == "cpu" else torch  # the same integers; small arrays cost numpy half the time
+    if isinstance(index, range):
+        index = library.arange(index.start, index.stop, index.step, device=device)
+    place = library.asarray(index, device=device)[:, None]  # (n, 1)
+    block = library.arange(-(-count // 4), device=device)  # (blocks,)
+    low = library.arange(len(steps), device=device)[:, None, None] + (steps[0] & _LOW)  # (steps, 1, 1)
+    high = library.full((1, 1, 1), steps[0] >> 32, device=device)
+    words = library.empty((len(steps), len(place), len(block), 4), dtype=library.int64, device=device)
+    drawn = philox((block, place, low, high), _constants(stream.seed, stream.name, device == "cpu"))
+    words[..., 0], words[..., 1], words[..., 2], words[..., 3] = drawn
+    return torch.as_tensor(words).flatten(2)[..., :count]
+
+
+def _numbers(
+    stream: Stream,
+    kind: "Callable[[Tensor], Tensor]",
+    step: int,
+    index: "range | Tensor",
+    count: int,
+    device: "torch.device | str",
+    dtype: "torch.dtype",
+) -> "Tensor":
+    """Numbers that `kind` makes of `count` words of each sample, (n, numbers)."""
+    if isinstance(index, range) and len(index) * count <= _SMALL:
+        return _ahead(stream, kind, step // _AHEAD, index, count, str(device), dtype)[step % _AHEAD].clone()
+    return kind(stream.words(step, index, count, device)).to(dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _ahead(
+    stream: Stream,
+    kind: "Callable[[Tensor], Tensor]",
+    turn: int,
+    index: range,
+    count: int,
+    device: str,
+    dtype: "torch.dtype",
+) -> "Tensor":
+    """The numbers of a turn of steps: a small draw costs its calls, which the steps of a turn share."""
+    return kind(_words(stream, range(turn * _AHEAD, (turn + 1) * _AHEAD), index, count, device)).to(dtype)
+
+
 @functools.cache
 def _constants(seed: int, stream: str, numpy: bool) -> Sequence[Any]:
     """The schedule of the key that is the first 64 bits of SHA-256 of the two."""
@@ -149,6 +187,11 @@ def _constants(seed: int, stream: str, numpy: bool) -> Sequence[Any]:
 def _open(words: "Tensor") -> "Tensor":
     """Uniform on (0, 1), float64: middles of 2**32 equal intervals."""
     return words.double().add_(0.5).mul_(2.0**-32)
+
+
+def _uniform(words: "Tensor") -> "Tensor":
+    """Uniform on [0, 1), float64, one of two neighbouring words."""
+    return ((words[..., 0::2] << 21) + (words[..., 1::2] >> 11)).double().mul_(2.0**-53)
 
 
 def _normal(words: "Tensor") -> "Tensor":
