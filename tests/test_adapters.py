@@ -35,10 +35,10 @@ def test_schedulers_of_diffusers(diffusers, scheduler, prediction, betas):
     made = getattr(diffusers, scheduler)(prediction_type=prediction, **given)
     process = kairos.Strategy("uniform", made, prediction="epsilon").process
     assert process.prediction == {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}[prediction]
-    assert process.timesteps == made.config.num_train_timesteps
+    assert process.schedule.timesteps == made.config.num_train_timesteps
     x0, noise = numbers()
-    t = torch.arange(len(x0)) * process.timesteps // len(x0)
-    t[-1] = process.timesteps - 1
+    t = torch.arange(len(x0)) * process.schedule.timesteps // len(x0)
+    t[-1] = process.schedule.timesteps - 1
     atol = 1e-3 if betas == "zero" else 1e-5  # half of a signal-to-noise ratio of 1e-9 stands for 0
     torch.testing.assert_close(process.noised(x0, noise, t), made.add_noise(x0, noise, t), rtol=1e-5, atol=atol)
     wanted = {"epsilon": noise, "sample": x0, "v_prediction": made.get_velocity(x0, noise, t)}[prediction]
@@ -101,7 +101,7 @@ def test_processes_schedules_and_numbers_are_taken_as_they_are():
     assert as_process(schedule, prediction="v").schedule is schedule
     for given in (schedule.alphas_cumprod, schedule.alphas_cumprod.tolist(), torch.from_numpy(schedule.alphas_cumprod)):
         made = as_process(given, prediction="x0")
-        assert made.prediction == "x0" and made.timesteps == 30
+        assert made.prediction == "x0" and made.schedule.timesteps == 30
         np.testing.assert_allclose(made.schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-9)
     parameter = nn.Parameter(torch.from_numpy(schedule.alphas_cumprod).float())
     np.testing.assert_allclose(as_process(parameter).schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-5)
@@ -129,9 +129,9 @@ def test_what_is_no_process_is_refused(given, message):
     ("make", "message"),
     [
         (lambda: as_process("linear", prediction="eps"), "prediction: got 'eps', allowed: epsilon, x0, v"),
-        (lambda: kairos.Edm(sigma_min=1, sigma_max=0.5), "sigma_min and sigma_max: got 1 and 0.5"),
-        (lambda: kairos.Edm(sigma_data=0), "sigma_data: got 0, allowed: > 0"),
-        (lambda: kairos.Flow(shift=0), "shift: got 0, allowed: > 0"),
+        (lambda: kairos.Edm(sigma_min=1, sigma_max=0.5), "sigma_min and sigma_max: got 1.0 and 0.5"),
+        (lambda: kairos.Edm(sigma_data=0), "process edm.sigma_data: got 0, allowed: number or null > 0"),
+        (lambda: kairos.Flow(shift=0), "process flow.shift: got 0, allowed: number > 0"),
     ],
 )
 def test_parameters_of_processes_are_checked(make, message):

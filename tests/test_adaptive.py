@@ -221,11 +221,10 @@ def test_the_policy_reaches_the_beta_nearest_to_the_optimum_for_fixed_rewards():
     sampler = adaptive(entropy=weight, lr=2e-3, reward_decay=0.0)
     sampler.advantage = lambda change: change.mean(1)  # unscaled, so that the weight means what it says
     x0 = torch.randn(512, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    random = Place(step=1)
     for k in range(600):
-        u = sampler.fractions(x0, random)
+        u = sampler.fractions(x0, Place(step=k))
         centred = reward(u) - reward(u).mean()
-        sampler._learn(Observation(k, x0, u, None, None, random), centred[:, None])
+        sampler._learn(Observation(k, x0, u, None, None, Place(step=k)), centred[:, None])
     with torch.no_grad():
         a, b = (value.mean().item() for value in sampler.policy(x0))
     assert divergence(a, b) < best + 0.03 and divergence(0.974, 0.974) > best + 0.3

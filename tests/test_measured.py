@@ -170,7 +170,7 @@ def test_sums_of_gradients_are_those_of_autograd():
     output = network(strategy.process.noised(x0, noise, t), t)
     error = ((output - strategy.process.target(x0, noise, t)) ** 2).mean((1, 2, 3))
     wanted = torch.autograd.grad(
-        (factors * strategy.process.weights(strategy.weighting, t) * error).sum(), list(network.parameters())
+        (factors * strategy.weighting.factors(strategy.process.snr(t), t) * error).sum(), list(network.parameters())
     )
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)

@@ -15,9 +15,11 @@ from kairos.strategies import WEIGHTINGS, make_weighting
 DISCRETE = {f"{s}-{p}": (lambda s=s, p=p: as_process(s, 50, p)) for s in SCHEDULES for p in PREDICTIONS}
 CONTINUOUS = {
     "edm": kairos.Edm,
-    "edm-1": lambda: kairos.Edm(1.0),
+    "edm-1": lambda: kairos.Edm(sigma_data=1.0),
     "flow": kairos.Flow,
     "shift": lambda: kairos.Flow(shift=3),
+    "vp": kairos.Vp,
+    "vp-v": lambda: kairos.Vp(prediction="v"),
 }
 OF_SNR = sorted(set(WEIGHTINGS) - {"none", "vlb", "change_aware", "change_aware_official", "debiased", "edm2"})
 
@@ -34,7 +36,7 @@ def mean_square(values):
 
 
 def snr_at(process, t):
-    return process.snr(t) if hasattr(process, "snr") else torch.from_numpy(process.schedule.snr)[t]
+    return process.snr(t)
 
 
 def scales(process, t):
@@ -88,7 +90,7 @@ def test_a_weighting_weighs_the_same_error_alike_whatever_is_predicted(name, wei
     stated = make_weighting({"name": weighting, **options}, make_schedule(), "epsilon").at_snr(
         snr_at(process, t).numpy()
     )
-    found = process.weights(strategy.weighting, t).double() * of_output
+    found = strategy.weighting.factors(process.snr(t), t).double() * of_output
     torch.testing.assert_close(found, torch.from_numpy(stated) * of_epsilon, rtol=1e-3, atol=1e-9)
 
 
@@ -116,9 +118,9 @@ FORMULAS = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_weights_at_continuous_times_are_the_formula_itself(name):
     on_x0 = FORMULAS[name]
-    edm = kairos.Strategy(name, kairos.Edm(0.5, cells=10)).draw(torch.zeros(1000, 1))
+    edm = kairos.Strategy(name, kairos.Edm()).draw(torch.zeros(1000, 1))
     np.testing.assert_allclose(edm.weights, on_x0(edm.t.numpy() ** -2.0), rtol=1e-6)
-    flow = kairos.Strategy(name, kairos.Flow(cells=10)).draw(torch.zeros(1000, 1))
+    flow = kairos.Strategy(name, kairos.Flow()).draw(torch.zeros(1000, 1))
     snr = ((1 - flow.t.numpy()) / flow.t.numpy()) ** 2
     wanted = on_x0(snr) / (1 if name == "none" else (1 + np.sqrt(snr)) ** 2)
     np.testing.assert_allclose(flow.weights, wanted, rtol=1e-6)
@@ -126,19 +128,19 @@ def test_weights_at_continuous_times_are_the_formula_itself(name):
 
 @pytest.mark.parametrize("sigma_data", [0.5, 1.0, 0.3])
 def test_edms_lambda_weighs_the_networks_own_output_by_one(sigma_data):
-    process = kairos.Edm(sigma_data)
+    process = kairos.Edm(sigma_data=sigma_data)
     x0, noise, output, t = batch(process)
     x_t = process.noised(x0, noise, t)
     denoised = process.predict(lambda x, time: output, x_t, t)
     zero = process.predict(lambda x, time: torch.zeros_like(output), x_t, t)
     c_out = ((denoised - zero) / output).flatten(1).mean(1)
     torch.testing.assert_close(c_out, t * sigma_data / (t**2 + sigma_data**2) ** 0.5)
-    weights = process.weights(kairos.Strategy("edm", process).weighting, t)  # sigma_data comes from the process
+    weights = kairos.Strategy("edm", process).weighting.factors(process.snr(t), t)  # sigma_data comes from the process
     torch.testing.assert_close(c_out**2 * weights.double(), torch.ones_like(t), rtol=1e-5, atol=1e-5)
 
 
 def test_edm_calls_the_network_with_unit_variance_and_a_quarter_of_ln_sigma():
-    process, seen = kairos.Edm(0.5), []
+    process, seen = kairos.Edm(), []
     random = torch.Generator().manual_seed(0)
     t = torch.tensor([0.002, 0.5, 80.0], dtype=torch.float64)
     x0, noise = 0.5 * torch.randn(3, 1, 100, 100, generator=random), torch.randn(3, 1, 100, 100, generator=random)

@@ -172,7 +172,11 @@ class Discrete(Process):
 
     def snr(self, t: Any) -> Any:
         """As the schedule has it."""
-        return self.schedule.snr[np.asarray(t)]
+        if isinstance(t, np.ndarray):
+            return self.schedule.snr[t]
+        import torch
+
+        return torch.from_numpy(self.schedule.snr[t.cpu().numpy()]).to(t.device)
 
     def _shown(self, t: "Tensor", x_t: "Tensor") -> "Tensor":
         return t  # an index, which networks embed in float32

@@ -215,11 +215,12 @@ class Weighting:
         """The factor of every timestep, float64 (T,)."""
         return self.at_snr(self.schedule.snr)
 
-    def factors(self, snr: Any, like: "Tensor") -> "Tensor":
+    def factors(self, snr: "Tensor", like: "Tensor") -> "Tensor":
         """`at_snr` as float32 on the device of `like`."""
         import torch
 
-        return torch.from_numpy(np.ascontiguousarray(self.at_snr(np.asarray(snr)))).to(like.device, torch.float32)
+        values = np.ascontiguousarray(self.at_snr(snr.double().cpu().numpy()))
+        return torch.from_numpy(values).to(like.device, torch.float32)
 
     def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":
         """What is minimised, (batch,).

@@ -86,7 +86,7 @@ class Meter:
             clean, t, _, output = self._predict(index, fractions, noise, False)
             losses = per_sample((output - self.process.target(clean, noise, t)) ** 2)
             if self.weighting is not None:
-                losses = losses * self.weighting.factors(self.process.snr(t.cpu()), losses)
+                losses = losses * self.weighting.factors(self.process.snr(t), losses)
             total = (losses * factors.to(losses)).sum()
             gradients = torch.autograd.grad(total, parameters, allow_unused=True)
         return [
