@@ -1,13 +1,159 @@
-"""Everything random as a function of (seed, stream, step): a resumed training needs no random state.
+"""Everything random as a function of (seed, stream, step, index): a resumed training needs no random state.
 
-Streams are separate, and the same for all methods of a seed, so that comparisons between methods are paired.
+One counter-based generator, Philox4x32-10 of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". What a
+sample gets depends on its place in the global batch and not on the batch, microbatch, rank or device that asks. Streams
+are separate, and the same for all methods of a seed, so that comparisons between methods are paired.
+
+The integers are ours because no library has them on both kinds of device: torch draws from Mersenne Twister on the CPU,
+numpy's Philox is 4x64 and knows the CPU only. Golden values in the tests freeze every draw for ever.
 """
 
+import functools
 import hashlib
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+import numpy as np
+
+if TYPE_CHECKING:  # derived_seed serves commands that start without torch
     import torch
+    from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)  # what the two halves of the key grow by every round
+_TRIES = 7  # candidates for a Gamma variate: none is accepted with probability below 0.05**7 = 8e-10
+_CHUNK = 2**16  # keys of a permutation made at a time
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One named stream of a seed: draws for the samples `index` of step `step`.
+
+    `index` holds n places in the global batch (or image numbers), each in [0, 2**32), as a range or an int64 tensor
+    (n,); `step` lies in [0, 2**63); the seed is any integer. Integers are equal on all devices, real numbers to 1e-6
+    relative; on one kind of device all are bit-equal however the indices are split. The methods turn the same words
+    into numbers: what must be independent needs a stream of its own.
+    """
+
+    seed: int
+    name: str
+
+    def words(self, step: int, index: "range | Tensor", count: int, device: "torch.device | str" = "cpu") -> "Tensor":
+        """The first `count` words of each sample, int64 (n, count) in [0, 2**32)."""
+        import torch
+
+        device = str(device)
+        library: Any = np if device == "cpu" else torch  # the same integers; small arrays cost numpy half the time
+        if isinstance(index, range):
+            index = library.arange(index.start, index.stop, index.step, device=device)
+        place = library.asarray(index, device=device)[:, None]
+        block = library.arange(-(-count // 4), device=device)[None]
+        low, high = (library.full((1, 1), part, device=device) for part in (step & _LOW, step >> 32))
+        words = library.empty((len(place), block.shape[1], 4), dtype=library.int64, device=device)
+        drawn = philox((block, place, low, high), _constants(self.seed, self.name, device == "cpu"))
+        words[..., 0], words[..., 1], words[..., 2], words[..., 3] = drawn
+        return torch.as_tensor(words).flatten(1)[:, :count]
+
+    def uniform(
+        self, step: int, index: "range | Tensor", shape: tuple[int, ...] = (), device: "torch.device | str" = "cpu"
+    ) -> "Tensor":
+        """Uniform on [0, 1), float64 (n, *shape): the upper 53 bits of two words."""
+        words = self.words(step, index, 2 * math.prod(shape), device).reshape(-1, *shape, 2)
+        return ((words[..., 0] << 21) + (words[..., 1] >> 11)).double().mul_(2.0**-53)
+
+    def normal(
+        self,
+        step: int,
+        index: "range | Tensor",
+        shape: tuple[int, ...] = (),
+        device: "torch.device | str" = "cpu",
+        dtype: "torch.dtype | None" = None,
+    ) -> "Tensor":
+        """Standard normal (n, *shape), float32 unless `dtype` says otherwise: 2**32 values between -6.3 and 6.3."""
+        values = _normal(self.words(step, index, math.prod(shape), device)).reshape(-1, *shape)
+        return values.float() if dtype is None else values.to(dtype)
+
+    def integers(
+        self,
+        step: int,
+        high: int,
+        index: "range | Tensor",
+        shape: tuple[int, ...] = (),
+        device: "torch.device | str" = "cpu",
+    ) -> "Tensor":
+        """Integers in [0, high), int64 (n, *shape), high up to 2**53; a probability is off by at most 2**-53."""
+        return (self.uniform(step, index, shape, device) * high).long()
+
+    def beta(self, step: int, index: "range | Tensor", a: "Tensor", b: "Tensor") -> "Tensor":
+        """One draw of Beta(a_i, b_i) per sample, float64 (n,), on the device of a and b, which are positive (n,).
+
+        From two Gamma variates of Marsaglia and Tsang 2000, each the first accepted of a fixed number of candidates, in
+        logarithms; for small a and b the draw may round to exactly 0 or 1.
+        """
+        import torch
+
+        alpha = torch.stack((a, b), 1).detach().double()  # (n, 2)
+        words = self.words(step, index, 2 * (2 * _TRIES + 1), alpha.device).reshape(len(alpha), 2, -1)
+        z, log_u = _normal(words[..., :_TRIES]), _open(words[..., _TRIES:]).log_()
+        d = alpha[..., None] + 2 / 3  # of Gamma(a + 1), which times u^(1/a) is Gamma(a)
+        log_v = (1 + z / (9 * d).sqrt()).clamp(min=1e-30).log_() * 3  # a clamped candidate is never accepted
+        accepted = log_u[..., :_TRIES] < z**2 / 2 + d * (1 - log_v.exp() + log_v)
+        first = (accepted * torch.arange(_TRIES, 0, -1, device=a.device)).argmax(-1, keepdim=True)
+        log_gamma = (d.log() + log_v.gather(-1, first))[..., 0] + log_u[..., -1] / alpha  # (n, 2)
+        # not sigmoid, whose last bit depends on a number's place in the batch
+        return 1 / (1 + (log_gamma[:, 1] - log_gamma[:, 0]).exp())
+
+    def permutation(self, count: int, epoch: int = 0) -> "Tensor":
+        """A permutation of 0 .. count - 1, int64 (count,) on the CPU: the order of 64-bit keys, one per position."""
+        import torch
+
+        keys = torch.empty(count, dtype=torch.int64)
+        for start in range(0, count, _CHUNK):
+            words = self.words(epoch, range(start, min(start + _CHUNK, count)), 2)
+            keys[start : start + _CHUNK] = (words[:, 0] << 32) + words[:, 1]
+        return keys.argsort(stable=True)
+
+
+def philox(counter: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, ...]:
+    """Ten rounds of Philox4x32 on four arrays of 32-bit words that broadcast, int64 of numpy or torch."""
+    a, b, c, d = counter
+    (multiplier_a, multiplier_c), (shift, lower), *keys = constants
+    for key_a, key_c in keys:
+        product_a, product_c = a * multiplier_a, c * multiplier_c  # wrap, but their 64 bits are right
+        a, c = (product_c >> shift) ^ b, (product_a >> shift) ^ d
+        a ^= key_a
+        c ^= key_c
+        a &= lower  # drops the sign that the shift has copied, and the upper half of b
+        c &= lower
+        b, d = product_c, product_a
+    return a, b & lower, c, d & lower
+
+
+def key_schedule(low: int, high: int) -> list[tuple[int, int]]:
+    """What `philox` needs beside the counter: multipliers, shift and mask, and the halves of each round's key."""
+    rounds = [(low + n * _WEYL[0] & _LOW, high + n * _WEYL[1] & _LOW) for n in range(10)]
+    return [_MULTIPLIERS, (32, _LOW), *rounds]
+
+
+@functools.cache
+def _constants(seed: int, stream: str, numpy: bool) -> Sequence[Any]:
+    """The schedule of the key that is the first 64 bits of SHA-256 of the two."""
+    digest = hashlib.sha256(f"{seed}/{stream}".encode()).digest()
+    schedule = key_schedule(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little"))
+    return [tuple(map(np.array, row)) for row in schedule] if numpy else schedule  # what each finds fastest
+
+
+def _open(words: "Tensor") -> "Tensor":
+    """Uniform on (0, 1), float64: middles of 2**32 equal intervals."""
+    return words.double().add_(0.5).mul_(2.0**-32)
+
+
+def _normal(words: "Tensor") -> "Tensor":
+    """Standard normal, float64, by the inverse of the distribution function; never 0."""
+    return words.double().sub_(2**31 - 0.5).mul_(2.0**-31).erfinv_().mul_(math.sqrt(2))
 
 
 def derived_seed(seed: int, stream: str, step: int = 0) -> int:

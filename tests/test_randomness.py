@@ -1,0 +1,183 @@
+"""The generator: published vectors, values that must never change, and the numbers' distributions."""
+
+import itertools
+
+import mpmath
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+import torch
+
+from kairos.randomness import Stream, _normal, derived_seed, key_schedule, philox
+
+NOISE = Stream(1, "noise")
+TORCH = "cpu:0"  # the same device by a name that takes the way of a GPU, torch's integers instead of numpy's
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [  # kat_vectors of Random123
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_published_vectors(counter, key, words, array):
+    parsed = [array([int(word, 16)]) for word in counter.split()]
+    drawn = philox(parsed, key_schedule(*(int(half, 16) for half in key.split())))
+    assert " ".join(f"{word.item():08x}" for word in drawn) == words
+
+
+def all_kinds(stream, step, index, device="cpu"):
+    """One draw of every kind per sample, by name."""
+    index = torch.as_tensor(list(index))
+    a = torch.tensor([0.3, 5.0, 1e-3, 40.0])[index % 4].to(device)
+    return {
+        "words": stream.words(step, index, 7, device),
+        "uniform": stream.uniform(step, index, (3,), device),
+        "normal": stream.normal(step, index, (3, 5), device),
+        "normal64": stream.normal(step, index, (), device, torch.float64),
+        "integers": stream.integers(step, 1000, index, (2,), device),
+        "beta": stream.beta(step, index, a, 2 * a),
+    }
+
+
+def test_golden_values():
+    """All trainings and samples were made with these draws: if a value changes, none of them can be repeated."""
+    assert NOISE.words(0, range(2), 6).tolist() == [
+        [2163215365, 1066633742, 1903122159, 271593864, 704008136, 2918755507],
+        [329068298, 1332993881, 3004752202, 1012055349, 1187952133, 2737767239],
+    ]
+    words = {
+        (0, "noise", 0, 0): [840322717, 2277042260],
+        (1, "noise", 2**32 + 5, 2**32 - 1): [771771324, 2485877522],
+        (1 + 2**32, "noise", 0, 0): [3119352622, 953003717],
+        (1 + 2**62, "noise", 0, 0): [1000800987, 3842919050],
+        (2**63 - 1, "order", 2**63 - 1, 7): [4086135303, 2649928318],
+    }
+    for (seed, name, step, place), two in words.items():
+        assert Stream(seed, name).words(step, torch.tensor([place]), 2).tolist() == [two]
+    assert NOISE.uniform(3, range(4)).tolist() == [
+        0.9674853084137109,
+        0.054911252852677284,
+        0.15753094124147027,
+        0.2787668210571794,
+    ]
+    assert NOISE.integers(3, 1000, range(8)).tolist() == [967, 54, 157, 278, 175, 131, 419, 6]
+    assert NOISE.integers(3, 2, range(2), (8,)).tolist() == [[1, 1, 0, 0, 1, 0, 0, 0], [0, 1, 1, 0, 1, 1, 0, 0]]
+    assert NOISE.normal(3, range(2), (3,)).flatten().tolist() == pytest.approx(
+        [1.84505606, 2.78973246, 0.322643369, -1.59899139, -0.897838771, 0.730621278], rel=1e-6
+    )
+    a, b = torch.tensor([2.0, 0.5, 1e-3, 1e-3, 30.0]), torch.tensor([3.0, 0.5, 1e-3, 2e-3, 0.1])
+    assert NOISE.beta(3, range(5), a, b).tolist() == pytest.approx(
+        [0.5484569139044632, 0.029306799157832526, 1.0, 7.912266806606418e-176, 0.9999929194664037], rel=1e-6
+    )
+    assert NOISE.permutation(12).tolist() == [0, 4, 8, 11, 6, 1, 5, 3, 7, 10, 9, 2]
+    assert NOISE.permutation(12, 5).tolist() == [11, 10, 1, 0, 6, 9, 8, 2, 4, 5, 3, 7]
+    assert derived_seed(1, "weights") == 2218878379593219762
+
+
+def test_every_bit_counts():
+    keys = [(seed, "noise", 0, 0) for seed in (1, 1 + 2**31, 1 + 2**32, 1 + 2**62, 2**63 - 1)]
+    keys += [(1, "flips", 0, 0), (1, "noise", 1, 0), (1, "noise", 2**32, 0), (1, "noise", 2**62, 0)]
+    keys += [(1, "noise", 0, 1), (1, "noise", 0, 2**31), (1, "noise", 0, 2**32 - 1)]
+    drawn = {tuple(Stream(*key[:2]).words(key[2], torch.tensor([key[3]]), 4)[0].tolist()) for key in keys}
+    assert len(drawn) == len(keys)
+
+
+def test_value_does_not_depend_on_the_batch():
+    whole = all_kinds(NOISE, 7, range(301))
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        part = torch.as_tensor(random.permutation(301)[: random.integers(1, 300)])
+        for kind, values in all_kinds(NOISE, 7, part).items():
+            assert torch.equal(values, whole[kind][part]), kind
+    assert torch.equal(NOISE.words(7, range(10, 301, 3), 7), whole["words"][10::3])
+    assert torch.equal(NOISE.words(7, range(301), 3), whole["words"][:, :3])  # nor on how much is asked for
+    assert torch.equal(NOISE.normal(7, range(301), (3,)), whole["normal"][:, 0, :3])
+    assert NOISE.normal(7, range(0), (3,)).shape == (0, 3)
+
+
+def test_numpy_and_torch_agree():
+    for step, stream in itertools.product((0, 2**32 + 5, 2**63 - 1), (NOISE, Stream(2**62, "t"))):
+        index = [0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1, *range(100, 200)]
+        plain, other = all_kinds(stream, step, index), all_kinds(stream, step, index, TORCH)
+        assert all(torch.equal(plain[kind], other[kind]) for kind in plain)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_agrees():
+    for step in (0, 2**32 + 5, 2**63 - 1):
+        index = [0, 1, 2**31, 2**32 - 1, *range(100, 20000)]
+        plain, other = all_kinds(NOISE, step, index), all_kinds(NOISE, step, index, "cuda")
+        for kind in plain:
+            assert other[kind].is_cuda
+            exact = kind in ("words", "integers", "uniform")
+            torch.testing.assert_close(other[kind].cpu(), plain[kind], rtol=0 if exact else 1e-6, atol=0)
+
+
+def test_uniform_and_integers():
+    u = NOISE.uniform(0, range(10**5), (3,))
+    assert u.dtype == torch.float64 and u.min() >= 0 and u.max() < 1
+    assert scipy.stats.kstest(u.flatten(), "uniform").pvalue > 0.01
+    assert (u * 2**53 % 2 == 1).double().mean() == pytest.approx(0.5, abs=0.01)  # the last of 53 bits
+    for high in (2, 10, 1000):
+        counts = torch.bincount(NOISE.integers(1, high, range(10**5)), minlength=high)
+        assert len(counts) == high and scipy.stats.chisquare(counts).pvalue > 0.01
+    assert NOISE.integers(0, 2**53, range(10**5)).max() > 2**52
+
+
+def test_normal():
+    z = NOISE.normal(0, range(1000), (10, 100))
+    assert z.dtype == torch.float32 and z.shape == (1000, 10, 100)
+    assert scipy.stats.kstest(z.flatten().double(), "norm").pvalue > 0.01
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert (z.double() ** power).mean().item() == pytest.approx(moment, abs=4 * (variance / z.numel()) ** 0.5)
+
+
+def test_normal_is_exact_to_1e_6():
+    ends = [0, 1, 2**31 - 2, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1, *(2**k for k in range(2, 31))]
+    for word, z in zip(ends, _normal(torch.tensor(ends)).float().tolist()):
+        exact = mpmath.sqrt(2) * mpmath.erfinv(mpmath.mpf(2 * word + 1) / 2**32 - 1)
+        assert abs(z - exact) <= 1e-7 * abs(exact)
+    words = NOISE.words(0, range(1000), 1000)
+    exact = 2**0.5 * scipy.special.erfinv((2 * words.numpy() + 1) / 2**32 - 1)
+    np.testing.assert_allclose(NOISE.normal(0, range(1000), (1000,)).numpy(), exact, rtol=1e-7)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (0.8, 1), (2, 5), (0.5, 0.5), (0.05, 0.3), (100, 3), (1e4, 1e4)])
+def test_beta(a, b):
+    n = 10**5
+    drawn = NOISE.beta(0, range(n), torch.full((n,), a), torch.full((n,), b))
+    assert drawn.dtype == torch.float64
+    assert scipy.stats.kstest(drawn, scipy.stats.beta(a, b).cdf).pvalue > 0.01
+
+
+def test_beta_of_tiny_parameters():
+    n = 10**5
+    drawn = NOISE.beta(0, range(n), torch.full((n,), 1e-3), torch.full((n,), 2e-3))  # practically 0 or 1
+    assert drawn.isfinite().all() and drawn.min() >= 0 and drawn.max() <= 1
+    assert drawn.mean().item() == pytest.approx(1 / 3, abs=0.005)
+
+
+def test_permutation():
+    for count in (0, 1, 2, 1000, 2**16 + 3):
+        assert torch.equal(NOISE.permutation(count).sort().values, torch.arange(count))
+    first, second = NOISE.permutation(10**5, 0), NOISE.permutation(10**5, 1)
+    assert (first == second).sum() < 10
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.015 and abs(np.corrcoef(first, np.arange(10**5))[0, 1]) < 0.015
+    firsts = torch.bincount(torch.stack([NOISE.permutation(6, epoch)[0] for epoch in range(3000)]), minlength=6)
+    assert scipy.stats.chisquare(firsts).pvalue > 0.01
+
+
+def test_streams_steps_and_places_are_independent():
+    n = 10**5
+    draws = [Stream(seed, name).normal(step, range(n)) for seed in (0, 1) for name in ("a", "b") for step in (0, 1, 2)]
+    draws += [NOISE.normal(0, range(n), (3,))[:, k] for k in range(3)]  # words of one sample
+    draws += [NOISE.normal(0, range(1, n + 1), (3,))[:, 0]]  # neighbours in the batch
+    draws += [-draw.abs() for draw in draws]
+    correlations = np.corrcoef(torch.stack(draws))
+    same = np.abs(np.subtract.outer(np.arange(32), np.arange(32))) % 16 == 0
+    assert np.abs(correlations[~same]).max() < 5 / n**0.5
