@@ -78,11 +78,6 @@ class Experiment(Section):
                 f"training.segments: got {self.training.segments}, "
                 f"allowed: at most the number of milestones ({len(steps) - 1})"
             )
-        conditions = self.model.get("conditions") or []
-        if self.sampling.guidance_scale != 1 and not conditions:
-            raise ValueError("sampling.guidance_scale: got other than 1, allowed: 1 for a model without conditions")
-        if self.sampling.guidance_scale != 1 and self.training.condition_dropout == 0:
-            raise ValueError("sampling.guidance_scale: other than 1 needs training.condition_dropout > 0")
         timesteps = self.diffusion.process.get("timesteps")
         for name, method in self.methods.items():
             for part, registry, named in (
@@ -96,10 +91,8 @@ class Experiment(Section):
                         checked(registry, named["name"], options, timesteps, schedule, f"methods.{name}.{part}")
                     except ConfigError as error:
                         raise ValueError(str(error)) from None
-        if timesteps is not None and self.sampling.steps > timesteps:
-            raise ValueError(
-                f"sampling.steps: got {self.sampling.steps}, allowed: at most diffusion.process.timesteps = {timesteps}"
-            )
+        conditions = self.model.get("conditions") or []
+        self.sampling.check_fits(self.diffusion.model_dump(), conditions, self.training.condition_dropout)
         return self
 
     @property
