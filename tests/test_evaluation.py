@@ -150,13 +150,16 @@ def test_samples_and_records(chain):
         assert metrics["frechet_classifier32_spread"] == pytest.approx(
             np.std(metrics["frechet_classifier32_sets"], ddof=1)
         )
-        assert protocol["n_samples"] == 330 and protocol["sampler_steps"] == 3 and protocol["weights"] == "ema"
-        for name in ("extractor_hash", "reference_hash", "spacing", "clip", "sample_seed", "eval_seed", "sampler"):
+        assert (
+            protocol["n_samples"] == 330 and protocol["steps"] == protocol["nfe"] == 3 and protocol["weights"] == "ema"
+        )
+        for name in ("extractor_hash", "reference_hash", "spacing", "clip", "sample_seed", "eval_seed", "scheduler"):
             assert protocol[name] is not None, name
         assert record["warnings"] == []
         # a DiT starts at zero: untrained it predicts no noise at all
         assert record["validation"]["loss"] == pytest.approx(1.0, abs=0.1)
-    assert records[0]["validation"]["per_timestep"][0]["stratum"] == [0, 1]
+        assert protocol["sample_precision"] == protocol["eval_precision"] == "fp32"
+    assert records[0]["validation"]["per_timestep"][0]["u"] == [0, 0.001]
 
 
 def test_samples_do_not_depend_on_the_batch_size_or_number(chain, tmp_path):
@@ -176,6 +179,7 @@ def test_mistakes_of_sample(chain, tmp_path, capsys):
     arguments = ("sample", "--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 4)
     for extra, status, message in (
         (("--steps", 1001), 2, "sampling.steps"),
+        (("--scheduler", "{name: heun, s_churn: 1.0}"), 2, "sampling.scheduler.s_churn"),
         (("--scheduler", "dddim"), 2, "ddim"),
         (("--guidance-scale", 2.0), 2, "guidance_scale"),
         (("--autoencoder", tmp_path), 1, "--autoencoder"),
@@ -197,7 +201,7 @@ def test_images_from_outside(chain, tmp_path, monkeypatch, capsys):
     floor = json.loads((chain / "reference/reference.json").read_text())["rows"]["floor"]["frechet_classifier32"]
     assert record["metrics"]["frechet_classifier32"] == pytest.approx(floor, rel=1e-6)
     assert record["metrics"]["frechet_classifier32_spread"] is None and "last 10 images" in record["warnings"][0]
-    assert record["protocol"]["sampler"] is None and record["step"] is None
+    assert record["protocol"]["scheduler"] is None and record["step"] is None
     assert "validation" not in record
 
     assert kairos(*arguments, "--reference", "real.npz", "--extractor", chain / "extractor", "--sets", 2) == 0
@@ -247,9 +251,9 @@ def test_a_metric_is_added_by_name(chain, tmp_path, monkeypatch):
     assert metrics["mean_feature"] > 0 and len(metrics["mean_feature_sets"]) == 2
 
 
-def blank(options, process, steps):
+def blank(options, process, grid, estimate, noise):
     """A sampling scheme that a later issue might add: any function from noise to x0."""
-    return lambda network, noise, generators: network(noise, process.timesteps - 1) * 0 - 1
+    return estimate(noise(0), grid[0]) * 0 - 1
 
 
 def test_a_sampling_scheme_is_added_by_name(chain, tmp_path, monkeypatch):
