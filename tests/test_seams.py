@@ -30,7 +30,7 @@ from kairos.strategies import Sampler, Weighting
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 from kairos.training.registries import PROBES
 from kairos.training.run import train
-from kairos.training.settings import length_in_steps
+from kairos.training.lengths import length_in_steps
 
 
 @pytest.fixture(scope="module")

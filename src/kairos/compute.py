@@ -10,7 +10,9 @@ import torch
 from kairos.errors import KairosError
 
 
-def setup(threads: int, device: str, deterministic: bool = True, local_rank: int | None = None) -> torch.device:
+def setup(
+    threads: int, device: str, deterministic: bool = True, local_rank: int | None = None, precision: str = "fp32"
+) -> torch.device:
     """Set the number of computing threads, choose the device and switch deterministic algorithms on.
 
     Args:
@@ -18,6 +20,7 @@ def setup(threads: int, device: str, deterministic: bool = True, local_rank: int
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         deterministic: refuse algorithms whose result varies between runs.
         local_rank: number of this process among those on this machine, each of which has the GPU of its number.
+        precision: ``tf32`` allows its matrix products and convolutions on a GPU.
 
     Raises:
         KairosError: a GPU is asked for, or was given to the job, and none is usable.
@@ -40,8 +43,7 @@ def setup(threads: int, device: str, deterministic: bool = True, local_rank: int
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     if chosen.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
         torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

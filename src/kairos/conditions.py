@@ -33,7 +33,7 @@ class ClassCondition:
 
 @dataclass(frozen=True)
 class TensorCondition:
-    """A tensor per image, such as a token sequence's embedding or a low-resolution image; zero means none."""
+    """A tensor per image, such as a token sequence's embedding or an image; zero means none."""
 
     def null(self, values: Tensor) -> Tensor:
         """Zeros."""
@@ -43,6 +43,7 @@ class TensorCondition:
 CONDITIONS = Registry("condition")
 CONDITIONS.add("class", "kairos.conditions:class_condition", help="a class per image")
 CONDITIONS.add("tensor", "kairos.conditions:tensor_condition", help="a tensor per image")
+CONDITIONS.add("image", "kairos.conditions:tensor_condition", help="an image per image, flipped with it")
 
 
 def class_condition(options: Any, description: dict[str, Any]) -> ClassCondition:

@@ -23,8 +23,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def component(registry: Registry) -> Any:
-    """The type of a field that names a component: ``name`` or ``{name: ..., option: ...}``.
+def component(registry: Registry, default: str | None = None) -> Any:
+    """The type of a field that names a component: ``name`` or ``{name: ..., option: ...}``; `default` where none does.
 
     The value is stored as a dictionary with every option of the component, defaults included, so that two ways to write
     the same thing are the same configuration.
@@ -33,6 +33,8 @@ def component(registry: Registry) -> Any:
     def complete(value: Any) -> dict[str, Any]:
         if isinstance(value, str):
             value = {"name": value}
+        if isinstance(value, dict) and default is not None:
+            value = {"name": default, **value}
         try:
             if not isinstance(value, dict) or "name" not in value:
                 raise ConfigError(f"got {value!r}, allowed: a name or {{name: ..., options}} of {sorted(registry)}")

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.data.settings import DatasetConfig
+from kairos.diffusion.registries import CELLS
 from kairos.errors import ConfigError
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
@@ -22,7 +23,8 @@ from kairos.sampling.settings import SamplingConfig
 from kairos.section import Section, check, component
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 from kairos.tracking.settings import TrackingConfig
-from kairos.training.settings import TrainingConfig, length_in_steps
+from kairos.training.lengths import length_in_steps
+from kairos.training.settings import TrainingConfig
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
 RESERVED = (*REFERENCE_ROWS, "dataset", "autoencoder", "latents", "extractor", "reference", "figures", "timing", "logs")
@@ -78,19 +80,18 @@ class Experiment(Section):
                 f"training.segments: got {self.training.segments}, "
                 f"allowed: at most the number of milestones ({len(steps) - 1})"
             )
-        timesteps = self.diffusion.process.get("timesteps")
+        process = self.diffusion.process
+        timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
         for name, method in self.methods.items():
             for part, registry, named in (
                 ("sampler", SAMPLERS, method.sampler),
                 ("weighting", WEIGHTINGS, method.weighting),
             ):
-                if timesteps is not None:
-                    options = {key: value for key, value in named.items() if key != "name"}
-                    try:
-                        schedule = self.diffusion.process["schedule"]
-                        checked(registry, named["name"], options, timesteps, schedule, f"methods.{name}.{part}")
-                    except ConfigError as error:
-                        raise ValueError(str(error)) from None
+                options = {key: value for key, value in named.items() if key != "name"}
+                try:
+                    checked(registry, named["name"], options, timesteps, schedule, f"methods.{name}.{part}")
+                except ConfigError as error:
+                    raise ValueError(str(error)) from None
         conditions = self.model.get("conditions") or []
         self.sampling.check_fits(self.diffusion.model_dump(), conditions, self.training.condition_dropout)
         return self

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kairos.data.dataset import PreparedDataset, open_dataset, open_record, scaled
+from kairos.data.dataset import PreparedDataset, open_dataset, open_record
 from kairos.errors import KairosError
 
 if TYPE_CHECKING:
@@ -67,57 +67,78 @@ class Latents:
         """Descriptions of the conditions by name, as in the manifests."""
         return self.manifest["conditions"]
 
-    def batch(
-        self, indices: Any, flips: "torch.Tensor | None" = None, noise: "torch.Tensor | None" = None
-    ) -> "torch.Tensor":
-        """x0 of some images, float32 (n, c, h, w), a sample from their moments.
+    def rows(self, indices: Any, flips: np.ndarray | None = None) -> "dict[str, torch.Tensor]":
+        """What x0 of some images is made of, by name, each row read once: moments, or pixels (n, h, w, c) uint8.
 
         Args:
             indices: which images, (n,).
             flips: bool (n,), which of them flipped; None: none.
-            noise: standard normal (n, c, h, w) for the sample; None: the mean. Moments without a variance and pixels
-                do not use it.
 
         Raises:
             KairosError: flips are asked for that were not encoded.
         """
+        import torch
+
         indices = np.asarray(indices)
-        if flips is not None and not self.can_flip and bool(flips.any()):
+        flips = np.zeros(len(indices), bool) if flips is None else np.asarray(flips)
+        if flips.any() and not self.can_flip:
             raise KairosError("dataset.flips: is false, so there are no flipped images to train on")
         if not self.moments:
-            pixels = scaled(self.dataset.images[indices])
-            return self._model_space(_where(flips, pixels.flip(3) if flips is not None else None, pixels))
-        z = self._read("mean", indices, flips)
-        if noise is not None and self.stochastic:
-            z = z + (0.5 * self._read("logvar", indices, flips)).exp() * noise
-        return self._model_space(z)
+            pixels = np.array(self.dataset.images[indices])
+            pixels[flips] = pixels[flips, :, ::-1]
+            return {"pixels": torch.from_numpy(pixels)}
+        rows = {}
+        for name in ("mean", "logvar")[: 1 + self.stochastic]:
+            values = np.empty((len(indices), *self.shape), np.float32)
+            values[~flips] = self.moments[name][indices[~flips]]
+            if flips.any():
+                values[flips] = self.moments[f"{name}_flipped"][indices[flips]]
+            rows[name] = torch.from_numpy(values)
+        return rows
 
-    def means(self, indices: Any) -> "torch.Tensor":
-        """x0 of some images without sampling, float32 (n, c, h, w)."""
-        return self.batch(indices)
+    def x0(self, rows: "dict[str, torch.Tensor]", noise: "torch.Tensor | None" = None) -> "torch.Tensor":
+        """Images in model space, float32 (n, c, h, w), from their rows on any device.
 
-    def conditions(self, indices: Any) -> "dict[str, torch.Tensor]":
-        """The conditions of some images by name, row i for indices[i]."""
-        import torch
-
-        return {name: torch.from_numpy(values[np.asarray(indices)]) for name, values in self.dataset.conditions.items()}
-
-    def _read(self, name: str, indices: np.ndarray, flips: "torch.Tensor | None") -> "torch.Tensor":
-        import torch
-
-        plain = torch.from_numpy(self.moments[name][indices])
-        if flips is None or not bool(flips.any()):
-            return plain
-        return _where(flips, torch.from_numpy(self.moments[f"{name}_flipped"][indices]), plain)
-
-    def _model_space(self, z: "torch.Tensor") -> "torch.Tensor":
+        Args:
+            rows: as `rows` gives them, as tensors.
+            noise: standard normal (n, c, h, w) for a sample of the moments; None: their mean. Moments without a
+                variance and pixels do not use it.
+        """
+        if "pixels" in rows:
+            z = rows["pixels"].permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1
+        else:
+            z = rows["mean"]
+            if noise is not None and self.stochastic:
+                z = z + (0.5 * rows["logvar"]).exp() * noise
         return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
+    def batch(
+        self, indices: Any, flips: np.ndarray | None = None, noise: "torch.Tensor | None" = None
+    ) -> "torch.Tensor":
+        """x0 of some images on the CPU, see `rows` and `x0`."""
+        return self.x0(self.rows(indices, flips), noise)
 
-def _where(flips: "torch.Tensor | None", flipped: Any, plain: "torch.Tensor") -> "torch.Tensor":
-    import torch
+    def conditions(self, indices: Any, flips: np.ndarray | None = None) -> "dict[str, torch.Tensor]":
+        """The conditions of some images by name, row i for indices[i]; those that are images flip with the image."""
+        import torch
 
-    return plain if flips is None else torch.where(flips.view(-1, 1, 1, 1), flipped, plain)
+        indices, found = np.asarray(indices), {}
+        for name, values in self.dataset.conditions.items():
+            rows = np.array(values[indices])
+            if flips is not None and self.condition_kinds[name]["kind"] == "image":
+                rows[flips] = rows[flips][..., ::-1]
+            found[name] = torch.from_numpy(rows)
+        return found
+
+    def sigma_data(self) -> float:
+        """Standard deviation of x0 over training images, at most 2,000 evenly spread ones; four significant digits."""
+        import torch
+
+        chosen = self.train[np.linspace(0, len(self.train) - 1, min(len(self.train), 2000)).astype(np.int64)]
+        rows = {name: values.double() for name, values in self.rows(chosen).items()}
+        own = rows["logvar"].exp().mean() if "logvar" in rows else torch.zeros(())
+        total = self.x0(rows).var(correction=0) + own * self.manifest["scaling_factor"] ** 2
+        return float(f"{float(total.sqrt()):.4g}")
 
 
 def open_latents(folder: Path | str) -> Latents:

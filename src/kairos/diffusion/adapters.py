@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos.diffusion.processes import Discrete, Edm, Flow
+from kairos.diffusion.processes import Discrete, Edm, Flow, Vp
 from kairos.diffusion.registries import DiscreteOptions
 from kairos.diffusion.schedule import PREDICTIONS, SCHEDULES, Array, NoiseSchedule
 from kairos.errors import ConfigError
 
+CONTINUOUS = {"edm": Edm, "flow": Flow, "vp": Vp}
 _DIFFUSERS = {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}
 
 
@@ -32,16 +33,18 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
     if hasattr(process, "times") and hasattr(process, "schedule"):
         return process
     if isinstance(process, str):
+        if process in CONTINUOUS:
+            return CONTINUOUS[process](prediction=prediction)
         if process not in SCHEDULES:
-            raise ConfigError(f"schedule: got {process!r}, allowed: {', '.join(SCHEDULES)}")
+            raise ConfigError(f"schedule: got {process!r}, allowed: {', '.join((*SCHEDULES, *CONTINUOUS))}")
         return Discrete(DiscreteOptions(timesteps=timesteps, schedule=process), prediction)
     if isinstance(process, NoiseSchedule):
         return Discrete(process, prediction)
     config = getattr(process, "config", None)
     if config is not None and type(process).__name__.startswith("EDM"):
         negated = getattr(config, "prediction_type", "epsilon") == "v_prediction"
-        names = ("sigma_data", "sigma_min", "sigma_max")
-        return Edm(**{name: float(getattr(config, name)) for name in names}, negated=negated)
+        low, high = float(config.sigma_min), float(config.sigma_max)
+        return Edm(sigma_data=float(config.sigma_data), sigma_min=low, sigma_max=high, negated=negated)
     if config is not None and type(process).__name__.startswith("FlowMatch"):
         dynamic = getattr(config, "use_dynamic_shifting", False)  # depends on the image when sampling; trained without
         return Flow(time_scale=float(config.num_train_timesteps), shift=1.0 if dynamic else float(config.shift))

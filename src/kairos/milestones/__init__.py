@@ -1,15 +1,15 @@
-"""Milestones: the weights after a number of steps, in folders that diffusers opens and that describe themselves."""
+"""Milestones: the weights after a number of steps, in folders that diffusers opens and that describe themselves.
+
+They are what training hands to sampling and evaluation, and to others.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kairos.errors import DamagedError, KairosError
 from kairos.files import atomic_folder, hash_folder, read_json, sha256_file, write_json, write_text
 from kairos.strategies.columns import strategy_csv
-
-if TYPE_CHECKING:
-    from kairos.training.loop import Trainer
 
 
 def step_name(step: int) -> str:
@@ -17,41 +17,25 @@ def step_name(step: int) -> str:
     return f"{step:07d}"
 
 
-def write_milestone(folder: Path, trainer: "Trainer", start_density: Any, facts: dict[str, Any]) -> None:
-    """Write a milestone folder: EMA and raw weights, noise schedule, strategy as it now is, and the record last.
+def write_milestone(folder: Path, model: Any, average: dict[str, Any], facts: dict[str, Any], **parts: Any) -> None:
+    """Write a milestone folder: average and raw weights, noise schedule, strategy as it now is, and the record last.
 
     Args:
         folder: where it goes; whole or not at all.
-        trainer: the training at this step.
-        start_density: p(t) at step 0, (T,), for the distance that a learned sampler has moved.
-        facts: configuration, identity and provenance for the record.
+        model: a backbone.
+        average: the weights that are sampled.
+        facts: of the record: step, shape, conditions, sigma_data, configuration, identity, provenance ...
+        parts: ``columns`` of the strategy's table and ``scheduler``, a configuration of diffusers, or None.
     """
     from kairos import models
 
-    columns = trainer.strategy.table(trainer.density_images())
-    sampler = trainer.strategy.sampler
     with atomic_folder(folder) as temporary:
-        models.save(trainer.model, temporary / "ema", trainer.ema)
-        models.save(trainer.model, temporary / "raw")
-        scheduler = trainer.process.scheduler_config(clip=trainer.latents.manifest["kind"] == "pixels")
-        if scheduler is not None:
-            write_json(temporary / "scheduler" / "scheduler_config.json", scheduler)
-        write_text(temporary / "strategy.csv", strategy_csv(columns))
-        statistics = sampler.statistics()
-        record = {
-            **facts,
-            "step": trainer.step,
-            "images_seen": trainer.step * trainer.settings["batch_size"],
-            "shape": list(trainer.latents.shape),
-            "conditions": {name: trainer.latents.condition_kinds[name] for name in trainer.wanted},
-            "learned": sampler.learned,
-            "strategy": {
-                **{name: statistics.get(name) for name in ("updates", "a", "b")},
-                "tv_from_start": float(abs(columns["p"] - start_density).sum() / 2),
-            },
-            "files": hash_folder(temporary),
-        }
-        write_json(temporary / "milestone.json", record)
+        models.save(model, temporary / "ema", average)
+        models.save(model, temporary / "raw")
+        if parts["scheduler"] is not None:
+            write_json(temporary / "scheduler" / "scheduler_config.json", parts["scheduler"])
+        write_text(temporary / "strategy.csv", strategy_csv(parts["columns"]))
+        write_json(temporary / "milestone.json", {**facts, "files": hash_folder(temporary)})
 
 
 def check_milestone(folder: Path) -> dict[str, Any]:
@@ -112,4 +96,4 @@ def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> M
         raise KairosError(f"weights: got {weights!r}, allowed: ema, raw")
     config = record["config"]
     model = models.load(config["model"]["name"], folder / weights).to(device)
-    return Milestone(model, build_process(config["diffusion"]), record)
+    return Milestone(model, build_process(config["diffusion"], record["sigma_data"]), record)

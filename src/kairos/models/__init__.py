@@ -1,7 +1,8 @@
 """Backbones by registry name.
 
-A backbone is a module ``model(x, t, conditions)`` made by ``Class(options, shape, conditions)``, with ``config()`` for
-its config.json and ``Class.from_config(config)`` back from it, ``weights()`` and ``load_weights(weights)``.
+A backbone is a module ``model(x, t, conditions)`` made by ``Class(options, shape, conditions, outputs)``, with
+``config()`` for its config.json and ``Class.from_config(config)`` back from it, ``weights()`` and
+``load_weights(weights)``.
 """
 
 from pathlib import Path
@@ -14,13 +15,19 @@ from kairos.models.registries import MODELS
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-def build(model: dict[str, Any], shape: tuple[int, int, int], conditions: dict[str, dict[str, Any]]) -> Any:
+def build(
+    model: dict[str, Any],
+    shape: tuple[int, int, int],
+    conditions: dict[str, dict[str, Any]],
+    outputs: int | None = None,
+) -> Any:
     """The backbone of a `model` section, for images or latents of `shape` (channels, height, width).
 
     Args:
         model: ``{"name": ..., option: ...}``.
         shape: of x0.
         conditions: descriptions of the conditions that the data set has, by name.
+        outputs: channels of what it gives, see `Process.channels`; None: as many as x0 has.
 
     Raises:
         KairosError: the model asks for a condition that the data set lacks.
@@ -32,7 +39,8 @@ def build(model: dict[str, Any], shape: tuple[int, int, int], conditions: dict[s
         raise KairosError(
             f"model.conditions: got {missing}, allowed: what the data set has: {sorted(conditions) or 'none'}"
         )
-    return MODELS.build(model["name"], options, shape, {name: conditions[name] for name in wanted})
+    described = {name: conditions[name] for name in wanted}
+    return MODELS.build(model["name"], options, shape, described, outputs or shape[0])
 
 
 def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:

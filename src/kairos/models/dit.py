@@ -131,12 +131,15 @@ class DiT(nn.Module):
         options: `models.registries.DiTOptions`.
         shape: (channels, height, width) of x0; any size that patches divide.
         conditions: descriptions of the conditions it takes: none or a class.
+        outputs: channels of what it gives.
 
     Raises:
         KairosError: patches do not divide the size, or a condition that is no class.
     """
 
-    def __init__(self, options: DiTOptions, shape: tuple[int, int, int], conditions: dict[str, dict[str, Any]]):
+    def __init__(
+        self, options: DiTOptions, shape: tuple[int, int, int], conditions: dict[str, dict[str, Any]], outputs: int
+    ):
         super().__init__()
         channels, height, width = shape
         if height % options.patch or width % options.patch:
@@ -155,8 +158,9 @@ class DiT(nn.Module):
             "heads": options.heads,
             "mlp_ratio": options.mlp_ratio,
             "num_classes": classes,
+            "outputs": outputs,
         }
-        self.shape, self.patch = shape, options.patch
+        self.shape, self.patch, self.outputs = shape, options.patch, outputs
         grid = (height // options.patch, width // options.patch)
         self.x_embedder = PatchEmbed(options.patch, channels, options.width)
         self.t_embedder = TimestepEmbedder(options.width)
@@ -165,7 +169,7 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(
             Block(options.width, options.heads, options.mlp_ratio) for _ in range(options.depth)
         )
-        self.final_layer = FinalLayer(options.width, options.patch, channels)
+        self.final_layer = FinalLayer(options.width, options.patch, outputs)
         self._initialise()
 
     @classmethod
@@ -174,7 +178,8 @@ class DiT(nn.Module):
         names = ("patch", "width", "depth", "heads", "mlp_ratio")
         classes = config["num_classes"]
         conditions = {} if classes is None else {"class": {"num_classes": classes}}
-        return cls(DiTOptions(**{name: config[name] for name in names}), tuple(config["shape"]), conditions)
+        options = DiTOptions(**{name: config[name] for name in names})
+        return cls(options, tuple(config["shape"]), conditions, config["outputs"])
 
     def _initialise(self) -> None:
         for module in self.modules():
@@ -194,18 +199,17 @@ class DiT(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Prediction of the shape of x, (batch, channels, height, width)."""
-        batch = len(x)
-        channels, height, width = self.shape
-        p = self.patch
+        """Prediction (batch, outputs, height, width)."""
+        batch, p = len(x), self.patch
+        _, height, width = self.shape
         tokens = self.x_embedder(x) + self.pos_embed
         c = self.t_embedder(t)
         if self.y_embedder is not None:
             c = c + self.y_embedder(conditions["class"])
         for block in self.blocks:
             tokens = block(tokens, c)
-        patches = self.final_layer(tokens, c).view(batch, height // p, width // p, p, p, channels)
-        return patches.permute(0, 5, 1, 3, 2, 4).reshape(batch, channels, height, width)
+        patches = self.final_layer(tokens, c).view(batch, height // p, width // p, p, p, self.outputs)
+        return patches.permute(0, 5, 1, 3, 2, 4).reshape(batch, self.outputs, height, width)
 
     def config(self) -> dict[str, Any]:
         """What config.json holds."""

@@ -17,6 +17,7 @@ class UNetOptions:
     dropout: float = option(0.1, "dropout in residual blocks", ge=0, lt=1)
     norm_groups: int = option(32, "groups of the group normalisation", ge=1)
     pad: bool = option(True, "pad sizes that the levels cannot halve; false: refuse them")
+    init: str = option("ddpm", "weights to start from: DDPM's, or diffusers'", choices=("ddpm", "diffusers"))
     conditions: list[str] = option([], "conditions the model takes: [] or [class]")
 
 

@@ -3,6 +3,9 @@
 import inspect
 from typing import Any
 
+import torch
+from diffusers.models.attention_processor import Attention
+from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.unets.unet_2d import UNet2DModel
 from torch import Tensor, nn
 
@@ -17,12 +20,15 @@ class UNet(nn.Module):
         options: `models.registries.UNetOptions`.
         shape: (channels, height, width) of x0.
         conditions: descriptions of the conditions it takes.
+        outputs: channels of what it gives.
 
     Raises:
         KairosError: the levels cannot halve the size and padding is off; widths do not fit the group normalisation.
     """
 
-    def __init__(self, options: UNetOptions, shape: tuple[int, int, int], conditions: dict[str, dict[str, Any]]):
+    def __init__(
+        self, options: UNetOptions, shape: tuple[int, int, int], conditions: dict[str, dict[str, Any]], outputs: int
+    ):
         super().__init__()
         channels, height, width = shape
         factor = 2 ** (len(options.multipliers) - 1)
@@ -44,7 +50,7 @@ class UNet(nn.Module):
         self.unet = UNet2DModel(
             sample_size=padded,
             in_channels=channels,
-            out_channels=channels,
+            out_channels=outputs,
             block_out_channels=widths,
             layers_per_block=options.blocks,
             down_block_types=["AttnDownBlock2D" if here else "DownBlock2D" for here in attention],
@@ -58,6 +64,8 @@ class UNet(nn.Module):
             freq_shift=1,
             num_class_embeds=conditions["class"]["num_classes"] + 1 if "class" in conditions else None,
         )
+        if options.init == "ddpm":
+            self._initialise()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "UNet":
@@ -68,8 +76,21 @@ class UNet(nn.Module):
         model.unet = UNet2DModel(**{key: value for key, value in config.items() if key in known})
         return model
 
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        """As DDPM's code: weights uniform by fan average, biases 0, and the last layer of every branch 0."""
+        for module in self.unet.modules():
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        branches = [module.conv2 for module in self.unet.modules() if isinstance(module, ResnetBlock2D)]
+        branches += [module.to_out[0] for module in self.unet.modules() if isinstance(module, Attention)]
+        for last in (*branches, self.unet.conv_out):
+            nn.init.zeros_(last.weight)
+
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        """Prediction of the shape of x, (batch, channels, height, width)."""
+        """Prediction (batch, outputs, height, width)."""
         factor = 2 ** (len(self.unet.config["block_out_channels"]) - 1)
         height, width = x.shape[-2:]
         bottom, right = -height % factor, -width % factor

@@ -29,6 +29,7 @@ from kairos.randomness import derived_seed
 from kairos.strategies.base import Array, Observation, Sampler
 from kairos.strategies.beta import beta_cdf
 from kairos.strategies.meter import errors
+from kairos.strategies.points import Place
 
 _EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
 
@@ -81,6 +82,7 @@ class Adaptive(Sampler):
 
     learned = measures = True
     dropout = False  # whether the network is measured in training mode
+    noise_after = "measurement"  # the random stream of the noise after the step: the same as before it
     rows = 3  # of the queue, before S is selected from it: with fewer every F-statistic is 0
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
@@ -101,8 +103,9 @@ class Adaptive(Sampler):
         self.updates = 0
         self.reward_mean = 0.0
         self.reward_scale = 0.0
-        self._last = {"a": _START, "b": _START}
-        self._drawn = torch.empty(0)  # u of this rank's last batch, which the policy step looks back to
+        self._shape = torch.full((2, 1), _START, dtype=torch.float64)  # a and b of this rank's last batch
+        self._drawn = torch.empty(0)  # u of it, which the policy step looks back to
+        self._reward = 0.0
 
     def _build(self, channels: int, device: torch.device, dtype: torch.dtype) -> Policy:
         """Make the policy at first use, when the number of channels is known."""
@@ -114,23 +117,22 @@ class Adaptive(Sampler):
             self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.options.lr)
         return self.policy
 
-    def fractions(self, x0: Tensor, generator: torch.Generator) -> Tensor:
+    def fractions(self, x0: Tensor, place: Place) -> Tensor:
         """One draw from each image's Beta distribution, float64 (batch,), on the CPU."""
         if x0.ndim != 4:
             raise ValueError(f"adaptive: got x0 of shape {tuple(x0.shape)}, allowed: (batch, channels, height, width)")
-        size, mine = distributed.share(len(x0))
+        _, mine = distributed.share(len(x0))
+        index = place.index(mine)
         with torch.no_grad():
-            a, b = self._build(x0.shape[1], x0.device, x0.dtype)(x0)
-        a, b = distributed.gather(a.double()), distributed.gather(b.double())
-        self._last |= {"a": a.mean().item(), "b": b.mean().item()}
-        drawn = torch._sample_dirichlet(torch.stack([a, b], 1), generator)[:, 0]
+            self._shape = torch.stack(self._build(x0.shape[1], x0.device, x0.dtype)(x0)).double()  # (2, batch)
+        drawn = place.stream("timesteps").beta(place.step, index, *self._shape.cpu())
         if self.floor:
-            even = torch.rand((2, size), generator=generator, dtype=torch.float64)
-            drawn = torch.where(even[0] < self.floor, even[1], drawn)
-        self._drawn = drawn.clamp(_EDGE, 1 - _EDGE)[mine]
-        return self.place(self._drawn)
+            even = place.stream("floor").uniform(place.step, index, (2,))
+            drawn = torch.where(even[:, 0] < self.floor, even[:, 1], drawn)
+        self._drawn = drawn.clamp(_EDGE, 1 - _EDGE)
+        return self.placed(self._drawn)
 
-    def place(self, u: Tensor) -> Tensor:
+    def placed(self, u: Tensor) -> Tensor:
         """The fraction of the process that a draw u of the policy stands for, elementwise."""
         return u
 
@@ -169,46 +171,42 @@ class Adaptive(Sampler):
         if observation.step % self.options.frequency:
             yield
             return
-        image, *seeds = torch.randint(2**62, (5,), generator=observation.generator).tolist()
-        before = self._measure(observation, image, seeds[:2])
+        before = self._measure(observation, "measurement")
         yield
-        after = self._measure(observation, image, self.seeds_after(seeds))
+        after = self._measure(observation, self.noise_after)
         if before[1] is not None and after[1] is not None:
             self._learn(observation, before[1] - after[1])
         self.queue = [*self.queue, before[0] - after[0]][-self.options.queue :]
         if len(self.queue) >= self.rows:
             self.selected = self.features[self.select(torch.stack(self.queue))]
 
-    def seeds_after(self, seeds: list[int]) -> list[int]:
-        """Of the noise after the step, from four: the same two as before it."""
-        return seeds[:2]
-
     def select(self, queue: Tensor) -> Tensor:
         """Indices into the feature timesteps, from the queue (rows, features)."""
         return select(queue, self.options.selected)
 
-    def _measure(self, observation: Observation, image: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
+    def _measure(self, observation: Observation, noise: str) -> tuple[Tensor, Tensor | None]:
         """c_t-weighted losses, float64: of one image at the feature timesteps (count,), and of the batch at S,
         (global batch, |S|).
         """
         size, _ = distributed.share(len(observation.x0))
         count = len(self.features)
         if self.options.feature_images == "one":
-            index = torch.full((count,), image % size)
+            place = observation.place
+            index = place.stream("measured image").integers(place.step, size, range(1)).expand(count)
         else:
             index = torch.arange(count) * size // count
-        features = self._losses(observation, index, self.features, seeds[0])
+        features = self._losses(observation, index, self.features, noise)
         if self.selected is None:
             return features, None
         rewards = [
-            self._losses(observation, torch.arange(size), t.expand(size), seeds[1] + k)
+            self._losses(observation, torch.arange(size), t.expand(size), f"{noise} at S {k}")
             for k, t in enumerate(self.selected)
         ]
         return features, torch.stack(rewards, 1)
 
-    def _losses(self, observation: Observation, index: Tensor, t: Tensor, seed: int) -> Tensor:
+    def _losses(self, observation: Observation, index: Tensor, t: Tensor, noise: str) -> Tensor:
         fractions = (t + 0.5).double() / self.schedule.timesteps
-        return errors(observation, index, fractions, seed, self.dropout) * self.coefficients[t]
+        return errors(observation, index, fractions, noise, self.dropout) * self.coefficients[t]
 
     def _learn(self, observation: Observation, change: Tensor) -> None:
         """One REINFORCE step (Kim et al. 2025, eq. 13); `change` is how far the losses fell, (global batch, |S|)."""
@@ -233,7 +231,7 @@ class Adaptive(Sampler):
         mean, scale = rewards.mean().item(), rewards.std(unbiased=False).item()
         self.reward_mean = decay * self.reward_mean + (1 - decay) * mean
         self.reward_scale = decay * self.reward_scale + (1 - decay) * max(scale, abs(mean - self.reward_mean))
-        self._last["reward"] = mean
+        self._reward = mean
         return (rewards - self.reward_mean) / (self.reward_scale + 1e-12)
 
     def objective(self, log_density: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:
@@ -241,8 +239,9 @@ class Adaptive(Sampler):
         return log_density * advantage + self.options.entropy * entropy
 
     def statistics(self) -> dict[str, float]:
-        """Mean a and b of the last batch, number of policy updates, last mean reward."""
-        return {**self._last, "updates": self.updates}
+        """Mean a and b of the last batch, of all ranks; number of policy updates, last mean reward."""
+        a, b = distributed.gather(self._shape.T).mean(0).tolist()
+        return {"a": a, "b": b, "reward": self._reward, "updates": self.updates}
 
     def state_dict(self) -> dict[str, Any]:
         """Policy, its optimiser, the queue, S and the running reward statistics."""
@@ -255,7 +254,7 @@ class Adaptive(Sampler):
             "selected": self.selected,
             "updates": self.updates,
             "reward": (self.reward_mean, self.reward_scale),
-            "last": dict(self._last),
+            "last_reward": self._reward,
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
@@ -270,7 +269,7 @@ class Adaptive(Sampler):
         self.selected = None if state["selected"] is None else state["selected"].cpu()
         self.updates = state["updates"]
         self.reward_mean, self.reward_scale = state["reward"]
-        self._last = dict(state["last"])
+        self._reward = state["last_reward"]
 
 
 def select(queue: Tensor, count: int) -> Tensor:

@@ -19,13 +19,14 @@ class AdaptiveOfficial(Adaptive):
     """
 
     dropout = True
+    noise_after = "measurement after the step"
     rows = 2
 
     def __init__(self, options: object, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self.selected = torch.arange(self.options.selected)
 
-    def place(self, u: Tensor) -> Tensor:
+    def placed(self, u: Tensor) -> Tensor:
         """The middle of timestep round(u (T - 1))."""
         return ((u * (self.schedule.timesteps - 1)).round() + 0.5) / self.schedule.timesteps
 
@@ -33,10 +34,6 @@ class AdaptiveOfficial(Adaptive):
         """Half-way between the points."""
         timesteps = self.schedule.timesteps
         return np.clip((np.arange(timesteps + 1) - 0.5) / (timesteps - 1), 0.0, 1.0)
-
-    def seeds_after(self, seeds: list[int]) -> list[int]:
-        """Two others."""
-        return seeds[2:4]
 
     def select(self, queue: Tensor) -> Tensor:
         """The largest F-statistics of a linear regression on the target, whatever the sign."""
@@ -50,7 +47,7 @@ class AdaptiveOfficial(Adaptive):
     def advantage(self, change: Tensor) -> Tensor:
         """The sum over S, as it is."""
         rewards = change.sum(1)
-        self._last["reward"] = rewards.mean().item()
+        self._reward = rewards.mean().item()
         return rewards
 
     def objective(self, log_density: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule, error_ratio
-from kairos.strategies.points import points
+from kairos.strategies.points import Place, points
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class Observation:
         fractions: what the sampler drew for it, float64 (batch,).
         losses: per-sample loss of the step, times the weighting's weight but without importance weights, (batch,).
         meter: losses and gradients of the network as it now is, at any timesteps.
-        generator: for what is random in a measurement; the same state on all ranks.
+        place: where the step stands in everything random, for what is random in a measurement.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Observation:
     fractions: "Tensor"
     losses: "Tensor | None"
     meter: "Meter | None"
-    generator: "torch.Generator"
+    place: Place
 
 
 class Sampler:
@@ -68,7 +68,7 @@ class Sampler:
         self.corrected: bool = getattr(options, "importance", False)
 
     def begin(self, step: int) -> None:
-        """Say which step comes next, from 0: curricula and low-discrepancy points follow it."""
+        """Say which step comes next, from 0: curricula follow it."""
         self.step = step
 
     def cdf(self, fraction: Array) -> Array:
@@ -88,21 +88,21 @@ class Sampler:
         """Probability of every timestep, (T,). Samplers that look at images average over `x0`."""
         return (1 - self.floor) * self.masses(x0) + self.floor / self.schedule.timesteps
 
-    def fractions(self, x0: "Tensor", generator: "torch.Generator") -> "Tensor":
-        """One draw per sample: float64 (batch,) in [0, 1), on the CPU, from a CPU generator.
+    def fractions(self, x0: "Tensor", place: Place) -> "Tensor":
+        """One draw per sample: float64 (batch,) in [0, 1), on the CPU.
 
-        With several processes the generator is in the same state on all; the draws of the global batch are made on
-        each and this rank's part of them is returned, so they do not depend on the number of ranks.
+        With several processes the draws of the global batch are made on each and this rank's part of them is returned,
+        so they do not depend on the number of ranks.
         """
         import torch
 
         size, mine = distributed.share(len(x0))
-        drawn = self.transform(self.uniforms(size, generator))
+        drawn = self.transform(self.uniforms(size, place))
         return torch.from_numpy(np.clip(drawn, 0.0, 1.0 - 2**-53)[mine])
 
-    def uniforms(self, count: int, generator: "torch.Generator") -> Array:
+    def uniforms(self, count: int, place: Place) -> Array:
         """Uniform numbers in [0, 1) to be transformed, (count,): random, stratified or Sobol points."""
-        return points(getattr(self.options, "points", "random"), count, generator, self.step, self.seed)
+        return points(getattr(self.options, "points", "random"), count, place)
 
     def transform(self, uniform: Array) -> Array:
         """Uniform numbers to draws: a share `floor` of them as they are, the others through the inverse of `cdf`."""
@@ -127,7 +127,7 @@ class Sampler:
         yield
 
     def statistics(self) -> dict[str, float]:
-        """What is worth a curve, for the log."""
+        """What is worth a curve, for the log; to be asked on all ranks or on none."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Weighting:
 
     A weighting that depends on the signal-to-noise ratio alone states its formula in `of_snr`, for the error of
     epsilon, or of x0 where `stated` says so; it is converted by `diffusion.schedule.error_ratio`. Others override
-    `weights`.
+    `weights`, which are then interpolated in the ratio's logarithm.
     """
 
     stated = "epsilon"
@@ -215,9 +215,22 @@ class Weighting:
         """The factor of every timestep, float64 (T,)."""
         return self.at_snr(self.schedule.snr)
 
-    def apply(self, losses: "Tensor", weights: "Tensor", fractions: "Tensor") -> "Tensor":
-        """What is minimised: `losses` (batch,) with their `weights` (batch,), drawn at `fractions` (batch,)."""
-        return weights * losses
+    def factors(self, snr: Any, like: "Tensor") -> "Tensor":
+        """`at_snr` as float32 on the device of `like`."""
+        import torch
+
+        return torch.from_numpy(np.ascontiguousarray(self.at_snr(np.asarray(snr)))).to(like.device, torch.float32)
+
+    def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":
+        """What is minimised, (batch,).
+
+        Args:
+            losses: of the samples, (batch,).
+            weights: the factors of a fixed weighting.
+            importance: what a sampler's importance weights multiply the objective of each sample with.
+            fractions: where they were drawn.
+        """
+        return weights * importance * losses
 
     def step(self) -> None:
         """Follow the optimiser step: weightings that learn take theirs."""

@@ -12,8 +12,8 @@ COLUMNS = ("t", "p", "w", "effective")
 def strategy_csv(columns: dict[str, Any]) -> str:
     """`strategies.names.table` as text, 17 significant digits: they give back the same numbers."""
     lines = [",".join(columns)]
-    for t, *values in zip(*columns.values(), strict=True):
-        lines.append(",".join([f"{t:.0f}", *(f"{value:.17g}" for value in values)]))
+    for row in zip(*columns.values(), strict=True):
+        lines.append(",".join(f"{value:.17g}" for value in row))
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -59,20 +59,19 @@ class FromGradients(Tabled):
         if masses.sum() > 0:
             self.set_masses(masses)
 
-    def samples(self, observation: Observation, per_bin: int) -> tuple[Tensor, Tensor, list[int]]:
-        """Images of the global batch and fractions, each (bins, per_bin), and four seeds, from the step's generator."""
+    def samples(self, observation: Observation, per_bin: int) -> tuple[Tensor, Tensor]:
+        """Images of the global batch and fractions, each (bins, per_bin)."""
         size, _ = distributed.share(len(observation.x0))
-        count = self.bins * per_bin
-        start = int(torch.randint(size, (1,), generator=observation.generator))
+        place, count = observation.place, self.bins * per_bin
+        start = place.stream("measured images").integers(place.step, size, range(1))
         index = ((start + torch.arange(count)) % size).view(per_bin, self.bins).T
-        inside = torch.rand(self.bins, per_bin, generator=observation.generator, dtype=torch.float64)
-        fractions = (torch.arange(self.bins)[:, None] + inside) / self.bins
-        seeds = torch.randint(2**62, (4,), generator=observation.generator).tolist()
-        return index, fractions, seeds
+        inside = place.stream("measured times").uniform(place.step, range(self.bins), (per_bin,))
+        return index, (torch.arange(self.bins)[:, None] + inside) / self.bins
 
-    def signs(self, seed: int, per_bin: int) -> Tensor:
+    def signs(self, observation: Observation, per_bin: int) -> Tensor:
         """Random signs divided by their number, (bins, per_bin)."""
-        drawn = torch.randint(2, (self.bins, per_bin), generator=torch.Generator().manual_seed(seed))
+        place = observation.place
+        drawn = place.stream("measured signs").integers(place.step, 2, range(self.bins), (per_bin,))
         return (2.0 * drawn - 1) / per_bin
 
     def per_bin(self, observation: Observation) -> int:
@@ -110,14 +109,14 @@ class GradientNorm(FromGradients):
     def measure(self, observation: Observation) -> Array:
         """Mean squared norm of a sample's gradient in every bin."""
         count = self.per_bin(observation)
-        index, fractions, seeds = self.samples(observation, count)
-        signs = self.signs(seeds[1], count)
+        index, fractions = self.samples(observation, count)
+        signs = self.signs(observation, count)
         assert observation.meter is not None
         roots = None
         if self.options.norm == "preconditioned":
             roots = [each.sqrt() for each in observation.meter.metric()]
         squares = [
-            _square(gradient(observation, index[k], fractions[k], seeds[0] + k, signs[k]), roots)
+            _square(gradient(observation, index[k], fractions[k], f"measurement {k}", signs[k]), roots)
             for k in range(self.bins)
         ]
         return count * np.array(squares)
@@ -137,12 +136,12 @@ class GradientVariance(FromGradients):
     def measure(self, observation: Observation) -> Array:
         """Unbiased: mean ||g||² less ||mean g||², times m/(m - 1)."""
         count = self.per_bin(observation)
-        index, fractions, seeds = self.samples(observation, count)
-        signs, ones = self.signs(seeds[1], count), torch.full((count,), 1 / count)
+        index, fractions = self.samples(observation, count)
+        signs, ones = self.signs(observation, count), torch.full((count,), 1 / count)
         variance = []
         for k in range(self.bins):
-            second = count * _square(gradient(observation, index[k], fractions[k], seeds[0] + k, signs[k]))
-            mean = _square(gradient(observation, index[k], fractions[k], seeds[0] + k, ones))
+            second = count * _square(gradient(observation, index[k], fractions[k], f"measurement {k}", signs[k]))
+            mean = _square(gradient(observation, index[k], fractions[k], f"measurement {k}", ones))
             variance.append((second - mean) * count / (count - 1))
         return np.array(variance)
 
@@ -162,7 +161,7 @@ class FirstOrder(FromGradients):
     def measure(self, observation: Observation) -> Array:
         """The inner product of every bin."""
         half = max(1, self.per_bin(observation) // 2)
-        index, fractions, seeds = self.samples(observation, 2 * half)
+        index, fractions = self.samples(observation, 2 * half)
         assert observation.meter is not None
         metric = observation.meter.metric()
         parts = (slice(0, half), slice(half, 2 * half))
@@ -173,12 +172,12 @@ class FirstOrder(FromGradients):
                 (index[:, part].flatten(), fractions[:, part].flatten()),
                 ones.repeat(self.bins) / self.bins,
             )
-            found = gradient(observation, *flat, seeds[2 + number], all_ones)
+            found = gradient(observation, *flat, f"measured target {number}", all_ones)
             targets.append([each.mul_(d).flatten() for each, d in zip(found, metric)])
         values = np.zeros(self.bins)
         for k in range(self.bins):
             for number, part in enumerate(parts):
-                mine = gradient(observation, index[k, part], fractions[k, part], seeds[number] + k, ones)
+                mine = gradient(observation, index[k, part], fractions[k, part], f"measurement {k} {number}", ones)
                 products = [torch.dot(g.flatten(), h) for g, h in zip(mine, targets[1 - number])]
                 values[k] += float(torch.stack(products).double().sum())
         return values

@@ -1,6 +1,6 @@
 """Measurements on a network around one optimiser step: losses and gradients at any timesteps, leaving no trace."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ class Meter:
             clean, t, _, output = self._predict(index, fractions, noise, False)
             losses = per_sample((output - self.process.target(clean, noise, t)) ** 2)
             if self.weighting is not None:
-                losses = losses * self.process.weights(self.weighting, t)
+                losses = losses * self.weighting.factors(self.process.snr(t.cpu()), losses)
             total = (losses * factors.to(losses)).sum()
             gradients = torch.autograd.grad(total, parameters, allow_unused=True)
         return [
@@ -111,48 +111,46 @@ class Meter:
         return found
 
 
-def errors(observation: "Observation", index: Tensor, fractions: Tensor, seed: int, dropout: bool = False) -> Tensor:
+def errors(observation: "Observation", index: Tensor, fractions: Tensor, noise: str, dropout: bool = False) -> Tensor:
     """`Meter.error` over the global batch: the same float64 (n,) on all ranks, on the CPU.
 
     Args:
         observation: of the step.
         index: samples of the global batch, int64 (n,), not decreasing, on the CPU.
         fractions: float64 (n,).
-        seed: of the noise, which is drawn for all n on every rank and so does not depend on their number.
+        noise: name of the random stream that it is drawn from.
         dropout: see `Meter.error`.
     """
-    x0, meter = observation.x0, observation.meter
-    assert meter is not None
-    _, mine = distributed.share(len(x0))
-    noise = torch.randn(
-        (len(index), *x0.shape[1:]), generator=torch.Generator(x0.device).manual_seed(seed), device=x0.device
-    )
-    here = ((index >= mine.start) & (index < mine.stop)).nonzero()[:, 0]
-    local = torch.empty(0)
-    if len(here):
-        parts = here.split(len(x0))
-        local = torch.cat(
-            [
-                meter.error(index[part].to(x0.device) - mine.start, fractions[part], noise[part.to(x0.device)], dropout)
-                for part in parts
-            ]
-        )
-    return distributed.gather(local.double())
+    here, local = _here(observation, index)
+    found = [torch.empty(0)]
+    for part in here.split(len(observation.x0)) if len(here) else []:
+        drawn = _noise(observation, noise, part)
+        found.append(observation.meter.error(local(part), fractions[part], drawn, dropout).cpu())  # type: ignore[union-attr]
+    return distributed.gather(torch.cat(found).double())
 
 
-def gradient(observation: "Observation", index: Tensor, fractions: Tensor, seed: int, factors: Tensor) -> list[Tensor]:
+def gradient(observation: "Observation", index: Tensor, fractions: Tensor, noise: str, factors: Tensor) -> list[Tensor]:
     """`Meter.gradient` over the global batch, summed over ranks; arguments as for `errors`, in any order."""
-    x0, meter = observation.x0, observation.meter
-    assert meter is not None
-    _, mine = distributed.share(len(x0))
-    noise = torch.randn(
-        (len(index), *x0.shape[1:]), generator=torch.Generator(x0.device).manual_seed(seed), device=x0.device
-    )
-    here = ((index >= mine.start) & (index < mine.stop)).nonzero()[:, 0]
-    there = here.to(x0.device)
-    found = meter.gradient(index[here].to(x0.device) - mine.start, fractions[here], noise[there], factors[here])
+    here, local = _here(observation, index)
+    assert observation.meter is not None
+    drawn = _noise(observation, noise, here)
+    found = observation.meter.gradient(local(here), fractions[here], drawn, factors[here])
     distributed.sum_tensors(found)
     return found
+
+
+def _here(observation: "Observation", index: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Which of the samples `index` are this rank's, and where they are in its batch."""
+    x0 = observation.x0
+    _, mine = distributed.share(len(x0))
+    here = ((index >= mine.start) & (index < mine.stop)).nonzero()[:, 0]
+    return here, lambda part: index[part].to(x0.device) - mine.start
+
+
+def _noise(observation: "Observation", name: str, rows: Tensor) -> Tensor:
+    """Rows of a measurement's noise, each a function of the step and the row: alike on any number of ranks."""
+    x0, place = observation.x0, observation.place
+    return place.stream(name).normal(place.step, rows, tuple(x0.shape[1:]), x0.device)
 
 
 @contextmanager

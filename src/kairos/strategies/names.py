@@ -33,19 +33,13 @@ def parse_name(name: str) -> tuple[str, str]:
 
 
 def table(sampler: Sampler, weighting: Weighting, x0: Any = None) -> dict[str, Array]:
-    """What a strategy trains on now, each (T,): ``t``, ``p``, ``w`` with importance weights, ``effective`` = p w."""
+    """What a strategy trains on now, each (T,): ``t`` (the process' own time), ``p`` (the mass of its cell), ``w`` with
+    importance weights, ``effective`` = p w.
+    """
     p, w = sampler.density(x0), weighting.weights()
     if sampler.corrected:
         w = np.where(p > 0, w / (len(p) * np.where(p > 0, p, 1.0)), w)
-    return {"t": np.arange(len(p), dtype=np.float64), "p": p, "w": w, "effective": p * w}
-
-
-def strategy_csv(columns: dict[str, Array]) -> str:
-    """`table` as text: columns t, p, w, effective, 17 significant digits, which give back the same numbers."""
-    lines = [",".join(columns)]
-    for t, *values in zip(*columns.values(), strict=True):
-        lines.append(",".join([f"{t:.0f}", *(f"{value:.17g}" for value in values)]))
-    return "".join(f"{line}\n" for line in lines)
+    return {"t": sampler.schedule.times, "p": p, "w": w, "effective": p * w}
 
 
 def warnings_of(columns: dict[str, Array]) -> list[str]:

@@ -104,6 +104,12 @@ class Speed(Fixed):
             raise ValueError(f"r: got {self.r} with schedule {schedule}, allowed: schedule linear, or give tau")
 
 
+def _check_discrete(schedule: str) -> None:
+    """The public code's reflection stands on the increments of a discrete process."""
+    if schedule in ("edm", "flow", "vp"):
+        raise ValueError(f"name: got the public code's form with process {schedule}, allowed: process discrete")
+
+
 def _check_tau(tau: int | None, timesteps: int) -> None:
     if tau is not None and tau >= timesteps:
         raise ValueError(f"tau: got {tau}, allowed: 1 to T - 1 = {timesteps - 1}")
@@ -118,12 +124,17 @@ class SpeedOfficial(Fixed):
 
     def check_fits(self, timesteps: int, schedule: str) -> None:
         """Refuse, before any job, what this process cannot have; raises ValueError."""
+        _check_discrete(schedule)
         _check_tau(self.tau, timesteps)
 
 
 @dataclass(frozen=True)
 class SpeedV1(Fixed):
     """SpeeD's first public code."""
+
+    def check_fits(self, timesteps: int, schedule: str) -> None:
+        """Refuse, before any job, what this process cannot have; raises ValueError."""
+        _check_discrete(schedule)
 
 
 @dataclass(frozen=True)
@@ -240,7 +251,9 @@ class Debiased:
 class Edm:
     """(sigma² + sigma_data²)/(sigma sigma_data)² on the squared error of x0."""
 
-    sigma_data: float = option(0.5, "standard deviation of the data: 0.5 for pixels, 1 for unit-variance latents", gt=0)
+    sigma_data: float | None = option(
+        None, "standard deviation of the data; null: that of process edm, else 0.5, as of pixels", gt=0
+    )
 
 
 @dataclass(frozen=True)
@@ -250,7 +263,7 @@ class Uncertainty:
     base: str = option(
         "edm", "w", choices=("none", "vlb", "p2", "min_snr", "soft_min_snr", "debiased", "edm", "change_aware")
     )
-    sigma_data: float = option(0.5, "standard deviation of the data, for base edm", gt=0)
+    sigma_data: float | None = option(None, "standard deviation of the data, for base edm", gt=0)
     channels: int = option(128, "Fourier features of ln sigma that u is linear in", ge=1)
     lr: float = option(1e-2, "learning rate of u", gt=0)
 
@@ -270,4 +283,5 @@ class ChangeAwareOfficial(ChangeAware):
 
     def check_fits(self, timesteps: int, schedule: str) -> None:
         """Refuse, before any job, what this process cannot have; raises ValueError."""
+        _check_discrete(schedule)
         _check_tau(self.tau, timesteps)

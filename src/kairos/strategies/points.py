@@ -3,42 +3,69 @@
 Each point on its own is uniform in [0, 1), so a density drawn through its inverse stays exact; only the variance falls.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kairos.randomness import derived_seed
-
 if TYPE_CHECKING:
-    import torch
+    from kairos.randomness import Stream
 
 POINTS = ("random", "stratified", "sobol")
 
 
-def points(kind: str, count: int, generator: "torch.Generator", step: int, seed: int) -> NDArray[np.float64]:
+@dataclass(frozen=True)
+class Place:
+    """Where a global batch stands in everything random.
+
+    Attributes:
+        seed: of the training.
+        step: number of the step, from 0.
+        first: samples of the step that were drawn before, where gradients of several batches are accumulated.
+        before: samples of the training that were drawn before; None: as many in each step as in this one.
+    """
+
+    seed: int = 0
+    step: int = 0
+    first: int = 0
+    before: int | None = None
+
+    def stream(self, name: str) -> "Stream":
+        """The random numbers of one purpose."""
+        from kairos.randomness import Stream
+
+        return Stream(self.seed, name)
+
+    def index(self, samples: slice) -> range:
+        """The numbers, within the step, of some samples of the global batch."""
+        return range(self.first + samples.start, self.first + samples.stop)
+
+    def uniform(self, name: str, count: int, *shape: int) -> NDArray[np.float64]:
+        """A number in [0, 1) for each sample of the global batch, (count, *shape)."""
+        numbers: NDArray[np.float64] = self.stream(name).uniform(self.step, self.index(slice(0, count)), shape).numpy()
+        return numbers
+
+
+def points(kind: str, count: int, place: Place) -> NDArray[np.float64]:
     """`count` numbers in [0, 1), in random order, float64.
 
     Args:
         kind: ``random``; ``stratified``: one in each of `count` equal cells; ``sobol``: the next points of the
-            one-dimensional Sobol sequence (van der Corput, base 2), which goes on from step to step, all shifted by one
-            number that depends on the seed.
+            one-dimensional Sobol sequence (van der Corput, base 2), which goes on from batch to batch, all shifted by
+            one number that depends on the seed.
         count: size of the global batch.
-        generator: of this step, on the CPU.
-        step: number of the step, from 0; steps before it drew as many points each.
-        seed: of the training.
+        place: where it stands.
     """
-    import torch
-
     if kind == "random":
-        return torch.rand(count, generator=generator, dtype=torch.float64).numpy()
+        return place.uniform("timesteps", count)
     if kind == "stratified":
-        inside = torch.rand(count, generator=generator, dtype=torch.float64).numpy()
-        even = (np.arange(count) + inside) / count
+        even = (np.arange(count) + place.uniform("timesteps", count)) / count
     else:
-        shift = derived_seed(seed, "sobol") / 2**63
-        even = (van_der_corput(np.arange(step * count, (step + 1) * count)) + shift) % 1.0
-    return even[torch.randperm(count, generator=generator).numpy()]
+        before = place.step * count if place.before is None else place.before
+        shift = float(place.stream("sobol").uniform(0, range(1)))
+        even = (van_der_corput(np.arange(before, before + count)) + shift) % 1.0
+    return even[np.argsort(place.uniform("order of timesteps", count), kind="stable")]
 
 
 def van_der_corput(index: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -8,9 +8,9 @@ import numpy as np
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule, linear_coefficients
 from kairos.strategies.base import Array, Sampler, Tabled, Weighting
+from kairos.strategies.points import Place
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -68,19 +68,19 @@ class Reflected(Tabled):
         share = 0.5 if self.batch is None else min((self.batch // 2 + 1) / self.batch, 1.0)
         return share * drawn + (1 - share) * reflected
 
-    def fractions(self, x0: "Tensor", generator: "torch.Generator") -> "Tensor":
+    def fractions(self, x0: "Tensor", place: Place) -> "Tensor":
         """Draw and reflect; with a floor, that share of both halves is uniform instead."""
         import torch
 
         size, mine = distributed.share(len(x0))
         self.batch = size
         timesteps = self.schedule.timesteps
-        position = self.quantile(self.uniforms(size // 2 + 1, generator)) * timesteps
+        position = self.quantile(self.uniforms(size // 2 + 1, place)) * timesteps
         cell = np.minimum(position.astype(np.int64), timesteps - 1)
         both = np.concatenate([position, self._reflection[cell] + (position - cell)])[:size] / timesteps
         if self.floor:
-            other = torch.rand((2, size), generator=generator, dtype=torch.float64).numpy()
-            both = np.where(other[0] < self.floor, other[1], both)
+            other = place.uniform("floor", size, 2)
+            both = np.where(other[:, 0] < self.floor, other[:, 1], both)
         return torch.from_numpy(np.clip(both, 0.0, 1.0 - 2**-53)[mine])
 
 

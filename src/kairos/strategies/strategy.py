@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kairos import distributed
 from kairos.diffusion.adapters import as_process
 from kairos.diffusion.schedule import NoiseSchedule
-from kairos.randomness import generator
 from kairos.strategies.base import Array, Observation
 from kairos.strategies.meter import Meter
 from kairos.strategies.names import parse_name, table
+from kairos.strategies.points import Place
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 
 
@@ -37,16 +38,21 @@ class Draw:
         x0: the batch.
         fractions: of the process in [0, 1), float64, on the CPU.
         t: the process' own time, on the device of the batch: int64 timesteps, or a continuous process' times.
-        weights: weighting times importance, float32, on the device of the batch.
-        fixed_weights: the weighting alone.
+        fixed_weights: of the weighting, float32, on the device of the batch.
+        importance: 1/(T p(t)) where the sampler is corrected, else 1; likewise.
     """
 
     step: int
     x0: Tensor
     fractions: Tensor
     t: Tensor
-    weights: Tensor
     fixed_weights: Tensor
+    importance: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        """What a sample's loss is multiplied with: weighting times importance."""
+        return self.fixed_weights * self.importance
 
 
 class Strategy:
@@ -54,9 +60,10 @@ class Strategy:
 
     Args:
         name: ``sampler+weighting``, or one of the two: the other is then ``uniform`` or ``none``.
-        process: what timesteps are of: an object of `kairos.diffusion` (`Discrete`, `Edm`, `Flow`), a noise schedule
+        process: what timesteps are of: an object of `kairos.diffusion` (`Discrete`, `Edm`, `Flow`, `Vp`), a noise
+            schedule
             (`NoiseSchedule`, one of diffusers' schedulers, or alpha-bar as an array of T numbers), or the name of a
-            schedule: linear, cosine, quadratic.
+            schedule (linear, cosine, quadratic) or of a process in continuous time (edm, flow, vp).
         timesteps: T, for a schedule given by name.
         prediction: what the network predicts: ``epsilon``, ``x0`` or ``v``; for processes that leave it open.
         sampler: options of the sampler.
@@ -87,12 +94,12 @@ class Strategy:
         self.sampler = SAMPLERS.build(sampler_name, sampler, schedule, seed)
         given = dict(weighting or {})
         wanted = {field.name for field in fields(WEIGHTINGS.entry(weighting_name).options)}
-        if "sigma_data" in wanted and hasattr(self.process, "sigma_data"):
-            given.setdefault("sigma_data", self.process.sigma_data)
+        if "sigma_data" in wanted and given.get("sigma_data") is None and hasattr(self.process, "sigma_data"):
+            given["sigma_data"] = self.process.sigma_data
         self.weighting = WEIGHTINGS.build(weighting_name, given, schedule, self.process.prediction)
         self.seed = seed
         self.step = 0
-        self._draws = 0  # in this step so far
+        self._drawn = [0, 0]  # samples of all ranks: in this step so far, in the steps before it
         self._losses: tuple[int, Tensor] | None = None
 
     def draw(self, x0: Tensor) -> Draw:
@@ -102,24 +109,20 @@ class Strategy:
         step, each has its own draw, and the last is observed.
         """
         self.sampler.begin(self.step)
-        stream = f"timesteps {self._draws}" if self._draws else "timesteps"
-        fractions = self.sampler.fractions(x0, generator(self.seed, stream, self.step))
-        self._draws += 1
-        t = self.process.times(fractions)
-        fixed = self._fixed_weights(t)  # on the CPU: nothing waits for the device
-        importance = self.sampler.importance(x0, fractions)
-        weights = fixed if importance is None else fixed * importance
-        return Draw(self.step, x0, fractions, *(values.to(x0.device) for values in (t, weights, fixed)))
-
-    def _fixed_weights(self, t: Tensor) -> Tensor:
+        place = Place(self.seed, self.step, self._drawn[0], sum(self._drawn))
+        fractions = self.sampler.fractions(x0, place)
+        self._drawn[0] += distributed.share(len(x0))[0]
+        t = self.process.times(fractions)  # on the CPU: nothing waits for the device
         weighting = getattr(self.weighting, "base", self.weighting)  # a learned one's factor is applied with the loss
-        weights: Tensor = self.process.weights(weighting, t)
-        return weights
+        fixed = weighting.factors(self.process.snr(t), t)
+        importance = self.sampler.importance(x0, fractions)
+        importance = torch.ones_like(fixed) if importance is None else importance
+        return Draw(self.step, x0, fractions, *(values.to(x0.device) for values in (t, fixed, importance)))
 
     def weighted(self, draw: Draw, losses: Tensor) -> Tensor:
         """What is minimised, per sample (batch,): `losses` (batch,) with the weights of their draw."""
         self._losses = draw.step, (losses.detach() * draw.fixed_weights)
-        weighted: Tensor = self.weighting.apply(losses, draw.weights, draw.fractions)
+        weighted: Tensor = self.weighting.apply(losses, draw.fixed_weights, draw.importance, draw.fractions)
         return weighted
 
     def loss(self, draw: Draw, losses: Tensor) -> Tensor:
@@ -154,12 +157,12 @@ class Strategy:
                 raise ValueError(f"strategy {self.name}: its sampler measures the network: pass observe(..., network=)")
             meter = Meter(self.process, network, draw.x0, conditions, self.weighting, optimizer, autocast)
         losses = self._losses[1] if self._losses is not None and self._losses[0] == draw.step else None
-        random = generator(self.seed, "observation", draw.step)
-        observation = Observation(draw.step, draw.x0, draw.fractions, losses, meter, random)
+        place = Place(self.seed, draw.step)
+        observation = Observation(draw.step, draw.x0, draw.fractions, losses, meter, place)
         with self.sampler.observe(observation):
             yield
         self.weighting.step()
-        self.step, self._draws = draw.step + 1, 0
+        self.step, self._drawn = draw.step + 1, [0, sum(self._drawn)]
 
     def table(self, x0: Tensor | None = None) -> dict[str, Array]:
         """What the strategy trains on now: ``t``, ``p``, ``w`` and ``effective`` = p w, each (T,)."""
@@ -170,13 +173,13 @@ class Strategy:
         """Everything a resume needs."""
         return {
             "step": self.step,
-            "draws": self._draws,
+            "drawn": list(self._drawn),
             "sampler": self.sampler.state_dict(),
             "weighting": self.weighting.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
         """Restore what `state_dict` gave, tensors on `device`."""
-        self.step, self._draws = state["step"], state["draws"]
+        self.step, self._drawn = state["step"], list(state["drawn"])
         self.sampler.load_state_dict(state["sampler"], device)
         self.weighting.load_state_dict(state["weighting"], device)

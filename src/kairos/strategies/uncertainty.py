@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
-from kairos.randomness import derived_seed
+from kairos.randomness import Stream
 from kairos.strategies.base import Array, Weighting
 from kairos.strategies.registries import WEIGHTINGS
 
@@ -29,9 +29,9 @@ class Uncertainty(Weighting):
         self.base: Weighting = WEIGHTINGS.build(options.base, given, schedule, prediction)
         self._base = self.base.weights()
         level = torch.from_numpy(-np.log(schedule.snr) / 8).float()[:, None]  # ln(sigma)/4, EDM's c_noise
-        random = torch.Generator().manual_seed(derived_seed(0, "uncertainty"))
-        frequency = 2 * math.pi * torch.randn(options.channels, generator=random)
-        phase = 2 * math.pi * torch.rand(options.channels, generator=random)
+        random = Stream(0, "uncertainty")
+        frequency = 2 * math.pi * random.normal(0, range(options.channels))
+        phase = 2 * math.pi * random.uniform(1, range(options.channels)).float()
         self._features = torch.cos(level * frequency + phase) * math.sqrt(2 / options.channels)  # (T, channels)
         self.linear = nn.Parameter(torch.zeros(options.channels))
         self.optimizer = torch.optim.Adam([self.linear], lr=options.lr)
@@ -44,11 +44,11 @@ class Uncertainty(Weighting):
         """w/exp(u) of every timestep, float64 (T,)."""
         return self._base * np.exp(-self.expected().detach().double().numpy())
 
-    def apply(self, losses: Tensor, weights: Tensor, fractions: Tensor) -> Tensor:
-        """The sum above; `weights` hold w and what the sampler adds, without exp(u)."""
+    def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
+        """The sum above, times the importance; `weights` hold w, without exp(u)."""
         cell = (fractions * len(self._features)).long().clamp_(0, len(self._features) - 1)
         u = (self._features[cell] @ self.linear).to(losses.device)
-        return weights * losses * torch.exp(-u) + u
+        return importance * (weights * losses * torch.exp(-u) + u)
 
     def step(self) -> None:
         """Take a step on u with the gradient that the backward pass has left."""

@@ -76,4 +76,4 @@ class Edm(Weighting):
 
     def of_snr(self, snr: Array) -> Array:
         """The formula in SNR: 1/sigma_data² + SNR."""
-        return 1 / self.options.sigma_data**2 + snr
+        return 1 / (self.options.sigma_data or 0.5) ** 2 + snr

@@ -13,6 +13,7 @@ _TRAJECTORY = (
     "batch_size",
     "microbatch",
     "optimizer",
+    "schedule",
     "ema",
     "precision",
     "compile",

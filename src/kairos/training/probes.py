@@ -1,18 +1,18 @@
 """Probes: measurements on a training, such as gradient variance or loss per timestep.
 
-A probe is called after the backward pass and before the optimiser step with a `Moment`; what it returns is written to
-the step's line of metrics.jsonl under its name. It draws from its own generator and must leave the model as it is, so
-that a training's trajectory does not depend on its probes.
+A probe is called in steps that log, after the backward pass and before the optimiser step, with a `Moment`; what it
+returns is written to the step's line of metrics.jsonl under its name. It draws from its own random stream and must
+leave the model as it is, so that a training's trajectory does not depend on its probes.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kairos.diffusion.losses import Prediction
+from kairos.randomness import Stream
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Moment:
         losses: per-sample loss before weighting, (batch,).
         weights: the strategy's weights, (batch,).
         error: as `strategies.Observation.error`.
-        generator: for what is random in the measurement.
+        random: for what is random in the measurement, at this step.
     """
 
     step: int
@@ -35,7 +35,7 @@ class Moment:
     losses: Tensor
     weights: Tensor
     error: Callable[[Tensor, Tensor, Tensor], Tensor]
-    generator: torch.Generator
+    random: Stream
 
 
 Probe = Callable[[Moment], dict[str, Any] | None]

@@ -1,5 +1,79 @@
-"""Measurements on a training by name: called at every step that they ask for, written to metrics.jsonl."""
+"""What a training is put together of, by name: optimisers, learning-rate schedules, averages of weights, probes."""
 
-from kairos.registry import Registry
+from dataclasses import dataclass
 
-PROBES = Registry("probe")
+from kairos.options import option
+from kairos.registry import NoOptions, Registry
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """Adam, or AdamW with decoupled weight decay; with linear warm-up and gradient clipping."""
+
+    lr: float = option(2e-4, "learning rate after warm-up", gt=0)
+    betas: tuple[float, ...] = option((0.9, 0.999), "decay rates of the two moment estimates, each in [0, 1)")
+    eps: float = option(1e-8, "term added to the denominator", gt=0)
+    weight_decay: float = option(0.0, "weight decay (decoupled for adamw)", ge=0)
+    warmup_steps: int = option(0, "steps of linear warm-up", ge=0)
+    grad_clip: float | None = option(1.0, "largest gradient norm; null: no clipping", gt=0)
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: got {list(self.betas)}, allowed: two numbers, each in [0, 1)")
+
+
+OPTIMIZERS = Registry("optimizer")
+OPTIMIZERS.add("adam", "kairos.training.optim:adam", AdamOptions, "Adam (Kingma and Ba 2015)")
+OPTIMIZERS.add("adamw", "kairos.training.optim:adamw", AdamOptions, "AdamW (Loshchilov and Hutter 2019)")
+
+
+@dataclass(frozen=True)
+class CosineOptions:
+    """Half a cosine, from the learning rate to a share of it."""
+
+    length: int | None = option(None, "steps until the end is reached; null: the last milestone", ge=1)
+    final: float = option(0.0, "share of the learning rate at the end", ge=0, le=1)
+
+
+@dataclass(frozen=True)
+class InverseSqrtOptions:
+    """Constant, then falling with the root of the step."""
+
+    reference: int = option(70_000, "step from which the rate falls", ge=1)
+
+
+SCHEDULES = Registry("learning-rate schedule")
+SCHEDULES.add("constant", "kairos.training.optim:constant", NoOptions, "the learning rate as it is")
+SCHEDULES.add("cosine", "kairos.training.optim:cosine", CosineOptions, "half a cosine (Loshchilov and Hutter 2017)")
+SCHEDULES.add("inverse_sqrt", "kairos.training.optim:inverse_sqrt", InverseSqrtOptions, "EDM2's (Karras et al. 2024)")
+
+
+@dataclass(frozen=True)
+class DecayOptions:
+    """An exponential moving average."""
+
+    decay: float = option(0.9999, "decay per step", ge=0, lt=1)
+    warmup: bool = option(True, "decay min(decay, (1 + step)/(10 + step)), so that early averages are not initial")
+
+
+@dataclass(frozen=True)
+class HalfLifeOptions:
+    """An exponential moving average whose memory is stated in images."""
+
+    images: float = option(500_000.0, "images after which a weight counts half", gt=0)
+    rampup: float | None = option(0.05, "half-life at most this share of the images seen; null: none", gt=0)
+
+
+@dataclass(frozen=True)
+class PowerOptions:
+    """An average whose memory grows with the length of the training."""
+
+    width: float = option(0.05, "relative width sigma_rel of the averaging profile", gt=0, lt=0.289)
+
+
+AVERAGES = Registry("average of weights")
+AVERAGES.add("decay", "kairos.training.optim:decay", DecayOptions, "exponential, by step (Ho et al. 2020)")
+AVERAGES.add("half_life", "kairos.training.optim:half_life", HalfLifeOptions, "EDM's, by images (Karras et al. 2022)")
+AVERAGES.add("power", "kairos.training.optim:power", PowerOptions, "EDM2's power function (Karras et al. 2024)")
+
+PROBES = Registry("probe")  # measurements, called at every step, written to metrics.jsonl

@@ -23,7 +23,8 @@ from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
 from kairos.training.identity import code_roots, identity_of
 from kairos.training.job import Leave, Left, ProgressFile
-from kairos.training.loop import Trainer
+from kairos.training.loop import diverged, steps
+from kairos.training.state import Training
 from kairos.training.store import Store, exclusive, read_timing
 
 
@@ -86,7 +87,7 @@ def train(
         facts = provenance(plain, device)
         steps_run = 0
         if missing:
-            trainer = Trainer(plain, method, seed, latents, device)
+            training = Training(plain, method, seed, latents, device)
             about = {
                 "identity": identity["identity"],
                 "method": method,
@@ -94,9 +95,12 @@ def train(
                 "config": plain,
                 "autoencoder_sha256": latents.manifest["autoencoder_sha256"],
                 "dataset_sha256": latents.manifest["dataset_sha256"],
+                "shape": list(latents.shape),
+                "sigma_data": training.sigma_data,
+                "conditions": {name: latents.condition_kinds[name] for name in training.conditions},
                 "provenance": facts,
             }
-            steps_run = Run(store, trainer, about, label, progress, leave).until(milestones, missing)
+            steps_run = Run(store, training, about, label, progress, leave).until(milestones, missing)
         elif first:
             say(f"{out}: all milestones are there, 0 steps to do")
         if first:
@@ -128,7 +132,9 @@ def _job(settings: dict[str, Any], state: Path, last: int, wait: bool) -> Iterat
         progress = ProgressFile(state, last, often=first)
         try:
             local_rank = launch.local_rank() if several else None
-            device = compute.setup(settings["threads"], settings["device"], settings["deterministic"], local_rank)
+            device = compute.setup(
+                settings["threads"], settings["device"], settings["deterministic"], local_rank, settings["precision"]
+            )
             if several:
                 distributed.join(settings["processes"], device)
             yield device, progress
@@ -151,16 +157,16 @@ class Run:
     def __init__(
         self,
         store: Store,
-        trainer: Trainer,
+        training: Training,
         facts: dict[str, Any],
         label: str,
         progress: ProgressFile,
         leave: Leave,
     ):
-        self.store, self.trainer, self.facts, self.label = store, trainer, facts, label
+        self.store, self.training, self.facts, self.label = store, training, facts, label
         self.progress, self.leave = progress, leave
         self.first = distributed.rank() == 0
-        start = trainer.strategy.table(trainer.density_images())  # before anything is loaded: the start's
+        start = training.strategy.table(training.density_images())  # before anything is loaded: the start's
         self.start_density = start["p"]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
         self.steps_run = 0
@@ -173,37 +179,35 @@ class Run:
         Raises:
             Left: asked to end before it; the last step computed is saved.
         """
-        trainer, store, first = self.trainer, self.store, self.first
+        training, last, every = self.training, milestones[-1], self.training.settings["checkpoint_every"]
         self._resume(missing[0])
-        if first and trainer.step == 0 and 0 in milestones:
+        if training.step == 0 and 0 in milestones:
             self._milestone()
-        wanted, every = set(milestones), trainer.settings["checkpoint_every"]
-        last = milestones[-1]
-        facts = ""
-        bar = Progress(last, self.label, "step", start=trainer.step) if first else None
+        bar = Progress(last, self.label, "step", start=training.step) if self.first else None
         self.leave.begin()
-        with open(store.metrics if first else os.devnull, "a", encoding="utf-8") as metrics:
-            while trainer.step < last:
-                self.progress.at(trainer.step, self.seconds)
-                begun = time.perf_counter()
-                line = trainer.advance()
-                facts = f"loss {line['loss']:.4g}"
+        facts, begun = "", time.perf_counter()
+        with open(self.store.metrics if self.first else os.devnull, "a", encoding="utf-8") as metrics:
+            self.progress.at(training.step, self.seconds)
+            for line in steps(training, last):
                 self.seconds += time.perf_counter() - begun
                 self.steps_run += 1
-                if trainer.step % trainer.settings["log_every"] == 0:
+                if line is not None:
                     metrics.write(json.dumps(line) + "\n")
-                leaving = trainer.step < last and self._leaving()
-                if first and (trainer.step in wanted or trainer.step % every == 0 or trainer.step == last or leaving):
+                    facts = f"loss {line['loss']:.4g}"
+                leaving = training.step < last and self._leaving()
+                if training.step in milestones or training.step % every == 0 or training.step == last or leaving:
                     metrics.flush()
                     os.fsync(metrics.fileno())
-                    self._save(trainer.step in wanted)
+                    self._save(training.step in milestones)
+                self.progress.at(training.step, self.seconds)
                 if leaving:
                     self._leave(last)
                 if bar is not None:
                     bar.advance(facts=facts)
-        if first and trainer.step == 0:
+                begun = time.perf_counter()
+        if training.step == 0:
             self._save(False)
-        self.progress.at(trainer.step, self.seconds)
+        self.progress.at(training.step, self.seconds)
         if bar is not None:
             bar.close(facts)
             say(f"{self.label}: {self.steps_run} steps computed, {duration(self.seconds)} of training in all")
@@ -211,14 +215,14 @@ class Run:
 
     def _resume(self, at_most: int) -> None:
         """Load the newest usable state up to step `at_most`, on every rank the one that rank 0 has found."""
-        trainer, store = self.trainer, self.store
-        state = store.resume(at_most, trainer.device) if self.first else None
+        training, store = self.training, self.store
+        state = store.resume(at_most, training.device) if self.first else None
         step = distributed.on_first(lambda: state["step"] if state else 0)
         if step or state:
-            state = state or store.at(step, trainer.device)
-            trainer.load(state, step)
+            state = state or store.at(step, training.device)
+            training.load(state, step)
             if self.first:
-                say(f"{self.label}: goes on from step {trainer.step}")
+                say(f"{self.label}: goes on from step {training.step}")
         self.seconds = max((line["seconds"] for line in read_timing(store.timing)), default=0.0)
 
     def _leaving(self) -> bool:
@@ -226,25 +230,46 @@ class Run:
         return distributed.add([float(bool(self.leave.asked(self.saving)))])[0] > 0
 
     def _leave(self, last: int) -> None:
-        self.progress.at(self.trainer.step, self.seconds)
         distributed.part()  # rank 0 has written by then
         reason = self.leave.reason or "another process of the training was asked to leave"
-        raise Left(f"{reason}: stopped after step {self.trainer.step} of {last}, which is saved")
+        raise Left(f"{reason}: stopped after step {self.training.step} of {last}, which is saved")
 
     def _save(self, milestone: bool) -> None:
+        """Keep the state; what is not finite is refused before it takes the place of a good one."""
         begun = time.monotonic()
-        self._timing()
+        if not self.training.sound:
+            diverged(self.training.step - 1)
         if milestone:
             self._milestone()
-        self.store.save(self.trainer.step, self.trainer.state())
+        if self.first:
+            self._timing()
+            self.store.save(self.training.step, self.training.state())
         self.saving = max(self.saving, time.monotonic() - begun)
 
     def _milestone(self) -> None:
-        write_milestone(self.store.milestone(self.trainer.step), self.trainer, self.start_density, self.facts)
+        """Write a milestone; what samplers tell of a batch is asked on all ranks."""
+        training, sampler = self.training, self.training.strategy.sampler
+        statistics = sampler.statistics()
+        if not self.first:
+            return
+        columns = training.strategy.table(training.density_images())
+        facts = {
+            **self.facts,
+            "step": training.step,
+            "images_seen": training.step * training.settings["batch_size"],
+            "learned": sampler.learned,
+            "strategy": {
+                **{name: statistics.get(name) for name in ("updates", "a", "b")},
+                "tv_from_start": float(abs(columns["p"] - self.start_density).sum() / 2),
+            },
+        }
+        scheduler = training.process.scheduler_config(clip=training.latents.manifest["kind"] == "pixels")
+        folder = self.store.milestone(training.step)
+        write_milestone(folder, training.model, training.average.weights, facts, columns=columns, scheduler=scheduler)
 
     def _timing(self) -> None:
         line = {
-            "step": self.trainer.step,
+            "step": self.training.step,
             "seconds": round(self.seconds, 3),
             "steps_run": self.steps_run,
             "started": self.started,

@@ -1,42 +1,11 @@
 """Section `training`: lengths, optimiser, how the training is computed and cut into jobs."""
 
-import re
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from kairos.section import Section, component
-from kairos.training.registries import PROBES
-
-Pair = Annotated[tuple[float, float], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-
-
-class OptimizerConfig(Section):
-    """The optimiser of the model."""
-
-    name: Literal["adam", "adamw"] = Field("adam", description="optimiser")
-    lr: float = Field(2e-4, gt=0, description="learning rate after warm-up")
-    betas: Pair = Field((0.9, 0.999), description="decay rates of the moment estimates, each in [0, 1)")
-    eps: float = Field(1e-8, gt=0, description="term added to the denominator")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay (decoupled for adamw)")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
-    grad_clip: float | None = Field(1.0, gt=0, description="largest gradient norm; null: no clipping")
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ValueError("each in [0, 1)")
-        return value
-
-
-class EmaConfig(Section):
-    """The exponential moving average of the weights."""
-
-    decay: float = Field(0.9999, ge=0, lt=1, description="decay per step")
-    warmup: bool = Field(
-        True, description="decay min(decay, (1 + step) / (10 + step)), so that early averages are not initial"
-    )
+from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
 
 
 class TrainingConfig(Section):
@@ -59,10 +28,11 @@ class TrainingConfig(Section):
     )
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints a killed training resumes from")
     log_every: int = Field(1, ge=1, description="steps between lines of metrics.jsonl")
-    optimizer: OptimizerConfig = OptimizerConfig()
-    ema: EmaConfig = EmaConfig()
-    precision: Literal["fp32", "bf16", "fp64"] = Field(
-        "fp32", description="bf16: the network in autocast; fp64: weights, images and noise in double precision"
+    optimizer: component(OPTIMIZERS, "adam") = Field({}, validate_default=True, description="optimiser of the model")  # type: ignore[valid-type]
+    schedule: component(SCHEDULES) = Field("constant", validate_default=True, description="learning rate after warm-up")  # type: ignore[valid-type]
+    ema: component(AVERAGES, "decay") = Field({}, validate_default=True, description="average of the weights")  # type: ignore[valid-type]
+    precision: Literal["fp32", "tf32", "bf16", "fp64"] = Field(
+        "fp32", description="tf32: matrix products of a GPU; bf16: the network in autocast; fp64: everything in double"
     )
     compile: bool = Field(False, description="torch.compile; its autotuning is not bit-exact between machines")
     deterministic: bool = Field(True, description="deterministic algorithms only")
@@ -96,32 +66,3 @@ class TrainingConfig(Section):
                 "(each process has a GPU of its own)"
             )
         return self
-
-
-_LENGTH = re.compile(r"^\s*(\d+(?:\.\d*)?)\s*([kM]?)\s*(steps|images|epochs)\s*$")
-
-
-def length_in_steps(length: int | str, batch_size: int, train_images: int | None) -> int:
-    """Steps of a length given in steps, images or epochs; a part of a step counts as one.
-
-    Raises:
-        ValueError: not a length, not positive, or epochs of a data set whose size is not stated.
-    """
-    allowed = "a number of steps, or text like '500 steps', '64k images', '2M images', '10 epochs'"
-    if isinstance(length, int):
-        steps = float(length)
-    else:
-        match = _LENGTH.match(length)
-        if not match:
-            raise ValueError(f"training.milestones: got {length!r}, allowed: {allowed}")
-        amount = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6}[match[2]]
-        if match[3] == "epochs" and train_images is None:
-            raise ValueError(
-                f"training.milestones: {length!r} needs dataset.train_images, the number of training images"
-            )
-        steps = amount / {"steps": 1, "images": batch_size, "epochs": batch_size / (train_images or 1)}[match[3]]
-    if steps <= 0:
-        raise ValueError(
-            f"training.milestones: got {length!r}, allowed: more than 0 steps (step 0 is always evaluated)"
-        )
-    return int(-(-steps // 1))

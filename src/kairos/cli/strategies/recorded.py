@@ -128,7 +128,9 @@ def _of_state(
         strategy.load_state_dict(content["strategy"])
         columns = strategy.table()
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise KairosError(f"{file}: does not hold the state of {name} with T = {process.timesteps} ({error})") from None
+        raise KairosError(
+            f"{file}: does not hold the state of {name} with T = {process.schedule.timesteps} ({error})"
+        ) from None
     return View(sampler, weighting, words, columns, (f"as it was after {content['step']} steps: {file}",))
 
 

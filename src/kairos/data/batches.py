@@ -1,0 +1,108 @@
+"""The source of a training's batches: x0 and conditions of every step, a function of (seed, step) alone.
+
+A thread reads the rows of the steps to come, each once; they are moved to the device without waiting, and what is
+random in x0 is drawn there. Epochs are permutations of the training images, steps cut them into batches.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kairos import conditions as conditioning
+from kairos.data.latents import Latents
+from kairos.randomness import Stream
+
+_AHEAD = 2  # steps that are read before they are asked for
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step trains on, on the device: this rank's part of the global batch.
+
+    Attributes:
+        step: number of the step, from 0.
+        index: numbers of the samples in the global batch.
+        x0: (n, c, h, w).
+        conditions: each (n, ...).
+    """
+
+    step: int
+    index: range
+    x0: Tensor
+    conditions: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a training.
+
+    Args:
+        latents: what is trained on.
+        seed: of the training.
+        size: of the global batch.
+        index: numbers of this rank's samples in it.
+        conditions: names of those that the model takes.
+        dropout: share of samples that lose their conditions.
+        device: where x0 goes.
+        dtype: of x0.
+    """
+
+    latents: Latents
+    seed: int
+    size: int
+    index: range
+    conditions: tuple[str, ...] = ()
+    dropout: float = 0.0
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+
+    def steps(self, first: int, end: int) -> Iterator[Batch]:
+        """The batches of steps `first` ... `end` - 1."""
+        with ThreadPoolExecutor(1) as reader:
+            waiting = deque(reader.submit(self._read, step) for step in range(first, min(first + _AHEAD, end)))
+            for step in range(first, end):
+                rows, conditions = waiting.popleft().result()
+                if step + _AHEAD < end:
+                    waiting.append(reader.submit(self._read, step + _AHEAD))
+                yield self._on_device(step, rows, conditions)
+
+    def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Rows and conditions of a step in this machine's memory. No arithmetic here: torch's threads are another's."""
+        positions = np.arange(step * self.size + self.index.start, step * self.size + self.index.stop)
+        count, epochs = len(self.latents.train), positions // len(self.latents.train)
+        places = [
+            _order(self.seed, int(epoch), count)[positions[epochs == epoch] % count] for epoch in np.unique(epochs)
+        ]
+        index, flips = self.latents.train[np.concatenate(places)], None
+        if self.latents.can_flip:
+            flips = Stream(self.seed, "flips").uniform(step, self.index).numpy() < 0.5
+        rows, conditions = self.latents.rows(index, flips), self.latents.conditions(index, flips)
+        return _pinned(rows, self.device), _pinned({name: conditions[name] for name in self.conditions}, self.device)
+
+    def _on_device(self, step: int, rows: dict[str, Tensor], conditions: dict[str, Tensor]) -> Batch:
+        rows = {name: values.to(self.device, non_blocking=True) for name, values in rows.items()}
+        conditions = {name: values.to(self.device, non_blocking=True) for name, values in conditions.items()}
+        noise = None
+        if self.latents.stochastic:
+            noise = Stream(self.seed, "latents").normal(step, self.index, self.latents.shape, self.device)
+        if conditions and self.dropout:
+            dropped = Stream(self.seed, "condition_dropout").uniform(step, self.index, (), self.device) < self.dropout
+            kinds = conditioning.build({name: self.latents.condition_kinds[name] for name in conditions})
+            conditions = conditioning.drop(conditions, kinds, dropped)
+        return Batch(step, self.index, self.latents.x0(rows, noise).to(self.dtype), conditions)
+
+
+@functools.lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, count: int) -> Any:
+    return Stream(seed, "order").permutation(count, epoch).numpy()
+
+
+def _pinned(rows: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: values.pin_memory() for name, values in rows.items()} if device.type == "cuda" else rows

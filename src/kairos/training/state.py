@@ -1,0 +1,138 @@
+"""What a training moves: model, average of its weights, optimiser, strategy; and what it moves them with."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kairos import distributed, models
+from kairos.data.batches import Batches
+from kairos.data.latents import Latents
+from kairos.diffusion.processes import build_process
+from kairos.diffusion.registries import LOSSES
+from kairos.errors import KairosError
+from kairos.randomness import derived_seed
+from kairos.registry import Registry
+from kairos.strategies.strategy import Strategy
+from kairos.training.lengths import length_in_steps
+from kairos.training.optim import Average
+from kairos.training.passes import cut
+from kairos.training.probes import Probe
+from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
+
+
+class Training:
+    """One training's state, and the parts that its configuration names.
+
+    Args:
+        plain: the whole resolved experiment as plain values.
+        method: name of the method.
+        seed: of the training.
+        latents: what is trained on.
+        device: where it is computed.
+    """
+
+    def __init__(self, plain: dict[str, Any], method: str, seed: int, latents: Latents, device: torch.device):
+        self.settings = settings = plain["training"]
+        self.seed, self.latents, self.device = seed, latents, device
+        self.dtype = torch.float64 if settings["precision"] == "fp64" else torch.float32
+        self.passes = cut(settings["batch_size"], settings["microbatch"], distributed.rank(), distributed.ranks())
+        index = range(self.passes[0][1].start, self.passes[-1][1].stop)
+        self.conditions = tuple(plain["model"].get("conditions") or [])
+        dropout = settings["condition_dropout"]
+        self.batches = Batches(
+            latents, seed, settings["batch_size"], index, self.conditions, dropout, device, self.dtype
+        )
+        self.sigma_data = latents.sigma_data()
+        self.process = build_process(plain["diffusion"], self.sigma_data)
+        sampler, weighting = (_split(plain["methods"][method][part]) for part in ("sampler", "weighting"))
+        name = f"{sampler[0]}+{weighting[0]}"
+        self.strategy = Strategy(name, self.process, sampler=sampler[1], weighting=weighting[1], seed=seed)
+        self.losses = [(loss["name"], *_part(LOSSES, loss)) for loss in plain["diffusion"]["losses"]]
+        self.probes: dict[str, Probe] = {
+            probe["name"]: PROBES.build(*_split(probe)) for probe in settings["probes"]
+        }  # fmt: skip
+        with torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(derived_seed(seed, "weights"))
+            outputs = self.process.channels(latents.shape[0])
+            model = models.build(plain["model"], latents.shape, latents.condition_kinds, outputs)
+        self.model: Any = model.to(device, self.dtype)
+        if self.dtype == torch.float64:
+            for module in self.model.modules():  # times are embedded in float32 whatever the model is in
+                if isinstance(module, nn.Linear):
+                    module.register_forward_pre_hook(_as_double)
+        share, share_of = _part(AVERAGES, settings["ema"])
+        self.average = Average(self.model.weights, lambda step: share_of(share, step, settings["batch_size"]))
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        options, make = _part(OPTIMIZERS, settings["optimizer"])
+        self.optimizer: torch.optim.Optimizer = make(options, self.parameters)
+        self.grad_clip = math.inf if options.grad_clip is None else options.grad_clip
+        self._warmup, self._lr = options.warmup_steps, options.lr
+        self._schedule, self._factor = _part(SCHEDULES, settings["schedule"])
+        self.length = None  # that the schedule knows
+        if hasattr(self._schedule, "length"):
+            train_images = plain["dataset"]["train_images"]
+            whole = length_in_steps(settings["milestones"][-1], settings["batch_size"], train_images)
+            self.length = self._schedule.length or whole
+        self.network = torch.compile(self.model) if settings["compile"] else self.model
+        self.trained: Any = self.network  # adds up gradients over the ranks; `network` is for measurements
+        if distributed.ranks() > 1:
+            self.trained = nn.parallel.DistributedDataParallel(self.network)
+        self.step = 0  # steps completed
+        self.sound = torch.ones((), dtype=torch.bool, device=device)  # whether all gradients so far were finite
+
+    def autocast(self) -> Any:
+        """The context that the network is called in."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings["precision"] == "bf16")
+
+    def learning_rate(self, step: int) -> float:
+        """Of a step, from 0: linear warm-up, then the schedule."""
+        rate = self._lr * self._factor(self._schedule, step, self.length or 0)
+        return rate * min(1.0, (step + 1) / self._warmup) if self._warmup else rate
+
+    def density_images(self) -> Tensor:
+        """The fixed images that a learned sampler's p(t) is averaged over, up to 256, the first of the training set."""
+        return self.latents.batch(self.latents.train[:256]).to(self.device, self.dtype)
+
+    def state(self) -> dict[str, Any]:
+        """Everything but data and configuration."""
+        return {
+            "model": self.model.state_dict(),
+            "ema": self.average.weights,
+            "optimizer": self.optimizer.state_dict(),
+            "strategy": self.strategy.state_dict(),
+            "length": self.length,
+        }
+
+    def load(self, state: dict[str, Any], step: int) -> None:
+        """Go on from a state after `step` completed steps.
+
+        Raises:
+            KairosError: its learning rate followed another length.
+        """
+        if state["length"] != self.length:
+            raise KairosError(
+                f"training.schedule: the state after step {step} followed a length of {state['length']}, got "
+                f"{self.length}; allowed: that length ({self.settings['schedule']['name']} knows its end), or --restart"
+            )
+        self.model.load_state_dict(state["model"])
+        self.average.load(state["ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.strategy.load_state_dict(state["strategy"], self.device)
+        self.step = step
+
+
+def _as_double(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.double() if isinstance(value, Tensor) else value for value in inputs)
+
+
+def _split(named: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and options of a named component."""
+    return named["name"], {key: value for key, value in named.items() if key != "name"}
+
+
+def _part(registry: Registry, named: dict[str, Any]) -> tuple[Any, Any]:
+    """Options and code of a named component."""
+    name, options = _split(named)
+    return registry.parse(name, options), registry.entry(name).load()
