@@ -96,6 +96,7 @@ def test_committed_experiments_are_valid(path):
             {"scheduler": {"name": "heun", "spacing": "karras"}, "steps": 200},
             r"steps: got 200 with spacing",
         ),
+        ("sampling.scheduler", {"name": "heun", "sigma_min": 2, "sigma_max": 1}, r"sigma_min: got 2.0, allowed: less"),
         ("sampling.precision", "fp16", r"sampling.precision: got 'fp16', allowed: 'fp32', 'tf32' or 'bf16'"),
         ("evaluation.precision", "fp64", r"evaluation.precision: got 'fp64', allowed: 'fp32', 'tf32' or 'bf16'"),
         ("experiment", "a/b", r"experiment: got 'a/b'"),
@@ -119,7 +120,7 @@ def test_refusals(path, value, message):
 def test_refusals_of_sampling_on_continuous_processes(process, scheduler, message):
     options = {"name": process, **({"sigma_data": 0.5} if process == "edm" else {})}
     config = SamplingConfig(scheduler=scheduler)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         config.check_fits({"process": options, "prediction": "epsilon"}, [], 0.0)
     config = SamplingConfig(scheduler=scheduler["name"], steps=5000)  # intervals without end: times are continuous
     config.check_fits({"process": options, "prediction": "epsilon"}, [], 0.0)

@@ -174,6 +174,36 @@ def test_samples_do_not_depend_on_the_batch_size_or_number(chain, tmp_path):
     assert not np.array_equal(images, read_samples(chain / "1.npz")[0][:40])
 
 
+@pytest.mark.parametrize("process,own", [("edm", "sigma"), ("flow", "t")])
+def test_a_continuous_process_in_half_precision(chain, tmp_path, monkeypatch, process, own):
+    """Heun's method on an EDM and a flow milestone, both stages in bf16."""
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path, precision="bf16", loss_images=16)
+    values = {**yaml.safe_load(config.read_text()), "diffusion": {"process": process}}
+    values["sampling"] |= {"scheduler": "heun", "precision": "bf16", "steps": 4}
+    config.write_text(yaml.safe_dump(values))
+    folders = {part: chain / part for part in ("dataset", "autoencoder", "latents", "extractor")}
+    named = [value for part, folder in folders.items() for value in (f"--{part}", folder)]
+    assert kairos("reference", "--config", config, *named, "--out", "reference") == 0
+    train = ("--method", "uniform", "--seed", 0, "--out", "u/seed0", "--latents", chain / "latents")
+    assert kairos("train", "--config", config, *train) == 0
+    milestone = ("--milestone", "u/seed0/milestones/0000002")
+    draw = ("--num", 330, "--autoencoder", chain / "autoencoder", "--out")
+    assert kairos("sample", *milestone, *draw, "x.npz") == 0
+    assert kairos("sample", *milestone, *draw, "y.npz", "--precision", "fp32") == 0
+    assert not np.array_equal(read_samples(Path("x.npz"))[0], read_samples(Path("y.npz"))[0])
+    latents = ("--latents", chain / "latents", "--extractor", chain / "extractor")
+    assert kairos("evaluate", "--samples", "x.npz", *milestone, *latents, "--reference", "reference", "--out", "x") == 0
+    record = json.loads(Path("x").read_text())
+    protocol = record["protocol"]
+    assert protocol["scheduler"] == "heun" and (protocol["steps"], protocol["nfe"]) == (4, 7)
+    assert protocol["spacing"] == {"edm": "karras", "flow": "uniform"}[process]
+    assert protocol["sample_precision"] == protocol["eval_precision"] == "bf16"
+    times = [row["t"] for row in record["validation"]["per_timestep"]]
+    assert times == sorted(times) and times[0] > 0 and (times[-1] > 70) == (own == "sigma")
+    assert record["metrics"]["frechet_classifier32"] > 0 and record["validation"]["loss"] > 0
+
+
 def test_mistakes_of_sample(chain, tmp_path, capsys):
     milestone = chain / "uniform/seed0/milestones/0000002"
     arguments = ("sample", "--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 4)

@@ -82,18 +82,18 @@ class Experiment(Section):
             )
         process = self.diffusion.process
         timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
-        for name, method in self.methods.items():
-            for part, registry, named in (
-                ("sampler", SAMPLERS, method.sampler),
-                ("weighting", WEIGHTINGS, method.weighting),
-            ):
-                options = {key: value for key, value in named.items() if key != "name"}
-                try:
-                    checked(registry, named["name"], options, timesteps, schedule, f"methods.{name}.{part}")
-                except ConfigError as error:
-                    raise ValueError(str(error)) from None
         conditions = self.model.get("conditions") or []
-        self.sampling.check_fits(self.diffusion.model_dump(), conditions, self.training.condition_dropout)
+        try:
+            for name, method in self.methods.items():
+                for part, registry, named in (
+                    ("sampler", SAMPLERS, method.sampler),
+                    ("weighting", WEIGHTINGS, method.weighting),
+                ):
+                    options = {key: value for key, value in named.items() if key != "name"}
+                    checked(registry, named["name"], options, timesteps, schedule, f"methods.{name}.{part}")
+            self.sampling.check_fits(self.diffusion.model_dump(), conditions, self.training.condition_dropout)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return self
 
     @property

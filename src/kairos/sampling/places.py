@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kairos.diffusion.processes import Discrete
+from kairos.errors import ConfigError
 
 Array = NDArray[Any]
 
@@ -30,13 +31,13 @@ def places(process: Any, steps: int, scheduler: dict[str, Any]) -> list[Place]:
     """The ends of `steps` intervals from noise to the image, steps + 1 places, as the `resolved` scheme spreads them.
 
     Raises:
-        ValueError: karras' levels are closer than the timesteps of a discrete process.
+        ConfigError: karras' levels are closer than the timesteps of a discrete process.
     """
     spacing = scheduler.get("spacing", "uniform")
     if spacing == "karras":
         times = times_of(process, karras(process, steps, scheduler))
         if len(set(times.tolist())) < steps:
-            raise ValueError(
+            raise ConfigError(
                 f"sampling.steps: got {steps} with spacing karras, allowed: as many as there are timesteps near its "
                 "noise levels; fewer steps, a larger sigma_min or another spacing"
             )

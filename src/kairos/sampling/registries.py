@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from kairos.errors import ConfigError
 from kairos.options import option
 from kairos.registry import Registry
 
@@ -24,6 +25,10 @@ class GridOptions:
     clip: bool = option(False, "clip the estimate of x0 to [-1, 1]: for pixels, wrong for latents")
 
     evaluations = 1  # of the network per interval; the last has one in any case
+
+    def __post_init__(self) -> None:
+        if self.sigma_min and self.sigma_max and self.sigma_min >= self.sigma_max:
+            raise ValueError(f"sigma_min: got {self.sigma_min}, allowed: less than sigma_max = {self.sigma_max}")
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def resolved(scheduler: dict[str, Any], process: dict[str, Any]) -> dict[str, An
     """A scheme with the spacing that `auto` means for the process, both as fields `component` store them.
 
     Raises:
-        ValueError: the process does not allow an option.
+        ConfigError: the process does not allow an option.
     """
     spacings: tuple[str, ...] = DISCRETE if "timesteps" in process else CONTINUOUS
     if process["name"] == "flow":  # its noise over signal has no bounds that a grid could lie between
@@ -78,7 +83,7 @@ def resolved(scheduler: dict[str, Any], process: dict[str, Any]) -> dict[str, An
         allowed["s_churn"] = (0,)  # noise is added where noise levels are continuous and unbounded
     for name, values in allowed.items():
         if scheduler.get(name, values[0]) not in values:
-            raise ValueError(
+            raise ConfigError(
                 f"sampling.scheduler.{name}: got {scheduler[name]!r}, "
                 f"allowed with process {process['name']}: {', '.join(map(str, values))}"
             )

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from kairos.diffusion.processes import build_process
+from kairos.errors import ConfigError
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
 from kairos.section import Section, component
@@ -32,16 +33,16 @@ class SamplingConfig(Section):
         """Check against the other sections: the process, the model's conditions, the share trained without them.
 
         Raises:
-            ValueError: a field does not fit; the message names it.
+            ConfigError: a field does not fit; the message names it.
         """
         if self.guidance_scale != 1 and not conditions:
-            raise ValueError("sampling.guidance_scale: got other than 1, allowed: 1 for a model without conditions")
+            raise ConfigError("sampling.guidance_scale: got other than 1, allowed: 1 for a model without conditions")
         if self.guidance_scale != 1 and dropout == 0:
-            raise ValueError("sampling.guidance_scale: other than 1 needs training.condition_dropout > 0")
+            raise ConfigError("sampling.guidance_scale: other than 1 needs training.condition_dropout > 0")
         process = diffusion["process"]
         timesteps = process.get("timesteps", self.steps)
         if self.steps > timesteps:
-            raise ValueError(
+            raise ConfigError(
                 f"sampling.steps: got {self.steps}, allowed: at most diffusion.process.timesteps = {timesteps}"
             )
         scheduler = resolved(self.scheduler, process)
