@@ -40,14 +40,6 @@ def table(sampler: Sampler, weighting: Weighting, x0: Any = None) -> dict[str, A
     return {"t": np.arange(len(p), dtype=np.float64), "p": p, "w": w, "effective": p * w}
 
 
-def strategy_csv(columns: dict[str, Array]) -> str:
-    """`table` as text: columns t, p, w, effective, 17 significant digits, which give back the same numbers."""
-    lines = [",".join(columns)]
-    for t, *values in zip(*columns.values(), strict=True):
-        lines.append(",".join([f"{t:.0f}", *(f"{value:.17g}" for value in values)]))
-    return "".join(f"{line}\n" for line in lines)
-
-
 def warnings_of(columns: dict[str, Array]) -> list[str]:
     """What is wrong with a table: weights that are negative or not finite, timesteps that are never drawn."""
     found = []
