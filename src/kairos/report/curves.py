@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, plain_log, smooth
 from kairos.report.collect import Results
-from kairos.report.table import curve
+from kairos.report.ranking import curve
 
 _REFERENCE_LABELS = {
     "floor": "floor: real, held out",

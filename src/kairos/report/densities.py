@@ -7,7 +7,7 @@ from matplotlib.lines import Line2D
 
 from kairos.report.canvas import INK, MUTED, Look, figure
 from kairos.report.collect import Results
-from kairos.report.table import NOT_MOVED, moved
+from kairos.report.ranking import NOT_MOVED, moved
 
 _COLUMNS = 3
 
