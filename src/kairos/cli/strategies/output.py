@@ -36,7 +36,7 @@ def deliver(
         from kairos.report import strategy_figure
 
         path = out or Path(f"{name}.png")
-        strategy_figure.write_png(picture(strategy_figure), path)
+        strategy_figure.write_png(lambda: picture(strategy_figure), path)
         if out is None:
             say(f"kairos: written to {path}; --out names another file")
         return
