@@ -15,11 +15,11 @@ from training_case import experiment, make_latents
 from kairos import models
 from kairos.cli import main
 from kairos.config import load, validate
+from kairos.costs.estimate import estimate
+from kairos.costs.network import measure
+from kairos.costs.passes import passes
 from kairos.diffusion.processes import build_process
 from kairos.errors import ConfigError
-from kairos.planning.estimate import estimate
-from kairos.planning.network import measure
-from kairos.planning.strategies import passes
 from kairos.strategies.registries import SAMPLERS
 from kairos.strategies.strategy import Strategy
 from kairos.training.run import train
@@ -145,15 +145,15 @@ def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (results / "latents/manifest.json").unlink()
     found = estimate(validate(plain))
     assert (found.data.x0, found.data.images, found.data.train) == ((4, 4, 4), 200, 150)
-    assert found.storage.latents == pytest.approx(_size(results / "latents"), rel=0.01)
-    assert found.storage.dataset == pytest.approx((results / "dataset/images.npy").stat().st_size, rel=0.02)
+    assert found.storage["latents"] == pytest.approx(_size(results / "latents"), rel=0.01)
+    assert found.storage["dataset"] == pytest.approx((results / "dataset/images.npy").stat().st_size, rel=0.02)
     states = [results / method / "seed0/.state" for method in plain["methods"]]
     kept = [path for state in states for path in state.glob("*/checkpoints/*")]
     assert len(kept) == 4
-    assert found.storage.checkpoints == pytest.approx(sum(path.stat().st_size for path in kept), rel=0.02)
+    assert found.storage["checkpoints"] == pytest.approx(sum(path.stat().st_size for path in kept), rel=0.02)
     milestones = sum(_size(folder) for state in states for folder in state.glob("*/milestones"))
-    assert found.storage.milestones == pytest.approx(milestones, rel=0.05)
-    lasting = found.memory.weights + found.memory.average + found.memory.optimizer
+    assert found.storage["milestones"] == pytest.approx(milestones, rel=0.05)
+    lasting = sum(found.memory[name] for name in ("weights", "EMA", "optimiser"))
     assert lasting == pytest.approx(kept[0].stat().st_size, rel=0.02)  # of uniform, which has no state of its own
     assert found.rate is not None
     assert set(found.rate.measured) == set(plain["methods"])
@@ -201,13 +201,19 @@ def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert max(map(len, text.splitlines())) <= 120
     assert main(["plan", str(file), "--tflops", "100", "--format", "json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert values["network"]["parameters"] == values["memory"]["gradients"] / 4
-    assert values["gpu_hours"] > 0
+    assert list(values) == ["parameters", "flops_per_step", "jobs", "memory_bytes", "storage_bytes", "gpu_hours"]
+    assert values["jobs"]["train"] == 1
+    assert values["memory_bytes"] > 16 * values["parameters"]
+    assert values["storage_bytes"]["dataset"] is None
+    assert values["storage_bytes"]["checkpoints"] > 32 * values["parameters"]
+    assert values["gpu_hours"]["uniform"] > 0
+    assert main(["plan", str(file), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {**values, "gpu_hours": None}
     assert main(["plan", str(file), "--tflops", "0"]) == 2
 
 
 def test_a_large_recipe_in_seconds(tmp_path: Path) -> None:
-    """100 methods, 5 seeds, the largest published DiT: without torch's compiler and without computing anything."""
+    """100 methods, 5 seeds, the largest published DiT: without computing anything."""
     methods = {f"adaptive_{k}": {"sampler": {"name": "adaptive", "lr": 1e-4 * (k + 1)}} for k in range(100)}
     values = {
         "experiment": "large", "seeds": [0, 1, 2, 3, 4], "model": DIT_XL | {"conditions": []}, "methods": methods,
@@ -219,12 +225,10 @@ def test_a_large_recipe_in_seconds(tmp_path: Path) -> None:
     file.write_text(json.dumps(values))
     code = (
         "import sys, time; from kairos.cli import main; main(['plan', sys.argv[1]]);"
-        "print('torch._dynamo' in sys.modules, round(time.process_time(), 1))"
+        "print(round(time.process_time(), 1))"
     )
     done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, check=True)
-    compiler, seconds = done.stdout.splitlines()[-1].split()
-    assert compiler == "False"
-    assert float(seconds) < 30, "5 to 8 s of CPU time on an idle processor"
+    assert float(done.stdout.splitlines()[-1]) < 30, "7 to 10 s of CPU time on an idle processor"
     assert "500 trainings of 400000 steps" in done.stdout
 
 

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -20,10 +21,11 @@ from kairos.cli import main
 from kairos.config import load
 from kairos.errors import KairosError
 from kairos.files import hash_folder, read_json, sha256_file, write_json
-from kairos.report import outcome, table
-from kairos.report.build import build, document
+from kairos.report import findings, ranking
+from kairos.report.build import build
 from kairos.report.canvas import _spread_out
 from kairos.report.collect import collect
+from kairos.report.page import page
 
 METRIC = results_tree.METRIC
 ISSUE_COLUMNS = [
@@ -48,7 +50,7 @@ def small(tmp_path):
 
 def page_of(small, built):
     """The page of the small tree, with the pictures of the large one: drawing takes long."""
-    return document(collect(load(small[0]), small[1]), built[1] / "figures")
+    return page(collect(load(small[0]), small[1]), built[1] / "figures")
 
 
 def rows_of(path):
@@ -78,7 +80,7 @@ def test_summary_numbers_are_read_back_exactly(built):
 
 
 def test_ranks_only_where_they_are_beyond_the_spread(built):
-    rows = table.compare(collect(load(built[0]), built[1]))
+    rows = ranking.compare(collect(load(built[0]), built[1]))
     ranks = {row.method: (row.first_rank, row.last_rank) for row in rows}
     assert ranks == {
         "min_snr": (1, 1), "speed": (2, 2), "p2": (3, 4), "uniform": (3, 4), "adaptive": (5, 5), "log_normal": (6, 6),
@@ -92,23 +94,23 @@ def test_ranks_only_where_they_are_beyond_the_spread(built):
 def test_methods_within_the_spread_of_the_best_are_marked_and_no_winner_is_named(tmp_path, built):
     tree = results_tree.write(tmp_path, methods=("uniform", "p2"))
     collected = collect(load(tree[0]), tree[1])
-    rows = table.compare(collected)
+    rows = ranking.compare(collected)
     assert all(row.like_best and not row.ranked for row in rows)
-    verdict = " ".join(outcome.verdict(collected, rows))
+    verdict = " ".join(findings.verdict(collected, rows))
     assert "p2 and uniform end within the spread" in verdict and "not ranked" in verdict
     assert "≈ best" in page_of(tree, built)
 
 
 def test_factors_against_uniform(built):
     results = collect(load(built[0]), built[1])
-    rows = {row.method: row for row in table.compare(results)}
+    rows = {row.method: row for row in ranking.compare(results)}
     steps = [0, 100, 200, 400]
     curve = [np.mean([results_tree.distance("min_snr", seed, step) for seed in (0, 1)]) for step in steps]
     reached = np.interp(-24.0, -np.array(curve), steps)  # uniform ends at 24
     assert rows["min_snr"].steps.value == pytest.approx(400 / reached)
     assert rows["min_snr"].time.value == pytest.approx(400 / reached)  # its steps take as long as uniform's
     assert rows["min_snr"].steps.hard < rows["min_snr"].steps.value < rows["min_snr"].steps.easy
-    assert rows["uniform"].steps == rows["uniform"].time == table.Factor(1.0, 1.0, 1.0)
+    assert rows["uniform"].steps == rows["uniform"].time == ranking.Factor(1.0, 1.0, 1.0)
     assert rows["log_normal"].steps.value is None and rows["p2"].steps.hard is None
     assert "not reached" in (built[1] / "report.html").read_text()
 
@@ -120,22 +122,22 @@ def test_time_counts_what_a_step_costs(small):
         record = read_json(path)
         record["metrics"][METRIC] = results_tree.distance("uniform", 0, step)
         write_json(path, record)
-    row = next(row for row in table.compare(collect(load(config), results)) if row.method == "adaptive")
+    row = next(row for row in ranking.compare(collect(load(config), results)) if row.method == "adaptive")
     assert row.steps.value == pytest.approx(1.0) and row.time.value == pytest.approx(1 / 1.2)
 
 
 def test_crossing():
     steps, values = np.array([0.0, 10, 20]), np.array([100.0, 50, 60])
-    assert table.crossing(steps, values, 75) == 5
-    assert table.crossing(steps, values, 49) is None
-    assert table.crossing(steps, values, 100) == 0
+    assert ranking.crossing(steps, values, 75) == 5
+    assert ranking.crossing(steps, values, 49) is None
+    assert ranking.crossing(steps, values, 100) == 0
 
 
 def test_without_a_uniform_method_there_is_no_baseline(tmp_path, built):
     tree = results_tree.write(tmp_path, seeds=(0,), methods=("p2", "speed"))
     html = page_of(tree, built)
     assert "no baseline" in html and "One seed" in html
-    assert all(row.steps is None for row in table.compare(collect(load(tree[0]), tree[1])))
+    assert all(row.steps is None for row in ranking.compare(collect(load(tree[0]), tree[1])))
 
 
 def test_learned_samplers_are_listed_and_one_that_has_not_moved_is_marked(built, small):
@@ -163,7 +165,7 @@ def test_a_method_that_ends_above_the_gaussian_or_gets_worse_is_warned_of(small,
     record = read_json(path)
     record["warnings"] = ["<script>few images</script>"]
     write_json(path, record)
-    messages = outcome.warnings(collect(load(config), results))
+    messages = findings.warnings(collect(load(config), results))
     assert any("adaptive ends at 120, not below a Gaussian" in message for message in messages)
     assert any(message.startswith("adaptive gets worse from step 200") for message in messages)
     assert "uniform seed 0 step 400 and 1 other evaluation: <script>few images</script>." in messages
@@ -185,7 +187,7 @@ def test_methods_of_unknown_spread_are_not_ranked_and_the_report_says_why(small)
     assert {row["train_seconds"] for row in rows[:-4] if row["step"] != "0"} == {""}
     html = (results / "report.html").read_text()
     assert "no timing.jsonl" in html and not re.search(r"\bnan\b", re.sub(r"base64,[^\"]+", "", html))
-    ranks = table.compare(collect(load(config), results))
+    ranks = ranking.compare(collect(load(config), results))
     assert not any(row.ranked or row.like_best for row in ranks)
     assert html.count("spread unknown</span>") == 2
     assert "uniform ends with the lowest number, 23.85, but the spread is unknown: nothing is ranked." in html
@@ -220,6 +222,7 @@ def test_the_page_is_self_contained(built):
 
 def test_the_page_says_how_the_numbers_came_about(built):
     text = re.sub(r"<[^>]+>", "", re.sub(r"<style.*?</style>", "", (built[1] / "report.html").read_text(), flags=re.S))
+    text = " ".join(text.split())
     for fact in (
         "held-out accuracy 98.1%", "400 per set (12.5 per feature), 3 sets",
         "20 steps, trailing spacing, x0 not clipped", "EMA weights", "eeeeeeeeeeee", "ffffffffffff",
@@ -261,3 +264,16 @@ def test_the_report_imports_nothing_heavy():
     code = "import sys, kairos.report.build; print(sorted({'torch','diffusers','sklearn','mlflow'} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(answer.stdout.replace("'", '"')) == []
+
+
+def test_the_template_is_code_that_the_report_depends_on(tmp_path):
+    package = Path(main.__code__.co_filename).parents[1]
+    copy = shutil.copytree(package, tmp_path / "kairos", ignore=shutil.ignore_patterns("__pycache__"))
+    code = "from kairos.fingerprint import fingerprint; print(fingerprint(['kairos.report.build']))"
+    found = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        found.append(done.stdout)
+        with open(copy / "report" / "page.html.jinja", "a") as file:
+            file.write("<!-- another -->")
+    assert found[0] != found[1]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kairos import slurm
 from kairos.cli import main
 from kairos.files import write_json
-from kairos.status import queue
 from kairos.status.expected import expected
 from kairos.status.trainings import Training, trainings
 from kairos.training.job import ProgressFile
@@ -129,14 +129,14 @@ def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
         "19|PENDING|Dependency|N/A|rule_images_p2_seed0_1",
         "20|PENDING|Resources|2026-02-01T12:00:00|rule_train_wildcards_log_normal_0",
     )
-    jobs = [queue._job(RESULTS, *line.split("|", 4)) for line in lines]
+    jobs = [slurm._job(RESULTS, *line.split("|", 4)) for line in lines]
     found = {training.method: training for training in trainings(expected(Path("many.yaml")), jobs)}
     states = {name: (training.state, training.step, training.where, training.note) for name, training in found.items()}
     assert states["uniform"] == ("queued", 50, "job 17", "Priority")
     assert states["p2"] == ("starting", 0, "job 18", "")
     assert states["log_normal"] == ("queued", 0, "job 20", "Resources")
     assert states["mode"] == ("waiting", 0, "", "")
-    assert queue.summary(jobs) == "in the queue: images 1 wait, train 2 wait, trainings 1 run"
+    assert slurm.summary(jobs) == "in the queue: images 1 wait, train 2 wait, trainings 1 run"
 
 
 def test_what_is_expected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,12 @@ def _parsed(module: str) -> ast.Module:
 
 @functools.cache
 def _hash_module(module: str) -> str:
-    return hashlib.sha256(_text(_parsed(module)).encode()).hexdigest()
+    """Of a module, and of the template of its name beside it."""
+    path, text = _path(module), _text(_parsed(module))
+    template = path.with_suffix(".html.jinja") if path else None
+    if template and template.is_file():
+        text += template.read_text(encoding="utf-8")
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _text(node: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 from pipeline import RESULTS, Pipeline
 from slurm import kill_controller, save_state, slurm, start_controller, wait_for
 
-from kairos.status.queue import job_name
+from kairos.slurm import job_name
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from slurm import slurm, wait_for
 
+from kairos import slurm as queue
 from kairos.files import write_json
-from kairos.status import machine, queue
+from kairos.status import machine
 from kairos.status.expected import expected
 from kairos.status.trainings import Training, trainings
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,64 +17,14 @@ if TYPE_CHECKING:
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")  # a diffusers folder
 
 
-class Codec(Protocol):
-    """An autoencoder ready for use."""
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """The record of stage autoencoder."""
-
-    @property
-    def scaling_factor(self) -> float:
-        """What latents are multiplied by, after the shift, on the way to model space."""
-
-    @property
-    def shift_factor(self) -> float:
-        """What is subtracted from latents on the way to model space."""
-
-    def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Images (n, C, H, W) in [-1, 1] to mean and log-variance (n, c, h, w) of the latents z; None: no variance."""
-
-    def decode(self, x0: Tensor) -> Tensor:
-        """Model space (n, c, h, w) to images (n, C, H, W), in [-1, 1] but for overshoot."""
-
-    def to_model_space(self, z: Tensor) -> Tensor:
-        """x0 = (z − shift) · scale."""
-
-
 @dataclass(frozen=True)
-class PixelCodec:
-    """No autoencoder: x0 is the image."""
+class Codec:
+    """An autoencoder ready for use; as it stands none: x0 is the image.
 
-    manifest: dict[str, Any]
-    scaling_factor: float = 1.0
-    shift_factor: float = 0.0
-
-    def encode(self, images: Tensor) -> tuple[Tensor, None]:
-        """The images themselves."""
-        return images, None
-
-    def decode(self, x0: Tensor) -> Tensor:
-        """The images themselves."""
-        return x0
-
-    def to_model_space(self, z: Tensor) -> Tensor:
-        """The latents themselves."""
-        return z
-
-
-@dataclass(frozen=True)
-class AutoencoderCodec:
-    """An AutoencoderKL or AutoencoderTiny of diffusers.
-
-    `grey`: the images have one channel and the autoencoder three; grey is repeated before encoding and the three
-    channels are averaged after decoding.
+    `manifest`: the record of stage autoencoder.
     """
 
     manifest: dict[str, Any]
-    model: "AutoencoderKL | AutoencoderTiny"
-    device: torch.device
-    grey: bool
 
     @property
     def scaling_factor(self) -> float:
@@ -85,6 +35,31 @@ class AutoencoderCodec:
     def shift_factor(self) -> float:
         """What is subtracted from latents on the way to model space."""
         return self.manifest["shift_factor"]
+
+    def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Images (n, C, H, W) in [-1, 1] to mean and log-variance (n, c, h, w) of the latents z; None: no variance."""
+        return images, None
+
+    def decode(self, x0: Tensor) -> Tensor:
+        """Model space (n, c, h, w) to images (n, C, H, W), in [-1, 1] but for overshoot."""
+        return x0
+
+    def to_model_space(self, z: Tensor) -> Tensor:
+        """x0 = (z − shift) · scale; of pixels 0 and 1."""
+        return (z - self.shift_factor) * self.scaling_factor
+
+
+@dataclass(frozen=True)
+class AutoencoderCodec(Codec):
+    """An AutoencoderKL or AutoencoderTiny of diffusers.
+
+    `grey`: the images have one channel and the autoencoder three; grey is repeated before encoding and the three
+    channels are averaged after decoding.
+    """
+
+    model: "AutoencoderKL | AutoencoderTiny"
+    device: torch.device
+    grey: bool
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -101,10 +76,6 @@ class AutoencoderCodec:
         images = self.model.decode(x0.to(self.device) / self.scaling_factor + self.shift_factor).sample
         return images.mean(dim=1, keepdim=True) if self.grey else images
 
-    def to_model_space(self, z: Tensor) -> Tensor:
-        """x0 = (z − shift) · scale."""
-        return (z - self.shift_factor) * self.scaling_factor
-
 
 def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
     """The codec of a folder that stage autoencoder wrote.
@@ -116,7 +87,7 @@ def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
     folder = Path(folder)
     manifest = open_record(folder, f"autoencoder --config F --dataset DIR --out {folder}")
     if manifest["kind"] == "none":
-        return PixelCodec(manifest)
+        return Codec(manifest)
     for name, expected in manifest["files"].items():
         if not (folder / name).is_file() or sha256_file(folder / name) != expected:
             raise DamagedError(f"{folder / name}: is missing or damaged; make it again with: kairos autoencoder")

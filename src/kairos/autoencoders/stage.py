@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kairos import clock
-from kairos.autoencoders.codec import FILES, check_size, downsampling, model_hash, wrap
+from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_size, downsampling, model_hash, wrap
 from kairos.autoencoders.quality import PICTURED, psnr, reconstruct, write_picture
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
@@ -30,31 +30,42 @@ def make_autoencoder(
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "manifest.json").unlink(missing_ok=True)
+    manifest: dict[str, Any] = {
+        "kind": config.kind,
+        "class": None,
+        "scaling_factor": 1.0,
+        "shift_factor": 0.0,
+        "image_shape": list(dataset.shape),
+        "latent_shape": list(dataset.shape),
+        "sha256": "pixels",
+        "psnr": None,
+        "files": {},
+    }
     if config.kind == "none":
         clock.work_begins()
-        manifest = _manifest("none", None, 1.0, 0.0, dataset, dataset.shape, {}, "pixels", None)
-    elif config.kind == "train":
-        manifest = _train(config, dataset, out, device, flips)
     else:
-        manifest = _pretrained(config, dataset, out, device)
+        trains = config.kind == "train"
+        model = _trained(config, dataset, out, device, flips) if trains else _pretrained(config, dataset)
+        manifest["class"] = type(model).__name__
+        manifest["scaling_factor"] = float(model.config.scaling_factor)
+        manifest["shift_factor"] = float(model.config.get("shift_factor") or 0.0)
+        manifest |= _saved(wrap(model, manifest, device), dataset, out, config.encode_batch_size)
     write_json(out / "manifest.json", manifest)
     (out / _STATE).unlink(missing_ok=True)
     return manifest
 
 
-def _train(
-    config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool
-) -> dict[str, Any]:
+def _trained(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool) -> Any:
     from kairos.autoencoders.train import latent_statistics, train
 
     clock.work_begins()
     model = train(config, dataset, out / _STATE, device, flips)
     shift, std = latent_statistics(model, dataset, config.encode_batch_size, device)
     model.register_to_config(scaling_factor=1 / std, shift_factor=shift)
-    return _finish(config, model, dataset, out, device)
+    return model
 
 
-def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device) -> dict[str, Any]:
+def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
     from kairos.autoencoders.pretrained import fetch
 
     model = fetch(config)
@@ -67,29 +78,23 @@ def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, 
         )
     if model.config.in_channels == 3 and dataset.shape[0] not in (1, 3):
         raise ConfigError(f"autoencoder.path: {config.path!r} takes 3 channels, the images have {dataset.shape[0]}")
-    return _finish(config, model, dataset, out, device)
+    return model
 
 
-def _finish(
-    config: AutoencoderConfig, model: Any, dataset: PreparedDataset, out: Path, device: torch.device
-) -> dict[str, Any]:
-    """Measure the model, save it and give the manifest."""
-    scale = float(model.config.scaling_factor)
-    shift = float(model.config.get("shift_factor") or 0.0)
-    facts = {"scaling_factor": scale, "shift_factor": shift, "image_shape": list(dataset.shape)}
-    codec = wrap(model, facts, device)
+def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:
+    """Measure the autoencoder and save it; what the manifest says of that."""
     indices = dataset.heldout[:_PSNR_IMAGES]
-    images, others = dataset.images[indices], reconstruct(codec, dataset, indices, config.encode_batch_size)
+    images, others = dataset.images[indices], reconstruct(codec, dataset, indices, batch_size)
     mean, _ = codec.encode(dataset.tensor(indices[:1]))
     write_picture(out / "reconstructions.png", images[:PICTURED], others[:PICTURED])
-
-    _save(model, out)
+    _save(codec.model, out)
     files = {name: sha256_file(out / name) for name in (*FILES, "reconstructions.png")}
-    latent_shape = tuple(mean.shape[1:])
-    name = type(model).__name__
-    return _manifest(
-        config.kind, name, scale, shift, dataset, latent_shape, files, model_hash(files), psnr(images, others)
-    )
+    return {
+        "latent_shape": list(mean.shape[1:]),
+        "sha256": model_hash(files),
+        "psnr": round(psnr(images, others), 3),
+        "files": files,
+    }
 
 
 def _save(model: Any, out: Path) -> None:
@@ -101,27 +106,3 @@ def _save(model: Any, out: Path) -> None:
     weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
     with atomic(out / FILES[1]) as file:
         file.write(save(weights, metadata={"format": "pt"}))
-
-
-def _manifest(
-    kind: str,
-    name: str | None,
-    scale: float,
-    shift: float,
-    dataset: PreparedDataset,
-    latent_shape: tuple[int, ...],
-    files: dict[str, str],
-    sha256: str,
-    quality: float | None,
-) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "class": name,
-        "scaling_factor": scale,
-        "shift_factor": shift,
-        "image_shape": list(dataset.shape),
-        "latent_shape": list(latent_shape),
-        "sha256": sha256,
-        "psnr": None if quality is None else round(quality, 3),
-        "files": files,
-    }

@@ -27,8 +27,8 @@ def run(arguments: argparse.Namespace) -> None:
         if any(number < 1 for number in numbers):
             raise ConfigError(f"{name}: got {' '.join(map(str, numbers))}, allowed: 1 or more")
 
-    from kairos.planning.estimate import estimate
-    from kairos.planning.text import text, values
+    from kairos.costs.estimate import estimate
+    from kairos.costs.text import text, values
 
     found = estimate(
         experiment,

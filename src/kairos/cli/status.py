@@ -36,19 +36,19 @@ def status(path: Path) -> str:
     Raises:
         KairosError: there is no such experiment.
     """
-    from kairos.status import queue
+    from kairos import slurm
     from kairos.status.expected import expected
     from kairos.status.stages import stages
     from kairos.status.trainings import STATES, trainings
 
     wanted = expected(path)
-    jobs, fault = queue.jobs(wanted.results)
+    jobs, fault = slurm.jobs(wanted.results)
     found = trainings(wanted, jobs)
     counts = {state: sum(training.state == state for training in found) for state in STATES}
     summary = ", ".join(f"{number} {state}" for state, number in counts.items() if number)
     width = min(max(len(_name(training)) for training in found), 40)
     lines = [f"{wanted.results}: {len(found)} trainings: {summary}", stages(wanted)]
-    lines += [fault[:_WIDTH]] if fault else [queue.summary(jobs)] if jobs else []
+    lines += [fault[:_WIDTH]] if fault else [slurm.summary(jobs)] if jobs else []
     lines += ["", f"{'training':<{width}}  {'state':<8}  {'step':>17}  {'steps/s':>8}  {'left':>9}  where, why"]
     for training in found:
         lines.append(_line(training, width)[:_WIDTH].rstrip())

@@ -4,11 +4,10 @@ from pathlib import Path
 
 from kairos.config import Experiment
 from kairos.files import atomic_folder, write_text
-from kairos.report import html, outcome, sections, summary
-from kairos.report.canvas import looks
-from kairos.report.collect import Results, collect
+from kairos.report import summary_csv
+from kairos.report.collect import collect
 from kairos.report.figures import draw_all
-from kairos.report.table import compare
+from kairos.report.page import page
 
 
 def build(experiment: Experiment, folder: Path) -> None:
@@ -20,17 +19,5 @@ def build(experiment: Experiment, folder: Path) -> None:
     results = collect(experiment, folder)
     with atomic_folder(folder / "figures") as figures:
         draw_all(results, figures)
-    write_text(folder / "summary.csv", summary.text(results))
-    write_text(folder / "report.html", document(results, folder / "figures"))
-
-
-def document(results: Results, figures: Path) -> str:
-    """The report as one HTML document with its images inside."""
-    rows = compare(results)
-    colors = looks(results.methods, results.baseline)
-    name = results.experiment.experiment
-    return html.page(
-        f"{name}: timestep strategies compared",
-        sections.head(results, rows, outcome.warnings(results)),
-        sections.all_sections(results, rows, colors, figures),
-    )
+    write_text(folder / "summary.csv", summary_csv.text(results))
+    write_text(folder / "report.html", page(results, folder / "figures"))

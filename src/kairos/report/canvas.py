@@ -22,6 +22,8 @@ _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7
 _MARKERS = ("s", "D", "^", "v", "P", "X", "p")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 
+_LEADER = {"arrowstyle": "-", "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
+
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: same figures on every machine
     "font.size": 9.5,
@@ -81,24 +83,26 @@ def looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
     return table
 
 
-def figure(width: float, height: float, rows: int = 1, columns: int = 1, **margins: float) -> tuple[Figure, Any]:
+def figure(
+    width: float,
+    height: float,
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    left: float = 0.75,
+    right: float = 0.2,
+    top: float = 0.4,
+    bottom: float = 0.55,
+    between: float = 0.5,
+    above: float = 0.6,
+) -> tuple[Figure, Any]:
     """A figure of a size in inches with a grid of axes (rows, columns); margins are in inches."""
     result = Figure(figsize=(width, height), facecolor="white")
-    axes = result.subplots(rows, columns, squeeze=False)
-    left, right = margins.get("left", 0.75), margins.get("right", 0.2)
-    top, bottom = margins.get("top", 0.4), margins.get("bottom", 0.55)
-    between, above = margins.get("between", 0.5), margins.get("above", 0.6)
     cell_width = (width - left - right - between * (columns - 1)) / columns
     cell_height = (height - top - bottom - above * (rows - 1)) / rows
-    result.subplots_adjust(
-        left=left / width,
-        right=1 - right / width,
-        top=1 - top / height,
-        bottom=bottom / height,
-        wspace=between / cell_width,
-        hspace=above / cell_height,
-    )
-    return result, axes
+    place = {"left": left / width, "right": 1 - right / width, "top": 1 - top / height, "bottom": bottom / height}
+    space = {"wspace": between / cell_width, "hspace": above / cell_height}
+    return result, result.subplots(rows, columns, squeeze=False, gridspec_kw=place | space)
 
 
 def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
@@ -125,15 +129,7 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
             fontweight="bold" if label.bold else "normal",
             va="center",
             annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": label.color,
-                "lw": 0.7,
-                "alpha": 0.6,
-                "shrinkA": 1,
-                "shrinkB": 0,
-                "relpos": (0, 0.5),
-            },
+            arrowprops=_LEADER | {"color": label.color},
         )
 
 
@@ -165,10 +161,18 @@ def plain_log(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving average; at the ends over what there is."""
-    ones = np.ones(window)
-    return np.convolve(values, ones, "same") / np.convolve(np.ones(len(values)), ones, "same")
+def method_lines(
+    axes: Axes, looks: dict[str, Look], curves: dict[str, Any], labelled: bool = True, **settings: Any
+) -> None:
+    """A line per method, x and y by method; its name at its end; axes as `settings` say."""
+    for method, (x, y) in curves.items():
+        axes.plot(x, y, color=looks[method].color, linestyle=looks[method].dash, linewidth=1.4)
+    axes.set(**settings)
+    axes.margins(x=0)
+    if axes.get_yscale() == "log":
+        plain_log(axes)
+    if labelled:
+        label_lines(axes, [Label(float(y[-1]), method, looks[method].color) for method, (_, y) in curves.items()])
 
 
 def save(drawing: Figure, path: Path) -> None:

@@ -192,25 +192,21 @@ def _jobs(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
 def _check_comparable(results: Results) -> None:
     for training in results.trainings:
         for milestone in training.milestones:
-            protocol = milestone.evaluation["protocol"]
+            protocol, name = milestone.evaluation["protocol"], f"{milestone.step:07d}.json"
+            path = results.folder / training.method / f"seed{training.seed}" / "evaluation" / name
             if protocol["identity"] != milestone.record["identity"]:
                 raise KairosError(
-                    f"{training.method} seed {training.seed} step {milestone.step}: its evaluation is of another "
-                    f"training ({protocol['identity'][:12]}); run `kairos sample` and `kairos evaluate` again"
+                    f"{path}: is of another training ({protocol['identity'][:12]}); run `kairos sample` and "
+                    "`kairos evaluate` again"
                 )
             for key in ("extractor_hash", "reference_hash"):
                 if protocol[key] != results.reference[key]:
-                    path = results.folder / training.method / f"seed{training.seed}" / "evaluation"
                     raise KairosError(
-                        f"{path / f'{milestone.step:07d}.json'}: its {key} {protocol[key][:12]} is not that of "
-                        f"reference/reference.json ({results.reference[key][:12]}), so the two cannot be compared; "
-                        "run `kairos evaluate` again"
+                        f"{path}: its {key} {protocol[key][:12]} is not that of reference/reference.json "
+                        f"({results.reference[key][:12]}), so the two cannot be compared; run `kairos evaluate` again"
                     )
             if results.metric not in milestone.evaluation["metrics"]:
-                raise KairosError(
-                    f"{training.method} seed {training.seed} step {milestone.step}: its evaluation has no "
-                    f"{results.metric}; run `kairos evaluate` again"
-                )
+                raise KairosError(f"{path}: has no {results.metric}; run `kairos evaluate` again")
 
 
 def _missing(path: Path, command: str) -> KairosError:
@@ -240,17 +236,4 @@ def _lines(path: Path, required: bool) -> pd.DataFrame:
     if required and not path.exists():
         raise _missing(path, "train")
 
-    def parse(path: Path) -> pd.DataFrame:
-        return pd.DataFrame([_flat(json.loads(line)) for line in read_lines(path)])
-
-    return _read(path, "train", parse)
-
-
-def _flat(record: Record, prefix: str = "") -> Record:
-    flat: Record = {}
-    for key, value in record.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+    return _read(path, "train", lambda path: pd.json_normalize([json.loads(line) for line in read_lines(path)]))

@@ -1,13 +1,16 @@
 """Figures over training: the distance by steps and by time, training losses, validation loss per timestep."""
 
+from typing import Any
+
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kairos.diffusion.registries import PROCESSES
-from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, plain_log, smooth
+from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, method_lines, plain_log
 from kairos.report.collect import Results
-from kairos.report.table import curve
+from kairos.report.ranking import curve
 
 _REFERENCE_LABELS = {
     "floor": "floor: real, held out",
@@ -25,35 +28,21 @@ def metric_label(name: str) -> str:
     return f"Fréchet distance, {name.removeprefix('frechet_')} features (lower is better)"
 
 
-def metric_against_steps(results: Results, looks: dict[str, Look]) -> Figure:
-    """Distance against optimiser steps."""
-    return _metric(results, looks, time=False)
-
-
-def metric_against_time(results: Results, looks: dict[str, Look]) -> Figure:
-    """Distance against training time."""
-    return _metric(results, looks, time=True)
-
-
 def training_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Smoothed training losses: as minimised, and the squared error without weights; mean over seeds."""
     drawing, grid = figure(10, 3.9, 1, 2, right=1.45, between=1.9)
     panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
     for axes, (column, title) in zip(grid[0], panels):
-        labels = []
-        for method, look in looks.items():
-            table = _mean_over_seeds(results, method, column)
-            if table is None:
-                continue
-            steps, values = table
-            values = smooth(values, max(1, len(values) // 40))
-            keep = slice(None, None, -(-len(steps) // _POINTS))
-            axes.plot(steps[keep], values[keep], color=look.color, linestyle=look.dash, linewidth=1.4)
-            labels.append(Label(float(values[-1]), method, look.color))
-        axes.set(title=title, xlabel="training step", ylabel="loss (smoothed, log)", yscale="log")
-        axes.margins(x=0)
-        plain_log(axes)
-        label_lines(axes, labels)
+        curves = {}
+        for method in looks:
+            tables = [training.metrics.set_index("step") for training in results.of(method)]
+            if all(column in table for table in tables):
+                mean = pd.concat([table[column] for table in tables], axis=1, join="inner").mean(axis=1)
+                mean = mean.rolling(max(1, len(mean) // 40), center=True, min_periods=1).mean()
+                mean = mean.iloc[:: -(-len(mean) // _POINTS)]
+                curves[method] = mean.index.to_numpy(float), mean.to_numpy()
+        words: dict[str, Any] = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)"}
+        method_lines(axes, looks, curves, yscale="log", **words)
     return drawing
 
 
@@ -69,37 +58,23 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     across = "linear" if own == "t" else "log"
     drawing, grid = figure(10, 3.7 * rows, rows, 2, right=1.45, above=0.95, between=0.8)
     losses = {method: _per_timestep(results, method) for method in looks}
+    words: dict[str, Any] = {"xlabel": label, "xscale": across, "ylabel": "validation loss"}
     for axes, scale in zip(grid[0], ("linear", "log")):
-        for method, look in looks.items():
-            timesteps, values = losses[method]
-            axes.plot(timesteps, values, color=look.color, linestyle=look.dash, linewidth=1.4, label=method)
-        axes.set(xlabel=label, xscale=across, ylabel="validation loss", yscale=scale)
-        axes.set_title(f"Loss per timestep, {scale} axis")
-        axes.margins(x=0)
-        if scale == "log":
-            plain_log(axes)
-    ends = [Label(float(losses[m][1][-1]), m, look.color) for m, look in looks.items()]
-    label_lines(grid[0][1], ends)
+        title = f"Loss per timestep, {scale} axis"
+        method_lines(axes, looks, losses, labelled=scale == "log", title=title, yscale=scale, **words)
     if baseline is None:
         return drawing
     for axes in grid[1]:
         axes.remove()
     axes = drawing.add_subplot(grid[1][0].get_gridspec()[1, :])
-    labels = []
-    for method, look in looks.items():
-        timesteps, values = losses[method]
-        ratio = values / losses[baseline][1]
-        axes.plot(timesteps, ratio, color=look.color, linestyle=look.dash, linewidth=1.4)
-        labels.append(Label(float(ratio[-1]), method, look.color))
-    axes.set(xlabel=label, xscale=across, ylabel=f"loss / loss of {baseline}", yscale="log")
-    axes.set_title(f"Relative to {baseline}: below 1 is better there")
-    plain_log(axes)
-    axes.margins(x=0)
-    label_lines(axes, labels)
+    ratios = {method: (t, values / losses[baseline][1]) for method, (t, values) in losses.items()}
+    words |= {"ylabel": f"loss / loss of {baseline}", "title": f"Relative to {baseline}: below 1 is better there"}
+    method_lines(axes, looks, ratios, yscale="log", **words)
     return drawing
 
 
-def _metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
+def metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
+    """Distance against optimiser steps, or against training time."""
     drawing, grid = figure(8.6, 5.2, right=2.0)
     axes = grid[0][0]
     curves = {method: curve(results, method) for method in looks}
@@ -142,15 +117,6 @@ def _step_axis(axes: Axes, steps: np.ndarray) -> None:
         axes.set_xscale("symlog", linthresh=steps[1], linscale=0.4)
     axes.set_xticks(steps, [f"{step:,.0f}" for step in steps])
     axes.set_xlim(left=-0.03 * steps[1] if steps[-1] / steps[1] > 20 else -0.015 * steps[-1])
-
-
-def _mean_over_seeds(results: Results, method: str, column: str) -> tuple[np.ndarray, np.ndarray] | None:
-    tables = [training.metrics for training in results.of(method)]
-    if any(column not in table for table in tables):
-        return None
-    joined = tables[0][["step"]].copy()
-    joined["value"] = np.mean([table[column].to_numpy(float)[: len(joined)] for table in tables], axis=0)
-    return joined["step"].to_numpy(float), joined["value"].to_numpy(float)
 
 
 def _per_timestep(results: Results, method: str) -> tuple[np.ndarray, np.ndarray]:

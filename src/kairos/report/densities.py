@@ -7,22 +7,13 @@ from matplotlib.lines import Line2D
 
 from kairos.report.canvas import INK, MUTED, Look, figure
 from kairos.report.collect import Results
-from kairos.report.table import NOT_MOVED, moved
+from kairos.report.ranking import NOT_MOVED, moved
 
 _COLUMNS = 3
 
 
-def density(results: Results, looks: dict[str, Look]) -> Figure:
-    """p(t) of every method at every milestone, as a multiple of uniform's."""
-    return _panels(results, "p", "T · p(t)  (uniform: 1)", "linear")
-
-
-def effective_weight(results: Results, looks: dict[str, Look]) -> Figure:
-    """p(t)·w(t) of every method at every milestone: what the optimiser sees."""
-    return _panels(results, "effective", "T · p(t) · w(t)", "log")
-
-
-def _panels(results: Results, column: str, label: str, scale: str) -> Figure:
+def panels(results: Results, looks: dict[str, Look], column: str, label: str, scale: str) -> Figure:
+    """A column of every method's strategy table, T times it, at every milestone."""
     methods = results.methods
     steps = results.experiment.milestones
     columns = min(_COLUMNS, len(methods))

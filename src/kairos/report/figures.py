@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -22,13 +23,13 @@ class Plot:
 
 FIGURES = {
     "metric_vs_steps": Plot(
-        curves.metric_against_steps,
+        partial(curves.metric, time=False),
         "Distance against training steps",
         "Mean over seeds; bars and bands are the larger of the spread over sets of samples and over seeds. Dashed "
         "lines are the reference rows, computed with as many images and the same statistics.",
     ),
     "metric_vs_time": Plot(
-        curves.metric_against_time,
+        partial(curves.metric, time=True),
         "Distance against training time",
         "The same distances over the seconds spent in training steps, the sampler's own work included, checkpoints "
         "and evaluation not. Times are this machine's and vary with its load.",
@@ -40,13 +41,13 @@ FIGURES = {
         "over seeds. It shows where on the timestep axis a strategy gains and what it gives up for that.",
     ),
     "density": Plot(
-        densities.density,
+        partial(densities.panels, column="p", label="T · p(t)  (uniform: 1)", scale="linear"),
         "Where the timesteps are drawn: p(t)",
         "Density of the drawn timesteps as a multiple of uniform's (dotted). A sampler that learns has a line per "
         "milestone and seed; one that does not has a single dark line.",
     ),
     "effective_weight": Plot(
-        densities.effective_weight,
+        partial(densities.panels, column="effective", label="T · p(t) · w(t)", scale="log"),
         "What the optimiser sees: p(t)·w(t)",
         "Density times loss weight on a log axis: two strategies with the same curve minimise the same loss, with "
         "different noise.",

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -20,18 +20,8 @@ _BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"
 _SHADES = {"acceleration": "#F3C9A8", "steady": "#DCD3EE", "deceleration": "#BFD9EC", "convergence": "#E3E5E8"}
 _PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}  # behind a text
 _STAIRS = 60  # timesteps up to which each one is a step of its own
-_P = ParamSpec("_P")
 
 
-def _styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
-    def styled(*arguments: _P.args, **keywords: _P.kwargs) -> Figure:
-        with matplotlib.rc_context(STYLE):
-            return draw(*arguments, **keywords)
-
-    return styled
-
-
-@_styled
 def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[str]) -> Figure:
     """Density, weight and their product over timesteps.
 
@@ -109,7 +99,6 @@ def _limits(values: np.ndarray) -> tuple[float, float]:
     return low - (room if low < 0 else 0.0), high + room
 
 
-@_styled
 def draw_increments(found: Increments, title: str) -> Figure:
     """SpeeD's figures 1 and 4 for any process: moments of the increments, the areas, and how many lie in each."""
     drawing, grid = figure(10.8, 6.6, 2, 3, left=0.7, right=0.2, top=1.3, bottom=0.55, between=0.72, above=0.85)
@@ -177,17 +166,14 @@ def _boundaries(axes: Axes, found: Increments) -> None:
         if place is None:
             continue
         left = axes.transAxes.inverted().transform(axes.transData.transform((place, high)))[0] < 0.6
-        axes.annotate(
-            f"t = {place:.5g}{note}",
-            (place, height),
-            xycoords=("data", "axes fraction"),
-            xytext=(4 if left else -4, 0),
-            textcoords="offset points",
-            va="top",
-            ha="left" if left else "right",
-            fontsize=8.5,
-            bbox=_PAPER,
-        )
+        side: dict[str, Any] = {"xytext": (4, 0), "ha": "left"} if left else {"xytext": (-4, 0), "ha": "right"}
+        at: dict[str, Any] = {
+            "xycoords": ("data", "axes fraction"),
+            "textcoords": "offset points",
+            "va": "top",
+            "bbox": _PAPER,
+        }
+        axes.annotate(f"t = {place:.5g}{note}", (place, height), fontsize=8.5, **side, **at)
 
 
 def _shares(axes: Axes, area: np.ndarray, names: list[str]) -> None:
@@ -209,21 +195,14 @@ def _histogram(axes: Axes, found: Increments, area: np.ndarray, names: list[str]
         axes.set_xscale("log")
     values = [variance[area == name] for name in names]
     weights = [np.full(len(value), 100 / len(area)) for value in values]
-    axes.hist(
-        values,
-        edges,
-        weights=weights,
-        stacked=True,
-        color=[_SHADES[name] for name in names],
-        edgecolor=MUTED,
-        linewidth=0.6,
-    )
+    look: dict[str, Any] = {"color": [_SHADES[name] for name in names], "edgecolor": MUTED, "linewidth": 0.6}
+    axes.hist(values, edges, weights=weights, stacked=True, **look)
     axes.set_title("Timesteps by variance, %")
     axes.set_xlabel("variance, as the paper has it")
     axes.grid(axis="x", visible=False)
 
 
-def write_png(drawing: Figure, path: Path) -> None:
-    """Write a picture, whole or not at all."""
+def write_png(draw: Callable[[], Figure], path: Path) -> None:
+    """Draw a picture and write it, whole or not at all."""
     with matplotlib.rc_context(STYLE), atomic(path) as file:
-        drawing.savefig(file, format="png", dpi=DPI, bbox_inches="tight", pad_inches=0.1)
+        draw().savefig(file, format="png", dpi=DPI, bbox_inches="tight", pad_inches=0.1)

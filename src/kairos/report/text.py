@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from kairos.report.table import Factor
+from kairos.report.ranking import Factor
 
 NONE = "–"
 
@@ -62,3 +62,18 @@ def component(named: dict[str, object]) -> str:
     """A sampler or weighting with its options in one line."""
     options = [f"{key} {value}" for key, value in named.items() if key != "name" and value not in (None, [])]
     return str(named["name"]) + (f" ({', '.join(options)})" if options else "")
+
+
+def words(value: object) -> str:
+    """Anything of a record: a list as ``a, b and c``."""
+    return listed([str(item) for item in value]) if isinstance(value, list) and value else str(value)
+
+
+def share(part: float, whole: float) -> str:
+    """``12%``."""
+    return f"{part / whole:.0%}" if whole else NONE
+
+
+def milliseconds(value: float) -> str:
+    """Seconds as ``50 ms``."""
+    return f"{value * 1000:.0f} ms" if math.isfinite(value) else NONE

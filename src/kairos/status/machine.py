@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.errors import KairosError
-from kairos.status.queue import NO_CLUSTER, ask
+from kairos.slurm import NO_CLUSTER, ask
 from kairos.workflow.usable import Finding
 
 PROFILE = Path("profiles/slurm")
@@ -61,13 +61,10 @@ def _account(profile: Path) -> Finding:
     command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}", "format=account")
     good, answer = ask(*command) if shutil.which("sacctmgr") else (False, "no sacctmgr here")
     wanted, accounts = _word(profile, "slurm_account"), sorted(set(answer.split()))
-    if not good:
-        return True, "slurm account", f"{wanted or 'none in the profile'}; not checked ({answer})"
-    if not accounts:
-        return True, "slurm account", f"{wanted or 'none in the profile'}; SLURM keeps none for this user"
-    if wanted and wanted not in accounts:
+    if good and accounts and wanted and wanted not in accounts:
         return False, "slurm account", f"{wanted}, as in {profile}, is none of {', '.join(accounts)}: edit the profile"
-    return True, "slurm account", f"{wanted or 'none in the profile'}, of {', '.join(accounts)}"
+    kept = f", of {', '.join(accounts)}" if accounts else "; SLURM keeps none for this user"
+    return True, "slurm account", (wanted or "none in the profile") + (kept if good else f"; not checked ({answer})")
 
 
 def profile_file(profile: Path) -> Path | None:
@@ -188,14 +185,10 @@ def limits() -> list[Finding]:
     """What this user's processes are limited to, where it is too little or stands out."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     enough = files == resource.RLIM_INFINITY or files >= _FILES
-    words = [f"{_limit(resource.RLIMIT_NOFILE)} open files", f"{_limit(resource.RLIMIT_NPROC)} processes"]
-    words += [
-        f"{_limit(resource.RLIMIT_MEMLOCK, 2**20)} MiB locked memory",
-        f"core files {_limit(resource.RLIMIT_CORE)}",
-    ]
-    findings: list[Finding] = [
-        (enough, "limits", ", ".join(words) + ("" if enough else f"; at least {_FILES} open files: ulimit -n {_FILES}"))
-    ]
+    words = f"{_limit(resource.RLIMIT_NOFILE)} open files, {_limit(resource.RLIMIT_NPROC)} processes, "
+    words += f"{_limit(resource.RLIMIT_MEMLOCK, 2**20)} MiB locked memory, core files {_limit(resource.RLIMIT_CORE)}"
+    advice = "" if enough else f"; at least {_FILES} open files: ulimit -n {_FILES}"
+    findings: list[Finding] = [(enough, "limits", words + advice)]
     memory = resource.getrlimit(resource.RLIMIT_AS)[0]
     if memory != resource.RLIM_INFINITY:
         advice = "CUDA reserves far more addresses than it uses: ulimit -v unlimited"

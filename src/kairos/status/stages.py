@@ -1,8 +1,5 @@
 """The other stages of an experiment: whether their records are there."""
 
-import os
-from pathlib import Path
-
 from kairos.status.expected import Expected
 
 _RECORDS = {
@@ -23,14 +20,7 @@ def stages(expected: Expected) -> str:
     number = len(expected.trainings) * len(expected.milestones)
     counts = []
     for what, suffix in (("samples", ".npz"), ("evaluation", ".json")):
-        folders = (expected.results / method / f"seed{seed}" / what for method, seed in expected.trainings)
-        found = sum(_count(folder, suffix) for folder in folders)
+        folders = [expected.results / method / f"seed{seed}" / what for method, seed in expected.trainings]
+        found = sum(not path.name.startswith(".") for folder in folders for path in folder.glob(f"*{suffix}"))
         counts.append(f"{what.removesuffix('s')}s {found}" + (f" of {number}" if number else ""))
     return f"there: {done}; not yet: {open_}\n{', '.join(counts)}"
-
-
-def _count(folder: Path, suffix: str) -> int:
-    try:
-        return sum(name.endswith(suffix) and not name.startswith(".") for name in os.listdir(folder))
-    except OSError:
-        return 0

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kairos.slurm import Job, by_training
 from kairos.status.expected import Expected
-from kairos.status.queue import Job, by_training
 
 STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "complete")
 _TROUBLE = ("failed", "dead", "stopped")
@@ -80,12 +80,10 @@ def _look(
         state = "complete"
     else:
         state = {"running": "dead", "complete": "waiting", "": "waiting"}.get(said, said)
-    step = max(progress.get("step", 0), done, *(_milestones(folder) if not progress and not record else ()), 0)
-    logs = (
-        written.of(method, seed, progress.get("job"))
-        if state in _TROUBLE or (state == "waiting" and not progress)
-        else ()
-    )
+    published = () if progress or record else folder.glob("milestones/*")
+    step = max(progress.get("step", 0), done, 0, *(int(path.name) for path in published if path.name.isdigit()))
+    wanted = state in _TROUBLE or (state == "waiting" and not progress)
+    logs = written.of(method, seed, progress.get("job")) if wanted else ()
     note = _note(state, progress, job, logs)
     if state == "waiting" and logs and not record:  # it left a log and nothing else: it ended before its first step
         state = "failed"
@@ -116,7 +114,7 @@ def ago(moment: float) -> str:
 
 
 def _where(state: str, progress: dict[str, Any], job: Job | None) -> str:
-    host = str(progress.get("host", "")) if state != "queued" and state != "starting" and state != "complete" else ""
+    host = "" if state in ("queued", "starting", "complete") else str(progress.get("host", ""))
     number = job.number if job is not None else progress.get("job") if host else None
     return " ".join(part for part in (host, f"job {number}" if number else "") if part)
 
@@ -153,14 +151,6 @@ def _read(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _milestones(folder: Path) -> list[int]:
-    """Steps of the published milestones."""
-    try:
-        return [int(name) for name in os.listdir(folder / "milestones") if name.isdigit()]
-    except OSError:
-        return []
 
 
 class _Logs:

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from kairos.status.queue import ask
+from kairos.slurm import ask
 
 STATUS = 75  # EX_TEMPFAIL: ended early by request; the same command goes on
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -15,7 +15,7 @@ from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from kairos.progress import duration, say
-from kairos.status.queue import ask, books, job_name
+from kairos.slurm import ask, books, job_name
 
 _PATIENCE = 5  # seconds between looks at the queue
 _ENDING = 300  # seconds that a job may take to end

@@ -25,7 +25,7 @@ from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from kairos.files import canonical_json, read_json, sha256_bytes, sha256_file, write_json
 from kairos.progress import say
-from kairos.status.queue import WAITING, ask, books, plain_environment
+from kairos.slurm import WAITING, ask, books, plain_environment
 from kairos.training.job import last_word
 from kairos.workflow import step
 from kairos.workflow.plan import Plan

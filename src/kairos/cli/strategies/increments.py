@@ -1,9 +1,6 @@
 """``kairos strategies increments``."""
 
 import argparse
-from typing import Any
-
-import numpy as np
 
 from kairos.cli.strategies.output import aligned, bar, deliver, strata, warn
 from kairos.cli.strategies.show import noise_schedule
@@ -16,15 +13,17 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.process in PROCESSES[1:] and arguments.schedule is not None:
         warn(f"--schedule {arguments.schedule} is not used: process {arguments.process} has noise levels of its own")
     found = increments(arguments.process, schedule, schedule.timesteps, arguments.r)
-    title = f"{found.process.upper()}, {schedule.name} schedule" if found.process == "vp" else found.process.upper()
-
-    def png() -> Any:
-        from kairos.report.strategy_figure import draw_increments
-
-        return draw_increments(found, f"{title}, T = {len(found.t)}")
-
-    name = f"increments_{found.process}" + (f"_{schedule.name}" if found.process == "vp" else "")
-    deliver(arguments, name, lambda: _text(found, title), lambda: _csv(found), png)
+    title, name = found.process.upper(), f"increments_{found.process}"
+    if found.process == "vp":
+        title, name = f"{title}, {schedule.name} schedule", f"{name}_{schedule.name}"
+    title = f"{title}, T = {len(found.t)}"
+    deliver(
+        arguments,
+        name,
+        table=lambda: _text(found, title),
+        csv=lambda: _csv(found),
+        picture=lambda figures: figures.draw_increments(found, title),
+    )
 
 
 def _csv(found: Increments) -> str:
@@ -37,39 +36,28 @@ def _csv(found: Increments) -> str:
 
 def _text(found: Increments, title: str) -> str:
     area = found.area()
-    steady = bool((area == "steady").any())
-    head = [
-        ("process", f"{title}, T = {len(found.t)}, x_(t+1) - x_t for t = 0 ... {found.t[-1]:.6g}"),
-        (
-            "slows at",
-            _place(found.deceleration, "no time: the variance grows " + ("evenly" if steady else "ever faster")),
-        ),
-        ("converges", _place(found.convergence, "not reached") + f", where the magnitude exceeds r = {found.r:g}"),
-        *(
-            (name, f"{count} increments, {100 * count / len(area):.1f} %")
-            for name in AREAS
-            if (count := _count(area, name))
-        ),
-    ]
+    growth = "evenly" if "steady" in area else "ever faster"
+    counts = {name: int((area == name).sum()) for name in AREAS}
+    head = {
+        "process": f"{title}, x_(t+1) - x_t for t = 0 ... {found.t[-1]:.6g}",
+        "slows at": _place(found.deceleration, f"no time: the variance grows {growth}"),
+        "converges": f"{_place(found.convergence, 'not reached')}, where the magnitude exceeds r = {found.r:g}",
+        **{name: f"{count} increments, {100 * count / len(area):.1f} %" for name, count in counts.items() if count},
+    }
     rows = [["t", "mean / x0", "variance", "of it, given x0", "variance >=", "change per t", "magnitude", "area", ""]]
-    for start, end in strata(len(area)):
-        inside = slice(start, end)
-        means = [getattr(found, name)[inside].mean() for name in ("mean", "variance", "own_variance", "variance_bound")]
-        further = [found.change[inside].mean(), found.magnitude[inside].mean()]
-        areas = "/".join(name for name in AREAS if _count(area[inside], name))
+    shown = ("mean", "variance", "own_variance", "variance_bound", "change", "magnitude")
+    for inside in strata(len(area)):
+        t = found.t[inside]
+        means = [getattr(found, name)[inside].mean() for name in shown]
         rows.append(
             [
-                f"{found.t[start]:.4g} - {found.t[end - 1]:.4g}" if end - start > 1 else f"{found.t[start]:.4g}",
-                *(f"{value:.4g}" for value in (*means, *further)),
-                areas,
-                bar(float(means[1]), float(found.variance.max())),
+                f"{t[0]:.4g} - {t[-1]:.4g}" if len(t) > 1 else f"{t[0]:.4g}",
+                *(f"{mean:.4g}" for mean in means),
+                "/".join(name for name in AREAS if name in area[inside]),
+                bar(means[1], found.variance.max()),
             ]
         )
-    return "".join(f"{word:13} {what}\n" for word, what in head) + "\n" + aligned(rows)
-
-
-def _count(area: Any, name: str) -> int:
-    return int(np.sum(area == name))
+    return "".join(f"{word:13} {what}\n" for word, what in head.items()) + "\n" + aligned(rows)
 
 
 def _place(t: float | None, otherwise: str) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kairos import options
@@ -20,48 +20,41 @@ COMBINATIONS = {
     "edm_log_normal+edm2": "EDM2 (Karras et al. 2024), with --prediction x0",
 }
 
-
 _COMMON = options.dump(Fixed())  # what every fixed sampler can be told
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print samplers, weightings, what cannot be had, and combinations."""
     width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.refused, *COMBINATIONS)))
-    print(f"samplers, with options and defaults; fixed ones also have {described(_COMMON)}")
-    _print_entries(SAMPLERS, width)
-    print("\nweightings, with options and defaults")
-    _print_entries(WEIGHTINGS, width)
-    print("\nknown, but not available")
-    for name, reason in {**SAMPLERS.refused, **WEIGHTINGS.refused}.items():
-        _print_entry(name, width, reason)
-    print("\ncombinations of the papers; any sampler goes with any weighting")
-    for name, source in COMBINATIONS.items():
-        _print_entry(name, width, source)
+    for title, entries in (
+        (f"samplers, with options and defaults; fixed ones also have {described(_COMMON)}", _entries(SAMPLERS)),
+        ("\nweightings, with options and defaults", _entries(WEIGHTINGS)),
+        ("\nknown, but not available", {**SAMPLERS.refused, **WEIGHTINGS.refused}.items()),
+        ("\ncombinations of the papers; any sampler goes with any weighting", COMBINATIONS.items()),
+    ):
+        print(title)
+        for name, text in entries:
+            indent = "" if name else "  "
+            for number, line in enumerate(textwrap.wrap(text, 118 - width)):
+                print(f"  {'' if number else name:{width}}  {indent}{line}")
     print("\nkairos strategies show NAME says what a strategy trains on")
 
 
-def _print_entries(registry: Registry, width: int) -> None:
+def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
+    """Each component's name and what it is; under no name its own options."""
     for name, entry in registry.items():
-        _print_entry(name, width, entry.help)
-        values = options.dump(entry.options())
-        own = {k: v for k, v in values.items() if not (issubclass(entry.options, Fixed) and k in _COMMON)}
-        _print_entry("", width, described(own), indent="  ")
-
-
-def _print_entry(name: str, width: int, text: str, indent: str = "") -> None:
-    for number, line in enumerate(textwrap.wrap(text, 118 - width)):
-        print(f"  {'' if number else name:{width}}  {indent}{line}")
+        yield name, entry.help
+        shared = _COMMON if issubclass(entry.options, Fixed) else {}
+        yield "", described({key: value for key, value in options.dump(entry.options()).items() if key not in shared})
 
 
 def described(values: Mapping[str, Any]) -> str:
     """Options and their values as a user would write them, those of all samplers last: ``k=5, tau=null``."""
-    words = {None: "null", True: "true", False: "false"}
     ordered = sorted(values.items(), key=lambda item: item[0] in _COMMON)
-    return ", ".join(
-        f"{key}={words[value] if value is None or isinstance(value, bool) else _number(value)}"
-        for key, value in ordered
-    )
+    return ", ".join(f"{key}={_value(value)}" for key, value in ordered)
 
 
-def _number(value: Any) -> str:
+def _value(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     return f"{value:.15g}" if isinstance(value, float) else str(value)

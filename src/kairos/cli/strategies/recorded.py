@@ -5,12 +5,11 @@ the training; it is preferred where there is one. Only a checkpoint between mile
 """
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kairos.cli.strategies.listing import described
-from kairos.cli.strategies.show import View, named_parts, noise_schedule, options_of, prediction_of
+from kairos.cli.strategies.show import View, named_parts, noise_schedule, options_of, prediction_of, process_in_words
 from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import read_json, sha256_file
 from kairos.strategies.columns import parse_strategy_csv
@@ -18,11 +17,12 @@ from kairos.strategies.names import parse_name
 from kairos.strategies.options import Adaptive
 from kairos.strategies.registries import SAMPLERS
 
+_MILESTONES = "milestones/*/milestone.json"
 _IMAGES = "p(t) differs from image to image; it is the mean over the first images of the training set, 256 at most"
 
 
 def view_of_checkpoint(arguments: argparse.Namespace) -> View:
-    """What ``--checkpoint`` names.
+    """What ``--checkpoint`` names: the milestone, or the one at the checkpoint's step, else the checkpoint's own state.
 
     Raises:
         ConfigError: arguments contradict what the training's record says, or are missing where there is none.
@@ -30,20 +30,28 @@ def view_of_checkpoint(arguments: argparse.Namespace) -> View:
     """
     place: Path = arguments.checkpoint
     if (place / "milestone.json").is_file():
-        return _of_milestone(place, arguments)
-    if (place / "milestones").is_dir() and (found := sorted((place / "milestones").glob("*/milestone.json"))):
-        return _of_milestone(found[-1].parent, arguments)
+        return _of_milestone(place / "milestone.json", arguments)
+    if found := sorted(place.glob(_MILESTONES)):
+        return _of_milestone(found[-1], arguments)
     file = place / "checkpoint.pt" if place.is_dir() else place
     if not file.is_file():
         raise KairosError(
             f"--checkpoint {place}: no checkpoint there; allowed: a training's folder, a milestone's, or a checkpoint"
         )
-    return _of_checkpoint(file, arguments)
+    content = _read(file)
+    record = None
+    for path in (*sorted(file.parent.glob(_MILESTONES)), *sorted(file.parent.parent.glob(_MILESTONES))):
+        beside = read_json(path)
+        if "identity" in content and beside["identity"] == content["identity"]:
+            record = beside
+            if beside["step"] == content["step"]:
+                return _of_milestone(path, arguments)
+    return _of_state(file, content, record, arguments)
 
 
-def _of_milestone(folder: Path, arguments: argparse.Namespace) -> View:
-    record = read_json(folder / "milestone.json")
-    file = folder / "strategy.csv"
+def _of_milestone(path: Path, arguments: argparse.Namespace) -> View:
+    record = read_json(path)
+    file = path.with_name("strategy.csv")
     try:
         sampler, weighting = _check_names(record, arguments)
         if sha256_file(file) != record["files"]["strategy.csv"]:
@@ -52,22 +60,8 @@ def _of_milestone(folder: Path, arguments: argparse.Namespace) -> View:
         process, step = _in_words(record["config"]["diffusion"]), record["step"]
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{file}: damaged ({error}); train again, or pull it with dvc") from None
-    notes = [f"as it was after {step} steps: {file}"]
-    if _looks_at_images(sampler["name"]):
-        notes.append(_IMAGES)
+    notes = [f"as it was after {step} steps: {file}", *([_IMAGES] if _looks_at_images(sampler["name"]) else [])]
     return View(sampler, weighting, process, columns, tuple(notes))
-
-
-def _of_checkpoint(file: Path, arguments: argparse.Namespace) -> View:
-    """The milestone at the checkpoint's step, else the state that the checkpoint holds."""
-    content = _read(file)
-    record = None
-    for folder, found in _milestones_beside(file):
-        if "identity" in content and found["identity"] == content["identity"]:
-            record = found
-            if found["step"] == content["step"]:
-                return _of_milestone(folder, arguments)
-    return _of_state(file, content, record, arguments)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -97,12 +91,6 @@ def _read(file: Path) -> dict[str, Any]:
         ) from None
 
 
-def _milestones_beside(file: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for folder in (file.parent, file.parent.parent):
-        for path in sorted((folder / "milestones").glob("*/milestone.json")):
-            yield path.parent, read_json(path)
-
-
 def _of_state(
     file: Path, content: dict[str, Any], record: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> View:
@@ -116,7 +104,7 @@ def _of_state(
         sampler, weighting = named_parts(arguments)
         schedule = noise_schedule(arguments)
         process = Discrete(schedule, prediction_of(arguments))
-        words = f"{schedule.name} schedule, T = {schedule.timesteps}, prediction {process.prediction}"
+        words = process_in_words(schedule.name, schedule.timesteps, process.prediction)
     if _looks_at_images(sampler["name"]):
         raise KairosError(
             f"{file}: p(t) of {sampler['name']} differs from image to image, and there is no milestone at step "
@@ -164,4 +152,4 @@ def _in_words(diffusion: dict[str, Any]) -> str:
     process = diffusion["process"]
     if process["name"] != "discrete":
         return f"{process['name']}: {described(options_of(process))}, prediction {diffusion['prediction']}"
-    return f"{process['schedule']} schedule, T = {process['timesteps']}, prediction {diffusion['prediction']}"
+    return process_in_words(process["schedule"], process["timesteps"], diffusion["prediction"])

@@ -5,7 +5,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from kairos.report.collect import Results
-from kairos.report.table import NOT_MOVED, Row, curve, lower, moved
+from kairos.report.ranking import NOT_MOVED, Row, curve, lower, moved
 from kairos.report.text import listed, number, plural, plus_minus
 
 _SPACES = {

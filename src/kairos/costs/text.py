@@ -1,11 +1,10 @@
 """An estimate as text for people and as values for programs."""
 
-import dataclasses
 import textwrap
-from collections.abc import Iterable
 from typing import Any
 
-from kairos.planning.estimate import Estimate
+from kairos.costs.estimate import Estimate
+from kairos.costs.storage import checkpoint_bytes
 from kairos.progress import duration
 from kairos.workflow.resources import gpus, of_training
 
@@ -13,29 +12,17 @@ _WIDTH, _INDENT = 120, " " * 12
 
 
 def values(found: Estimate) -> dict[str, Any]:
-    """Everything as plain values; bytes, seconds, floating-point operations."""
-    shown = {name: getattr(found, name) for name in _names(found) if name not in ("experiment", "methods", "stages")}
-    plain = {
-        name: dataclasses.asdict(item) if dataclasses.is_dataclass(item) and not isinstance(item, type) else item
-        for name, item in shown.items()
-    }
-    plain["memory"]["peak"], plain["storage"]["total"] = found.memory.peak, found.storage.total
+    """What scripts rely on: bytes, floating-point operations of a step without what strategies add to it, GPU-hours of
+    every method's trainings and samples, None without a rate.
+    """
     return {
-        "experiment": found.experiment.experiment,
-        **plain,
-        "stages": {stage.name: _without(dataclasses.asdict(stage), "name") for stage in found.stages},
-        "methods": {name: dataclasses.asdict(method) for name, method in found.methods.items()},
+        "parameters": found.network.parameters,
+        "flops_per_step": found.operations,
+        "jobs": {stage.name: stage.jobs for stage in found.stages},
+        "memory_bytes": sum(found.memory.values()),
+        "storage_bytes": found.storage,
         "gpu_hours": found.hours,
-        "checkpoint_every": found.experiment.training.checkpoint_every,
-    }  # fmt: skip
-
-
-def _names(found: Any) -> Iterable[str]:
-    return (item.name for item in dataclasses.fields(found))
-
-
-def _without(items: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in items.items() if key != name}
+    }
 
 
 def text(found: Estimate) -> str:
@@ -63,10 +50,9 @@ def _queued(stage: str, number: int) -> str | int:
 
 def _network(found: Estimate) -> list[str]:
     network, data, training = found.network, found.data, found.experiment.training
-    each = (network.forward + network.backward) / network.samples
+    each = found.operations / training.batch_size
     passes = f"{found.microbatches} passes of {network.samples}" if found.microbatches > 1 else "one pass"
-    read = training.batch_size * (data.moments and data.moments // (1 + found.experiment.dataset.flips)) * 4
-    read = read * data.x0[0] * data.x0[1] * data.x0[2] or training.batch_size * (data.image_bytes or 0)
+    read = data.latent_bytes // (1 + found.experiment.dataset.flips) or data.image_bytes or 0
     images = (
         f"{data.train} training images of {data.images}" if data.train is not None else "training images: not known"
     )
@@ -77,43 +63,42 @@ def _network(found: Estimate) -> list[str]:
         f"network     {name}: {size:,} parameters ({size / 1e6:.1f} M)",
         f"per image   {each / 1e9:.4g} GFLOP: forward {network.forward / network.samples / 1e9:.4g}, "
         f"backward {network.backward / network.samples / 1e9:.4g}",
-        f"per step    {each * training.batch_size / 1e12:.4g} TFLOP; {_size(found.bytes_per_step)} moved in a GPU "
-        f"({passes}), {_size(read)} read from disk",
+        f"per step    {found.operations / 1e12:.4g} TFLOP; {_size(found.traffic)} moved in a GPU "
+        f"({passes}), {_size(training.batch_size * read)} read from disk",
     ]  # fmt: skip
 
 
 def _memory(found: Estimate) -> list[str]:
-    parts, share = found.memory, found.experiment.training.trainings_per_gpu
-    names = {"weights": parts.weights, "gradients": parts.gradients, "optimiser": parts.optimizer, "EMA": parts.average}
-    listed = ", ".join(f"{name} {_size(value)}" for name, value in names.items())
-    several = f"; {share} trainings on a GPU: {_size(share * parts.peak)}" if share > 1 else ""
+    peak, share = sum(found.memory.values()), found.experiment.training.trainings_per_gpu
+    shown = found.memory | {"activations": found.network.activations}
+    listed = ", ".join(f"{name} {_size(value)}" for name, value in shown.items())
+    several = f"; {share} trainings on a GPU: {_size(share * peak)}" if share > 1 else ""
     return [
-        f"memory      {_size(parts.peak)} per training and GPU, about{several}; with {_size(2**30)} for context and "
-        "workspace",
-        f"            {listed}, activations {_size(parts.activations)} for {found.network.samples} images",
+        f"memory      {_size(peak)} per training and GPU, about{several}; with 1 GiB for context and workspace",
+        f"            {listed} for {found.network.samples} images",
     ]
 
 
 def _storage(found: Estimate) -> list[str]:
-    parts, images = found.storage, found.data.images
-    unknown = "per image, whose number is not known" if images is None else ""
-    pictures = ("?", "the size of an image is not known") if parts.samples is None else (_size(parts.samples), "")
-    rows = [
-        ("prepared images", *(_or_each(parts.dataset, parts.image, unknown))),
-        ("latents", *(_or_each(parts.latents, parts.latent, unknown) if parts.latent else ("none", "pixels"))),
-        ("checkpoints", _size(parts.checkpoints), f"2 of {_size(parts.checkpoint)} per training"),
-        ("milestones", _size(parts.milestones), "raw and averaged weights"),
-        ("samples", *pictures),
-        ("metrics", _size(parts.metrics), ""),
-        ("all", _size(parts.total), "without what is not known" if None in (parts.dataset, parts.samples) else ""),
-    ]  # fmt: skip
-    return _table([("storage", "bytes", ""), *rows])
-
-
-def _or_each(total: int | None, each: int | None, unknown: str) -> tuple[str, str]:
-    if total is not None:
-        return _size(total), ""
-    return ("?", "the size of an image is not known") if each is None else (_size(each), unknown)
+    parts, data = found.storage, found.data
+    checkpoint = checkpoint_bytes(found.network) + max(method.passes.state for method in found.methods.values())
+    notes = {
+        "checkpoints": f"2 of {_size(checkpoint)} per training",
+        "milestones": "raw and averaged weights",
+        "latents": "" if data.latent_bytes else "pixels",
+    }
+    rows = [("storage", "bytes", "")]
+    for name, size in parts.items():
+        each = {"dataset": data.image_bytes, "latents": data.latent_bytes}.get(name)
+        shown, note = "none" if size == 0 else _size(size or 0), notes.get(name, "")
+        if size is None and each:
+            shown, note = _size(each), "per image, whose number is not known"
+        elif size is None:
+            shown, note = "?", "the size of an image is not known"
+        rows.append(("prepared images" if name == "dataset" else name, shown, note))
+    known = sum(size or 0 for size in parts.values())
+    incomplete = None in (parts["dataset"], parts["samples"])
+    return _table([*rows, ("all", _size(known), "without what is not known" if incomplete else "")])
 
 
 def _methods(found: Estimate) -> list[str]:
@@ -136,8 +121,8 @@ def _methods(found: Estimate) -> list[str]:
     advice = (
         f"A job of {long:.3g} h meets the time limit of rule train, {limit:.0f} h, and goes on in its next attempt."
     )
-    unit = "GPU" if gpus(found.experiment) else "processor"
-    total = f"all         {found.hours:,.4g} {unit}-hours at {found.rate.operations / 1e12:.3g} TFLOP/s each"
+    unit, hours = "GPU" if gpus(found.experiment) else "processor", sum((found.hours or {}).values())
+    total = f"all         {hours:,.4g} {unit}-hours at {found.rate.operations / 1e12:.3g} TFLOP/s each"
     return [*_table(rows), f"{total}: {found.rate.source}{sharing}", *([advice] if long > limit else [])]
 
 

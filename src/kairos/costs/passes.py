@@ -44,11 +44,12 @@ def passes(plain: dict[str, Any], method: str, channels: int) -> Passes:
 
 def _adaptive(options: dict[str, Any], batch: int, timesteps: int, channels: int) -> Passes:
     """Before and after one step of f_S: one image at the timesteps of the feature vector, the batch at each of S."""
-    from kairos.planning.counting import shapes_only
+    import torch
+
     from kairos.strategies.adaptive import Policy
 
     features = min(options["feature_timesteps"] or timesteps, timesteps)
-    with shapes_only():
+    with torch.device("meta"):
         policy = sum(value.numel() for value in Policy(channels, options["width"], options["depth"]).parameters())
     state = 3 * 4 * policy + 8 * features * options["queue"]  # the policy and its Adam; the queue
     return Passes(forward=2 * (features + options["selected"] * batch) / options["frequency"], state=state)

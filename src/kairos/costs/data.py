@@ -1,5 +1,6 @@
 """What can be known of an experiment's data before they are prepared: shapes, and mostly their number."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,12 @@ class Data:
     @property
     def image_bytes(self) -> int | None:
         """Bytes of a prepared image."""
-        return None if self.image is None else self.image[0] * self.image[1] * self.image[2]
+        return math.prod(self.image) if self.image else None
+
+    @property
+    def latent_bytes(self) -> int:
+        """Bytes of an image's latents; 0 in pixel space."""
+        return 4 * self.moments * math.prod(self.x0)
 
 
 def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: int | None) -> Data:
@@ -52,19 +58,16 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
     Raises:
         ConfigError: the shape of x0 or the number of classes is not known; the message says how to give it.
     """
-    record = _record(results / "dataset")
+    record, autoencoder = _record(results / "dataset"), experiment.autoencoder
     image, images, train, known = _images(experiment, record)
-    autoencoder = experiment.autoencoder
-    stochastic = autoencoder.kind != "none"
+    found, arrays = image, 2
     if autoencoder.kind == "pretrained":
         config = _pretrained(str(autoencoder.path))
-        stochastic = config is None or config.get("_class_name") != "AutoencoderTiny"
-        found = _latent(image, config)
+        arrays = 1 if config.get("_class_name") == "AutoencoderTiny" else 2
+        levels = config.get("block_out_channels") or config.get("encoder_block_out_channels")
+        found = _latent(image, config["latent_channels"], levels) if config else None
     elif autoencoder.kind == "train":
-        factor = 2 ** (len(autoencoder.channels) - 1)
-        found = image and (autoencoder.latent_channels, image[1] // factor, image[2] // factor)
-    else:
-        found = image
+        found = _latent(image, autoencoder.latent_channels, autoencoder.channels)
     encoded = _record(results / "latents")
     shape = x0 or (tuple(encoded["shape"]) if encoded else found)
     if shape is None:
@@ -72,7 +75,7 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
             "the shape of what the network is trained on is not known yet: set dataset.resolution (a pretrained "
             "autoencoder has to be fetched as well), run kairos prepare and encode, or give --shape C H W"
         )
-    moments = 0 if autoencoder.kind == "none" else (1 + stochastic) * (1 + experiment.dataset.flips)
+    moments = 0 if autoencoder.kind == "none" else arrays * (1 + experiment.dataset.flips)
     return Data(image, shape, images, train, _conditions(experiment, record, classes), moments, known)
 
 
@@ -97,21 +100,20 @@ def _images(experiment: Experiment, record: dict[str, Any]) -> tuple[Shape | Non
     return image, None, None, "unknown before kairos prepare; dataset.train_images would tell"
 
 
-def _pretrained(path: str) -> dict[str, Any] | None:
-    """config.json of a pretrained autoencoder, if it is a folder here or in the hub's cache."""
+def _pretrained(path: str) -> dict[str, Any]:
+    """config.json of a pretrained autoencoder, if it is a folder here or in the hub's cache, else nothing."""
     file: Any = Path(path) / "config.json"
     if not Path(path).is_dir():
         from huggingface_hub import try_to_load_from_cache
 
         file = try_to_load_from_cache(path, "config.json") if path.count("/") == 1 else None
-    return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else None
+    return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else {}
 
 
-def _latent(image: Shape | None, config: dict[str, Any] | None) -> Shape | None:
-    if image is None or config is None:
-        return None
-    factor = 2 ** (len(config.get("block_out_channels") or config["encoder_block_out_channels"]) - 1)
-    return config["latent_channels"], image[1] // factor, image[2] // factor
+def _latent(image: Shape | None, channels: int, levels: Any) -> Shape | None:
+    """Each level of an autoencoder but the first halves the sides."""
+    factor = 2 ** (len(levels) - 1)
+    return (channels, image[1] // factor, image[2] // factor) if image else None
 
 
 def _conditions(experiment: Experiment, record: dict[str, Any], classes: int | None) -> dict[str, dict[str, Any]]:

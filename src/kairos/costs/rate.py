@@ -46,11 +46,8 @@ def given(
     if steps_per_second is not None and tflops is not None:
         raise ConfigError("--steps-per-second and --tflops: got both, allowed: one of them")
     least = min(operations.values())
-    for name, value in (
-        ("--steps-per-second", steps_per_second),
-        ("--tflops", tflops),
-        ("--utilisation", utilisation),
-    ):
+    stated = {"--steps-per-second": steps_per_second, "--tflops": tflops, "--utilisation": utilisation}
+    for name, value in stated.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{name}: got {value}, allowed: more than 0")
     if steps_per_second is not None:

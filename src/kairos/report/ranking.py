@@ -138,6 +138,12 @@ def moved(training: Training) -> float | None:
     return _number(training.final.record["strategy"].get("tv_from_start"))
 
 
+def stands_still(training: Training) -> bool:
+    """Whether a sampler learns and has not moved from its start."""
+    distance = moved(training)
+    return distance is not None and not distance >= NOT_MOVED
+
+
 _VALIDATION = ("val_loss", "val_vlb", "val_vlb_without_last")
 
 

@@ -1,16 +1,16 @@
 """An experiment's cost as a whole: jobs, operations, memory, storage, time, and what an interruption takes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from kairos.config import Experiment
-from kairos.planning import rate as rates
-from kairos.planning.data import Data, Shape, describe
-from kairos.planning.network import Network, measure
-from kairos.planning.rate import Rate
-from kairos.planning.storage import Memory, Storage, memory, storage
-from kairos.planning.strategies import Passes, passes
+from kairos.costs import rate as rates
+from kairos.costs.data import Data, Shape, describe
+from kairos.costs.network import Network, measure
+from kairos.costs.passes import Passes, passes
+from kairos.costs.rate import Rate
+from kairos.costs.storage import memory, storage
 from kairos.workflow.plan import Plan
 from kairos.workflow.resources import gpus
 
@@ -50,25 +50,35 @@ class Method:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All there is to say before anything runs."""
+    """All there is to say before anything runs; bytes, seconds, floating-point operations.
 
-    experiment: Experiment = field(repr=False)
-    results: str
+    Attributes:
+        experiment, stages, data, network, methods: what the numbers are of.
+        microbatches: passes of the network per step.
+        operations: of a step without what strategies add.
+        traffic: bytes that a step moves in a GPU.
+        memory, storage: bytes by what they hold.
+        rate: None where no training has been timed and nothing is given.
+    """
+
+    experiment: Experiment
     stages: list[Stage]
     data: Data
     network: Network
     microbatches: int
-    bytes_per_step: int
-    memory: Memory
-    storage: Storage
+    operations: float
+    traffic: int
+    memory: dict[str, int]
+    storage: dict[str, int | None]
     rate: Rate | None
     methods: dict[str, Method]
 
     @property
-    def hours(self) -> float | None:
-        """GPU-hours of all trainings and samples."""
-        each = [(method.hours, method.sampling) for method in self.methods.values()]
-        return sum((training or 0) + (sampling or 0) for training, sampling in each) if self.rate else None
+    def hours(self) -> dict[str, float] | None:
+        """GPU-hours of every method's trainings and samples."""
+        if self.rate is None:
+            return None
+        return {name: (method.hours or 0) + (method.sampling or 0) for name, method in self.methods.items()}
 
 
 def estimate(
@@ -101,41 +111,43 @@ def estimate(
     microbatches = -(-share // samples)
     forward, both = network.forward / samples, (network.forward + network.backward) / samples
     methods: dict[str, Method] = {}
-    known: dict[str, Passes] = {}
-    for name, method in experiment.methods.items():
-        key = f"{method.sampler} {method.weighting}"
-        known[key] = known.get(key) or passes(plain, name, data.x0[0])
-        extra = known[key]
+    for name in experiment.methods:
+        extra = passes(plain, name, data.x0[0])
         methods[name] = Method(extra, (training.batch_size + extra.gradient) * both + extra.forward * forward)
     operations = {name: method.operations for name, method in methods.items()}
-    speed = rates.given(operations, training.processes, steps_per_second, tflops, utilisation)
-    speed = speed or rates.measured(results, operations, training.processes)
-    if speed is not None:
-        methods = {name: _timed(experiment, method, speed, name, forward) for name, method in methods.items()}
-    # Adam reads weights, gradients and two moments and writes all but the gradients; the norm and the EMA: six more
-    moved = network.traffic * microbatches + 13 * network.parameters * network.value_bytes
-    states = {name: method.passes.state for name, method in methods.items()}
+    rate = rates.given(operations, training.processes, steps_per_second, tflops, utilisation)
+    rate = rate or rates.measured(results, operations, training.processes)
+    if rate is not None:
+        methods = {name: _timed(experiment, method, rate, name, forward) for name, method in methods.items()}
     return Estimate(
-        experiment, plan.results, _stages(plan), data, network, microbatches, moved,
-        memory(network, training.processes), storage(experiment, data, network, states), speed, methods,
-    )  # fmt: skip
+        experiment=experiment,
+        stages=_stages(plan),
+        data=data,
+        network=network,
+        microbatches=microbatches,
+        operations=training.batch_size * both,
+        # Adam reads weights, gradients and two moments and writes all but the gradients; the norm and the EMA: six more
+        traffic=network.traffic * microbatches + 13 * network.parameters * network.value_bytes,
+        memory=memory(network, training.processes),
+        storage=storage(experiment, data, network, [method.passes.state for method in methods.values()]),
+        rate=rate,
+        methods=methods,
+    )
 
 
-def _timed(experiment: Experiment, method: Method, speed: Rate, name: str, forward: float) -> Method:
+def _timed(experiment: Experiment, method: Method, rate: Rate, name: str, forward: float) -> Method:
     """A method with its times."""
-    training, seconds, seeds = experiment.training, speed.seconds[name], len(experiment.seeds)
+    training, seconds, seeds = experiment.training, rate.seconds[name], len(experiment.seeds)
     shared = training.processes / training.trainings_per_gpu
     guided = 2 if experiment.sampling.guidance_scale != 1 else 1
     images = experiment.evaluation.num_samples * experiment.evaluation.sets * len(experiment.milestones)
     ends = [0, *(segment[-1] for segment in experiment.segments)]
-    longest = max(end - start for start, end in pairwise(ends))
-    return Method(
-        method.passes,
-        method.operations,
-        seconds,
+    return replace(
+        method,
+        seconds=seconds,
         hours=seeds * experiment.milestones[-1] * seconds * shared / 3600,
-        sampling=seeds * images * experiment.sampling.nfe * guided * forward / speed.operations / 3600,
-        longest=longest * seconds / 3600,
+        sampling=seeds * images * experiment.sampling.nfe * guided * forward / rate.operations / 3600,
+        longest=max(end - start for start, end in pairwise(ends)) * seconds / 3600,
         lost=training.checkpoint_every * seconds,
     )
 

@@ -1,8 +1,8 @@
 """summary.csv: one row per evaluated milestone and one per reference row, each with the protocol of its numbers."""
 
-import csv
-import io
 from typing import Any
+
+import pandas as pd
 
 from kairos.config import REFERENCE_ROWS
 from kairos.report.collect import Milestone, Results, Training
@@ -44,12 +44,8 @@ def rows(results: Results) -> list[dict[str, Any]]:
 
 def text(results: Results) -> str:
     """The content of summary.csv; floats have as many digits as they need to be read back exactly."""
-    names = columns(results)
-    file = io.StringIO()
-    writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: value for key, value in row.items() if value is not None} for row in rows(results))
-    return file.getvalue()
+    table = pd.DataFrame(rows(results), columns=columns(results), dtype=object)
+    return table.to_csv(index=False, lineterminator="\n")
 
 
 def _row(results: Results, training: Training, milestone: Milestone) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""report.html: the template beside this file, filled with the results; its images are inside the page."""
+
+import base64
+from collections.abc import Iterable
+from pathlib import Path
+
+import jinja2
+import pandas as pd
+from PIL import Image
+
+from kairos.config import REFERENCE_ROWS
+from kairos.report import findings, text
+from kairos.report.canvas import DPI, looks
+from kairos.report.collect import Record, Results, Training
+from kairos.report.figures import FIGURES
+from kairos.report.ranking import compare, curve, stands_still
+
+_REFERENCE_MEANING = {
+    "floor": "held-out real images: what a perfect generator would score",
+    "reconstruction": "held-out images through the autoencoder: the best that its latents allow",
+    "gaussian": "a Gaussian fitted to the training data in the model's space: no structure learned",
+    "noise": "uniform noise",
+}
+_STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate")
+
+
+def page(results: Results, figures: Path) -> str:
+    """The report as one HTML document, with the figures of a folder inside."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(Path(__file__).with_suffix(".html.jinja").read_text(encoding="utf-8"))
+    rows, provenance = compare(results), _provenance(results)
+    finals = {method: _final_metrics(results.of(method)) for method in results.methods}
+    same = provenance.nunique() == 1
+    shared = provenance.loc[:, same].iloc[0]
+    return template.render(
+        text=text,
+        results=results,
+        rows=rows,
+        looks=looks(results.methods, results.baseline),
+        setting=findings.setting(results),
+        verdict=findings.verdict(results, rows),
+        warnings=findings.warnings(results),
+        curves={method: curve(results, method) for method in results.methods},
+        still={method: all(map(stands_still, results.of(method))) for method in results.methods},
+        stands_still=stands_still,
+        learned=[training for training in results.trainings if training.learned],
+        finals=finals,
+        further_metrics=_further_metrics(results, (own.index for own in finals.values())),
+        reference_metrics=_further_metrics(results, results.reference["rows"].values()),
+        reference_meaning={name: _REFERENCE_MEANING[name] for name in REFERENCE_ROWS},
+        milestones=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
+        losses=text.listed([text.component(loss) for loss in results.experiment.diffusion.losses]),
+        costs=_costs(results.jobs),
+        shared=shared[~shared.isin(["None", "[]"])],
+        varying=provenance.loc[:, ~same],
+        figures={name: _figure(figures, name) for name in FIGURES},
+    )
+
+
+def _final_metrics(trainings: list[Training]) -> "pd.Series[float]":
+    """What a method's last milestones were measured to be, mean over seeds; NaN where a seed was not."""
+    found = pd.DataFrame([training.final.evaluation["metrics"] for training in trainings])
+    return found.filter(regex="(?<!_sets)$").astype(float).mean(skipna=False)
+
+
+def _further_metrics(results: Results, records: Iterable[Iterable[str]]) -> list[str]:
+    """What was measured beside the distance."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return [name for name in names if name != results.metric and not name.endswith(("_spread", "_sets"))]
+
+
+def _provenance(results: Results) -> pd.DataFrame:
+    """Where the trainings come from, as text, a row per training."""
+    records = [training.record["provenance"] for training in results.trainings]
+    words = [{key: text.words(value) for key, value in record.items()} for record in records]
+    return pd.DataFrame(words).fillna(text.NONE)
+
+
+def _costs(jobs: tuple[Record, ...]) -> list[Record]:
+    """CPU and wall time of every stage, the sum last."""
+    if not jobs:
+        return []
+    table = pd.DataFrame(list(jobs))
+    names = sorted(table["stage"].unique(), key=lambda name: _STAGES.index(name) if name in _STAGES else len(_STAGES))
+    parts = [(name, table[table["stage"] == name]) for name in names] + [("all", table)]
+    times = [f"{kind}{unit}_seconds" for kind in ("", "startup_") for unit in ("wall", "cpu")]
+    return [
+        {"stage": name, "jobs": len(part), "peak": part["peak_rss_bytes"].max(), **part[times].sum()}
+        for name, part in parts
+    ]
+
+
+def _figure(folder: Path, name: str) -> Record:
+    """A figure with its image as a data URL; a PNG as wide as it was drawn, so that letters are of one size."""
+    plot, width = FIGURES[name], None
+    path, kind = folder / f"{name}.svg", "svg+xml"
+    if name.endswith("samples"):
+        path, kind = folder / f"{name}.png", "png"
+        with Image.open(path) as image:
+            width = round(image.width * 96 / DPI)
+    source = f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return {"title": plot.title, "caption": plot.caption, "width": width, "source": source}
