@@ -11,7 +11,7 @@ from kairos.planning.network import Network, measure
 from kairos.planning.rate import Rate
 from kairos.planning.storage import Memory, Storage, memory, storage
 from kairos.planning.strategies import Passes, passes
-from kairos.workflow.plan import Plan
+from kairos.workflow.layout import Layout
 from kairos.workflow.resources import gpus
 
 
@@ -92,8 +92,8 @@ def estimate(
     Raises:
         ConfigError: an argument or a field cannot be used, or a shape is not known.
     """
-    plan = Plan(experiment, Path())
-    training, plain, results = experiment.training, experiment.plain(), Path(plan.results)
+    layout = Layout(experiment, Path())
+    training, plain, results = experiment.training, experiment.plain(), Path(layout.results)
     data = describe(experiment, results, x0, classes)
     share = -(-training.batch_size // training.processes)
     samples = min(training.microbatch or share, share)
@@ -116,7 +116,7 @@ def estimate(
     moved = network.traffic * microbatches + 13 * network.parameters * network.value_bytes
     states = {name: method.passes.state for name, method in methods.items()}
     return Estimate(
-        experiment, plan.results, _stages(plan), data, network, microbatches, moved,
+        experiment, layout.results, _stages(layout), data, network, microbatches, moved,
         memory(network, training.processes), storage(experiment, data, network, states), speed, methods,
     )  # fmt: skip
 
@@ -140,11 +140,11 @@ def _timed(experiment: Experiment, method: Method, speed: Rate, name: str, forwa
     )
 
 
-def _stages(plan: Plan) -> list[Stage]:
+def _stages(layout: Layout) -> list[Stage]:
     """Jobs by stage; a segment's samples and their evaluation are one in the queue, report and tracking none."""
-    experiment, jobs = plan.experiment, plan.jobs()
+    experiment, jobs = layout.experiment, layout.jobs()
     training, gpu = experiment.training, gpus(experiment)
-    shared = len(plan.segments) * -(-len(plan.methods) * len(plan.seeds) // training.trainings_per_gpu)
+    shared = len(layout.segments) * -(-len(layout.methods) * len(layout.seeds) // training.trainings_per_gpu)
     asked = {
         "autoencoder": gpu * (experiment.autoencoder.kind != "none"),
         "encode": gpu * (experiment.autoencoder.kind != "none"),

@@ -14,62 +14,62 @@ from kairos.errors import ConfigError, KairosError
 from kairos.files import write_text
 from kairos.progress import say
 from kairos.workflow import dependencies
-from kairos.workflow.plan import Plan, plan
+from kairos.workflow.layout import Layout, lay_out
 
 RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
 _QUIET = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
-def dependency_table(plan: Plan) -> dict[str, Any]:
+def dependency_table(layout: Layout) -> dict[str, Any]:
     """Fields and code fingerprint of every stage, of the stages of a training by method: DVC's ``params``."""
     table: dict[str, Any] = {}
     for stage in (*dependencies.SHARED, "report"):
-        table[stage] = _entry(stage, plan)
+        table[stage] = _entry(stage, layout)
     for stage in dependencies.PER_TRAINING:
         table[stage] = {
-            method: {**_entry(stage, plan, method), "milestones": list(plan.experiment.milestones)}
-            for method in plan.methods
+            method: {**_entry(stage, layout, method), "milestones": list(layout.experiment.milestones)}
+            for method in layout.methods
         }
     return table
 
 
-def _entry(stage: str, plan: Plan, method: str | None = None) -> dict[str, Any]:
+def _entry(stage: str, layout: Layout, method: str | None = None) -> dict[str, Any]:
     return {
-        **dependencies.settings(stage, plan.plain, method),
-        "code": dependencies.code(stage, plan.plain, method),
+        **dependencies.settings(stage, layout.plain, method),
+        "code": dependencies.code(stage, layout.plain, method),
     }
 
 
 def write_dependencies(config: Path, out: Path) -> None:
     """Write the table as YAML; the file is left alone where nothing has changed."""
-    table = json.loads(json.dumps(dependency_table(plan(load(config)))))  # no value twice, so no YAML anchors
+    table = json.loads(json.dumps(dependency_table(lay_out(load(config)))))  # no value twice, so no YAML anchors
     text = yaml.safe_dump(table, sort_keys=True)
     if not out.exists() or out.read_text(encoding="utf-8") != text:
         out.unlink(missing_ok=True)  # may be a read-only link into DVC's cache
         write_text(out, text)
 
 
-def targets(plan: Plan, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
+def targets(layout: Layout, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
     """The rules of a stage, and files that its jobs make, so many that no job is left out.
 
     Raises:
         ConfigError: the stage needs a method and a seed of the experiment, or has none.
     """
-    results = plan.results
+    results = layout.results
     if stage in dependencies.PER_TRAINING:
-        if method not in plan.methods or seed not in plan.seeds:
+        if method not in layout.methods or seed not in layout.seeds:
             raise ConfigError(
-                f"ledger run {stage}: got --method {method} --seed {seed}, allowed: a method of {plan.methods} "
-                f"and a seed of {plan.seeds}"
+                f"ledger run {stage}: got --method {method} --seed {seed}, allowed: a method of {layout.methods} "
+                f"and a seed of {layout.seeds}"
             )
         made = {"train": "milestones/{}/milestone.json", "sample": "samples/{}.npz", "evaluate": "evaluation/{}.json"}
-        files = [f"{plan.training(method, seed)}/{made[stage].format(step)}" for step in plan.steps]
-        timing = [plan.timing(stage, method, seed, segment) for segment in plan.segments]
-        return [f"{stage}{segment.name}" for segment in plan.segments], [*files, *timing]
+        files = [f"{layout.training(method, seed)}/{made[stage].format(step)}" for step in layout.steps]
+        timing = [layout.timing(stage, method, seed, segment) for segment in layout.segments]
+        return [f"{stage}{segment.name}" for segment in layout.segments], [*files, *timing]
     if method is not None or seed is not None:
         raise ConfigError(f"ledger run {stage}: has neither --method nor --seed")
     if stage == "report":  # the import into MLflow is this machine's own, so no stage of DVC's, and goes with it
-        track = plan.experiment.tracking.enabled
+        track = layout.experiment.tracking.enabled
         return ["report", "track"][: 1 + track], [f"{results}/report.html", f"{results}/tracking.json"][: 1 + track]
     return [stage], [f"{results}/timing/{stage}.json"]
 
@@ -80,7 +80,7 @@ def run_stage(config: Path, stage: str, method: str | None, seed: int | None) ->
     Raises:
         KairosError: a job failed.
     """
-    rules, files = targets(plan(load(config)), stage, method, seed)
+    rules, files = targets(lay_out(load(config)), stage, method, seed)
     if snakemake(["--configfile", str(config), "--allowed-rules", *rules, "--", *files]):
         raise KairosError(f"stage {stage} failed; its log is named above")
 
@@ -138,7 +138,7 @@ def record() -> None:
     stale = stale_jobs(Path(RECORDED))
     if stale:
         raise KairosError(f"record: results are stale; run `make demo` first. Snakemake would run:\n{stale}")
-    found = plan(load(RECORDED))
+    found = lay_out(load(RECORDED))
     write_dependencies(Path(RECORDED), Path(found.results) / "dependencies.yaml")
     done = dvc(["commit", "--force"])
     if done.returncode:
@@ -153,7 +153,7 @@ def adopt() -> None:
     Raises:
         KairosError: there is no remote, it cannot be reached, or something would still have to run.
     """
-    found = plan(load(RECORDED))
+    found = lay_out(load(RECORDED))
     if not Path("dvc.lock").exists():
         raise KairosError("adopt: no dvc.lock here, so nothing was recorded; `make demo` computes the results")
     _pull()
