@@ -58,4 +58,4 @@ onsuccess:
 
 
 onerror:
-    controller.failed(workflow)
+    controller.failed(workflow, layout)

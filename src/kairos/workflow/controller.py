@@ -7,6 +7,7 @@ the experiment as the controller froze it.
 import fcntl
 import glob
 import os
+import signal
 import socket
 import sys
 import time
@@ -20,7 +21,8 @@ from kairos.errors import KairosError
 from kairos.files import read_json, sha256_json
 from kairos.progress import duration, say
 from kairos.tracking.store import tracking_uri, without_credentials
-from kairos.workflow import start_over
+from kairos.training.job import last_word
+from kairos.workflow import interrupts, start_over
 from kairos.workflow.layout import Layout, lay_out
 
 _FROZEN = "KAIROS_EXPERIMENT"  # how a job's own Snakemake process finds the controller's frozen experiment
@@ -66,6 +68,7 @@ def _before_execution(workflow: Any, layout: Layout) -> None:
     will be executed: a dry run, a summary or a lint must work beside a run.
     """
     execute = workflow.execute
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it
 
     def locked(*arguments: Any, executor_plugin: Any, **keywords: Any) -> Any:
         groups = workflow.group_settings
@@ -157,10 +160,12 @@ def listing(layout: Layout) -> str | None:
 
 
 def starts(workflow: Any, layout: Layout) -> None:
-    """Before the first job: see `start_over`."""
+    """Before the first job: see `start_over` and `interrupts`."""
     if workflow.touch:
         return
     start_over.mark(workflow, Path(layout.results))
+    if workflow.local_exec:
+        interrupts.obey(workflow.scheduler)
 
 
 def succeeded(workflow: Any, layout: Layout) -> None:
@@ -172,12 +177,17 @@ def succeeded(workflow: Any, layout: Layout) -> None:
     say(f"{layout.experiment.experiment}: done in {duration(time.time() - _began)}{report}")
 
 
-def failed(workflow: Any) -> None:
-    """Name the failed jobs' log files with what they say last."""
-    say("Not everything could be computed; what is complete stays, and the same command goes on from there.")
+def failed(workflow: Any, layout: Layout) -> None:
+    """Name the failed jobs' log files with what they say last, or say that the run was told to end."""
     for job in workflow.scheduler.failed:  # Snakemake books its deleted outputs as made: as if a user had deleted them
         for one in job.jobs if job.is_group() else [job]:
             workflow.persistence.cleanup(one)
+    if interrupts.told_at:
+        words = [last_word(Path(layout.training(*training))) for training in layout.trainings]
+        written = sum(word.get("state") == "stopped" and word["updated"] > interrupts.told_at[0] for word in words)
+        say(f"interrupted: {written} trainings have written their state; the same command goes on")
+        return
+    say("Not everything could be computed; what is complete stays, and the same command goes on from there.")
     for job in workflow.dag.needrun_jobs():
         log = Path(str(job.log[0])) if job.log else None
         if log and not workflow.dag.finished(job) and log.exists() and log.stat().st_mtime >= _began:

@@ -17,6 +17,7 @@ from kairos.workflow import dependencies
 from kairos.workflow.layout import Layout, lay_out
 
 RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
+_SNAKEMAKE = (sys.executable, "-m", "snakemake")
 _QUIET = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
@@ -75,24 +76,20 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
 
 
 def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:
-    """Run exactly one stage's jobs of the Snakemake DAG: what DVC's stages call.
-
-    Raises:
-        KairosError: a job failed.
-    """
+    """Become a Snakemake that runs exactly one stage's jobs of the DAG: what DVC's stages call."""
     rules, files = targets(lay_out(load(config)), stage, method, seed)
-    if snakemake(["--configfile", str(config), "--allowed-rules", *rules, "--", *files]):
-        raise KairosError(f"stage {stage} failed; its log is named above")
+    command = [*_SNAKEMAKE, "--configfile", str(config), "--allowed-rules", *rules, "--", *files]
+    os.execve(command[0], command, _environment())
 
 
-def snakemake(arguments: list[str]) -> int:
+def snakemake(*arguments: str) -> int:
     """Run Snakemake of this environment; its exit status."""
-    return subprocess.run([sys.executable, "-m", "snakemake", *arguments], env=_environment()).returncode
+    return subprocess.run([*_SNAKEMAKE, *arguments], env=_environment()).returncode
 
 
 def stale_jobs(config: Path) -> str:
     """What Snakemake would still run for an experiment, as it says it; empty where everything is up to date."""
-    command = [sys.executable, "-m", "snakemake", "--configfile", str(config), "--dry-run"]
+    command = [*_SNAKEMAKE, "--configfile", str(config), "--dry-run"]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
     output = done.stdout + done.stderr
     if done.returncode:
@@ -100,7 +97,7 @@ def stale_jobs(config: Path) -> str:
     return "" if "Nothing to be done" in output else output[output.find("Job stats:") :].split("\n\n")[0].strip()
 
 
-def dvc(arguments: list[str]) -> "subprocess.CompletedProcess[str]":
+def dvc(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run DVC of this environment, its output captured."""
     command = [sys.executable, "-m", "dvc", *arguments]
     return subprocess.run(command, env=_environment(), capture_output=True, text=True)
@@ -140,7 +137,7 @@ def record() -> None:
         raise KairosError(f"record: results are stale; run `make demo` first. Snakemake would run:\n{stale}")
     found = lay_out(load(RECORDED))
     write_dependencies(Path(RECORDED), Path(found.results) / "dependencies.yaml")
-    done = dvc(["commit", "--force"])
+    done = dvc("commit", "--force")
     if done.returncode:
         raise KairosError(f"record: dvc commit failed:\n{done.stderr.strip()}")
     changed = git("status", "--porcelain", "--", "dvc.lock")
@@ -157,27 +154,16 @@ def adopt() -> None:
     if not Path("dvc.lock").exists():
         raise KairosError("adopt: no dvc.lock here, so nothing was recorded; `make demo` computes the results")
     _pull()
-    made = [f"{found.results}/report.html", f"{found.results}/summary.csv"]
-    if snakemake(["--touch", "--forceall", "--quiet", "all", "--configfile", RECORDED, "--", *made]):
+    quiet, made = ("--quiet", "all", "--configfile", RECORDED), ("report.html", "summary.csv")
+    if snakemake("--touch", "--forceall", *quiet, "--", *(f"{found.results}/{name}" for name in made)):
         raise KairosError("adopt: snakemake --touch failed, see above")
     if found.experiment.tracking.enabled:
-        snakemake(
-            [
-                "--quiet",
-                "all",
-                "--configfile",
-                RECORDED,
-                "--allowed-rules",
-                "track",
-                "--",
-                f"{found.results}/tracking.json",
-            ]
-        )
+        snakemake(*quiet, "--allowed-rules", "track", "--", f"{found.results}/tracking.json")
     stale = stale_jobs(Path(RECORDED))
     if stale:
         raise KairosError(f"adopt: the recorded results do not belong to this tree. Snakemake would run:\n{stale}")
     if not _dvc_clean():  # code was edited since, in a way that changes no result
-        dvc(["repro", "dependencies"])
+        dvc("repro", "dependencies")
         say("dvc.lock brought up to date with code that computes the same")
     if not _dvc_clean():
         raise KairosError("adopt: dvc status is not clean; `dvc status` says what has changed since it was recorded")
@@ -185,15 +171,15 @@ def adopt() -> None:
 
 
 def _dvc_clean() -> bool:
-    status = dvc(["status"])
+    status = dvc("status")
     return status.returncode == 0 and "up to date" in status.stdout
 
 
 def _pull() -> None:
-    checkout = dvc(["checkout"])
+    checkout = dvc("checkout")
     if not checkout.returncode:  # everything is in this clone's cache
         return
-    remotes = dvc(["remote", "list"])
+    remotes = dvc("remote", "list")
     how = (
         "Name where the recorded data lie, for this clone alone:\n"
         "  dvc remote add --local --default store PATH_OR_URL\n"
@@ -201,7 +187,7 @@ def _pull() -> None:
     )
     if not remotes.stdout.strip():
         raise KairosError(f"adopt: no DVC remote is configured. {how}")
-    if dvc(["pull"]).returncode:
+    if dvc("pull").returncode:
         name, place = remotes.stdout.split()[:2]
         raise KairosError(
             f"adopt: the recorded data are not all at {place} (remote {name}): it cannot be reached from here, or "
