@@ -29,14 +29,14 @@ setup:  ## the locked environment, in .venv (all others bring it themselves)
 	@$(PYTHON) envs/bootstrap.py
 
 demo: setup  ## compare six timestep strategies on handwritten digits (params.yaml)
-	@$(BIN)/kairos check --folder params.yaml >/dev/null && $(BIN)/snakemake --cores $(CORES) --configfile params.yaml
+	@$(BIN)/kairos check --folder params.yaml >/dev/null && exec $(BIN)/snakemake --cores $(CORES) --configfile params.yaml
 
 run: setup  ## another experiment: make run EXPERIMENT=experiments/fashion_mnist.yaml
-	@$(BIN)/kairos check --folder $(EXPERIMENT) >/dev/null && $(BIN)/snakemake --cores $(CORES) --configfile $(EXPERIMENT)
+	@$(BIN)/kairos check --folder $(EXPERIMENT) >/dev/null && exec $(BIN)/snakemake --cores $(CORES) --configfile $(EXPERIMENT)
 
 cluster: setup  ## on a SLURM cluster, from its login node; PROFILE=profiles/slurm says what the cluster is like
 	@$(BIN)/kairos check --folder $(EXPERIMENT) >/dev/null && $(BIN)/kairos fetch --config $(EXPERIMENT) \
-	  && $(BIN)/snakemake --workflow-profile $(PROFILE) --configfile $(EXPERIMENT) $(FLAGS)
+	  && exec $(BIN)/snakemake --workflow-profile $(PROFILE) --configfile $(EXPERIMENT) $(FLAGS)
 
 test: setup  ## the quick tests
 	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not long and not cluster" $(TESTS)

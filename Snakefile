@@ -9,8 +9,8 @@ from kairos.workflow.resources import growing, of_training, processes_per_node
 
 min_version("9.19")
 
-plan = controller.open_plan(workflow, config)
-RESULTS = plan.results
+layout = controller.open_layout(workflow, config)
+RESULTS = layout.results
 TRAINING = f"{RESULTS}/{{method}}/seed{{seed}}"
 
 
@@ -19,8 +19,8 @@ container: "kairos.sif"
 
 
 wildcard_constraints:
-    method=plan.matching(plan.methods),
-    seed=plan.matching(plan.seeds),
+    method=layout.matching(layout.methods),
+    seed=layout.matching(layout.seeds),
 
 
 localrules:
@@ -32,7 +32,7 @@ rule all:
     input:
         f"{RESULTS}/report.html",
         f"{RESULTS}/summary.csv",
-        f"{RESULTS}/tracking.json" if plan.experiment.tracking.enabled else [],
+        f"{RESULTS}/tracking.json" if layout.experiment.tracking.enabled else [],
 
 
 include: "workflow/rules/prepare.smk"
@@ -44,18 +44,18 @@ include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/report.smk"
 
 
-if plan.experiment.tracking.enabled:
+if layout.experiment.tracking.enabled:
 
     include: "workflow/rules/track.smk"
 
 
 onstart:
-    controller.starts(workflow, plan)
+    controller.starts(workflow, layout)
 
 
 onsuccess:
-    controller.succeeded(workflow, plan)
+    controller.succeeded(workflow, layout)
 
 
 onerror:
-    controller.failed(workflow)
+    controller.failed(workflow, layout)

@@ -188,10 +188,10 @@ def test_no_job_calls_dvc():
     assert {path.relative_to(ROOT / "src/kairos").as_posix() for path in calls} == {
         "cli/doctor.py",
         "workflow/ledger.py",
-        "workflow/usable.py",
+        "status/tool_checks.py",
     }
     plain = load(ROOT / "params.yaml").plain()
     method = next(iter(plain["methods"]))
     for stage in (*dependencies.SHARED, *dependencies.PER_TRAINING, *dependencies.AFTER):
         reached = modules(dependencies._roots(stage, plain, method))
-        assert not {"kairos.cli.doctor", "kairos.workflow.ledger", "kairos.workflow.usable"} & set(reached), stage
+        assert not {"kairos.cli.doctor", "kairos.workflow.ledger", "kairos.status.tool_checks"} & set(reached), stage

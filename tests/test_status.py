@@ -12,7 +12,7 @@ import pytest
 from kairos import slurm
 from kairos.cli import main
 from kairos.files import write_json
-from kairos.status.expected import expected
+from kairos.status.outline import outline
 from kairos.status.trainings import Training, trainings
 from kairos.training.job import ProgressFile
 
@@ -67,7 +67,7 @@ def write_log(name: str, text: str) -> None:
 
 
 def look() -> dict[str, Training]:
-    return {training.method: training for training in trainings(expected(Path("many.yaml")), [])}
+    return {training.method: training for training in trainings(outline(Path("many.yaml")), [])}
 
 
 def test_states(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +130,7 @@ def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
         "20|PENDING|Resources|2026-02-01T12:00:00|rule_train_wildcards_log_normal_0",
     )
     jobs = [slurm._job(RESULTS, *line.split("|", 4)) for line in lines]
-    found = {training.method: training for training in trainings(expected(Path("many.yaml")), jobs)}
+    found = {training.method: training for training in trainings(outline(Path("many.yaml")), jobs)}
     states = {name: (training.state, training.step, training.where, training.note) for name, training in found.items()}
     assert states["uniform"] == ("queued", 50, "job 17", "Priority")
     assert states["p2"] == ("starting", 0, "job 18", "")
@@ -139,12 +139,12 @@ def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
     assert slurm.summary(jobs) == "in the queue: images 1 wait, train 2 wait, trainings 1 run"
 
 
-def test_what_is_expected(capsys: pytest.CaptureFixture[str]) -> None:
+def test_outline(capsys: pytest.CaptureFixture[str]) -> None:
     write_experiment(["uniform"], "['12800 images', 400]", "[0, 3]")
-    assert expected(Path("many.yaml")).milestones == [0, 100, 400]
-    assert expected(Path("many.yaml")).trainings == [("uniform", 0), ("uniform", 3)]
+    assert outline(Path("many.yaml")).milestones == [0, 100, 400]
+    assert outline(Path("many.yaml")).trainings == [("uniform", 0), ("uniform", 3)]
     progress("p2", 5)
-    assert expected(RESULTS).trainings == [("p2", 0)]
+    assert outline(RESULTS).trainings == [("p2", 0)]
     for given, said in (("nowhere.yaml", "cannot be read"), ("many.yaml", "unknown field")):
         Path("many.yaml").write_text("experiment: many\nmethod: {}\n")
         assert main(["status", given]) == 2

@@ -38,9 +38,9 @@ def components(out: Path) -> dict[str, str]:
     return read_json(out / "training.json")["components"]
 
 
-def acknowledge(out: Path) -> None:
+def mark_to_start_over(out: Path) -> None:
     for path in out.glob(".state/*/complete/*.json"):
-        path.with_suffix(".acknowledged").touch()
+        path.with_suffix(".start_over").touch()
 
 
 def test_outputs_of_a_training(finished):
@@ -73,7 +73,7 @@ def test_segments_equal_one_training(finished, latents, tmp_path):
 def test_raising_the_last_milestone_computes_only_the_new_steps(finished, latents, tmp_path):
     out = tmp_path / "run"
     train(experiment(), "adaptive", 0, out, latents, [0, 20])
-    acknowledge(out)
+    mark_to_start_over(out)
     shutil.rmtree(out / "milestones")  # as dvc and snakemake do before they run a job again
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 20
     assert components(out) == components(finished) and check_milestone(out / "milestones" / "0000020")
@@ -109,10 +109,10 @@ def test_lowering_the_last_milestone_gives_the_shorter_training(latents, tmp_pat
         assert (longer / name).read_bytes() == (shorter / name).read_bytes()
 
 
-def test_an_acknowledged_training_asked_for_again_starts_over(finished, latents, tmp_path):
+def test_a_marked_training_asked_for_again_starts_over(finished, latents, tmp_path):
     out = tmp_path / "run"
     train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
-    acknowledge(out)
+    mark_to_start_over(out)
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 40
     assert components(out) == components(finished)
 

@@ -1,7 +1,7 @@
 """SLURM's queue, as the workflow fills it.
 
 All jobs of an experiment have one name. What each makes is written down in ``.kairos/jobs/<experiment>/<number>.json``
-(see `kairos.workflow.successor`); its comment names the rule, and mostly method and seed.
+(see `kairos.workflow.takeover`); its comment names the rule, and mostly method and seed.
 """
 
 import getpass

@@ -14,7 +14,7 @@ from slurm import slurm, wait_for
 from kairos import slurm as queue
 from kairos.files import write_json
 from kairos.status import machine
-from kairos.status.expected import expected
+from kairos.status.outline import outline
 from kairos.status.trainings import Training, trainings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -42,7 +42,7 @@ def submit(comment: str, *options: str, command: str = "sleep 300") -> str:
 def look() -> dict[str, Training]:
     jobs, fault = queue.jobs(RESULTS)
     assert fault == ""
-    return {training.method: training for training in trainings(expected(Path("many.yaml")), jobs)}
+    return {training.method: training for training in trainings(outline(Path("many.yaml")), jobs)}
 
 
 def test_queued_and_starting(monkeypatch: pytest.MonkeyPatch) -> None:

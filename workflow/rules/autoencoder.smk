@@ -11,14 +11,14 @@ rule autoencoder:
         f"{RESULTS}/logs/autoencoder.log",
     conda:
         "../../envs/environment.yml"
-    threads: plan.threads
+    threads: layout.threads
     resources:
         mem_mb=growing(6000),
         runtime=growing(480),
-        gpu=plan.gpus if plan.experiment.autoencoder.kind != "none" else 0,
+        gpu=layout.gpus if layout.experiment.autoencoder.kind != "none" else 0,
     params:
-        **plan.depends("autoencoder"),
-        config=plan.frozen,
+        **layout.depends("autoencoder"),
+        config=layout.frozen,
         dataset=folder("dataset"),
         out=folder("record"),
     shell:

@@ -12,14 +12,14 @@ rule encode:
         f"{RESULTS}/logs/encode.log",
     conda:
         "../../envs/environment.yml"
-    threads: plan.threads
+    threads: layout.threads
     resources:
         mem_mb=growing(6000),
         runtime=growing(240),
-        gpu=plan.gpus if plan.experiment.autoencoder.kind != "none" else 0,
+        gpu=layout.gpus if layout.experiment.autoencoder.kind != "none" else 0,
     params:
-        **plan.depends("encode"),
-        config=plan.frozen,
+        **layout.depends("encode"),
+        config=layout.frozen,
         dataset=folder("dataset"),
         autoencoder=folder("autoencoder"),
         out=folder("record"),

@@ -11,13 +11,13 @@ rule extractor:
         f"{RESULTS}/logs/extractor.log",
     conda:
         "../../envs/environment.yml"
-    threads: plan.threads
+    threads: layout.threads
     resources:
         mem_mb=growing(4000),
         runtime=growing(120),
     params:
-        **plan.depends("extractor"),
-        config=plan.frozen,
+        **layout.depends("extractor"),
+        config=layout.frozen,
         dataset=folder("dataset"),
         out=folder("record"),
     shell:
@@ -38,14 +38,14 @@ rule reference:
         f"{RESULTS}/logs/reference.log",
     conda:
         "../../envs/environment.yml"
-    threads: plan.threads
+    threads: layout.threads
     resources:
         mem_mb=growing(6000),
         runtime=growing(120),
-        gpu=plan.gpus,
+        gpu=layout.gpus,
     params:
-        **plan.depends("reference"),
-        config=plan.frozen,
+        **layout.depends("reference"),
+        config=layout.frozen,
         dataset=folder("dataset"),
         autoencoder=folder("autoencoder"),
         latents=folder("latents"),
@@ -57,7 +57,7 @@ rule reference:
         " --timing {output.timing} 2>&1 | tee {log}"
 
 
-for segment in plan.segments:
+for segment in layout.segments:
 
     rule:
         name:
@@ -70,21 +70,21 @@ for segment in plan.segments:
             reference=f"{RESULTS}/reference/reference.json",
         output:
             records=[f"{TRAINING}/evaluation/{step}.json" for step in segment.names],
-            timing=plan.timing("evaluate", "{method}", "{seed}", segment),
+            timing=layout.timing("evaluate", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/evaluate_{{method}}_seed{{seed}}{segment.name}.log",
         group:
-            plan.images(segment)
+            layout.images(segment)
         conda:
             "../../envs/environment.yml"
-        threads: plan.threads
+        threads: layout.threads
         resources:
             mem_mb=growing(6000),
             runtime=growing(120),
-            gpu=plan.gpus,
+            gpu=layout.gpus,
         params:
-            **plan.depends("evaluate"),
-            config=plan.frozen,
+            **layout.depends("evaluate"),
+            config=layout.frozen,
             images=repeated("--samples", files("images")),
             milestones=repeated("--milestone", folders("milestones")),
             out=repeated("--out", files("records")),

@@ -3,7 +3,7 @@
 
 rule prepare:
     input:
-        lambda wildcards: controller.data_files(plan),
+        lambda wildcards: controller.data_files(layout),
     output:
         record=f"{RESULTS}/dataset/manifest.json",
         timing=f"{RESULTS}/timing/prepare.json",
@@ -16,9 +16,9 @@ rule prepare:
         mem_mb=growing(4000),
         runtime=growing(120),
     params:
-        **plan.depends("prepare"),
-        files=lambda wildcards: controller.listing(plan),
-        config=plan.frozen,
+        **layout.depends("prepare"),
+        files=lambda wildcards: controller.listing(layout),
+        config=layout.frozen,
         out=folder("record"),
     shell:
         "kairos prepare --config {params.config} --out {params.out} --timing {output.timing} 2>&1 | tee {log}"

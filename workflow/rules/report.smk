@@ -3,7 +3,7 @@
 
 rule report:
     input:
-        **plan.everything(),
+        **layout.everything(),
     output:
         page=f"{RESULTS}/report.html",
         table=report(f"{RESULTS}/summary.csv", caption="../report/summary.rst", category="Table"),
@@ -23,8 +23,8 @@ rule report:
         mem_mb=2000,
         runtime=30,
     params:
-        **plan.depends("report"),
-        config=plan.frozen,
+        **layout.depends("report"),
+        config=layout.frozen,
         results=folder("page"),
     shell:
         "kairos report --config {params.config} --results {params.results}"

@@ -2,7 +2,7 @@
 # evaluates them.
 
 
-for segment in plan.segments:
+for segment in layout.segments:
 
     rule:
         name:
@@ -19,21 +19,21 @@ for segment in plan.segments:
                 category="Samples",
                 labels={"method": "{method}", "seed": "{seed}"},
             ),
-            timing=plan.timing("sample", "{method}", "{seed}", segment),
+            timing=layout.timing("sample", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.name}.log",
         group:
-            plan.images(segment)
+            layout.images(segment)
         conda:
             "../../envs/environment.yml"
-        threads: plan.threads
+        threads: layout.threads
         resources:
             mem_mb=growing(6000),
             runtime=growing(240),
-            gpu=plan.gpus,
+            gpu=layout.gpus,
         params:
-            **plan.depends("sample"),
-            options=plan.sampling_options,
+            **layout.depends("sample"),
+            options=layout.sampling_options,
             milestones=repeated("--milestone", folders("milestones")),
             out=repeated("--out", files("images")),
             grid=repeated("--grid", files("grids")),

@@ -7,7 +7,7 @@ localrules:
 
 rule track:
     input:
-        **plan.everything(),
+        **layout.everything(),
         table=f"{RESULTS}/summary.csv",
         figures=f"{RESULTS}/figures",
     output:
@@ -21,8 +21,8 @@ rule track:
         mem_mb=2000,
         runtime=60,
     params:
-        **plan.depends("track"),
-        config=plan.frozen,
+        **layout.depends("track"),
+        config=layout.frozen,
         results=folder("table"),
     shell:
         "kairos track --config {params.config} --results {params.results} --out {output}"

@@ -2,7 +2,7 @@
 # signal to all of its processes: shell and tee stay until the training has written its state.
 
 
-for segment in plan.segments:
+for segment in layout.segments:
 
     rule:
         name:
@@ -13,24 +13,24 @@ for segment in plan.segments:
         output:
             milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
             end=[f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl", "timing.jsonl") if segment.last],
-            timing=plan.timing("train", "{method}", "{seed}", segment),
+            timing=layout.timing("train", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.name}.log",
         group:
-            plan.sharing(segment)
+            layout.sharing(segment)
         conda:
             "../../envs/environment.yml"
-        threads: plan.threads * processes_per_node(plan.experiment)
+        threads: layout.threads * processes_per_node(layout.experiment)
         resources:
-            **of_training(plan.experiment),
+            **of_training(layout.experiment),
         params:
-            **plan.depends("train"),
-            config=plan.frozen,
+            **layout.depends("train"),
+            config=layout.frozen,
             steps=list(segment.steps),
             latents=folder("latents"),
             part=segment.part,
             out=f"{TRAINING}",
         shell:
-            "trap : TERM INT; kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
+            "trap '' HUP; trap : TERM INT; kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
             " --latents {params.latents} --milestones {params.steps} {params.part} --wait --timing {output.timing} 2>&1"
             " | (trap '' TERM INT; exec tee {log})"

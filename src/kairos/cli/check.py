@@ -14,22 +14,22 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Check the file and print jobs, methods and milestones."""
     from kairos.config import load
-    from kairos.workflow.plan import Plan
+    from kairos.workflow.layout import Layout
 
-    plan = Plan(load(arguments.file), arguments.file)
+    layout = Layout(load(arguments.file), arguments.file)
     if arguments.folder:
-        print(plan.results)
+        print(layout.results)
         return
-    experiment = plan.experiment
-    print(f"{arguments.file}: experiment {experiment.experiment}, results in {plan.results}/\n")
-    _table([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in plan.jobs().items())])
+    experiment = layout.experiment
+    print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
+    _table([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())])
     print()
     methods = experiment.methods.items()
     _table(
         [("method", "sampler", "weighting"), *((n, _component(m.sampler), _component(m.weighting)) for n, m in methods)]
     )
     steps = ", ".join(str(step) for step in experiment.milestones)
-    segments = f", in {len(plan.segments)} segments" if len(plan.segments) > 1 else ""
+    segments = f", in {len(layout.segments)} segments" if len(layout.segments) > 1 else ""
     images = experiment.evaluation.num_samples * experiment.evaluation.sets
     print(f"\nseeds: {', '.join(map(str, experiment.seeds))}")
     print(f"milestones: {steps} (of {experiment.training.batch_size} images a step){segments}")

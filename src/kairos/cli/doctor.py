@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kairos.config import Experiment
-    from kairos.workflow.usable import Finding
+    from kairos.status.tool_checks import Finding
 
 _PACKAGES = ("torch", "torchvision", "diffusers", "datasets", "torch-fidelity", "scikit-learn", "pandas", "pydantic")
 _PIPELINE = ("snakemake", "dvc", "mlflow")
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.config import load
     from kairos.errors import ConfigError, KairosError
     from kairos.status import machine
-    from kairos.workflow.usable import Tools
+    from kairos.status.tool_checks import Tools
 
     profile = arguments.profile or machine.PROFILE
     if arguments.profile and not machine.profile_file(profile):

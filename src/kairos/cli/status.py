@@ -37,11 +37,11 @@ def status(path: Path) -> str:
         KairosError: there is no such experiment.
     """
     from kairos import slurm
-    from kairos.status.expected import expected
+    from kairos.status.outline import outline
     from kairos.status.stages import stages
     from kairos.status.trainings import STATES, trainings
 
-    wanted = expected(path)
+    wanted = outline(path)
     jobs, fault = slurm.jobs(wanted.results)
     found = trainings(wanted, jobs)
     counts = {state: sum(training.state == state for training in found) for state in STATES}

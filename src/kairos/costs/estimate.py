@@ -11,7 +11,7 @@ from kairos.costs.network import Network, measure
 from kairos.costs.passes import Passes, passes
 from kairos.costs.rate import Rate
 from kairos.costs.storage import memory, storage
-from kairos.workflow.plan import Plan
+from kairos.workflow.layout import Layout
 from kairos.workflow.resources import gpus
 
 
@@ -102,8 +102,8 @@ def estimate(
     Raises:
         ConfigError: an argument or a field cannot be used, or a shape is not known.
     """
-    plan = Plan(experiment, Path())
-    training, plain, results = experiment.training, experiment.plain(), Path(plan.results)
+    layout = Layout(experiment, Path())
+    training, plain, results = experiment.training, experiment.plain(), Path(layout.results)
     data = describe(experiment, results, x0, classes)
     share = -(-training.batch_size // training.processes)
     samples = min(training.microbatch or share, share)
@@ -121,7 +121,7 @@ def estimate(
         methods = {name: _timed(experiment, method, rate, name, forward) for name, method in methods.items()}
     return Estimate(
         experiment=experiment,
-        stages=_stages(plan),
+        stages=_stages(layout),
         data=data,
         network=network,
         microbatches=microbatches,
@@ -152,11 +152,11 @@ def _timed(experiment: Experiment, method: Method, rate: Rate, name: str, forwar
     )
 
 
-def _stages(plan: Plan) -> list[Stage]:
+def _stages(layout: Layout) -> list[Stage]:
     """Jobs by stage; a segment's samples and their evaluation are one in the queue, report and tracking none."""
-    experiment, jobs = plan.experiment, plan.jobs()
+    experiment, jobs = layout.experiment, layout.jobs()
     training, gpu = experiment.training, gpus(experiment)
-    shared = len(plan.segments) * -(-len(plan.methods) * len(plan.seeds) // training.trainings_per_gpu)
+    shared = len(layout.segments) * -(-len(layout.methods) * len(layout.seeds) // training.trainings_per_gpu)
     asked = {
         "autoencoder": gpu * (experiment.autoencoder.kind != "none"),
         "encode": gpu * (experiment.autoencoder.kind != "none"),

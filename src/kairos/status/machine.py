@@ -12,7 +12,7 @@ from typing import Any
 
 from kairos.errors import KairosError
 from kairos.slurm import NO_CLUSTER, ask
-from kairos.workflow.usable import Finding
+from kairos.status.tool_checks import Finding
 
 PROFILE = Path("profiles/slurm")
 _FILES = 1024  # open files at once that a job may need

@@ -1,6 +1,6 @@
 """The other stages of an experiment: whether their records are there."""
 
-from kairos.status.expected import Expected
+from kairos.status.outline import Outline
 
 _RECORDS = {
     "prepared": "dataset/manifest.json",
@@ -13,14 +13,14 @@ _RECORDS = {
 }
 
 
-def stages(expected: Expected) -> str:
+def stages(outline: Outline) -> str:
     """What is there and what is not yet, and how many samples and evaluations of how many there will be."""
-    there = {name: (expected.results / file).is_file() for name, file in _RECORDS.items()}
+    there = {name: (outline.results / file).is_file() for name, file in _RECORDS.items()}
     done, open_ = (", ".join(name for name in there if there[name] is which) or "nothing" for which in (True, False))
-    number = len(expected.trainings) * len(expected.milestones)
+    number = len(outline.trainings) * len(outline.milestones)
     counts = []
     for what, suffix in (("samples", ".npz"), ("evaluation", ".json")):
-        folders = [expected.results / method / f"seed{seed}" / what for method, seed in expected.trainings]
+        folders = [outline.results / method / f"seed{seed}" / what for method, seed in outline.trainings]
         found = sum(not path.name.startswith(".") for folder in folders for path in folder.glob(f"*{suffix}"))
         counts.append(f"{what.removesuffix('s')}s {found}" + (f" of {number}" if number else ""))
     return f"there: {done}; not yet: {open_}\n{', '.join(counts)}"

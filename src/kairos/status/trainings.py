@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.slurm import Job, by_training
-from kairos.status.expected import Expected
+from kairos.status.outline import Outline
 
 STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "complete")
 _TROUBLE = ("failed", "dead", "stopped")
@@ -56,11 +56,11 @@ class Training:
         return (self.of - self.step) / self.rate if self.rate and self.of is not None else None
 
 
-def trainings(expected: Expected, jobs: list[Job]) -> list[Training]:
+def trainings(outline: Outline, jobs: list[Job]) -> list[Training]:
     """All trainings of an experiment in its order."""
     queued, numbers = by_training(jobs), {job.number: job for job in jobs}
-    of, logs = expected.milestones[-1] if expected.milestones else None, _Logs(expected.results)
-    return [_look(expected.results, *each, of, queued.get(each), numbers, logs) for each in expected.trainings]
+    of, logs = outline.milestones[-1] if outline.milestones else None, _Logs(outline.results)
+    return [_look(outline.results, *each, of, queued.get(each), numbers, logs) for each in outline.trainings]
 
 
 def _look(

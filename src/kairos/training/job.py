@@ -57,7 +57,7 @@ class Leave:
         name, before = signal.Signals(number).name, self.reason
         if name == before == "SIGINT":
             raise KeyboardInterrupt
-        self.reason = name
+        self.reason = before or name
         if not self._begun and not before:
             raise Left(f"{name}: stopped before the first step")
 

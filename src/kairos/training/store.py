@@ -4,7 +4,7 @@
     metrics.jsonl timing.jsonl   lines beyond the checkpoint that is resumed from are cut off
     milestones/0000400/          every milestone reached so far
     complete/0-400.json          a request (its milestones) that has been fulfilled
-    complete/0-400.acknowledged  ... and that the workflow's ledger has: asked for again, it starts over
+    complete/0-400.start_over    ... and that is to be computed again
 
 It is no declared output of anything, so it survives what a workflow does to the outputs of failed jobs.
 """
@@ -115,14 +115,14 @@ class Store:
     def start(self, milestones: list[int], part: bool = False) -> list[int]:
         """Prepare for a request; returns those of its milestones that have still to be reached.
 
-        A request that was fulfilled and acknowledged before, and that is made again, is meant to be computed again.
+        A request that was fulfilled before and is marked, and that is made again, is meant to be computed again.
         Where all milestones are there, the last one's checkpoint is needed too, but not for a `part` of a training.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.rglob(".tmp-*"):  # of killed writers; the lock says that none is at work
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         request = self._request(milestones)
-        if request.exists() and request.with_suffix(".acknowledged").exists():
+        if request.exists() and request.with_suffix(".start_over").exists():
             say(f"{self.out}: complete before and asked for again: starts from step 0")
             self.clear()
         missing = [step for step in milestones if not self.has_milestone(step)]

@@ -1,1 +1,1 @@
-"""What the Snakefile, DVC and the Makefile share: the plan of an experiment and both ledgers; no torch in here."""
+"""What the Snakefile, DVC and the Makefile share: the layout of an experiment and both ledgers; no torch in here."""

@@ -7,6 +7,7 @@ the experiment as the controller froze it.
 import fcntl
 import glob
 import os
+import signal
 import socket
 import sys
 import time
@@ -20,8 +21,9 @@ from kairos.errors import KairosError
 from kairos.files import read_json, sha256_json
 from kairos.progress import duration, say
 from kairos.tracking.store import tracking_uri, without_credentials
-from kairos.workflow import acknowledge
-from kairos.workflow.plan import Plan, plan
+from kairos.training.job import last_word
+from kairos.workflow import interrupts, start_over
+from kairos.workflow.layout import Layout, lay_out
 
 _FROZEN = "KAIROS_EXPERIMENT"  # how a job's own Snakemake process finds the controller's frozen experiment
 _DEFAULT = "params.yaml"
@@ -32,12 +34,12 @@ _held: list[Any] = []  # the lock file, open as long as this process lives
 _began = time.time()
 
 
-def open_plan(workflow: Any, config: dict[str, Any]) -> Plan:
+def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
     """The experiment that Snakemake was called for, checked and frozen; ends the process where it cannot be used."""
     try:
         if not workflow.is_main_process and _FROZEN in os.environ:
-            return Plan(load(os.environ[_FROZEN]), Path(os.environ[_FROZEN]))
-        found = plan(_experiment(workflow, config))
+            return Layout(load(os.environ[_FROZEN]), Path(os.environ[_FROZEN]))
+        found = lay_out(_experiment(workflow, config))
         if workflow.is_main_process:
             os.environ[_FROZEN] = str(found.config.resolve())
             _before_execution(workflow, found)
@@ -59,29 +61,30 @@ def _experiment(workflow: Any, config: dict[str, Any]) -> Any:
     return validate({**values, **config}, f"{_DEFAULT} with --config")
 
 
-def _before_execution(workflow: Any, plan: Plan) -> None:
+def _before_execution(workflow: Any, layout: Layout) -> None:
     """Lock the results when Snakemake begins to execute, before it looks at any file; on a cluster prepare for it.
 
     Its own hook (onstart) comes after its locks; and while the Snakefile is read it is not known yet whether anything
     will be executed: a dry run, a summary or a lint must work beside a run.
     """
     execute = workflow.execute
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it
 
     def locked(*arguments: Any, executor_plugin: Any, **keywords: Any) -> Any:
         groups = workflow.group_settings
-        groups.group_components = {**plan.sharing_groups(), **groups.group_components}
+        groups.group_components = {**layout.sharing_groups(), **groups.group_components}
         if not executor_plugin.common_settings.dryrun_exec:
             try:
-                _lock(Path(plan.results))
+                _lock(Path(layout.results))
             except KairosError as error:
                 _end(str(error))
-            _forget_failed_import(Path(plan.results), plan.experiment.tracking.uri)
+            _forget_failed_import(Path(layout.results), layout.experiment.tracking.uri)
         if not executor_plugin.common_settings.local_exec:
             os.environ |= _OFFLINE
         if executor_plugin.name == "slurm":
-            from kairos.workflow import successor
+            from kairos.workflow import takeover
 
-            executor_plugin = successor.attach(workflow, executor_plugin, plan)
+            executor_plugin = takeover.attach(workflow, executor_plugin, layout)
         return execute(*arguments, executor_plugin=executor_plugin, **keywords)
 
     workflow.execute = locked
@@ -133,9 +136,9 @@ def _forget_failed_import(results: Path, configured: str | None) -> None:
             record.unlink()
 
 
-def data_files(plan: Plan) -> list[str]:
+def data_files(layout: Layout) -> list[str]:
     """The parquet files of a data set, as far as they exist; `kairos prepare` says what is missing."""
-    dataset = plan.experiment.dataset
+    dataset = layout.experiment.dataset
     if dataset.source != "parquet":
         return []
     path = str(dataset.path)
@@ -144,9 +147,9 @@ def data_files(plan: Plan) -> list[str]:
     return sorted(glob.glob(path, recursive=True))
 
 
-def listing(plan: Plan) -> str | None:
+def listing(layout: Layout) -> str | None:
     """Hash of the names and sizes in a folder of images: too many files to be inputs each."""
-    dataset = plan.experiment.dataset
+    dataset = layout.experiment.dataset
     if dataset.source != "folder":
         return None
     root = Path(str(dataset.path))
@@ -156,28 +159,35 @@ def listing(plan: Plan) -> str | None:
     return sha256_json(found)
 
 
-def starts(workflow: Any, plan: Plan) -> None:
-    """Before the first job: see `acknowledge`."""
+def starts(workflow: Any, layout: Layout) -> None:
+    """Before the first job: see `start_over` and `interrupts`."""
     if workflow.touch:
         return
-    acknowledge.acknowledge(workflow, Path(plan.results))
+    start_over.mark(workflow, Path(layout.results))
+    if workflow.local_exec:
+        interrupts.obey(workflow.scheduler)
 
 
-def succeeded(workflow: Any, plan: Plan) -> None:
+def succeeded(workflow: Any, layout: Layout) -> None:
     """After the last job."""
     if workflow.touch:
         return
     made = any(job.rule.name == "report" for job in workflow.dag.jobs)
-    report = f"; the report is {plan.results}/report.html" if made else ""
-    say(f"{plan.experiment.experiment}: done in {duration(time.time() - _began)}{report}")
+    report = f"; the report is {layout.results}/report.html" if made else ""
+    say(f"{layout.experiment.experiment}: done in {duration(time.time() - _began)}{report}")
 
 
-def failed(workflow: Any) -> None:
-    """Name the failed jobs' log files with what they say last."""
-    say("Not everything could be computed; what is complete stays, and the same command goes on from there.")
+def failed(workflow: Any, layout: Layout) -> None:
+    """Name the failed jobs' log files with what they say last, or say that the run was told to end."""
     for job in workflow.scheduler.failed:  # Snakemake books its deleted outputs as made: as if a user had deleted them
         for one in job.jobs if job.is_group() else [job]:
             workflow.persistence.cleanup(one)
+    if interrupts.told_at:
+        words = [last_word(Path(layout.training(*training))) for training in layout.trainings]
+        written = sum(word.get("state") == "stopped" and word["updated"] > interrupts.told_at[0] for word in words)
+        say(f"interrupted: {written} trainings have written their state; the same command goes on")
+        return
+    say("Not everything could be computed; what is complete stays, and the same command goes on from there.")
     for job in workflow.dag.needrun_jobs():
         log = Path(str(job.log[0])) if job.log else None
         if log and not workflow.dag.finished(job) and log.exists() and log.stat().st_mtime >= _began:

@@ -14,85 +14,82 @@ from kairos.errors import ConfigError, KairosError
 from kairos.files import write_text
 from kairos.progress import say
 from kairos.workflow import dependencies
-from kairos.workflow.plan import Plan, plan
+from kairos.workflow.layout import Layout, lay_out
 
 RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
+_SNAKEMAKE = (sys.executable, "-m", "snakemake")
 _QUIET = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
-def dependency_table(plan: Plan) -> dict[str, Any]:
+def dependency_table(layout: Layout) -> dict[str, Any]:
     """Fields and code fingerprint of every stage, of the stages of a training by method: DVC's ``params``."""
     table: dict[str, Any] = {}
     for stage in (*dependencies.SHARED, "report"):
-        table[stage] = _entry(stage, plan)
+        table[stage] = _entry(stage, layout)
     for stage in dependencies.PER_TRAINING:
         table[stage] = {
-            method: {**_entry(stage, plan, method), "milestones": list(plan.experiment.milestones)}
-            for method in plan.methods
+            method: {**_entry(stage, layout, method), "milestones": list(layout.experiment.milestones)}
+            for method in layout.methods
         }
     return table
 
 
-def _entry(stage: str, plan: Plan, method: str | None = None) -> dict[str, Any]:
+def _entry(stage: str, layout: Layout, method: str | None = None) -> dict[str, Any]:
     return {
-        **dependencies.settings(stage, plan.plain, method),
-        "code": dependencies.code(stage, plan.plain, method),
+        **dependencies.settings(stage, layout.plain, method),
+        "code": dependencies.code(stage, layout.plain, method),
     }
 
 
 def write_dependencies(config: Path, out: Path) -> None:
     """Write the table as YAML; the file is left alone where nothing has changed."""
-    table = json.loads(json.dumps(dependency_table(plan(load(config)))))  # no value twice, so no YAML anchors
+    table = json.loads(json.dumps(dependency_table(lay_out(load(config)))))  # no value twice, so no YAML anchors
     text = yaml.safe_dump(table, sort_keys=True)
     if not out.exists() or out.read_text(encoding="utf-8") != text:
         out.unlink(missing_ok=True)  # may be a read-only link into DVC's cache
         write_text(out, text)
 
 
-def targets(plan: Plan, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
+def targets(layout: Layout, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
     """The rules of a stage, and files that its jobs make, so many that no job is left out.
 
     Raises:
         ConfigError: the stage needs a method and a seed of the experiment, or has none.
     """
-    results = plan.results
+    results = layout.results
     if stage in dependencies.PER_TRAINING:
-        if method not in plan.methods or seed not in plan.seeds:
+        if method not in layout.methods or seed not in layout.seeds:
             raise ConfigError(
-                f"ledger run {stage}: got --method {method} --seed {seed}, allowed: a method of {plan.methods} "
-                f"and a seed of {plan.seeds}"
+                f"ledger run {stage}: got --method {method} --seed {seed}, allowed: a method of {layout.methods} "
+                f"and a seed of {layout.seeds}"
             )
         made = {"train": "milestones/{}/milestone.json", "sample": "samples/{}.npz", "evaluate": "evaluation/{}.json"}
-        files = [f"{plan.training(method, seed)}/{made[stage].format(step)}" for step in plan.steps]
-        timing = [plan.timing(stage, method, seed, segment) for segment in plan.segments]
-        return [f"{stage}{segment.name}" for segment in plan.segments], [*files, *timing]
+        files = [f"{layout.training(method, seed)}/{made[stage].format(step)}" for step in layout.steps]
+        timing = [layout.timing(stage, method, seed, segment) for segment in layout.segments]
+        return [f"{stage}{segment.name}" for segment in layout.segments], [*files, *timing]
     if method is not None or seed is not None:
         raise ConfigError(f"ledger run {stage}: has neither --method nor --seed")
     if stage == "report":  # the import into MLflow is this machine's own, so no stage of DVC's, and goes with it
-        track = plan.experiment.tracking.enabled
+        track = layout.experiment.tracking.enabled
         return ["report", "track"][: 1 + track], [f"{results}/report.html", f"{results}/tracking.json"][: 1 + track]
     return [stage], [f"{results}/timing/{stage}.json"]
 
 
 def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:
-    """Run exactly one stage's jobs of the Snakemake DAG: what DVC's stages call.
-
-    Raises:
-        KairosError: a job failed.
-    """
-    rules, files = targets(plan(load(config)), stage, method, seed)
-    if snakemake(["--configfile", str(config), "--allowed-rules", *rules, "--", *files]):
-        raise KairosError(f"stage {stage} failed; its log is named above")
+    """Become a Snakemake that runs exactly one stage's jobs of the DAG: what DVC's stages call."""
+    rules, files = targets(lay_out(load(config)), stage, method, seed)
+    command = [*_SNAKEMAKE, "--configfile", str(config), "--allowed-rules", *rules, "--", *files]
+    os.execve(command[0], command, _environment())
 
 
-def snakemake(arguments: list[str]) -> int:
+def snakemake(*arguments: str) -> int:
     """Run Snakemake of this environment; its exit status."""
-    return subprocess.run([sys.executable, "-m", "snakemake", *arguments], env=_environment()).returncode
+    return subprocess.run([*_SNAKEMAKE, *arguments], env=_environment()).returncode
 
 
 def stale_jobs(config: Path) -> str:
     """What Snakemake would still run for an experiment, as it says it; empty where everything is up to date."""
-    command = [sys.executable, "-m", "snakemake", "--configfile", str(config), "--dry-run"]
+    command = [*_SNAKEMAKE, "--configfile", str(config), "--dry-run"]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
     output = done.stdout + done.stderr
     if done.returncode:
@@ -100,7 +97,7 @@ def stale_jobs(config: Path) -> str:
     return "" if "Nothing to be done" in output else output[output.find("Job stats:") :].split("\n\n")[0].strip()
 
 
-def dvc(arguments: list[str]) -> "subprocess.CompletedProcess[str]":
+def dvc(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run DVC of this environment, its output captured."""
     command = [sys.executable, "-m", "dvc", *arguments]
     return subprocess.run(command, env=_environment(), capture_output=True, text=True)
@@ -138,9 +135,9 @@ def record() -> None:
     stale = stale_jobs(Path(RECORDED))
     if stale:
         raise KairosError(f"record: results are stale; run `make demo` first. Snakemake would run:\n{stale}")
-    found = plan(load(RECORDED))
+    found = lay_out(load(RECORDED))
     write_dependencies(Path(RECORDED), Path(found.results) / "dependencies.yaml")
-    done = dvc(["commit", "--force"])
+    done = dvc("commit", "--force")
     if done.returncode:
         raise KairosError(f"record: dvc commit failed:\n{done.stderr.strip()}")
     changed = git("status", "--porcelain", "--", "dvc.lock")
@@ -153,31 +150,20 @@ def adopt() -> None:
     Raises:
         KairosError: there is no remote, it cannot be reached, or something would still have to run.
     """
-    found = plan(load(RECORDED))
+    found = lay_out(load(RECORDED))
     if not Path("dvc.lock").exists():
         raise KairosError("adopt: no dvc.lock here, so nothing was recorded; `make demo` computes the results")
     _pull()
-    made = [f"{found.results}/report.html", f"{found.results}/summary.csv"]
-    if snakemake(["--touch", "--forceall", "--quiet", "all", "--configfile", RECORDED, "--", *made]):
+    quiet, made = ("--quiet", "all", "--configfile", RECORDED), ("report.html", "summary.csv")
+    if snakemake("--touch", "--forceall", *quiet, "--", *(f"{found.results}/{name}" for name in made)):
         raise KairosError("adopt: snakemake --touch failed, see above")
     if found.experiment.tracking.enabled:
-        snakemake(
-            [
-                "--quiet",
-                "all",
-                "--configfile",
-                RECORDED,
-                "--allowed-rules",
-                "track",
-                "--",
-                f"{found.results}/tracking.json",
-            ]
-        )
+        snakemake(*quiet, "--allowed-rules", "track", "--", f"{found.results}/tracking.json")
     stale = stale_jobs(Path(RECORDED))
     if stale:
         raise KairosError(f"adopt: the recorded results do not belong to this tree. Snakemake would run:\n{stale}")
     if not _dvc_clean():  # code was edited since, in a way that changes no result
-        dvc(["repro", "dependencies"])
+        dvc("repro", "dependencies")
         say("dvc.lock brought up to date with code that computes the same")
     if not _dvc_clean():
         raise KairosError("adopt: dvc status is not clean; `dvc status` says what has changed since it was recorded")
@@ -185,15 +171,15 @@ def adopt() -> None:
 
 
 def _dvc_clean() -> bool:
-    status = dvc(["status"])
+    status = dvc("status")
     return status.returncode == 0 and "up to date" in status.stdout
 
 
 def _pull() -> None:
-    checkout = dvc(["checkout"])
+    checkout = dvc("checkout")
     if not checkout.returncode:  # everything is in this clone's cache
         return
-    remotes = dvc(["remote", "list"])
+    remotes = dvc("remote", "list")
     how = (
         "Name where the recorded data lie, for this clone alone:\n"
         "  dvc remote add --local --default store PATH_OR_URL\n"
@@ -201,7 +187,7 @@ def _pull() -> None:
     )
     if not remotes.stdout.strip():
         raise KairosError(f"adopt: no DVC remote is configured. {how}")
-    if dvc(["pull"]).returncode:
+    if dvc("pull").returncode:
         name, place = remotes.stdout.split()[:2]
         raise KairosError(
             f"adopt: the recorded data are not all at {place} (remote {name}): it cannot be reached from here, or "

@@ -8,7 +8,7 @@ from kairos.errors import KairosError
 
 
 @dataclass(frozen=True)
-class Expected:
+class Outline:
     """The trainings of an experiment, and where their results are.
 
     Attributes:
@@ -22,7 +22,7 @@ class Expected:
     milestones: list[int]
 
 
-def expected(path: Path) -> Expected:
+def outline(path: Path) -> Outline:
     """What the experiment file, or the folder of results, at `path` stands for.
 
     Raises:
@@ -37,14 +37,14 @@ def expected(path: Path) -> Expected:
     found = [(folder.parent.name, int(folder.name[4:])) for folder in path.glob("*/seed*") if folder.name[4:].isdigit()]
     if not found:
         raise KairosError(f"{path}: no training there; pass an experiment file or a folder results/<experiment>")
-    return Expected(path, sorted(found), [])
+    return Outline(path, sorted(found), [])
 
 
 def _changed(path: Path) -> float:
     return path.stat().st_mtime
 
 
-def _of_file(path: Path, results: Path | None) -> Expected:
+def _of_file(path: Path, results: Path | None) -> Outline:
     try:
         values = _read(path)
         name, methods, seeds = values["experiment"], list(values["methods"]), values.get("seeds") or [0]
@@ -58,7 +58,7 @@ def _of_file(path: Path, results: Path | None) -> Expected:
         name, methods, seeds = experiment.experiment, list(experiment.methods), experiment.seeds
         milestones = list(experiment.milestones[1:])
     folder = results or Path("results") / str(name)
-    return Expected(folder, [(method, seed) for method in methods for seed in seeds], [0, *milestones])
+    return Outline(folder, [(method, seed) for method in methods for seed in seeds], [0, *milestones])
 
 
 def _read(path: Path) -> Any:

@@ -27,8 +27,8 @@ from kairos.files import canonical_json, read_json, sha256_bytes, sha256_file, w
 from kairos.progress import say
 from kairos.slurm import WAITING, ask, books, plain_environment
 from kairos.training.job import last_word
-from kairos.workflow import step
-from kairos.workflow.plan import Plan
+from kairos.workflow import batch_script
+from kairos.workflow.layout import Layout
 from kairos.workflow.submitter import ANSWER, Submitter
 
 _HASHED_WHOLE = 1_000_000  # bytes; of a larger input size and time are compared
@@ -36,21 +36,21 @@ _CLUSTERS = ("cluster", "clusters", "slurm_cluster")
 _MISSED = 3  # looks in which the queue does not have a job: it has ended, and how is seen in its outputs
 
 
-def attach(workflow: Any, plugin: Any, plan: Plan) -> Any:
+def attach(workflow: Any, plugin: Any, layout: Layout) -> Any:
     """The executor's plugin for an experiment, in a Snakemake that knows of earlier jobs when it plans."""
     build = workflow._build_dag
 
     def build_with_earlier() -> None:
-        _mark_unbooked(workflow.persistence, plan.results)
+        _mark_unbooked(workflow.persistence, layout.results)
         build()
 
     workflow._build_dag = build_with_earlier
     for name in os.environ.keys() - plain_environment().keys():
         del os.environ[name]
-    return replace(plugin, executor=type("Executor", (Successor,), {"results": plan.results, "exact": plan.exact}))
+    return replace(plugin, executor=type("Executor", (Takeover,), {"results": layout.results, "exact": layout.exact}))
 
 
-class Successor(Submitter):
+class Takeover(Submitter):
     """The plugin's executor, with a memory that survives it."""
 
     exact: bool
@@ -115,10 +115,12 @@ class Successor(Submitter):
         return ""
 
     def format_job_exec(self, job: Any) -> str:
-        """What runs in the job: one Snakemake, which SLURM can ask to leave (see `step`); the plugin's would be two."""
+        """What runs in the job: one Snakemake, not the plugin's two; SLURM can ask it to leave (`batch_script`)."""
         python = self.get_python_executable()
         snakemake = f"{python} -m snakemake"
-        return str(super().format_job_exec(job)).replace(snakemake, f"exec {python} -m {step.__name__} {snakemake}", 1)
+        return str(super().format_job_exec(job)).replace(
+            snakemake, f"exec {python} -m {batch_script.__name__} {snakemake}", 1
+        )
 
     def report_job_submission(self, job_info: SubmittedJobInfo, register_job: bool = True) -> None:
         """Write a job down when Snakemake has marked its outputs as begun."""
@@ -206,7 +208,7 @@ class Successor(Submitter):
 def _mark_unbooked(books: Any, results: str) -> None:
     """Make Snakemake plan the jobs that have ended without a controller: else their parameters were never on its books.
 
-    A job that succeeds takes the marks of begun outputs away itself. They are set again, and `Successor` knows.
+    A job that succeeds takes the marks of begun outputs away itself. They are set again, and `Takeover` knows.
     """
     for path in _records(results):
         record = read_json(path)

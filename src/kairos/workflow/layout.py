@@ -50,7 +50,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Layout:
     """What the Snakefile needs to know of an experiment.
 
     Attributes:
@@ -233,6 +233,6 @@ def names(steps: tuple[int, ...]) -> list[str]:
     return [f"{step:07d}" for step in steps]
 
 
-def plan(experiment: Experiment) -> Plan:
-    """Freeze an experiment and plan it."""
-    return Plan(experiment, freeze(experiment))
+def lay_out(experiment: Experiment) -> Layout:
+    """Freeze an experiment and lay it out."""
+    return Layout(experiment, freeze(experiment))

@@ -1,6 +1,6 @@
 """The process that SLURM takes for the batch script of a job: it hands on what asks to leave, and waits.
 
-    python -m kairos.workflow.step python -m snakemake ...
+    python -m kairos.workflow.batch_script python -m snakemake ...
 
 SLURM's signals, before it kills, reach every process of the job (scancel, preemption, time limit), or this one alone
 (``--signal=B:TERM@120``): then the others get it from here. There is no srun in between, as with the SLURM plugin's own

@@ -3,7 +3,7 @@
 A training keeps what it has computed in its own state and gives it out again when it is asked for the same: so a
 controller that was killed before it could write a completed job down loses nothing. But who forces a job, or deletes
 its outputs, wants it computed: for those jobs, and for them alone, the request in the training's state is marked
-``acknowledged`` before they start, and the training begins at step 0 (see `kairos.training.store`).
+``start_over`` before they start, and the training begins at step 0 (see `kairos.training.store`).
 
 Deleted outputs mean that only where every job of the training is asked for what it has given before. DVC deletes all
 outputs of a training also where its last segment is new, such as after its last milestone was raised: then the earlier
@@ -19,7 +19,7 @@ from kairos.files import read_json, write_text
 Key = tuple[str, tuple[int, ...]]  # folder of a training, milestones asked for
 
 
-def acknowledge(workflow: Any, results: Path) -> None:
+def mark(workflow: Any, results: Path) -> None:
     """Mark the fulfilled requests of jobs that are forced or whose outputs were deleted, unmark all others."""
     requests = {path: _fulfilled(path) for path in results.glob("*/seed*/.state/*/complete/*.json")}
     trainings: dict[str, list[Any]] = defaultdict(list)
@@ -32,11 +32,11 @@ def acknowledge(workflow: Any, results: Path) -> None:
         again = [job for job in known if _forced(workflow, job) or (len(known) == len(jobs) and _deleted(job))]
         wanted |= {_asked(job) for job in again}
     for path, key in requests.items():
-        mark = path.with_suffix(".acknowledged")
+        sign = path.with_suffix(".start_over")
         if key in wanted:
-            write_text(mark, "asked for again\n")
+            write_text(sign, "asked for again\n")
         else:
-            mark.unlink(missing_ok=True)
+            sign.unlink(missing_ok=True)
 
 
 def _fulfilled(request: Path) -> Key:
