@@ -77,7 +77,9 @@ class TrainingConfig(Section):
         "fp32", description="bf16: the network in autocast; fp64: weights, images and noise in double precision"
     )
     compile: bool = Field(False, description="torch.compile; its autotuning is not bit-exact between machines")
-    deterministic: bool = Field(True, description="deterministic algorithms only")
+    deterministic: bool | Literal["portable"] = Field(
+        True, description="deterministic algorithms only; portable: the same bits on every x86-64 processor with AVX2"
+    )
     threads: int = Field(1, ge=1, description="computing threads of every job; results differ between thread counts")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
     condition_dropout: float = Field(0.0, ge=0, lt=1, description="share of samples trained without their conditions")
@@ -85,6 +87,16 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _processes_fit(self) -> "TrainingConfig":
+        if self.deterministic == "portable" and self.device != "cpu":
+            raise ValueError(
+                f"training.device: got {self.device!r} with deterministic: portable, allowed: cpu "
+                "(every GPU has kernels of its own)"
+            )
+        if self.deterministic == "portable" and self.compile:
+            raise ValueError(
+                "training.compile: got true with deterministic: portable, allowed: false "
+                "(it compiles for the processor that it finds)"
+            )
         processes, microbatch, batch = self.processes, self.microbatch, self.batch_size
         if processes % self.nodes:
             raise ValueError(f"training.processes: got {processes}, allowed: a multiple of nodes = {self.nodes}")
