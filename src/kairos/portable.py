@@ -11,7 +11,11 @@ import ctypes
 import functools
 import json
 import os
+import platform
+import re
+import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +39,19 @@ ELEMENTWISE = {
     **{f"a{name}": f"arc{name}" for name in ("cos", "sin", "tan")},
 }
 _COMPATIBLE = 3  # MKL_CBWR_COMPATIBLE
+
+
+def machine() -> dict[str, str]:
+    """Processor, instruction set and versions that decide the bits; of no record whose hash machines should share."""
+    info, torch = Path("/proc/cpuinfo"), sys.modules.get("torch")
+    model = re.search(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.MULTILINE)
+    held = all(os.environ.get(name) == value for name, value in VARIABLES.items())
+    return {
+        "processor": model[1] if model else platform.processor() or platform.machine(),
+        "instruction_set": "AVX2 (portable)" if held else torch.backends.cpu.get_cpu_capability() if torch else "any",
+        "libc": " ".join(platform.libc_ver()),
+        **{name: version(name) for name in ("torch", "numpy")},
+    }
 
 
 def asked(arguments: "argparse.Namespace") -> bool:

@@ -12,8 +12,8 @@ for segment in plan.segments:
             before=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.before],
         output:
             milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
-            end=[f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl", "timing.jsonl") if segment.last],
-            timing=plan.timing("train", "{method}", "{seed}", segment),
+            end=[f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl") if segment.last],
+            sums=plan.sums("train", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.name}.log",
         group:
@@ -25,6 +25,7 @@ for segment in plan.segments:
             **of_training(plan.experiment),
         params:
             **plan.depends("train"),
+            timing=plan.timing("train", "{method}", "{seed}", segment),
             config=plan.frozen,
             steps=list(segment.steps),
             latents=folder("latents"),
@@ -32,5 +33,6 @@ for segment in plan.segments:
             out=f"{TRAINING}",
         shell:
             "trap : TERM INT; kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
-            " --latents {params.latents} --milestones {params.steps} {params.part} --wait --timing {output.timing} 2>&1"
+            " --latents {params.latents} --milestones {params.steps} {params.part} --wait --timing {params.timing} 2>&1"
             " | (trap '' TERM INT; exec tee {log})"
+            " && cksum {output.milestones} {output.end} > {output.sums}"

@@ -22,7 +22,18 @@ from kairos.models.registries import MODELS
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
-RESERVED = (*REFERENCE_ROWS, "dataset", "autoencoder", "latents", "extractor", "reference", "figures", "timing", "logs")
+RESERVED = (
+    *REFERENCE_ROWS,
+    "dataset",
+    "autoencoder",
+    "latents",
+    "extractor",
+    "reference",
+    "figures",
+    "timing",
+    "sums",
+    "logs",
+)
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")
 
 
