@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from kairos.training.order import batch_positions
 from training_case import command, experiment, make_latents, train_command, write_experiment
 
 from kairos.errors import DamagedError, KairosError
 from kairos.files import read_json, write_text
 from kairos.milestones import check_milestone, open_milestone
 from kairos.training import checkpoint
-from kairos.training.order import batch_positions
 from kairos.training.run import train
 
 

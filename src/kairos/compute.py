@@ -7,25 +7,28 @@ from collections.abc import Iterator
 
 import torch
 
+from kairos import portable
 from kairos.errors import KairosError
 
 
 def setup(
-    threads: int, device: str, deterministic: bool = True, local_rank: int | None = None, precision: str = "fp32"
+    threads: int, device: str, deterministic: bool | str = True, local_rank: int | None = None, precision: str = "fp32"
 ) -> torch.device:
     """Set the number of computing threads, choose the device and switch deterministic algorithms on.
 
     Args:
         threads: computing threads; results differ between thread counts, so it is part of a run's identity.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-        deterministic: refuse algorithms whose result varies between runs.
+        deterministic: refuse algorithms whose result varies between runs; ``portable``: between processors too.
         local_rank: number of this process among those on this machine, each of which has the GPU of its number.
         precision: ``tf32`` allows its matrix products and convolutions on a GPU.
 
     Raises:
-        KairosError: a GPU is asked for, or was given to the job, and none is usable.
+        KairosError: a GPU is asked for, or was given to the job, and none is usable; portable kernels are not.
     """
     torch.set_num_threads(threads)
+    if deterministic == "portable":
+        portable.setup()
     usable = torch.cuda.is_available()
     given = _given_by_slurm()
     if not usable and device != "cpu" and (given or device != "auto"):

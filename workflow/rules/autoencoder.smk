@@ -6,7 +6,6 @@ rule autoencoder:
         dataset=f"{RESULTS}/dataset/manifest.json",
     output:
         record=f"{RESULTS}/autoencoder/manifest.json",
-        timing=f"{RESULTS}/timing/autoencoder.json",
     log:
         f"{RESULTS}/logs/autoencoder.log",
     conda:
@@ -18,9 +17,10 @@ rule autoencoder:
         gpu=layout.gpus if layout.experiment.autoencoder.kind != "none" else 0,
     params:
         **layout.depends("autoencoder"),
+        timing=f"{RESULTS}/timing/autoencoder.json",
         config=layout.frozen,
         dataset=folder("dataset"),
         out=folder("record"),
     shell:
         "kairos autoencoder --config {params.config} --dataset {params.dataset} --out {params.out}"
-        " --timing {output.timing} 2>&1 | tee {log}"
+        " --timing {params.timing} 2>&1 | tee {log}"

@@ -7,7 +7,6 @@ rule encode:
         autoencoder=f"{RESULTS}/autoencoder/manifest.json",
     output:
         record=f"{RESULTS}/latents/manifest.json",
-        timing=f"{RESULTS}/timing/encode.json",
     log:
         f"{RESULTS}/logs/encode.log",
     conda:
@@ -19,10 +18,11 @@ rule encode:
         gpu=layout.gpus if layout.experiment.autoencoder.kind != "none" else 0,
     params:
         **layout.depends("encode"),
+        timing=f"{RESULTS}/timing/encode.json",
         config=layout.frozen,
         dataset=folder("dataset"),
         autoencoder=folder("autoencoder"),
         out=folder("record"),
     shell:
         "kairos encode --config {params.config} --dataset {params.dataset} --autoencoder {params.autoencoder}"
-        " --out {params.out} --timing {output.timing} 2>&1 | tee {log}"
+        " --out {params.out} --timing {params.timing} 2>&1 | tee {log}"

@@ -6,7 +6,6 @@ rule extractor:
         dataset=f"{RESULTS}/dataset/manifest.json",
     output:
         record=f"{RESULTS}/extractor/manifest.json",
-        timing=f"{RESULTS}/timing/extractor.json",
     log:
         f"{RESULTS}/logs/extractor.log",
     conda:
@@ -17,12 +16,13 @@ rule extractor:
         runtime=growing(120),
     params:
         **layout.depends("extractor"),
+        timing=f"{RESULTS}/timing/extractor.json",
         config=layout.frozen,
         dataset=folder("dataset"),
         out=folder("record"),
     shell:
         "kairos extractor --config {params.config} --dataset {params.dataset} --out {params.out}"
-        " --timing {output.timing} 2>&1 | tee {log}"
+        " --timing {params.timing} 2>&1 | tee {log}"
 
 
 rule reference:
@@ -33,7 +33,6 @@ rule reference:
         extractor=f"{RESULTS}/extractor/manifest.json",
     output:
         record=f"{RESULTS}/reference/reference.json",
-        timing=f"{RESULTS}/timing/reference.json",
     log:
         f"{RESULTS}/logs/reference.log",
     conda:
@@ -45,6 +44,7 @@ rule reference:
         gpu=layout.gpus,
     params:
         **layout.depends("reference"),
+        timing=f"{RESULTS}/timing/reference.json",
         config=layout.frozen,
         dataset=folder("dataset"),
         autoencoder=folder("autoencoder"),
@@ -54,7 +54,7 @@ rule reference:
     shell:
         "kairos reference --config {params.config} --dataset {params.dataset} --autoencoder {params.autoencoder}"
         " --latents {params.latents} --extractor {params.extractor} --out {params.out}"
-        " --timing {output.timing} 2>&1 | tee {log}"
+        " --timing {params.timing} 2>&1 | tee {log}"
 
 
 for segment in layout.segments:
@@ -70,7 +70,7 @@ for segment in layout.segments:
             reference=f"{RESULTS}/reference/reference.json",
         output:
             records=[f"{TRAINING}/evaluation/{step}.json" for step in segment.names],
-            timing=layout.timing("evaluate", "{method}", "{seed}", segment),
+            sums=layout.sums("evaluate", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/evaluate_{{method}}_seed{{seed}}{segment.name}.log",
         group:
@@ -84,6 +84,7 @@ for segment in layout.segments:
             gpu=layout.gpus,
         params:
             **layout.depends("evaluate"),
+            timing=layout.timing("evaluate", "{method}", "{seed}", segment),
             config=layout.frozen,
             images=repeated("--samples", files("images")),
             milestones=repeated("--milestone", folders("milestones")),
@@ -92,4 +93,5 @@ for segment in layout.segments:
             extractor=folder("extractor"),
         shell:
             "kairos evaluate {params.images} {params.milestones} {params.out} --reference {input.reference}"
-            " --latents {params.latents} --extractor {params.extractor} --timing {output.timing} 2>&1 | tee {log}"
+            " --latents {params.latents} --extractor {params.extractor} --timing {params.timing} 2>&1 | tee {log}"
+            " && cksum {output.records} > {output.sums}"

@@ -6,7 +6,6 @@ rule prepare:
         lambda wildcards: controller.data_files(layout),
     output:
         record=f"{RESULTS}/dataset/manifest.json",
-        timing=f"{RESULTS}/timing/prepare.json",
     log:
         f"{RESULTS}/logs/prepare.log",
     conda:
@@ -18,7 +17,8 @@ rule prepare:
     params:
         **layout.depends("prepare"),
         files=lambda wildcards: controller.listing(layout),
+        timing=f"{RESULTS}/timing/prepare.json",
         config=layout.frozen,
         out=folder("record"),
     shell:
-        "kairos prepare --config {params.config} --out {params.out} --timing {output.timing} 2>&1 | tee {log}"
+        "kairos prepare --config {params.config} --out {params.out} --timing {params.timing} 2>&1 | tee {log}"

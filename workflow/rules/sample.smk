@@ -19,7 +19,7 @@ for segment in layout.segments:
                 category="Samples",
                 labels={"method": "{method}", "seed": "{seed}"},
             ),
-            timing=layout.timing("sample", "{method}", "{seed}", segment),
+            sums=layout.sums("sample", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.name}.log",
         group:
@@ -33,6 +33,7 @@ for segment in layout.segments:
             gpu=layout.gpus,
         params:
             **layout.depends("sample"),
+            timing=layout.timing("sample", "{method}", "{seed}", segment),
             options=layout.sampling_options,
             milestones=repeated("--milestone", folders("milestones")),
             out=repeated("--out", files("images")),
@@ -41,4 +42,5 @@ for segment in layout.segments:
             latents=folder("latents"),
         shell:
             "kairos sample {params.milestones} {params.out} {params.grid} --num {params.num} {params.options}"
-            " --autoencoder {params.autoencoder} --latents {params.latents} --timing {output.timing} 2>&1 | tee {log}"
+            " --autoencoder {params.autoencoder} --latents {params.latents} --timing {params.timing} 2>&1 | tee {log}"
+            " && cksum {output.images} {output.grids} > {output.sums}"

@@ -12,8 +12,8 @@ for segment in layout.segments:
             before=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.before],
         output:
             milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
-            end=[f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl", "timing.jsonl") if segment.last],
-            timing=layout.timing("train", "{method}", "{seed}", segment),
+            end=[f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl") if segment.last],
+            sums=layout.sums("train", "{method}", "{seed}", segment),
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.name}.log",
         group:
@@ -25,12 +25,14 @@ for segment in layout.segments:
             **of_training(layout.experiment),
         params:
             **layout.depends("train"),
+            timing=layout.timing("train", "{method}", "{seed}", segment),
             config=layout.frozen,
             steps=list(segment.steps),
             latents=folder("latents"),
             part=segment.part,
             out=f"{TRAINING}",
         shell:
-            "trap '' HUP; trap : TERM INT; kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
-            " --latents {params.latents} --milestones {params.steps} {params.part} --wait --timing {output.timing} 2>&1"
+            "trap : TERM INT; kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
+            " --latents {params.latents} --milestones {params.steps} {params.part} --wait --timing {params.timing} 2>&1"
             " | (trap '' TERM INT; exec tee {log})"
+            " && cksum {output.milestones} {output.end} > {output.sums}"

@@ -36,6 +36,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    from kairos import portable
     from kairos.errors import ConfigError, KairosError
 
     gc.disable()  # imports allocate much and free nothing: 1.5 s of 10 are saved; `clock.work_begins` enables it
@@ -48,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
             importlib.import_module(module).add_arguments(name, subparser)
     try:
         arguments = parser.parse_args(argv)
+        if portable.asked(arguments):
+            portable.hold()
         importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
         sys.stdout.flush()
     except SystemExit as stop:  # argparse: 0 after --help, 2 after wrong usage

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos import clock
+from kairos import clock, portable
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -20,4 +20,4 @@ def add_timing(parser: argparse.ArgumentParser) -> None:
 def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:
     """Write the timing record where it was asked for."""
     if arguments.timing is not None:
-        clock.write(arguments.timing, arguments.command, **facts)
+        clock.write(arguments.timing, arguments.command, machine=portable.machine(), **facts)

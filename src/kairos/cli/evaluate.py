@@ -52,7 +52,7 @@ def _extractor(arguments: argparse.Namespace) -> None:
 
     dataset = open_dataset(arguments.dataset)
     EXTRACTORS.entry(config.evaluation.extractor["name"]).load()  # its imports are start-up
-    compute.setup(config.training.threads, "cpu")
+    compute.setup(config.training.threads, "cpu", config.training.deterministic)
     clock.work_begins()
     extractors.make(config.evaluation.extractor, dataset, arguments.out)
     write_timing(arguments)

@@ -1,4 +1,4 @@
-"""``kairos verify``: is a training's folder whole, and what is in it."""
+"""``kairos verify``: is a training's folder whole, and what is in it; are results those of a recording."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,9 @@ from pathlib import Path
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("folder", type=Path, metavar="D", help="folder of a training, or of one milestone")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("folder", type=Path, nargs="?", metavar="D", help="folder of a training, or of one milestone")
+    group.add_argument("--against", type=Path, metavar="LOCK", help="compare all results with a dvc.lock")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -15,6 +17,9 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.files import sha256_file
     from kairos.milestones import check_milestone
 
+    if arguments.against:
+        _against(arguments.against)
+        return
     folder = arguments.folder
     if (folder / "milestone.json").exists():
         record = check_milestone(folder)
@@ -41,3 +46,18 @@ def run(arguments: argparse.Namespace) -> None:
     milestones = sorted((folder / "milestones").glob("[0-9]*"))
     for milestone in milestones:
         check_milestone(milestone)
+
+
+def _against(lock: Path) -> None:
+    from kairos.errors import KairosError
+    from kairos.workflow.reproduction import compare
+
+    found: dict[str, int] = {}
+    for path, state, why in compare(lock):
+        found[state] = found.get(state, 0) + 1
+        if state != "same":
+            print(f"{path}: {state}{f', {why}' if why else ''}")
+    said = ", ".join(f"{count} {state}" for state, count in sorted(found.items()))
+    if found.get("differs") or found.get("missing"):
+        raise KairosError(f"results are not those of {lock}: {said}")
+    print(f"results are those of {lock}: {said}")

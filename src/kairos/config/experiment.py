@@ -27,7 +27,18 @@ from kairos.training.lengths import length_in_steps
 from kairos.training.settings import TrainingConfig
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
-RESERVED = (*REFERENCE_ROWS, "dataset", "autoencoder", "latents", "extractor", "reference", "figures", "timing", "logs")
+RESERVED = (
+    *REFERENCE_ROWS,
+    "dataset",
+    "autoencoder",
+    "latents",
+    "extractor",
+    "reference",
+    "figures",
+    "timing",
+    "sums",
+    "logs",
+)
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")
 
 

@@ -35,7 +35,9 @@ class TrainingConfig(Section):
         "fp32", description="tf32: matrix products of a GPU; bf16: the network in autocast; fp64: everything in double"
     )
     compile: bool = Field(False, description="torch.compile; its autotuning is not bit-exact between machines")
-    deterministic: bool = Field(True, description="deterministic algorithms only")
+    deterministic: bool | Literal["portable"] = Field(
+        True, description="deterministic algorithms only; portable: with the same bits on any x86-64 processor"
+    )
     threads: int = Field(1, ge=1, description="computing threads of every job; results differ between thread counts")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
     condition_dropout: float = Field(0.0, ge=0, lt=1, description="share of samples trained without their conditions")
@@ -59,6 +61,16 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"training.trainings_per_gpu: got {self.trainings_per_gpu} with {processes} processes, allowed: 1 "
                 "(several trainings share a GPU only where each has one process)"
+            )
+        if self.deterministic == "portable" and self.device != "cpu":
+            raise ValueError(
+                f"training.device: got {self.device!r} with deterministic: portable, allowed: cpu "
+                "(every GPU has kernels of its own)"
+            )
+        if self.deterministic == "portable" and self.compile:
+            raise ValueError(
+                "training.compile: got true with deterministic: portable, allowed: false "
+                "(it compiles for the processor that it finds)"
             )
         if processes > 1 and ":" in self.device:
             raise ValueError(

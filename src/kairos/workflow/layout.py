@@ -196,15 +196,19 @@ class Layout:
         return f"{self.results}/{method}/seed{seed}"
 
     def timing(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
-        """Where a job of a training leaves what time it took."""
+        """Where a job of a training leaves what time it took, on what machine: no output, since no two are the same."""
         return f"{self.results}/timing/{stage}/{method}_seed{seed}/{segment.number}.json"
+
+    def sums(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
+        """Checksums of what a job of a training has made: in one folder, which DVC's report stage can depend on."""
+        return f"{self.results}/sums/{stage}/{method}_seed{seed}/{segment.number}.txt"
 
     def everything(self) -> dict[str, list[str]]:
         """All records that the report and the tracking read."""
         trainings = self.trainings
         folders = [self.training(*training) for training in trainings]
         records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
-        ends = ("training.json", "metrics.jsonl", "timing.jsonl")
+        ends = ("training.json", "metrics.jsonl")
         per_step = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
         return {
             "shared": [f"{self.results}/{record}.json" for record in records],
@@ -212,9 +216,8 @@ class Layout:
             "steps": [
                 f"{folder}/{name.format(step)}" for folder in folders for step in self.steps for name in per_step
             ],
-            "timing": [f"{self.results}/timing/{stage}.json" for stage in dependencies.SHARED]
-            + [
-                self.timing(stage, *training, segment)
+            "sums": [
+                self.sums(stage, *training, segment)
                 for stage in dependencies.PER_TRAINING
                 for training in trainings
                 for segment in self.segments

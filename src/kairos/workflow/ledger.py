@@ -11,10 +11,11 @@ import yaml
 
 from kairos.config import load
 from kairos.errors import ConfigError, KairosError
-from kairos.files import write_text
+from kairos.files import write_json, write_text
 from kairos.progress import say
 from kairos.workflow import dependencies
 from kairos.workflow.layout import Layout, lay_out
+from kairos.workflow.reproduction import machines, provenance
 
 RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
 _SNAKEMAKE = (sys.executable, "-m", "snakemake")
@@ -65,14 +66,15 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
             )
         made = {"train": "milestones/{}/milestone.json", "sample": "samples/{}.npz", "evaluate": "evaluation/{}.json"}
         files = [f"{layout.training(method, seed)}/{made[stage].format(step)}" for step in layout.steps]
-        timing = [layout.timing(stage, method, seed, segment) for segment in layout.segments]
-        return [f"{stage}{segment.name}" for segment in layout.segments], [*files, *timing]
+        sums = [layout.sums(stage, method, seed, segment) for segment in layout.segments]
+        return [f"{stage}{segment.name}" for segment in layout.segments], [*files, *sums]
     if method is not None or seed is not None:
         raise ConfigError(f"ledger run {stage}: has neither --method nor --seed")
     if stage == "report":  # the import into MLflow is this machine's own, so no stage of DVC's, and goes with it
         track = layout.experiment.tracking.enabled
         return ["report", "track"][: 1 + track], [f"{results}/report.html", f"{results}/tracking.json"][: 1 + track]
-    return [stage], [f"{results}/timing/{stage}.json"]
+    folder = {"prepare": "dataset", "encode": "latents"}.get(stage, stage)
+    return [stage], [f"{results}/{folder}/{'reference' if stage == 'reference' else 'manifest'}.json"]
 
 
 def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:
@@ -126,7 +128,8 @@ def record() -> None:
     Raises:
         KairosError: results are stale, or the tree differs from the commit that they would be recorded with.
     """
-    dirty = [line for line in git("status", "--porcelain").splitlines() if line[3:] != "dvc.lock"]
+    written = ("dvc.lock", str(provenance(Path("dvc.lock"))))
+    dirty = [line for line in git("status", "--porcelain").splitlines() if line[3:] not in written]
     if dirty:
         raise KairosError(
             "record: the tree has changes that no commit holds, so the results could not be reproduced from one; "
@@ -140,8 +143,11 @@ def record() -> None:
     done = dvc("commit", "--force")
     if done.returncode:
         raise KairosError(f"record: dvc commit failed:\n{done.stderr.strip()}")
-    changed = git("status", "--porcelain", "--", "dvc.lock")
-    say("recorded in dvc.lock; commit it: git add dvc.lock && git commit" if changed else "dvc.lock has it already")
+    if known := machines(Path(found.results)):  # adopted results bring none: who computed them is on record
+        write_json(written[1], known)
+    changed = git("status", "--porcelain", "--", *written)
+    commit = f"recorded in dvc.lock; commit it: git add {' '.join(written)} && git commit"
+    say(commit if changed else "dvc.lock has it already")
 
 
 def adopt() -> None:

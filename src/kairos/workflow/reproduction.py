@@ -1,0 +1,101 @@
+"""What is on disk against what a dvc.lock holds: which outputs differ, and why as far as records tell."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kairos.errors import KairosError
+from kairos.files import read_json
+
+CLOCKED = ("report.html", "summary.csv", "figures", "timing", "timing.jsonl")  # hold clock times: never the same twice
+
+
+def machines(results: Path) -> list[dict[str, str]]:
+    """Processor, instruction set and versions that the jobs of an experiment name beside their times."""
+    records = [read_json(path) for path in sorted(results.glob("timing/**/*.json"))]
+    named = {
+        json.dumps(record["machine"], sort_keys=True): record["machine"] for record in records if "machine" in record
+    }
+    return list(named.values())
+
+
+def provenance(lock: Path) -> Path:
+    """Where `kairos ledger record` leaves the machines, beside the lock file."""
+    return lock.with_suffix(".machines.json")
+
+
+def digest(path: Path) -> str:
+    """DVC's hash of a file or folder; empty where there is none."""
+    if not path.is_dir():
+        return hashlib.md5(path.read_bytes()).hexdigest() if path.exists() else ""
+    files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    listed = [{"md5": digest(path / file), "relpath": file} for file in files]
+    return hashlib.md5(json.dumps(listed, sort_keys=True).encode()).hexdigest() + ".dir"
+
+
+def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
+    """Every output of every stage: its path, ``same``, ``differs``, ``missing`` or ``not compared``, and why.
+
+    Raises:
+        KairosError: there is no such lock file.
+    """
+    try:
+        stages: dict[str, Any] = yaml.safe_load(lock.read_text(encoding="utf-8"))["stages"]
+    except (OSError, LookupError, TypeError, yaml.YAMLError) as error:
+        raise KairosError(f"--against: {lock} cannot be read ({error}); pass the dvc.lock of a recording") from None
+    root, different = lock.parent, set()
+    for name, stage in stages.items():
+        for out in stage.get("outs", []):
+            path, found = out["path"], digest(root / out["path"])
+            if set(Path(path).parts) & set(CLOCKED):
+                yield path, "not compared", "holds clock times"
+            elif found == out["md5"]:
+                yield path, "same", ""
+            else:
+                different.add(path)
+                yield path, "differs" if found else "missing", _why(name, stage, lock, different) if found else ""
+
+
+def _why(name: str, stage: dict[str, Any], lock: Path, different: set[str]) -> str:
+    changed = [
+        f"{key}.{field}" if isinstance(value, dict) else key
+        for file, table in stage.get("params", {}).items()
+        for key, value in table.items()
+        for field in (value if isinstance(value, dict) else [""])
+        if _now(lock.parent / file, key, field) != (value[field] if isinstance(value, dict) else value)
+    ]
+    if changed or name == "dependencies":
+        return f"changed settings or code: {', '.join(changed) or 'see the stages below'}"
+    from_other = [
+        dep["path"]
+        for dep in stage.get("deps", [])
+        if any(dep["path"] == out or dep["path"].startswith(f"{out}/") for out in different)
+    ]
+    reasons = [f"follows from {', '.join(from_other)}"] if from_other else []
+    return "; ".join(reasons + _other_machine(lock, stage)) or "no record tells why"
+
+
+def _now(file: Path, key: str, field: str) -> Any:
+    value = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for part in [*key.split(".", 1), *([field] if field else [])]:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _other_machine(lock: Path, stage: dict[str, Any]) -> list[str]:
+    if not provenance(lock).exists():
+        return [f"where it was recorded is unknown ({provenance(lock).name} is absent)"]
+    recorded = read_json(provenance(lock))
+    here = machines(lock.parent / "/".join(Path(stage["outs"][0]["path"]).parts[:2]))
+    reasons = []
+    for fact in ("processor", "instruction_set", "torch", "numpy", "libc"):
+        before, now = ({machine.get(fact, "?") for machine in group} for group in (recorded, here))
+        if before != now:
+            reasons.append(
+                f"other {fact.replace('_', ' ')}: {'/'.join(sorted(before))} then, {'/'.join(sorted(now))} now"
+            )
+    return reasons
