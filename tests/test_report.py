@@ -225,7 +225,8 @@ def test_the_page_says_how_the_numbers_came_about(built):
     text = " ".join(text.split())
     for fact in (
         "held-out accuracy 98.1%", "400 per set (12.5 per feature), 3 sets",
-        "20 steps, trailing spacing, x0 not clipped", "EMA weights", "eeeeeeeeeeee", "ffffffffffff",
+        "20 intervals, 20 network evaluations, trailing spacing, x0 not clipped", "EMA weights",
+            "eeeeeeeeeeee", "ffffffffffff",
         "Start-up (interpreter and imports) takes 51% of all CPU time",
         "reconstruction PSNR 24.7 dB", "0123456789abcdef",
     ):  # fmt: skip
