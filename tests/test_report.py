@@ -267,7 +267,8 @@ def test_the_report_imports_nothing_heavy():
     assert json.loads(answer.stdout.replace("'", '"')) == []
 
 
-def test_the_template_is_code_that_the_report_depends_on(tmp_path):
+@pytest.mark.parametrize("name", ["page.html.jinja", "canvas.mplstyle"])
+def test_template_and_style_are_code_that_the_report_depends_on(tmp_path, name):
     package = Path(main.__code__.co_filename).parents[1]
     copy = shutil.copytree(package, tmp_path / "kairos", ignore=shutil.ignore_patterns("__pycache__"))
     code = "from kairos.fingerprint import fingerprint; print(fingerprint(['kairos.report.build']))"
@@ -275,6 +276,6 @@ def test_the_template_is_code_that_the_report_depends_on(tmp_path):
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
         found.append(done.stdout)
-        with open(copy / "report" / "page.html.jinja", "a") as file:
-            file.write("<!-- another -->")
+        with open(copy / "report" / name, "a") as file:
+            file.write("# another")
     assert found[0] != found[1]
