@@ -31,11 +31,7 @@ def docstrings(text: str) -> set[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
                 found.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return found
 
@@ -53,11 +49,7 @@ def count(text: str) -> tuple[int, int]:
 def main() -> None:
     """Print a table of the packages of ``src/kairos`` and of ``workflow``."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-    files = [
-        *sorted((root / "src/kairos").rglob("*.py")),
-        *sorted((root / "workflow").rglob("*.smk")),
-        root / "Snakefile",
-    ]
+    files = [*sorted((root / "src/kairos").rglob("*.py")), *sorted((root / "workflow").rglob("*.smk")), root / "Snakefile"]
     sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
     for path in files:
         parts = path.relative_to(root).parts
