@@ -46,13 +46,10 @@ def given(
     if steps_per_second is not None and tflops is not None:
         raise ConfigError("--steps-per-second and --tflops: got both, allowed: one of them")
     least = min(operations.values())
-    for name, value in (
-        ("--steps-per-second", steps_per_second),
-        ("--tflops", tflops),
-        ("--utilisation", utilisation),
-    ):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name}: got {value}, allowed: more than 0")
+    stated = {"--steps-per-second": steps_per_second, "--tflops": tflops, "--utilisation": utilisation}
+    for name, value in stated.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{name}: got {value}, allowed: more than 0, and finite")
     if steps_per_second is not None:
         speed, source = least * steps_per_second / gpus, f"{steps_per_second:g} steps per second, as given"
     else:

@@ -46,7 +46,6 @@ def write_dependencies(config: Path, out: Path) -> None:
     table = json.loads(json.dumps(dependency_table(lay_out(load(config)))))  # no value twice, so no YAML anchors
     text = yaml.safe_dump(table, sort_keys=True)
     if not out.exists() or out.read_text(encoding="utf-8") != text:
-        out.unlink(missing_ok=True)  # may be a read-only link into DVC's cache
         write_text(out, text)
 
 
