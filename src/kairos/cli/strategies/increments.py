@@ -37,39 +37,24 @@ def _csv(found: Increments) -> str:
 
 def _text(found: Increments, title: str) -> str:
     area = found.area()
-    steady = bool((area == "steady").any())
+    growth = "evenly" if (area == "steady").any() else "ever faster"
+    counts = {name: count for name in AREAS if (count := int(np.sum(area == name)))}
     head = [
         ("process", f"{title}, T = {len(found.t)}, x_(t+1) - x_t for t = 0 ... {found.t[-1]:.6g}"),
-        (
-            "slows at",
-            _place(found.deceleration, "no time: the variance grows " + ("evenly" if steady else "ever faster")),
-        ),
+        ("slows at", _place(found.deceleration, f"no time: the variance grows {growth}")),
         ("converges", _place(found.convergence, "not reached") + f", where the magnitude exceeds r = {found.r:g}"),
-        *(
-            (name, f"{count} increments, {100 * count / len(area):.1f} %")
-            for name in AREAS
-            if (count := _count(area, name))
-        ),
+        *((name, f"{count} increments, {100 * count / len(area):.1f} %") for name, count in counts.items()),
     ]
     rows = [["t", "mean / x0", "variance", "of it, given x0", "variance >=", "change per t", "magnitude", "area", ""]]
     for start, end in strata(len(area)):
         inside = slice(start, end)
         means = [getattr(found, name)[inside].mean() for name in ("mean", "variance", "own_variance", "variance_bound")]
         further = [found.change[inside].mean(), found.magnitude[inside].mean()]
-        areas = "/".join(name for name in AREAS if _count(area[inside], name))
-        rows.append(
-            [
-                f"{found.t[start]:.4g} - {found.t[end - 1]:.4g}" if end - start > 1 else f"{found.t[start]:.4g}",
-                *(f"{value:.4g}" for value in (*means, *further)),
-                areas,
-                bar(float(means[1]), float(found.variance.max())),
-            ]
-        )
+        areas = "/".join(name for name in AREAS if name in area[inside])
+        place = f"{found.t[start]:.4g} - {found.t[end - 1]:.4g}" if end - start > 1 else f"{found.t[start]:.4g}"
+        numbers = [f"{value:.4g}" for value in (*means, *further)]
+        rows.append([place, *numbers, areas, bar(float(means[1]), float(found.variance.max()))])
     return "".join(f"{word:13} {what}\n" for word, what in head) + "\n" + aligned(rows)
-
-
-def _count(area: Any, name: str) -> int:
-    return int(np.sum(area == name))
 
 
 def _place(t: float | None, otherwise: str) -> str:

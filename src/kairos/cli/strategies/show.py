@@ -230,14 +230,8 @@ def _text(view: View) -> str:
         for start, end in strata(len(t)):
             share = effective[start:end].sum() / total
             shares.append(float(share))
-            rows.append(
-                [
-                    ranges_text(start, end, width),
-                    f"{100 * p[start:end].sum():.2f} %",
-                    f"{w[start:end].mean():.4g}",
-                    f"{100 * share:.2f} %",
-                ]
-            )
+            mass, mean = f"{100 * p[start:end].sum():.2f} %", f"{w[start:end].mean():.4g}"
+            rows.append([ranges_text(start, end, width), mass, mean, f"{100 * share:.2f} %"])
     largest = max((share for share in shares if np.isfinite(share)), default=0.0)
     for row, share in zip(rows, shares):
         row.append(bar(share, largest))
