@@ -185,7 +185,8 @@ def failed(workflow: Any, layout: Layout) -> None:
     if interrupts.told_at:
         words = [last_word(Path(layout.training(*training))) for training in layout.trainings]
         written = sum(word.get("state") == "stopped" and word["updated"] > interrupts.told_at[0] for word in words)
-        say(f"interrupted: {written} trainings have written their state; the same command goes on")
+        whose = "training has written its" if written == 1 else "trainings have written their"
+        say(f"interrupted: {written} {whose} state; the same command goes on")
         return
     say("Not everything could be computed; what is complete stays, and the same command goes on from there.")
     for job in workflow.dag.needrun_jobs():
