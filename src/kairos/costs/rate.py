@@ -46,8 +46,8 @@ def given(
     least = min(operations.values())
     stated = {"--steps-per-second": steps_per_second, "--tflops": tflops, "--utilisation": utilisation}
     for name, value in stated.items():
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name}: got {value}, allowed: more than 0")
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{name}: got {value}, allowed: more than 0, and finite")
     if steps_per_second is not None:
         speed, source = least * steps_per_second / gpus, f"{steps_per_second:g} steps per second, as given"
     else:
