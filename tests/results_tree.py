@@ -177,7 +177,7 @@ def _write_milestone(
     for t0 in range(0, T, 5):
         tilt = 1 + 0.1 * list(METHODS).index(method) * (t0 / T - 0.5)
         loss = float((0.9 * np.exp(-t0 / 40) + 2 / (step + 50)) * tilt)
-        strata.append({"t": t0 + 2, "stratum": [t0, t0 + 5], "c": 0.01, "loss": loss})
+        strata.append({"u": [t0 / T, (t0 + 5) / T], "t": t0 + 2, "loss": loss, "vlb": 0.01 * loss})
     loss = float(np.mean([entry["loss"] for entry in strata]))
     write_json(
         folder / "evaluation" / f"{step:07d}.json",
@@ -189,7 +189,7 @@ def _write_milestone(
             },
             "protocol": {
                 "extractor": "classifier32", "extractor_hash": EXTRACTOR_HASH, "n_samples": 400, "sets": 3,
-                "sampler": "ddim", "sampler_steps": 20, "spacing": "trailing", "clip": False, "weights": "ema",
+                "scheduler": "ddim", "steps": 20, "nfe": 20, "spacing": "trailing", "clip": False, "weights": "ema",
                 "reference_hash": REFERENCE_HASH, "sample_seed": 0, "eval_seed": 0,
                 "identity": identity,
             },

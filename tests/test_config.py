@@ -10,6 +10,7 @@ import yaml
 
 from kairos.config import load, validate
 from kairos.errors import ConfigError
+from kairos.sampling.settings import SamplingConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,6 +84,21 @@ def test_committed_experiments_are_valid(path):
         ("dataset.flips", True, r"dataset.flips: got true, allowed: false for digits"),
         ("sampling.guidance_scale", 2, r"sampling.guidance_scale"),
         ("sampling.steps", 5000, r"sampling.steps: got 5000, allowed: at most .* = 1000"),
+        ("sampling.scheduler", {"name": "heun", "s_chrun": 1}, r"unknown option 's_chrun'; did you mean 's_churn'"),
+        ("sampling.scheduler", {"name": "heun", "s_churn": 40}, r"s_churn: got 40.0, allowed with process discrete: 0"),
+        (
+            "sampling.scheduler",
+            {"name": "euler", "spacing": "uniform"},
+            r"spacing: got 'uniform', allowed with process discrete: auto, trailing, leading, linspace, karras",
+        ),
+        (
+            "sampling",
+            {"scheduler": {"name": "heun", "spacing": "karras"}, "steps": 200},
+            r"steps: got 200 with spacing",
+        ),
+        ("sampling.scheduler", {"name": "heun", "sigma_min": 2, "sigma_max": 1}, r"sigma_min: got 2.0, allowed: less"),
+        ("sampling.precision", "fp16", r"sampling.precision: got 'fp16', allowed: 'fp32', 'tf32' or 'bf16'"),
+        ("evaluation.precision", "fp64", r"evaluation.precision: got 'fp64', allowed: 'fp32', 'tf32' or 'bf16'"),
         ("experiment", "a/b", r"experiment: got 'a/b'"),
         ("seeds", [1, 1], r"seeds: got \[1, 1\], allowed: distinct"),
     ],
@@ -90,6 +106,24 @@ def test_committed_experiments_are_valid(path):
 def test_refusals(path, value, message):
     with pytest.raises(ConfigError, match=message):
         validate(changed(path, value), "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("process", "scheduler", "message"),
+    [
+        ("flow", {"name": "euler", "s_churn": 1.0}, r"s_churn: got 1.0, allowed with process flow: 0"),
+        ("flow", {"name": "heun", "spacing": "karras"}, r"got 'karras', allowed with process flow: auto, uniform"),
+        ("edm", {"name": "ddim", "spacing": "leading"}, r"got 'leading', allowed with process edm: auto, karras, uni"),
+        ("vp", {"name": "ddpm", "spacing": "trailing"}, r"got 'trailing', allowed with process vp: auto, karras, unif"),
+    ],
+)
+def test_refusals_of_sampling_on_continuous_processes(process, scheduler, message):
+    options = {"name": process, **({"sigma_data": 0.5} if process == "edm" else {})}
+    config = SamplingConfig(scheduler=scheduler)
+    with pytest.raises(ConfigError, match=message):
+        config.check_fits({"process": options, "prediction": "epsilon"}, [], 0.0)
+    config = SamplingConfig(scheduler=scheduler["name"], steps=5000)  # intervals without end: times are continuous
+    config.check_fits({"process": options, "prediction": "epsilon"}, [], 0.0)
 
 
 def test_several_mistakes_are_told_at_once():

@@ -1,5 +1,6 @@
 """Distances and the validation loss against values known from elsewhere, and the cache of real statistics."""
 
+import itertools
 import threading
 from types import SimpleNamespace
 
@@ -96,14 +97,16 @@ def test_two_at_once_write_whole_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("timesteps,strata", [(1000, 32), (100, 7), (10, 32), (3, 5), (2, 4)])
 def test_strata_cover_every_timestep_once(timesteps, strata):
-    parts = validation.strata_of(timesteps, strata)
-    assert [t for part in parts for t in range(*part)] == list(range(timesteps))
-    assert parts[0] == (0, 1) and parts[-1] == (timesteps - 1, timesteps)
+    process, parts = discrete(timesteps), validation.strata_of(timesteps, strata)
+    assert parts[0] == (0, 1 / timesteps) and parts[-1] == ((timesteps - 1) / timesteps, 1)
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(parts))
     assert len(parts) == min(strata, timesteps - 2) + 2
-    for part in parts:
-        t = validation.spread_over(part, 50)
-        assert t.min() >= part[0] and t.max() < part[1]
-        assert float(t.float().mean()) == pytest.approx((part[0] + part[1] - 1) / 2, abs=0.5)
+    counts = np.zeros(timesteps)
+    for first, end in parts:
+        u = validation.spread_over((first, end), 10_000)
+        assert u.min() > first and u.max() < end and float(u.mean()) == pytest.approx((first + end) / 2)
+        counts += (end - first) * np.bincount(process.times(u), minlength=timesteps) / 10_000
+    np.testing.assert_allclose(counts, 1 / timesteps, rtol=0.02)
 
 
 class Latents:
@@ -119,33 +122,84 @@ class Latents:
         return {}
 
 
-def loss_of(network, prediction="epsilon", schedule="linear", seed=0):
-    process = build_process(
-        {"process": {"name": "discrete", "timesteps": 50, "schedule": schedule}, "prediction": prediction}
+def discrete(timesteps=50, schedule="linear", prediction="epsilon"):
+    return build_process(
+        {"process": {"name": "discrete", "timesteps": timesteps, "schedule": schedule}, "prediction": prediction}
     )
+
+
+def loss_of(network, process=None, seed=0, **settings):
+    process = process or discrete()
     milestone = SimpleNamespace(
         process=process, record={"conditions": {}}, model=lambda x, t, conditions: network(process, x, t)
     )
-    return process, validation.validation_loss(milestone, Latents(), LossSettings(64, 6, seed))
+    return process, validation.validation_loss(milestone, Latents(), LossSettings(64, 6, seed, **settings))
+
+
+def noise_in(process, x, t):
+    """Of x0 = 0 the noise is known: x over its standard deviation."""
+    return x / process.coefficients(t)[1].view(-1, 1, 1, 1)
 
 
 def test_validation_loss_of_known_networks():
     process, result = loss_of(lambda process, x, t: 0 * x)
     assert result["loss"] == pytest.approx(1.0, abs=0.1), "predicting nothing leaves the noise's variance"
-    sigma = lambda process, t: torch.from_numpy(1 - process.schedule.alphas_cumprod)[t].sqrt().view(-1, 1, 1, 1)  # noqa: E731
-    _, perfect = loss_of(lambda process, x, t: (x / sigma(process, t)).float())
+    _, perfect = loss_of(lambda process, x, t: noise_in(process, x, t).float())
     assert perfect["loss"] == pytest.approx(0, abs=1e-8)
     # a constant error of 0.5 is 0.25 at every timestep: the VLB mean is that of c itself, exactly
-    _, constant = loss_of(lambda process, x, t: (x / sigma(process, t)).float() + 0.5)
+    _, constant = loss_of(lambda process, x, t: noise_in(process, x, t).float() + 0.5)
     assert constant["loss"] == pytest.approx(0.25, rel=1e-5)
     assert constant["vlb"] == pytest.approx(0.25 * process.schedule.vlb.mean(), rel=1e-5)
     without = process.schedule.vlb[:-1].sum() / 50
     assert constant["vlb_without_last"] == pytest.approx(0.25 * without, rel=1e-5)
-    assert sum(b - a for a, b in (row["stratum"] for row in constant["per_timestep"])) == 50
+    rows = constant["per_timestep"]
+    assert rows[0]["u"] == [0, 0.02] and rows[0]["t"] == 0 and rows[-1]["u"] == [0.98, 1] and rows[-1]["t"] == 49
+    assert sum(row["u"][1] - row["u"][0] for row in rows) == pytest.approx(1)
+
+
+def test_vlb_of_a_stratum_is_the_mean_of_c_times_the_loss_of_each_image():
+    """Not mean c times mean loss, which is off where both fall within a stratum."""
+    error = lambda t: 1 / (t + 1)  # noqa: E731
+    process, result = loss_of(lambda process, x, t: (noise_in(process, x, t) + error(t).view(-1, 1, 1, 1)).float())
+    c, t = process.schedule.vlb, np.arange(50)
+    assert result["vlb"] == pytest.approx((c * error(t) ** 2).mean(), rel=1e-4)
+    row = result["per_timestep"][1]  # timesteps 1 to 8, eight images each
+    assert row["vlb"] == pytest.approx((c * error(t) ** 2)[1:9].mean(), rel=1e-4)
+    assert abs(row["vlb"] / (c[1:9].mean() * (error(t) ** 2)[1:9].mean()) - 1) > 0.05
+
+
+@pytest.mark.parametrize("name,own", [("edm", 0.002), ("flow", 0.0005), ("vp", 0.0005)])
+def test_validation_loss_of_a_continuous_process(name, own):
+    options = {"sigma_data": 0.5} if name == "edm" else {}
+    process = build_process({"process": {"name": name, **options}, "prediction": "epsilon"})
+
+    def network(process, x, t):
+        if name == "edm":  # x0 = 0 comes of an output that undoes what is passed on
+            sigma = (t / process.time_scale * 4).exp().view(-1, 1, 1, 1)
+            return -x * process.sigma_data / sigma
+        return x if name == "vp" else x / (t / process.time_scale).view(-1, 1, 1, 1)
+
+    _, result = loss_of(network, process)
+    rows = result["per_timestep"]
+    assert [row["u"] for row in rows][:1] == [[0, 0.001]] and rows[-1]["u"] == [0.999, 1] and len(rows) == 8
+    assert rows[0]["t"] == pytest.approx(own, rel=0.05) and all(a["t"] < b["t"] for a, b in itertools.pairwise(rows))
+    if name != "vp":
+        assert result["loss"] == pytest.approx(0, abs=1e-5)
+    else:
+        assert 0 < rows[-1]["loss"] < 1e-4 < rows[0]["loss"], "x is the noise where no image is left"
+
+
+def test_precision_of_the_validation_loss():
+    layer = torch.nn.Conv2d(1, 1, 1)
+    seen = []
+    network = lambda process, x, t: seen.append((x.dtype, layer(x).dtype)) or layer(x)  # noqa: E731
+    losses = [loss_of(network, precision=precision)[1]["loss"] for precision in ("fp32", "bf16")]
+    assert set(seen) == {(torch.float32, torch.float32), (torch.float32, torch.bfloat16)}
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 def test_last_timestep_dominates_the_vlb_with_the_cosine_schedule():
-    _, result = loss_of(lambda process, x, t: 0 * x, schedule="cosine")
+    _, result = loss_of(lambda process, x, t: 0 * x, discrete(schedule="cosine"))
     assert result["vlb_without_last"] < 0.5 * result["vlb"]
 
 
@@ -154,10 +208,10 @@ def test_validation_loss_is_of_epsilon_whatever_is_predicted():
     for prediction in ("epsilon", "x0", "v"):
 
         def network(process, x, t, prediction=prediction):
-            alpha = torch.from_numpy(process.schedule.alphas_cumprod)[t].view(-1, 1, 1, 1)
-            epsilon = x / (1 - alpha).sqrt()
-            return {"epsilon": epsilon, "x0": 0 * x, "v": alpha.sqrt() * epsilon}[prediction].float()
+            epsilon = noise_in(process, x, t)
+            v = process.coefficients(t)[0].view(-1, 1, 1, 1) * epsilon
+            return {"epsilon": epsilon, "x0": 0 * x, "v": v}[prediction].float()
 
-        assert loss_of(network, prediction)[1]["loss"] == pytest.approx(0, abs=1e-8)
+        assert loss_of(network, discrete(prediction=prediction))[1]["loss"] == pytest.approx(0, abs=1e-8)
     losses = [loss_of(lambda process, x, t: 0 * x, seed=seed)[1]["loss"] for seed in (0, 0, 1)]
     assert losses[0] == losses[1] != losses[2]

@@ -150,13 +150,16 @@ def test_samples_and_records(chain):
         assert metrics["frechet_classifier32_spread"] == pytest.approx(
             np.std(metrics["frechet_classifier32_sets"], ddof=1)
         )
-        assert protocol["n_samples"] == 330 and protocol["sampler_steps"] == 3 and protocol["weights"] == "ema"
-        for name in ("extractor_hash", "reference_hash", "spacing", "clip", "sample_seed", "eval_seed", "sampler"):
+        assert (
+            protocol["n_samples"] == 330 and protocol["steps"] == protocol["nfe"] == 3 and protocol["weights"] == "ema"
+        )
+        for name in ("extractor_hash", "reference_hash", "spacing", "clip", "sample_seed", "eval_seed", "scheduler"):
             assert protocol[name] is not None, name
         assert record["warnings"] == []
         # a DiT starts at zero: untrained it predicts no noise at all
         assert record["validation"]["loss"] == pytest.approx(1.0, abs=0.1)
-    assert records[0]["validation"]["per_timestep"][0]["stratum"] == [0, 1]
+        assert protocol["sample_precision"] == protocol["eval_precision"] == "fp32"
+    assert records[0]["validation"]["per_timestep"][0]["u"] == [0, 0.001]
 
 
 def test_samples_do_not_depend_on_the_batch_size_or_number(chain, tmp_path):
@@ -171,11 +174,42 @@ def test_samples_do_not_depend_on_the_batch_size_or_number(chain, tmp_path):
     assert not np.array_equal(images, read_samples(chain / "1.npz")[0][:40])
 
 
+@pytest.mark.parametrize("process,own", [("edm", "sigma"), ("flow", "t")])
+def test_a_continuous_process_in_half_precision(chain, tmp_path, monkeypatch, process, own):
+    """Heun's method on an EDM and a flow milestone, both stages in bf16."""
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path, precision="bf16", loss_images=16)
+    values = {**yaml.safe_load(config.read_text()), "diffusion": {"process": process}}
+    values["sampling"] |= {"scheduler": "heun", "precision": "bf16", "steps": 4}
+    config.write_text(yaml.safe_dump(values))
+    folders = {part: chain / part for part in ("dataset", "autoencoder", "latents", "extractor")}
+    named = [value for part, folder in folders.items() for value in (f"--{part}", folder)]
+    assert kairos("reference", "--config", config, *named, "--out", "reference") == 0
+    train = ("--method", "uniform", "--seed", 0, "--out", "u/seed0", "--latents", chain / "latents")
+    assert kairos("train", "--config", config, *train) == 0
+    milestone = ("--milestone", "u/seed0/milestones/0000002")
+    draw = ("--num", 330, "--autoencoder", chain / "autoencoder", "--out")
+    assert kairos("sample", *milestone, *draw, "x.npz") == 0
+    assert kairos("sample", *milestone, *draw, "y.npz", "--precision", "fp32") == 0
+    assert not np.array_equal(read_samples(Path("x.npz"))[0], read_samples(Path("y.npz"))[0])
+    latents = ("--latents", chain / "latents", "--extractor", chain / "extractor")
+    assert kairos("evaluate", "--samples", "x.npz", *milestone, *latents, "--reference", "reference", "--out", "x") == 0
+    record = json.loads(Path("x").read_text())
+    protocol = record["protocol"]
+    assert protocol["scheduler"] == "heun" and (protocol["steps"], protocol["nfe"]) == (4, 7)
+    assert protocol["spacing"] == {"edm": "karras", "flow": "uniform"}[process]
+    assert protocol["sample_precision"] == protocol["eval_precision"] == "bf16"
+    times = [row["t"] for row in record["validation"]["per_timestep"]]
+    assert times == sorted(times) and times[0] > 0 and (times[-1] > 70) == (own == "sigma")
+    assert record["metrics"]["frechet_classifier32"] > 0 and record["validation"]["loss"] > 0
+
+
 def test_mistakes_of_sample(chain, tmp_path, capsys):
     milestone = chain / "uniform/seed0/milestones/0000002"
     arguments = ("sample", "--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 4)
     for extra, status, message in (
         (("--steps", 1001), 2, "sampling.steps"),
+        (("--scheduler", "{name: heun, s_churn: 1.0}"), 2, "sampling.scheduler.s_churn"),
         (("--scheduler", "dddim"), 2, "ddim"),
         (("--guidance-scale", 2.0), 2, "guidance_scale"),
         (("--autoencoder", tmp_path), 1, "--autoencoder"),
@@ -197,7 +231,7 @@ def test_images_from_outside(chain, tmp_path, monkeypatch, capsys):
     floor = json.loads((chain / "reference/reference.json").read_text())["rows"]["floor"]["frechet_classifier32"]
     assert record["metrics"]["frechet_classifier32"] == pytest.approx(floor, rel=1e-6)
     assert record["metrics"]["frechet_classifier32_spread"] is None and "last 10 images" in record["warnings"][0]
-    assert record["protocol"]["sampler"] is None and record["step"] is None
+    assert record["protocol"]["scheduler"] is None and record["step"] is None
     assert "validation" not in record
 
     assert kairos(*arguments, "--reference", "real.npz", "--extractor", chain / "extractor", "--sets", 2) == 0
@@ -247,9 +281,9 @@ def test_a_metric_is_added_by_name(chain, tmp_path, monkeypatch):
     assert metrics["mean_feature"] > 0 and len(metrics["mean_feature_sets"]) == 2
 
 
-def blank(options, process, steps):
+def blank(options, process, grid, estimate, noise):
     """A sampling scheme that a later issue might add: any function from noise to x0."""
-    return lambda network, noise, generators: network(noise, process.timesteps - 1) * 0 - 1
+    return estimate(noise(0), grid[0]) * 0 - 1
 
 
 def test_a_sampling_scheme_is_added_by_name(chain, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from kairos.report.collect import collect
 METRIC = results_tree.METRIC
 ISSUE_COLUMNS = [
     "experiment", "method", "seed", "step", "images_seen", "train_seconds", METRIC, f"{METRIC}_spread", "val_loss",
-    "val_vlb", "n_samples", "sampler", "sampler_steps", "weights", "extractor_hash", "reference_hash", "eval_seed",
+    "val_vlb", "n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed",
 ]  # fmt: skip
 
 

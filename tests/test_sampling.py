@@ -1,4 +1,4 @@
-"""Sampling: the schemes against closed formulas and against diffusers, one generator per image, guidance, the grid."""
+"""Sampling: schemes against exact solutions, closed formulas and diffusers; noise per image, guidance, the grid."""
 
 import math
 
@@ -12,88 +12,309 @@ from kairos.diffusion.processes import build_process
 from kairos.errors import KairosError
 from kairos.sampling import draw, grid, sample
 from kairos.sampling.drawn_conditions import conditions_of
-from kairos.sampling.registries import SCHEDULERS, SPACINGS
-from kairos.sampling.schedulers import respaced_betas, spaced_timesteps
+from kairos.sampling.places import places, spaced_timesteps
+from kairos.sampling.registries import SCHEDULERS, resolved
+from kairos.section import build
+
+PROCESSES = {
+    "discrete": {"name": "discrete", "timesteps": 1000, "schedule": "linear"},
+    "edm": {"name": "edm", "sigma_data": 0.5, "time_scale": 1.0},
+    "flow": {"name": "flow"},
+    "shifted": {"name": "flow", "shift": 3.0},
+    "vp": {"name": "vp"},
+}
+MEAN, STD = 0.7, 0.3
 
 
-def process(prediction="epsilon", timesteps=1000, schedule="linear"):
-    return build_process(
-        {"process": {"name": "discrete", "timesteps": timesteps, "schedule": schedule}, "prediction": prediction}
-    )
+def process_of(name="discrete", prediction="epsilon"):
+    return build_process({"process": PROCESSES[name], "prediction": prediction})
 
 
-def gaussian_network(diffusion, mean, std):
-    """The best network for x0 ~ N(mean, std²), whatever it predicts."""
+def best_network(process, mean=MEAN, std=STD):
+    """The best network for x0 ~ N(mean, std²), whatever it predicts and however the process calls it."""
 
-    def network(x, t):
-        alpha = diffusion.schedule.alphas_cumprod[t]
-        x0 = mean + std**2 * math.sqrt(alpha) / (alpha * std**2 + 1 - alpha) * (x - math.sqrt(alpha) * mean)
-        epsilon = (x - math.sqrt(alpha) * x0) / math.sqrt(1 - alpha)
-        v = math.sqrt(alpha) * epsilon - math.sqrt(1 - alpha) * x0
-        return {"epsilon": epsilon, "x0": x0, "v": v}[diffusion.prediction]
+    def predict(x, t):
+        a, s = (c.view(-1, 1, 1, 1) for c in process.coefficients(t))
+        x = x.double()
+        x0 = mean + std**2 * a / (a**2 * std**2 + s**2) * (x - a * mean)
+        epsilon = (x - a * x0) / s
+        return {"epsilon": epsilon, "x0": x0, "v": a * epsilon - s * x0, "flow": epsilon - x0}[process.prediction]
 
-    return network
+    return predict
 
 
-def run(name, options, diffusion, steps, network, count=64, seed=0):
-    scheme = SCHEDULERS.build(name, options, diffusion, steps)
-    noise, generators = draw.starting_noise(seed, range(count), (1, 1, 1), "cpu")
-    return scheme(network, noise, generators)
+def completed(name, options, process_name="discrete"):
+    """A scheme as an experiment on the process stores it."""
+    return resolved({"name": name, **vars(SCHEDULERS.parse(name, options))}, PROCESSES[process_name])
+
+
+def run(scheduler, process, steps, predict, count=64, seed=0, noise=None):
+    """x0 of images 0 ... count - 1 of one value each, (count, 1, 1, 1)."""
+    estimate = draw.estimate_of(process, predict, scheduler["clip"])
+    noise = noise or draw.noise_of(seed, range(count), (1, 1, 1), "cpu")
+    return build(SCHEDULERS, scheduler, process, places(process, steps, scheduler), estimate, noise)
+
+
+# Exact cases
+
+
+@pytest.mark.parametrize(
+    ("name", "spacing", "least"),
+    [
+        ("edm", "karras", 1.9), ("edm", "uniform", 1.9), ("vp", "karras", 1.9), ("flow", "uniform", 1.9),
+        ("shifted", "uniform", 1.8), ("discrete", "linspace", 1.9),
+        # the last interval, which is Euler's, begins at a level that falls with the root of the number of steps only
+        ("discrete", "trailing", 1.5), ("vp", "uniform", 1.5),
+    ],
+)  # fmt: skip
+def test_the_error_falls_with_the_order_of_the_scheme(name, spacing, least):
+    """The ODE of Gaussian data is solved exactly: x stays at as many standard deviations from the mean."""
+    process = process_of(name)
+    z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
+    errors = {}
+    for scheme in ("euler", "heun"):
+        for steps in (28, 56):
+            scheduler = completed(scheme, {"spacing": spacing}, name)
+            first = places(process, steps, scheduler)[0]
+            deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
+            x0 = run(scheduler, process, steps, best_network(process), noise=lambda k: z)
+            errors[scheme, steps] = float((x0 - MEAN - STD * deviation).abs().max())
+    euler, heun = (math.log2(errors[scheme, 28] / errors[scheme, 56]) for scheme in ("euler", "heun"))
+    assert 0.85 < euler < 1.1 and least < heun < 2.6, (euler, heun)
+    assert errors["heun", 56] < errors["euler", 56] / 2
+
+
+def test_karras_through_a_discrete_process_is_of_second_order_too():
+    process, z = process_of(), torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
+    errors = []
+    for steps in (20, 40):
+        scheduler = completed("heun", {"spacing": "karras", "sigma_max": 80.0})
+        x0 = run(scheduler, process, steps, best_network(process), noise=lambda k: z)
+        sigma = places(process, steps, scheduler)[0].noise
+        assert 79 < sigma < 81
+        errors.append(float((x0 - MEAN - STD * (sigma * z - MEAN) / math.hypot(STD, sigma)).abs().max()))
+    assert math.log2(errors[0] / errors[1]) > 1.9
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "x0", "v"])
-@pytest.mark.parametrize("name,options", [("ddim", {}), ("ddim", {"eta": 1.0}), ("ddpm", {})])
+@pytest.mark.parametrize("name,options", [("ddim", {}), ("ddim", {"eta": 1.0}), ("ddpm", {}), ("heun", {})])
 def test_recovers_a_gaussian(name, options, prediction):
-    x0 = run(name, options, process(prediction), 400, gaussian_network(process(prediction), 0.7, 0.3), 2000)
-    assert abs(float(x0.mean()) - 0.7) < 0.02
-    assert abs(float(x0.std()) - 0.3) < 0.02
+    process = process_of(prediction=prediction)
+    x0 = run(completed(name, options), process, 400, best_network(process), 2000)
+    assert abs(float(x0.mean()) - MEAN) < 0.02
+    assert abs(float(x0.std()) - STD) < 0.02
+
+
+@pytest.mark.parametrize("process_name", ["edm", "flow", "vp"])
+@pytest.mark.parametrize(
+    "name,options",
+    [("ddim", {}), ("ddim", {"eta": 1.0}), ("ddpm", {}), ("ddpm", {"variance": "fixed_small"}), ("euler", {})],
+)
+def test_every_scheme_serves_every_process(name, options, process_name):
+    process = process_of(process_name)
+    x0 = run(completed(name, options, process_name), process, 400, best_network(process), 4000)
+    assert abs(float(x0.mean()) - MEAN) < 0.02
+    assert abs(float(x0.std()) - STD) < 0.02
+
+
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+@pytest.mark.parametrize("process_name", ["edm", "vp"])
+def test_churn_keeps_the_distribution_and_changes_the_images(process_name, scheme):
+    process, images = process_of(process_name), []
+    for churn in (0.0, 40.0):
+        options = {"s_churn": churn, "s_min": 0.05, "s_max": 50.0, "s_noise": 1.0}
+        scheduler = completed(scheme, options, process_name)
+        images.append(run(scheduler, process, 200, best_network(process), 4000))
+        assert abs(float(images[-1].mean()) - MEAN) < 0.02
+        assert abs(float(images[-1].std()) - STD) < 0.02
+    correlation = np.corrcoef(*(x0.flatten().numpy() for x0 in images))[0, 1]
+    assert abs(correlation) < 0.5, "most of the noise was drawn on the way"
+
+
+def test_one_churned_step_by_hand():
+    process, z = process_of("edm"), [torch.full((1, 1, 1, 1), v, dtype=torch.float64) for v in (1.0, -0.5)]
+    scheduler = completed("euler", {"s_churn": 0.3, "s_noise": 1.003}, "edm")
+    x0 = run(scheduler, process, 1, lambda x, t: 0.1 * x + t.view(-1, 1, 1, 1), noise=lambda k: z[k])
+    hat = 80 * 1.3
+    x = 80 + math.sqrt(hat**2 - 80**2) * 1.003 * -0.5
+    assert float(x0) == pytest.approx(0.1 * x + hat, rel=1e-6)
+
+
+def test_edms_grid():
+    published = [80, 57.586, 40.786, 28.375, 19.352, 12.910, 8.4009, 5.3152, 3.2568, 1.9233, 1.0882, 0.58535, 0.29644]
+    published += [0.13952, 0.05995, 0.02293, 0.00753, 0.002]
+    grid = places(process_of("edm"), 18, completed("heun", {}, "edm"))
+    assert [place.noise for place in grid] == pytest.approx([*published, 0], rel=4e-4)
+    assert [place.t for place in grid[:-1]] == pytest.approx([place.noise for place in grid[:-1]], rel=1e-12)
+
+
+@pytest.mark.parametrize("process_name", PROCESSES)
+@pytest.mark.parametrize("scheme", SCHEDULERS)
+def test_number_of_network_evaluations(scheme, process_name):
+    from kairos.sampling.settings import SamplingConfig
+
+    process, calls = process_of(process_name), []
+    best = best_network(process)
+    predict = lambda x, t: calls.append(t) or best(x, t)  # noqa: E731
+    x0 = run(completed(scheme, {}, process_name), process, 18, predict, count=3)
+    assert x0.isfinite().all() and len(calls) == SamplingConfig(scheduler=scheme, steps=18).nfe
+    assert len(calls) == {"heun": 35}.get(scheme, 18)
+    assert all(
+        t.shape == (3,) and t.dtype == (torch.int64 if process_name == "discrete" else torch.float64) for t in calls
+    )
 
 
 def test_ddim_is_the_closed_formula_of_a_point():
     # x0 = 0.5 always: eps is known exactly, and DDIM's x_t stays on the line through x0 and eps until it ends in x0
-    diffusion = process()
-    x0 = run("ddim", {"spacing": "linspace"}, diffusion, 13, gaussian_network(diffusion, 0.5, 0.0), count=16)
+    process = process_of()
+    x0 = run(completed("ddim", {"spacing": "linspace"}), process, 13, best_network(process, 0.5, 0.0), count=16)
     torch.testing.assert_close(x0, torch.full_like(x0, 0.5), atol=1e-4, rtol=0)
 
 
-def test_ddpm_step_is_algorithm_2():
-    diffusion = process()
-    scheme = SCHEDULERS.build("ddpm", {"variance": "fixed_large"}, diffusion, 1000)
-    x = torch.full((1, 1, 1, 1), 0.8, dtype=torch.float64)
-    output = torch.full_like(x, -0.3)
-    t, generator = 400, torch.Generator().manual_seed(1)
-    (result, *_) = scheme.scheduler.step(output, t, x, generator=[generator], return_dict=False)
-    beta, alpha_bar = diffusion.schedule.betas[t], diffusion.schedule.alphas_cumprod[t]
-    z = torch.randn((1, 1, 1, 1), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def second_step(variance, process, z):
+    """x_{t-1} of DDPM's step from t = 400, seen in the call that follows, for x_t = 0.8 and a prediction of -0.3."""
+    seen = []
+    schedule, t = process.schedule, 400
+    scheduler = completed("ddpm", {"variance": variance})
+    steps = [place for place in places(process, 1000, scheduler) if place.t in (t, t - 1)]
+    first = 0.8 / (steps[0].scale * steps[0].noise)
+    estimate = draw.estimate_of(process, lambda x, t: seen.append(x) or torch.full_like(x, -0.3), False)
+    build(SCHEDULERS, scheduler, process, [*steps, places(process, 1, scheduler)[-1]], estimate,
+          lambda k: torch.full((1, 1, 1, 1), (first, z)[min(k, 1)], dtype=torch.float64))  # fmt: skip
+    assert float(seen[0]) == pytest.approx(0.8)
+    beta, alpha_bar = schedule.betas[t], schedule.alphas_cumprod[t]
     mean = (0.8 - beta / math.sqrt(1 - alpha_bar) * -0.3) / math.sqrt(1 - beta)
-    torch.testing.assert_close(result, mean + math.sqrt(beta) * z, atol=1e-6, rtol=0)
+    return (float(seen[1]) - mean) / z
 
 
-def test_variance_option_reaches_the_scheduler():
-    values = {
-        v: float(SCHEDULERS.build("ddpm", {"variance": v}, process(), 1000).scheduler._get_variance(1))
-        for v in ("fixed_large", "fixed_small")
-    }
-    schedule = process().schedule
-    assert values["fixed_large"] == pytest.approx(schedule.betas[1], rel=1e-3)
-    assert values["fixed_small"] == pytest.approx(schedule.posterior_variance[1], rel=1e-3)
+def test_ddpm_step_is_algorithm_2():
+    process = process_of()
+    assert second_step("fixed_large", process, 0.7) ** 2 == pytest.approx(process.schedule.betas[400], rel=1e-5)
+    assert second_step("fixed_small", process, 0.7) ** 2 == pytest.approx(
+        process.schedule.posterior_variance[400], rel=1e-5
+    )
+
+
+# Diffusers' schedulers
+
+NOISE = torch.randn(6, 8, 1, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def theirs(scheduler, predict, visited, x, timesteps=None, **options):
+    """x0 by a scheduler of diffusers, asked at its own timesteps, while the network is shown those of `visited`."""
+    for index, t in zip(timesteps or scheduler.timesteps, visited, strict=True):
+        x_t = scheduler.scale_model_input(x, index) if hasattr(scheduler, "scale_model_input") else x
+        output = predict(x_t, torch.as_tensor(t).expand(len(x)))
+        (x, *_) = scheduler.step(output, index, x, return_dict=False, **options)
+    return x
+
+
+def ours(name, options, process_name, steps, predict):
+    process, scheduler = process_of(process_name), completed(name, options, process_name)
+    x0 = run(scheduler, process, steps, predict, noise=lambda k: NOISE[k % 6])
+    return x0, places(process, steps, scheduler)[:-1]
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+@pytest.mark.parametrize(
+    "name,options",
+    [
+        ("ddpm", {}),
+        ("ddpm", {"clip": True}),
+        ("ddpm", {"variance": "fixed_small"}),
+        ("ddim", {}),
+        ("ddim", {"eta": 1.0}),
+        ("ddim", {"eta": 0.5, "clip": True}),
+    ],
+)
+def test_equals_diffusers_on_the_respaced_process(monkeypatch, name, options, spacing):
+    """Their schedulers over the visited timesteps alone; over all of them their spacing is off (see workflow facts)."""
+    import diffusers.schedulers.scheduling_ddim as theirs_ddim
+    import diffusers.schedulers.scheduling_ddpm as theirs_ddpm
+
+    drawn = iter(range(1, 100))
+    for module in (theirs_ddim, theirs_ddpm):
+        monkeypatch.setattr(module, "randn_tensor", lambda *a, **k: NOISE[next(drawn) % 6])
+    process = process_of()
+    predict = best_network(process, 0.9, 0.5)
+    x0, visited = ours(name, {**options, "spacing": spacing}, "discrete", 61, predict)
+    kept = process.schedule.alphas_cumprod[[place.t for place in visited]][::-1]
+    shared = {
+        "num_train_timesteps": 61, "trained_betas": 1 - kept / np.concatenate([[1.0], kept[:-1]]),
+        "clip_sample": options.get("clip", False), "timestep_spacing": "leading", "steps_offset": 0,
+    }  # fmt: skip
+    if name == "ddpm":
+        scheduler, step = theirs_ddpm.DDPMScheduler(**shared, variance_type=options.get("variance", "fixed_large")), {}
+    else:
+        scheduler = theirs_ddim.DDIMScheduler(**shared, set_alpha_to_one=True)
+        step = {"eta": options.get("eta", 0.0), "use_clipped_model_output": options.get("clip", False)}
+    scheduler.set_timesteps(61)
+    start = visited[0].scale * visited[0].noise * NOISE[0]
+    wanted = theirs(scheduler, predict, [place.t for place in visited], start, **step)
+    print("difference", name, options, spacing, float((x0 - wanted).abs().max()))
+    torch.testing.assert_close(x0, wanted, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing"])
 def test_equals_diffusers_where_steps_divide_timesteps(spacing):
     from diffusers import DDIMScheduler
 
-    diffusion = process()
-    network = gaussian_network(diffusion, 0.2, 0.5)
-    theirs = DDIMScheduler(1000, timestep_spacing=spacing, clip_sample=False, trained_betas=diffusion.schedule.betas)
-    theirs.set_timesteps(25)
-    noise, generators = draw.starting_noise(0, range(8), (1, 1, 1), "cpu")
-    x = noise
-    for t in theirs.timesteps.tolist():
-        x = theirs.step(network(x, t), t, x).prev_sample
-    scheme = SCHEDULERS.build("ddim", {"spacing": spacing}, diffusion, 25)
-    assert list(scheme.timesteps) == theirs.timesteps.tolist()
-    torch.testing.assert_close(scheme(network, noise, generators), x, atol=2e-4, rtol=0)
+    process = process_of()
+    predict = best_network(process, 0.2, 0.5)
+    x0, visited = ours("ddim", {"spacing": spacing}, "discrete", 25, predict)
+    scheduler = DDIMScheduler(1000, timestep_spacing=spacing, clip_sample=False, trained_betas=process.schedule.betas)
+    scheduler.set_timesteps(25)
+    timesteps = scheduler.timesteps.tolist()
+    assert [place.t for place in visited] == timesteps
+    start = visited[0].scale * visited[0].noise * NOISE[0]
+    torch.testing.assert_close(x0, theirs(scheduler, predict, timesteps, start), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("scheme", ["euler", "heun"])
+def test_equals_diffusers_euler_and_heun_on_a_discrete_process(scheme):
+    """Of 28 steps linspace's timesteps are whole numbers, of which their Heun interpolates nothing."""
+    from diffusers import EulerDiscreteScheduler, HeunDiscreteScheduler
+
+    process = process_of()
+    predict = best_network(process, 0.2, 0.5)
+    x0, visited = ours(scheme, {"spacing": "linspace"}, "discrete", 28, predict)
+    made = {"euler": EulerDiscreteScheduler, "heun": HeunDiscreteScheduler}[scheme]
+    scheduler = made(1000, timestep_spacing="linspace", trained_betas=process.schedule.betas)
+    scheduler.set_timesteps(28)
+    timesteps = scheduler.timesteps.long().tolist()
+    assert sorted(set(timesteps)) == sorted(place.t for place in visited)
+    wanted = theirs(scheduler, predict, timesteps, visited[0].noise * NOISE[0])
+    print("difference", scheme, float((x0 - wanted).abs().max()))
+    torch.testing.assert_close(x0, wanted.double(), atol=1e-4, rtol=0)
+
+
+def test_equals_diffusers_edm_euler():
+    from diffusers import EDMEulerScheduler
+
+    process = process_of("edm")
+    network = lambda x, t: torch.tanh(x + t.view(-1, 1, 1, 1)) - 0.2 * x  # noqa: E731
+    predict = lambda x, t: process.predict(network, x, t)  # noqa: E731
+    x0, visited = ours("euler", {}, "edm", 18, predict)
+    scheduler = EDMEulerScheduler()
+    scheduler.set_timesteps(18)
+    c_noise = [math.log(place.noise) / 4 for place in visited]
+    wanted = theirs(scheduler, network, c_noise, 80 * NOISE[0], list(scheduler.timesteps))
+    print("difference edm", float((x0 - wanted).abs().max()))
+    torch.testing.assert_close(x0, wanted.double(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["flow", "shifted"])
+def test_equals_diffusers_flow_match_euler(name):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    process = process_of(name)
+    predict = best_network(process, 0.2, 0.5)
+    x0, visited = ours("euler", {}, name, 28, predict)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=process.shift)
+    scheduler.set_timesteps(sigmas=(np.arange(28, 0, -1) / 28).tolist())
+    wanted = theirs(scheduler, predict, [place.t for place in visited], NOISE[0])
+    print("difference flow", float((x0 - wanted).abs().max()))
+    torch.testing.assert_close(x0, wanted.double(), atol=1e-4, rtol=0)
 
 
 def test_spacings_by_hand():
@@ -102,7 +323,7 @@ def test_spacings_by_hand():
     assert spaced_timesteps("linspace", 4, 1000).tolist() == [999, 666, 333, 0]
 
 
-@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
 @pytest.mark.parametrize("timesteps", [7, 61, 1000])
 def test_spacing_visits_as_many_timesteps_as_asked(spacing, timesteps):
     for steps in range(1, timesteps + 1):
@@ -112,19 +333,14 @@ def test_spacing_visits_as_many_timesteps_as_asked(spacing, timesteps):
         assert (np.diff(visited) < 0).all()
 
 
-def test_respaced_process_has_the_same_noise_levels():
-    alphas_cumprod = process().schedule.alphas_cumprod
-    visited = spaced_timesteps("trailing", 61, 1000)
-    betas = respaced_betas(alphas_cumprod, visited)
-    np.testing.assert_allclose(np.cumprod(1 - betas), alphas_cumprod[visited[::-1]], rtol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["ddim", "ddpm"])
-def test_clipping_is_off_unless_asked(name):
-    diffusion = process()
-    network = gaussian_network(diffusion, 3.0, 0.1)
-    assert float(run(name, {}, diffusion, 50, network, 16).mean()) == pytest.approx(3.0, abs=0.2)
-    assert float(run(name, {"clip": True}, diffusion, 50, network, 16).max()) <= 1.0 + 1e-6
+@pytest.mark.parametrize("name", ["ddim", "ddpm", "euler", "heun"])
+@pytest.mark.parametrize("process_name", ["discrete", "edm", "flow"])
+def test_clipping_is_off_unless_asked(name, process_name):
+    process = process_of(process_name)
+    predict = best_network(process, 3.0, 0.1)
+    plain, clipped = (completed(name, {"clip": clip}, process_name) for clip in (False, True))
+    assert float(run(plain, process, 50, predict, 16).mean()) == pytest.approx(3.0, abs=0.2)
+    assert float(run(clipped, process, 50, predict, 16).max()) <= 1.0 + 1e-6
 
 
 def small_dit(conditions=None):
@@ -137,41 +353,61 @@ def small_dit(conditions=None):
     return model
 
 
-def draw_all(model, batch_size, num, scheduler="ddpm", seed=3, conditions=None, scale=1.0):
-    descriptions = conditions or {}
-    scheme = SCHEDULERS.build(scheduler, {}, process(), 5)
+def draw_all(model, batch_size, num, scheduler="ddpm", process_name="discrete", seed=3, precision="fp32", **options):
+    process, scheduler = process_of(process_name), completed(scheduler, options, process_name)
     parts = []
     with torch.inference_mode():
         for indices, kept in draw.batches(num, batch_size):
-            told = conditions_of(indices, list(descriptions), descriptions, None)
-            network = draw.guided(model, told, descriptions, scale)
-            parts.append(scheme(network, *draw.starting_noise(seed, indices, (4, 4, 4), "cpu"))[:kept])
+            predict = draw.guided(process, model, {}, {}, 1.0)
+            estimate = draw.estimate_of(process, predict, False, precision)
+            noise = draw.noise_of(seed, indices, (4, 4, 4), "cpu")
+            grid = places(process, 5, scheduler)
+            parts.append(build(SCHEDULERS, scheduler, process, grid, estimate, noise)[:kept])
     return torch.cat(parts)
 
 
-def test_images_do_not_depend_on_the_batch_size():
+@pytest.mark.parametrize(
+    "scheduler,process_name,options",
+    [("ddpm", "discrete", {}), ("heun", "edm", {"s_churn": 2.0}), ("ddim", "vp", {"eta": 0.5}), ("euler", "flow", {})],
+)
+def test_images_do_not_depend_on_the_batch_size(scheduler, process_name, options):
     torch.set_num_threads(1)
-    model = small_dit()
-    images = {size: draw_all(model, size, 70) for size in (16, 33, 70, 128)}
+    model, shared = small_dit(), (scheduler, process_name)
+    images = {size: draw_all(model, size, 70, *shared, **options) for size in (16, 33, 70, 128)}
     for size, result in images.items():
         assert torch.equal(result, images[70]), size
     # below SMALLEST_BATCH the arithmetic of the network may differ in the last bits, no more
-    torch.testing.assert_close(draw_all(model, 3, 70), images[70], atol=1e-4, rtol=1e-5)
-    assert torch.equal(draw_all(model, 128, 5), images[70][:5]), "an image depends on its index, not on the number"
-    assert not torch.equal(draw_all(model, 70, 70, seed=4), images[70])
+    torch.testing.assert_close(draw_all(model, 3, 70, *shared, **options), images[70], atol=1e-4, rtol=1e-5)
+    fewer = draw_all(model, 128, 5, *shared, **options)
+    assert torch.equal(fewer, images[70][:5]), "an image depends on its index, not on the number"
+    assert not torch.equal(draw_all(model, 70, 70, *shared, seed=4, **options), images[70])
     assert len({row.numpy().tobytes() for row in images[70]}) == 70, "every image has noise of its own"
 
 
-def test_guidance():
+@pytest.mark.parametrize("process_name", ["discrete", "edm", "flow"])
+def test_precision_is_the_networks_alone(process_name):
+    model = small_dit()
+    single, tensor, half = (
+        draw_all(model, 16, 16, "heun", process_name, precision=precision) for precision in ("fp32", "tf32", "bf16")
+    )
+    assert torch.equal(single, tensor), "on a CPU there is no tf32"
+    assert half.dtype == single.dtype == torch.float64 and not torch.equal(single, half)
+    assert float((single - half).abs().max()) < 0.05 * float(single.abs().max())
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("process_name", ["discrete", "edm", "flow"])
+def test_guidance(process_name):
     description = {"class": {"kind": "class", "num_classes": 3}}
-    model = small_dit(description)
+    model, process = small_dit(description), process_of(process_name)
     x = torch.randn(6, 4, 4, 4)
     labels = {"class": torch.arange(6) % 3}
-    t = torch.full((6,), 500)
+    t = process.times(torch.full((6,), 0.5, dtype=torch.float64))
     with torch.inference_mode():
-        conditional, null = model(x, t, labels), model(x, t, {"class": torch.full((6,), 3)})
+        conditional = process.predict(model, x, t, labels)
+        null = process.predict(model, x, t, {"class": torch.full((6,), 3)})
         for scale in (0.0, 1.0, 2.5):
-            output = draw.guided(model, labels, description, scale)(x, 500)
+            output = draw.guided(process, model, labels, description, scale)(x, t)
             torch.testing.assert_close(output, null + scale * (conditional - null), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(conditional, null)
 

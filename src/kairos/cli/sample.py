@@ -24,10 +24,11 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add(
         "--scheduler",
         metavar="NAME",
-        help="sampling scheme: ddim, ddpm, or with options as in an experiment file: '{name: ddim, spacing: leading}'",
+        help="ddpm, ddim, euler, heun, or with options as in an experiment file: '{name: ddim, spacing: leading}'",
     )
-    add("--steps", type=int, metavar="N", help="network evaluations per image")
+    add("--steps", type=int, metavar="N", help="intervals of the grid from noise to the image")
     add("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1: none")
+    add("--precision", choices=("fp32", "tf32", "bf16"), help="of the network")
     add("--batch-size", type=int, metavar="N", help="images per network evaluation")
     add("--autoencoder", type=Path, metavar="DIR", help="default: results/<experiment>/autoencoder of the milestone")
     add("--latents", type=Path, metavar="DIR", help="for conditions other than classes; default likewise")
@@ -68,6 +69,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         "scheduler": arguments.scheduler,
         "steps": arguments.steps,
         "guidance_scale": arguments.guidance_scale,
+        "precision": arguments.precision,
         "batch_size": arguments.batch_size,
         "grid": arguments.grid_images,
     }

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.data.settings import DatasetConfig
+from kairos.diffusion.registries import CELLS
 from kairos.errors import ConfigError
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
@@ -79,28 +80,20 @@ class Experiment(Section):
                 f"training.segments: got {self.training.segments}, "
                 f"allowed: at most the number of milestones ({len(steps) - 1})"
             )
+        process = self.diffusion.process
+        timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
         conditions = self.model.get("conditions") or []
-        if self.sampling.guidance_scale != 1 and not conditions:
-            raise ValueError("sampling.guidance_scale: got other than 1, allowed: 1 for a model without conditions")
-        if self.sampling.guidance_scale != 1 and self.training.condition_dropout == 0:
-            raise ValueError("sampling.guidance_scale: other than 1 needs training.condition_dropout > 0")
-        timesteps = self.diffusion.process.get("timesteps")
-        for name, method in self.methods.items():
-            for part, registry, named in (
-                ("sampler", SAMPLERS, method.sampler),
-                ("weighting", WEIGHTINGS, method.weighting),
-            ):
-                if timesteps is not None:
+        try:
+            for name, method in self.methods.items():
+                for part, registry, named in (
+                    ("sampler", SAMPLERS, method.sampler),
+                    ("weighting", WEIGHTINGS, method.weighting),
+                ):
                     options = {key: value for key, value in named.items() if key != "name"}
-                    try:
-                        schedule = self.diffusion.process["schedule"]
-                        checked(registry, named["name"], options, timesteps, schedule, f"methods.{name}.{part}")
-                    except ConfigError as error:
-                        raise ValueError(str(error)) from None
-        if timesteps is not None and self.sampling.steps > timesteps:
-            raise ValueError(
-                f"sampling.steps: got {self.sampling.steps}, allowed: at most diffusion.process.timesteps = {timesteps}"
-            )
+                    checked(registry, named["name"], options, timesteps, schedule, f"methods.{name}.{part}")
+            self.sampling.check_fits(self.diffusion.model_dump(), conditions, self.training.condition_dropout)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         return self
 
     @property

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from kairos.diffusion.registries import LOSSES, PROCESSES
 from kairos.section import Section, component
@@ -13,10 +13,26 @@ class DiffusionConfig(Section):
     """The forward process and what the network predicts."""
 
     process: component(PROCESSES) = Field("discrete", validate_default=True, description="forward process")  # type: ignore[valid-type]
-    prediction: Literal["epsilon", "x0", "v"] = Field("epsilon", description="what the network predicts")
+    prediction: Literal["epsilon", "x0", "v"] | None = Field(
+        None, validate_default=True, description="what the network predicts, where the process leaves a choice"
+    )
     losses: list[component(LOSSES)] = Field(  # type: ignore[valid-type]
         ["mse"], validate_default=True, min_length=1, description="per-sample loss terms; their sum is minimised"
     )
+
+    @field_validator("prediction")
+    @classmethod
+    def _a_choice_there_is(cls, value: str | None, info: ValidationInfo) -> str | None:
+        process = info.data.get("process")
+        if process is None:  # refused already
+            return value
+        choices = PROCESSES[process["name"]].options.predictions  # type: ignore[attr-defined]
+        if value is not None and value not in choices:
+            raise ValueError(
+                f"diffusion.prediction: got {value!r} with process {process['name']}, allowed: "
+                f"{', '.join(choices) or 'null, for the process says what is predicted'}"
+            )
+        return value or next(iter(choices), None)
 
 
 class MethodConfig(Section):

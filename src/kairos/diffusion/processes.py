@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kairos.diffusion.registries import PROCESSES, DiscreteOptions, EdmOptions, FlowOptions, VpOptions
+from kairos.diffusion.registries import CELLS, PROCESSES, DiscreteOptions, EdmOptions, FlowOptions, VpOptions
 from kairos.diffusion.schedule import NoiseSchedule, make_schedule
 from kairos.errors import ConfigError
 from kairos.options import parse
@@ -22,8 +22,6 @@ from kairos.options import parse
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-CELLS = 1000  # of a continuous process, on which strategies are shown and those of discrete processes stand
 
 
 def call(network: Any, x: "Tensor", t: "Tensor", conditions: "dict[str, Tensor] | None") -> "Tensor":

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from kairos.options import option
 from kairos.registry import Registry
 
+CELLS = 1000  # of a continuous process, on which strategies are shown and those of discrete processes stand
+
 
 @dataclass(frozen=True)
 class DiscreteOptions:

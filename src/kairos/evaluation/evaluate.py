@@ -1,6 +1,6 @@
 """Stage `evaluate`: distances of samples from the real images, and the validation loss, each with its protocol."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ def run(
     opened = open_extractor(extractor or folder / "../extractor", device)
     clock.work_begins()
     known = outside_reference(reference, opened) if outside else open_reference(reference, opened)
+    opened = replace(opened, precision=known.record["precision"])
     for job in jobs:
         evaluate(job, known, opened, sets if outside else None, latents, device)
 
@@ -132,6 +133,7 @@ def outside_reference(path: Path, extractor: Extractor) -> Reference:
         "num_samples": None,
         "reference_hash": reference_hash(statistics, extractor),
         "eval_seed": 0,
+        "precision": "fp32",
         "validation": {"images": 256, "strata": 32, "seed": 0},
     }
     return Reference(record, Target(extractor.manifest["metric"], statistics))
@@ -141,7 +143,7 @@ def _setup(milestone: Path | None) -> Any:
     """Threads and device as the milestone's training states them; one thread for images from outside."""
     if milestone is None:
         return compute.setup(1, "auto")
-    _, training = settings(milestone, {})
+    training = settings(milestone, {})[1]["training"]
     return compute.setup(training["threads"], training["device"], training["deterministic"])
 
 
@@ -156,18 +158,19 @@ def _protocol(
         "accuracy": extractor.manifest["accuracy"],
         "n_samples": n,
         "sets": sets,
-        "sampler": scheduler.get("name"),
-        "sampler_steps": protocol.get("steps"),
-        "spacing": scheduler.get("spacing"),
-        "clip": scheduler.get("clip"),
-        "eta": scheduler.get("eta"),
-        "variance": scheduler.get("variance"),
+        "scheduler": scheduler.get("name"),
+        "steps": protocol.get("steps"),
+        "nfe": protocol.get("nfe"),
+        **dict.fromkeys(("spacing", "clip", "eta", "variance")),
+        **{name: value for name, value in scheduler.items() if name != "name"},
         "guidance_scale": protocol.get("guidance_scale"),
         "weights": protocol.get("weights"),
         "sample_seed": protocol.get("seed"),
+        "sample_precision": protocol.get("precision"),
         "identity": protocol.get("identity"),
         "reference_hash": reference.record["reference_hash"],
         "eval_seed": reference.record["eval_seed"],
+        "eval_precision": extractor.precision,
     }
 
 

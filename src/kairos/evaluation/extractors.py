@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kairos import compute
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import DamagedError, KairosError
 from kairos.evaluation.registries import EXTRACTORS
@@ -31,6 +32,7 @@ class Extractor:
         layer: the layer whose statistics are compared.
         logits: the layer that the Inception score is computed from, or None.
         device: where features are computed.
+        precision: what they are computed in, see `compute.precision`.
     """
 
     manifest: dict[str, Any]
@@ -38,6 +40,7 @@ class Extractor:
     layer: str
     logits: str | None
     device: torch.device = torch.device("cpu")
+    precision: str = "fp32"
 
     @property
     def name(self) -> str:
@@ -70,8 +73,8 @@ def make(extractor: dict[str, Any], dataset: PreparedDataset | None, folder: Pat
     return manifest
 
 
-def open_extractor(folder: Path, device: torch.device | str = "cpu") -> Extractor:
-    """Open the folder that stage `extractor` filled, for computing on `device`.
+def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: str = "fp32") -> Extractor:
+    """Open the folder that stage `extractor` filled, for computing on `device` in `precision`.
 
     Raises:
         KairosError: it is not there.
@@ -87,7 +90,7 @@ def open_extractor(folder: Path, device: torch.device | str = "cpu") -> Extracto
         if not (folder / name).is_file() or sha256_file(folder / name) != digest:
             raise DamagedError(f"{folder / name}: missing or damaged; make it again with: kairos extractor")
     module = importlib.import_module(EXTRACTORS.entry(manifest["kind"]).module)
-    return dataclasses.replace(module.load(folder, manifest), device=torch.device(device))
+    return dataclasses.replace(module.load(folder, manifest), device=torch.device(device), precision=precision)
 
 
 class Images(torch.utils.data.Dataset):
@@ -120,4 +123,8 @@ def extract(extractor: Extractor, images: NDArray[np.uint8], batch_size: int = 6
     cuda = extractor.device.type == "cuda"
     module = extractor.module.to(extractor.device)
     # save_cpu_ram: read in this process, no worker processes for small arrays
-    return get_featuresdict_from_dataset(Images(images), module, batch_size, cuda, save_cpu_ram=True, verbose=False)
+    with compute.precision(extractor.precision, extractor.device):
+        layers = get_featuresdict_from_dataset(
+            Images(images), module, batch_size, cuda, save_cpu_ram=True, verbose=False
+        )
+    return {name: values.float() for name, values in layers.items()}

@@ -26,7 +26,7 @@ from kairos.evaluation.extractors import Extractor, extract, open_extractor
 from kairos.evaluation.settings import EvaluationConfig, LossSettings
 from kairos.files import read_json, sha256_file, sha256_json, write_json
 from kairos.progress import Progress, say
-from kairos.randomness import derived_seed, generator
+from kairos.randomness import Stream, derived_seed
 
 BATCH = 128
 RESAMPLES = 20
@@ -55,7 +55,7 @@ class Reference:
     @property
     def loss_settings(self) -> LossSettings:
         """The validation loss."""
-        return LossSettings(**self.record["validation"])
+        return LossSettings(**self.record["validation"], precision=self.record["precision"])
 
 
 def build(
@@ -76,7 +76,7 @@ def build(
     from kairos.autoencoders.quality import reconstruct
     from kairos.data.latents import open_latents
 
-    images, opened = open_dataset(dataset), open_extractor(extractor, device)
+    images, opened = open_dataset(dataset), open_extractor(extractor, device, evaluation.precision)
     codec, encoded = load_codec(autoencoder, device), open_latents(latents)
     clock.work_begins()
     if evaluation.num_samples > len(images.heldout):
@@ -129,6 +129,7 @@ def build(
         "sets": evaluation.sets,
         "kid": evaluation.kid,
         "eval_seed": evaluation.seed,
+        "precision": evaluation.precision,
         "validation": {"images": evaluation.loss_images, "strata": evaluation.strata, "seed": evaluation.seed},
         "rows": rows,
         "spread_of": SPREADS,
@@ -167,6 +168,8 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
 def training_statistics(images: PreparedDataset, extractor: Extractor) -> Statistics:
     """Statistics of the training split, cached by content hash."""
     parts = {"dataset": images.manifest["content_sha256"], "split": "train", "extractor": extractor.hash}
+    if extractor.precision != "fp32":
+        parts["precision"] = extractor.precision
 
     def compute_them() -> Statistics:
         return distances.statistics(extract(extractor, images.images[images.train])[extractor.layer])
@@ -201,12 +204,12 @@ class Gaussian:
         """From training latents as a training sees them, at most `GAUSSIAN_IMAGES`, fewer where they are large."""
         dimension = int(np.prod(latents.shape))
         count = min(len(latents.train), GAUSSIAN_IMAGES, max(2, GAUSSIAN_VALUES // dimension))
-        random = generator(seed, "gaussian latents")
-        chosen = latents.train[torch.randperm(len(latents.train), generator=random)[:count].sort().values.numpy()]
+        order = Stream(seed, "gaussian images").permutation(len(latents.train))
+        chosen = latents.train[order[:count].sort().values.numpy()]
         parts = []
         for start in range(0, count, BATCH):
             part = chosen[start : start + BATCH]
-            noise = torch.randn((len(part), *latents.shape), generator=random)
+            noise = Stream(seed, "gaussian latents").normal(0, torch.from_numpy(part), latents.shape)
             parts.append(latents.batch(part, noise=noise).flatten(1))
         rows = torch.cat(parts)  # (n, d)
         mean = rows.mean(0)
@@ -214,9 +217,10 @@ class Gaussian:
 
     def decoded(self, codec: Any, count: int, seed: int, number: int) -> NDArray[np.uint8]:
         """Set `number` of draws as images, uint8 (count, height, width, channels)."""
-        random, parts = generator(seed, "gaussian draws", number), []
+        parts = []
         for start in range(0, count, BATCH):
-            z = torch.randn((min(BATCH, count - start), len(self.rows)), generator=random)
+            part = range(start, min(start + BATCH, count))
+            z = Stream(seed, "gaussian draws").normal(number, part, (len(self.rows),))
             latents = self.mean + z @ self.rows / (len(self.rows) - 1) ** 0.5
             parts.append(to_uint8(codec.decode(latents.view(-1, *self.shape))))
         return np.concatenate(parts)

@@ -1,8 +1,9 @@
-"""Validation loss per timestep: fixed held-out images, noise and grid of timesteps, the same for all methods.
+"""Validation loss by time: fixed held-out images, noise and times, the same for all methods.
 
-The timesteps are cut into strata, t = 0 and t = T-1 strata of their own, for the VLB's coefficient c_t is largest
-there. In a stratum every image has a timestep of its own, evenly spread over it, so that the mean over images is one
-over the stratum. The loss is the squared error of epsilon, whatever the network predicts.
+The process is cut into strata of fractions, its first and last cell (of a discrete process: timestep) strata of their
+own, for the VLB's coefficient c is largest there. In a stratum every image has a fraction of its own, evenly spread
+over it, so that the mean over images is one over the stratum. The loss is the squared error of epsilon, whatever the
+network predicts.
 """
 
 import itertools
@@ -12,28 +13,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from kairos import compute
 from kairos.data.latents import Latents
 from kairos.evaluation.settings import LossSettings
-from kairos.randomness import generator
+from kairos.randomness import Stream
 
 BATCH = 128
 
 
-def strata_of(timesteps: int, strata: int) -> list[tuple[int, int]]:
-    """Half-open intervals [t0, t1) that cover 0 ... T-1: the first and the last timestep alone, `strata` between.
+def strata_of(cells: int, strata: int) -> list[tuple[float, float]]:
+    """Half-open intervals of fractions that cover [0, 1): the first and the last cell alone, `strata` between.
 
-    Fewer where there are not as many timesteps between.
+    Fewer where there are not as many cells between; all begin and end with a cell.
     """
-    inner = timesteps - 2
-    edges = np.unique(np.round(np.linspace(1, timesteps - 1, min(strata, max(inner, 0)) + 1)).astype(int)).tolist()
-    between = list(itertools.pairwise(edges))
-    return [(0, 1), *between, (timesteps - 1, timesteps)]
+    inner = cells - 2
+    edges = np.unique(np.round(np.linspace(1, cells - 1, min(strata, max(inner, 0)) + 1)))
+    return list(itertools.pairwise((np.concatenate([[0], edges, [cells]]) / cells).tolist()))
 
 
-def spread_over(stratum: tuple[int, int], count: int) -> torch.Tensor:
-    """A timestep of the stratum for each of `count` images, evenly spread, int64 (count,)."""
+def spread_over(stratum: tuple[float, float], count: int) -> torch.Tensor:
+    """A fraction in the stratum for each of `count` images, evenly spread, float64 (count,)."""
     first, end = stratum
-    return first + ((torch.arange(count) + 0.5) * (end - first) / count).long()
+    return first + (torch.arange(count, dtype=torch.float64) + 0.5) * (end - first) / count
 
 
 def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
@@ -42,41 +43,38 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
     Args:
         milestone: ``model``, ``process`` and ``record`` of an opened milestone.
         latents: what it was trained on; the held-out images are used.
-        settings: number of images and strata, and the seed of images and noise.
+        settings: number of images and strata, the seed of images and noise, the network's precision.
         device: where the network is.
 
     Returns:
-        ``loss`` (mean over timesteps), ``vlb`` (mean over timesteps of c times loss), ``vlb_without_last`` (the same
-        without the last stratum's part) and ``per_timestep``, a row per stratum.
+        ``loss`` (mean over fractions), ``vlb`` (that of c times the loss of each image), ``vlb_without_last`` (the same
+        without the last stratum's part) and ``per_timestep``, a row per stratum: its fractions ``u``, the process' own
+        time ``t`` at its centre, ``loss`` and ``vlb``.
     """
-    process, names = milestone.process, list(milestone.record["conditions"])
-    order = torch.randperm(len(latents.heldout), generator=generator(settings.seed, "validation images"))
+    process, seed = milestone.process, settings.seed
+    order = Stream(seed, "validation images").permutation(len(latents.heldout))
     chosen = latents.heldout[order[: settings.images].numpy()]
-    shape = (len(chosen), *latents.shape)
-    x0 = latents.batch(chosen, noise=torch.randn(shape, generator=generator(settings.seed, "validation latents")))
-    conditions = {name: latents.conditions(chosen)[name] for name in names}
+    shape, c = latents.shape, torch.from_numpy(process.schedule.vlb)
+    x0 = latents.batch(chosen, noise=Stream(seed, "validation latents").normal(0, range(len(chosen)), shape))
+    conditions = {name: latents.conditions(chosen)[name] for name in milestone.record["conditions"]}
     rows = []
-    for number, stratum in enumerate(strata_of(process.timesteps, settings.strata)):
-        noise = torch.randn(shape, generator=generator(settings.seed, "validation noise", number))
-        t = spread_over(stratum, len(chosen))
-        losses = [
-            _squared_error(
-                milestone, x0[part], noise[part], t[part], {k: v[part] for k, v in conditions.items()}, device
-            )
-            for part in (slice(start, start + BATCH) for start in range(0, len(chosen), BATCH))
-        ]
-        c = float(process.schedule.vlb[slice(*stratum)].mean())
-        middle = (stratum[0] + stratum[1] - 1) // 2
-        rows.append({"t": middle, "stratum": list(stratum), "c": c, "loss": float(torch.cat(losses).mean())})
-    return {**summary(rows, process.timesteps), "images": len(chosen), "per_timestep": rows}
+    for number, stratum in enumerate(strata_of(len(c), settings.strata)):
+        noise = Stream(seed, "validation noise").normal(number, range(len(chosen)), shape)
+        u = spread_over(stratum, len(chosen))
+        parts = [slice(start, start + BATCH) for start in range(0, len(chosen), BATCH)]
+        with compute.precision(settings.precision, torch.device(device)):
+            loss = torch.cat([_squared_error(milestone, x0, noise, u, conditions, part, device) for part in parts])
+        row = {"u": list(stratum), "t": process.times(torch.tensor(sum(stratum) / 2, dtype=torch.float64)).item()}
+        vlb = c[(u * len(c)).long()] * loss
+        rows.append({**row, "loss": float(loss.mean()), "vlb": float(vlb.mean())})
+    return {**summary(rows), "images": len(chosen), "per_timestep": rows}
 
 
-def summary(rows: list[dict[str, Any]], timesteps: int) -> dict[str, float]:
-    """Means over all timesteps of the loss and of c times the loss, each stratum counted by its size."""
-    sizes = [row["stratum"][1] - row["stratum"][0] for row in rows]
-    plain = [size * row["loss"] / timesteps for size, row in zip(sizes, rows)]
-    vlb = [size * row["c"] * row["loss"] / timesteps for size, row in zip(sizes, rows)]
-    return {"loss": sum(plain), "vlb": sum(vlb), "vlb_without_last": sum(vlb[:-1])}
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over all fractions of the loss and of c times the loss, each stratum counted by its size."""
+    sizes = [row["u"][1] - row["u"][0] for row in rows]
+    loss, vlb = ([size * row[name] for size, row in zip(sizes, rows)] for name in ("loss", "vlb"))
+    return {"loss": sum(loss), "vlb": sum(vlb), "vlb_without_last": sum(vlb[:-1])}
 
 
 @torch.inference_mode()
@@ -84,16 +82,18 @@ def _squared_error(
     milestone: Any,
     x0: torch.Tensor,
     noise: torch.Tensor,
-    t: torch.Tensor,
+    u: torch.Tensor,
     conditions: dict[str, torch.Tensor],
+    part: slice,
     device: Any,
 ) -> torch.Tensor:
-    """Mean squared error of epsilon per image, float64 (batch,)."""
-    x0, noise, t = x0.to(device), noise.to(device), t.to(device)
+    """Mean squared error of epsilon per image of a part, float64 (batch,)."""
+    x0, noise, t = x0[part].to(device), noise[part].to(device), milestone.process.times(u[part].to(device))
     x_t = milestone.process.noised(x0, noise, t)
-    there = {name: values.to(device) for name, values in conditions.items()}
-    output = milestone.process.predict(milestone.model, x_t, t, there)
-    epsilon = milestone.process.epsilon(output, x_t, t)
+    output = milestone.process.predict(
+        milestone.model, x_t, t, {name: values[part].to(device) for name, values in conditions.items()}
+    )
+    epsilon = milestone.process.epsilon(output.to(x_t.dtype), x_t, t)
     return (epsilon - noise).double().square().flatten(1).mean(1).cpu()
 
 

@@ -134,7 +134,7 @@ def _timed(experiment: Experiment, method: Method, speed: Rate, name: str, forwa
         method.operations,
         seconds,
         hours=seeds * experiment.milestones[-1] * seconds * shared / 3600,
-        sampling=seeds * images * experiment.sampling.steps * guided * forward / speed.operations / 3600,
+        sampling=seeds * images * experiment.sampling.nfe * guided * forward / speed.operations / 3600,
         longest=longest * seconds / 3600,
         lost=training.checkpoint_every * seconds,
     )

@@ -4,6 +4,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kairos.diffusion.registries import PROCESSES
 from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, plain_log, smooth
 from kairos.report.collect import Results
 from kairos.report.table import curve
@@ -60,13 +61,19 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Validation loss per timestep at the last milestone: linear, logarithmic, and relative to uniform."""
     baseline = results.baseline
     rows = 1 if baseline is None else 2
+    process = results.experiment.diffusion.process["name"]
+    own, discrete = PROCESSES.entry(process).load().own_time, process == "discrete"
+    label = (
+        f"{'timestep' if discrete else 'time'} t (0: almost clean)" if own == "t" else f"{own} (small: almost clean)"
+    )
+    across = "linear" if own == "t" else "log"
     drawing, grid = figure(10, 3.7 * rows, rows, 2, right=1.45, above=0.95, between=0.8)
     losses = {method: _per_timestep(results, method) for method in looks}
     for axes, scale in zip(grid[0], ("linear", "log")):
         for method, look in looks.items():
             timesteps, values = losses[method]
             axes.plot(timesteps, values, color=look.color, linestyle=look.dash, linewidth=1.4, label=method)
-        axes.set(xlabel="timestep t (0: almost clean)", ylabel="validation loss", yscale=scale)
+        axes.set(xlabel=label, xscale=across, ylabel="validation loss", yscale=scale)
         axes.set_title(f"Loss per timestep, {scale} axis")
         axes.margins(x=0)
         if scale == "log":
@@ -84,7 +91,7 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
         ratio = values / losses[baseline][1]
         axes.plot(timesteps, ratio, color=look.color, linestyle=look.dash, linewidth=1.4)
         labels.append(Label(float(ratio[-1]), method, look.color))
-    axes.set(xlabel="timestep t (0: almost clean)", ylabel=f"loss / loss of {baseline}", yscale="log")
+    axes.set(xlabel=label, xscale=across, ylabel=f"loss / loss of {baseline}", yscale="log")
     axes.set_title(f"Relative to {baseline}: below 1 is better there")
     plain_log(axes)
     axes.margins(x=0)

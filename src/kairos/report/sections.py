@@ -81,7 +81,7 @@ def _protocol(results: Results) -> str:
     ratio = reference["num_samples"] / reference["features"]
     clip = "clipped" if protocol["clip"] else "not clipped"
     sampling = (
-        f"{escape(component(experiment.sampling.scheduler))}: {plural(protocol['sampler_steps'], 'step')}, "
+        f"{escape(component(experiment.sampling.scheduler))}: {plural(protocol['steps'], 'step')}, "
         f"{escape(protocol['spacing'])} spacing, x0 {clip}, {escape(protocol['weights'].upper())} weights, "
         f"guidance {number(experiment.sampling.guidance_scale)}, seed {protocol['sample_seed']}"
     )

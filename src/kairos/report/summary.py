@@ -7,7 +7,7 @@ from typing import Any
 from kairos.config import REFERENCE_ROWS
 from kairos.report.collect import Milestone, Results, Training
 
-_PROTOCOL = ("n_samples", "sampler", "sampler_steps", "weights", "extractor_hash", "reference_hash", "eval_seed")
+_PROTOCOL = ("n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed")
 _OPTIONAL_PROTOCOL = ("sets", "spacing", "clip", "sample_seed", "guidance_scale")
 
 

@@ -1,23 +1,26 @@
-"""Images from a model: one generator per image index, so that an image depends on the seed and its index alone.
+"""Images from a model: noise is a function of (seed, interval, image index), so an image depends on no other.
 
-Starting noise and the noise of every step of image i come from the generator of (seed, i), whatever batch i is in. The
-network's own arithmetic is the same for all batches of at least `SMALLEST_BATCH` images (measured on CPU, one thread,
-DiT and U-Net: bit for bit); below it matrix products of another shape change the last bits. A smaller last batch is
-therefore filled up with further images, which are thrown away. Batch sizes below it and GPUs give images that are equal
-up to rounding.
+The network's own arithmetic is the same for all batches of at least `SMALLEST_BATCH` images (measured on CPU, one
+thread, DiT and U-Net: bit for bit); below it matrix products of another shape change the last bits. A smaller last
+batch is therefore filled up with further images, which are thrown away. Batch sizes below it and GPUs give images that
+are equal up to rounding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kairos import compute
 from kairos import conditions as condition_kinds
-from kairos.randomness import generator
-from kairos.sampling.schedulers import Network
+from kairos.randomness import Stream
+from kairos.sampling.places import Place
+from kairos.sampling.schemes import Estimate, Noise
 
 SMALLEST_BATCH = 16
+
+Predict = Callable[[Tensor, Tensor], Tensor]
 
 
 def batches(num: int, batch_size: int) -> Iterator[tuple[range, int]]:
@@ -27,37 +30,44 @@ def batches(num: int, batch_size: int) -> Iterator[tuple[range, int]]:
         yield range(start, start + max(kept, min(SMALLEST_BATCH, batch_size))), kept
 
 
-def guided(model: Any, conditions: dict[str, Tensor], descriptions: dict[str, Any], scale: float) -> Network:
-    """The network of a batch with classifier-free guidance (Ho and Salimans 2022): null + scale (conditional - null).
+def noise_of(seed: int, indices: range, shape: tuple[int, ...], device: torch.device | str) -> Noise:
+    """The noise of the images `indices`, (batch, *shape): k = 0 where they start, k = 1 ... in interval k."""
+    return lambda k: Stream(seed, "sample").normal(k, indices, shape, device, torch.float64)
+
+
+def guided(
+    process: Any, model: Any, conditions: dict[str, Tensor], descriptions: dict[str, Any], scale: float
+) -> Predict:
+    """The prediction for a batch with classifier-free guidance (Ho and Salimans 2022): null + scale (cond - null).
 
     Args:
+        process: the forward process.
         model: ``model(x, t, conditions)``.
         conditions: of the batch; empty for an unconditional model.
         descriptions: of the conditions, which say what the null values are.
         scale: 1 evaluates the conditional network alone, 0 the unconditional one.
     """
+    if scale == 1 or not conditions:
+        return lambda x_t, t: process.predict(model, x_t, t, conditions)
     kinds = condition_kinds.build({name: descriptions[name] for name in conditions})
-    null = {name: kinds[name].null(values) for name, values in conditions.items()}
+    doubled = {name: torch.cat([values, kinds[name].null(values)]) for name, values in conditions.items()}
 
-    def plain(x: Tensor, t: int) -> Tensor:
-        return model(x, torch.full((len(x),), t, device=x.device), conditions)
+    def both(x_t: Tensor, t: Tensor) -> Tensor:
+        conditional, null = process.predict(model, x_t.repeat(2, 1, 1, 1), t.repeat(2), doubled).chunk(2)
+        return null + scale * (conditional - null)  # each (batch, c, h, w)
 
-    def both(x: Tensor, t: int) -> Tensor:
-        doubled = {name: torch.cat([values, null[name]]) for name, values in conditions.items()}
-        output = model(torch.cat([x, x]), torch.full((2 * len(x),), t, device=x.device), doubled)
-        conditional, unconditional = output.chunk(2)  # each (batch, c, h, w)
-        return unconditional + scale * (conditional - unconditional)
-
-    return plain if scale == 1 or not conditions else both
+    return both
 
 
-def starting_noise(
-    seed: int, indices: range, shape: tuple[int, ...], device: torch.device | str
-) -> tuple[Tensor, list[torch.Generator]]:
-    """Noise N(0, I) of the images `indices`, (batch, *shape), and the generators it came from.
+def estimate_of(process: Any, predict: Predict, clip: bool, precision: str = "fp32") -> Estimate:
+    """The estimate of x0 at a place; the network computes in `precision`, everything else in that of x."""
 
-    Noise is drawn on the CPU whatever the device, so that a GPU starts from the same noise.
-    """
-    generators = [generator(seed, "sample", index) for index in indices]
-    noise = torch.stack([torch.randn(shape, generator=g) for g in generators])
-    return noise.to(device), generators
+    def estimate(x: Tensor, place: Place) -> Tensor:
+        x_t = place.scale * x  # (batch, c, h, w)
+        t = torch.as_tensor(place.t, device=x.device).expand(len(x))
+        with compute.precision(precision, x.device):
+            output = predict(x_t.float(), t)
+        x0: Tensor = process.estimate(output.to(x.dtype), x_t, t)
+        return x0.clamp(-1, 1) if clip else x0
+
+    return estimate

@@ -1,31 +1,90 @@
-"""Sampling schemes by name."""
+"""Sampling schemes by name, and which options of theirs a process allows."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from kairos.errors import ConfigError
 from kairos.options import option
 from kairos.registry import Registry
 
-SPACINGS = ("leading", "trailing", "linspace")
+DISCRETE = ("trailing", "leading", "linspace", "karras")
+CONTINUOUS = ("karras", "uniform")
+SPACINGS = ("auto", "trailing", "leading", "linspace", "uniform", "karras")
 
 
 @dataclass(frozen=True)
-class DdpmOptions:
+class GridOptions:
+    """Where a scheme visits the process, and what it does with the estimate of x0."""
+
+    spacing: str = option(
+        "auto", "how the steps are spread; auto: the first of those the process has", choices=SPACINGS
+    )
+    rho: float = option(7.0, "karras: how much the steps crowd at little noise", gt=0)
+    sigma_min: float | None = option(None, "karras: least noise over signal; null: the process' own", gt=0)
+    sigma_max: float | None = option(None, "karras: most noise over signal; null: the process' own", gt=0)
+    clip: bool = option(False, "clip the estimate of x0 to [-1, 1]: for pixels, wrong for latents")
+
+    evaluations = 1  # of the network per interval; the last has one in any case
+
+    def __post_init__(self) -> None:
+        if self.sigma_min and self.sigma_max and self.sigma_min >= self.sigma_max:
+            raise ValueError(f"sigma_min: got {self.sigma_min}, allowed: less than sigma_max = {self.sigma_max}")
+
+
+@dataclass(frozen=True)
+class DdpmOptions(GridOptions):
     """Ancestral sampling; variance and spacing are explicit because diffusers' defaults are not the papers'."""
 
-    spacing: str = option("trailing", "how the steps are spread over the timesteps", choices=SPACINGS)
     variance: str = option("fixed_large", "reverse variance", choices=("fixed_large", "fixed_small"))
-    clip: bool = option(False, "clip the predicted x0 to [-1, 1]: for pixels, wrong for latents")
 
 
 @dataclass(frozen=True)
-class DdimOptions:
+class DdimOptions(GridOptions):
     """DDIM sampling."""
 
-    spacing: str = option("trailing", "how the steps are spread over the timesteps", choices=SPACINGS)
     eta: float = option(0.0, "noise of each step: 0 deterministic, 1 as DDPM", ge=0, le=1)
-    clip: bool = option(False, "clip the predicted x0 to [-1, 1]: for pixels, wrong for latents")
+
+
+@dataclass(frozen=True)
+class EulerOptions(GridOptions):
+    """The ODE by Euler's method, with EDM's churn."""
+
+    s_churn: float = option(0.0, "noise added in all intervals; 0: none, deterministic", ge=0)
+    s_min: float = option(0.0, "least noise level at which noise is added", ge=0)
+    s_max: float | None = option(None, "largest such noise level; null: no limit", gt=0)
+    s_noise: float = option(1.0, "factor of the noise that is added", gt=0)
+
+
+@dataclass(frozen=True)
+class HeunOptions(EulerOptions):
+    """The same by Heun's method."""
+
+    evaluations = 2
 
 
 SCHEDULERS = Registry("sampling scheme")
-SCHEDULERS.add("ddpm", "kairos.sampling.schedulers:ddpm", DdpmOptions, "ancestral sampling (Ho et al. 2020)")
-SCHEDULERS.add("ddim", "kairos.sampling.schedulers:ddim", DdimOptions, "DDIM (Song et al. 2021)")
+SCHEDULERS.add("ddpm", "kairos.sampling.schemes:ddpm", DdpmOptions, "ancestral sampling (Ho et al. 2020)")
+SCHEDULERS.add("ddim", "kairos.sampling.schemes:ddim", DdimOptions, "DDIM (Song et al. 2021)")
+SCHEDULERS.add("euler", "kairos.sampling.schemes:edm", EulerOptions, "Euler's method on the ODE (flow, EDM)")
+SCHEDULERS.add("heun", "kairos.sampling.schemes:edm", HeunOptions, "EDM's sampler (Karras et al. 2022)")
+
+
+def resolved(scheduler: dict[str, Any], process: dict[str, Any]) -> dict[str, Any]:
+    """A scheme with the spacing that `auto` means for the process, both as fields `component` store them.
+
+    Raises:
+        ConfigError: the process does not allow an option.
+    """
+    spacings: tuple[str, ...] = DISCRETE if "timesteps" in process else CONTINUOUS
+    if process["name"] == "flow":  # its noise over signal has no bounds that a grid could lie between
+        spacings = ("uniform",)
+    allowed: dict[str, tuple[Any, ...]] = {"spacing": ("auto", *spacings)}
+    if spacings != CONTINUOUS:
+        allowed["s_churn"] = (0,)  # noise is added where noise levels are continuous and unbounded
+    for name, values in allowed.items():
+        if scheduler.get(name, values[0]) not in values:
+            raise ConfigError(
+                f"sampling.scheduler.{name}: got {scheduler[name]!r}, "
+                f"allowed with process {process['name']}: {', '.join(map(str, values))}"
+            )
+    return {**scheduler, "spacing": spacings[0]} if scheduler.get("spacing") == "auto" else scheduler

@@ -13,10 +13,11 @@ from kairos.data.dataset import to_uint8
 from kairos.errors import ConfigError, KairosError
 from kairos.files import atomic, read_json
 from kairos.progress import Progress, say
-from kairos.sampling.draw import batches, guided, starting_noise
+from kairos.sampling.draw import batches, estimate_of, guided, noise_of
 from kairos.sampling.drawn_conditions import conditions_of
 from kairos.sampling.grid import write_grid
-from kairos.sampling.registries import SCHEDULERS
+from kairos.sampling.places import places
+from kairos.sampling.registries import SCHEDULERS, resolved
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import build, check
 
@@ -68,7 +69,7 @@ def run(jobs: list[SamplingJob], request: Request) -> None:
 
 
 def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:
-    """Section `sampling` that a milestone carries, with fields replaced, and its section `training`.
+    """Section `sampling` that a milestone carries, with fields replaced, and all of its configuration.
 
     Raises:
         KairosError: no milestone is there.
@@ -78,20 +79,26 @@ def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig
     if not path.is_file():
         raise KairosError(f"{milestone}: no milestone.json; pass a milestone folder, D/milestones/<step>")
     config = read_json(path)["config"]
-    return check(SamplingConfig, {**config["sampling"], **overrides}, f"{path}: sampling"), config["training"]
+    sampling = check(SamplingConfig, {**config["sampling"], **overrides}, f"{path}: sampling")
+    conditions, dropout = config["model"].get("conditions") or [], config["training"]["condition_dropout"]
+    sampling.check_fits(config["diffusion"], conditions, dropout)
+    return sampling, config
 
 
 def sample_milestone(job: SamplingJob, request: Request) -> None:
     """Draw, decode and write the images of one milestone."""
     from kairos.milestones import open_milestone
 
-    options, training = settings(job.milestone, request.overrides)
+    options, config = settings(job.milestone, request.overrides)
+    training = config["training"]
     device = compute.setup(training["threads"], training["device"], training["deterministic"])
     milestone = open_milestone(job.milestone, options.weights, device)
     record = milestone.record
     codec = open_codec(job.milestone, record, request.autoencoder, device)
     seed = options.seed if request.seed is None else request.seed
-    scheme = build(SCHEDULERS, options.scheduler, milestone.process, options.steps)
+    process, shape = milestone.process, tuple(record["shape"])
+    scheduler = resolved(options.scheduler, config["diffusion"]["process"])
+    grid, clip = places(process, options.steps, scheduler), scheduler.get("clip", False)
     clock.work_begins()
 
     names = milestone.config["model"].get("conditions") or []
@@ -103,10 +110,11 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         for indices, kept in batches(request.num, options.batch_size):
             conditions = conditions_of(indices, names, record["conditions"], latents)
             conditions = {name: values.to(device) for name, values in conditions.items()}
-            network = guided(milestone.model, conditions, record["conditions"], options.guidance_scale)
-            noise, generators = starting_noise(seed, indices, tuple(record["shape"]), device)
-            x0 = scheme(network, noise, generators)  # (batch, c, h, w)
-            parts.append(to_uint8(codec.decode(x0))[:kept])
+            predict = guided(process, milestone.model, conditions, record["conditions"], options.guidance_scale)
+            estimate = estimate_of(process, predict, clip, options.precision)
+            noise = noise_of(seed, indices, shape, device)
+            x0 = build(SCHEDULERS, scheduler, process, grid, estimate, noise)  # (batch, c, h, w)
+            parts.append(to_uint8(codec.decode(x0.float()))[:kept])
             progress.advance(kept)
     progress.close()
     images = np.concatenate(parts)  # (num, height, width, channels)
@@ -119,8 +127,10 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         "weights": options.weights,
         "model_files": _hashes(record["files"], options.weights),
         "autoencoder_sha256": record["autoencoder_sha256"],
-        "scheduler": options.scheduler,
+        "scheduler": scheduler,
         "steps": options.steps,
+        "nfe": options.nfe,
+        "precision": options.precision,
         "guidance_scale": options.guidance_scale,
         "seed": seed,
         "num": request.num,

@@ -113,6 +113,7 @@ class Plan:
             "--steps": sampling["steps"],
             "--weights": sampling["weights"],
             "--guidance-scale": sampling["guidance_scale"],
+            "--precision": sampling["precision"],
             "--batch-size": sampling["batch_size"],
             "--grid-images": sampling["grid"],
             "--seed": sampling["seed"],
