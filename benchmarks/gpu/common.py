@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +293,14 @@ class Data:
 
 def training_of(plain: dict[str, Any], latents: Latents, device: torch.device, seed: int = 0) -> Training:
     return Training(plain, "method", seed, latents, device)
+
+
+def move(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Move all weights by the same random numbers, drawn on the CPU: gates and last layers start at 0."""
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=random).to(parameter))
 
 
 # measuring

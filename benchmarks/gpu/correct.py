@@ -15,7 +15,8 @@ products:
 - later steps: Adam's first steps are signs of gradients, which differ where those are near 0; ten times the loss'
   allowance. Samplers that learn choose by numbers that differ in the last bit: there it must be finite.
 
-Resume after a kill, several passes and NCCL with one process are compared bit for bit, on the device with itself.
+Images of a sampling scheme may differ by 1e-3: ten steps in fp32, the first of which divide by little signal. Resume
+after a kill and NCCL with one process are compared bit for bit, on the device with itself.
 """
 
 import argparse
@@ -30,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, Data, Part, Skipped, arguments, experiment, free, named, setup, training_of
+from common import ROOT, Data, Part, Skipped, arguments, experiment, free, move, named, setup, training_of
+from sample import Drawn
 
 from kairos.diffusion.registries import PROCESSES
 from kairos.errors import KairosError
@@ -52,6 +54,14 @@ BACKBONES = {
     "unet": {**UNET, "dropout": 0.0},  # dropout draws other numbers on another device
     "unet with classes": {**UNET, "dropout": 0.0, "conditions": ["class"]},
 }
+SCHEMES = [
+    ("discrete", "ddpm"),
+    ("discrete", "ddim"),
+    ("edm", "heun"),
+    ("edm", "euler"),
+    ("flow", "euler"),
+    ("vp", "heun"),
+]
 MEASURES = {
     "adaptive": {"frequency": 2, "feature_timesteps": 20},
     "adaptive_official": {"frequency": 2, "feature_timesteps": 20},
@@ -87,6 +97,8 @@ class Correct:
             rows[f"sampler {name}"] = lambda name=name: self.sampler(name)
         for name in WEIGHTINGS:
             rows[f"weighting {name}"] = lambda name=name: self.all_precisions(experiment(DIT, weighting={"name": name}))
+        for process, scheme in SCHEMES:
+            rows[f"scheme {scheme} of {process}"] = lambda given=(process, scheme): self.scheme(*given)
         rows |= {
             "unweighted vlb term": lambda: self.against_cpu(
                 experiment(DIT, losses=({"name": "mse"}, {"name": "vlb", "weighted": False, "scale": 0.001}))
@@ -160,7 +172,7 @@ class Correct:
         """Losses of all steps, and the first step's gradient."""
         setup(device, True, plain["training"]["precision"])
         training = training_of(plain, self.data.open(SHAPE, 64, pixels=True), device)
-        moved(training)
+        move(training.parameters)
         losses, gradient = [], torch.empty(0)
         for line in steps(training, self.steps):
             if not losses:
@@ -172,6 +184,18 @@ class Correct:
         sampler = {"name": name, **MEASURES.get(name, {})}
         learned = name in MEASURES or name == "loss_second_moment"
         return self.all_precisions(experiment(DIT, sampler=sampler), judged=not learned)
+
+    @torch.inference_mode()
+    def scheme(self, process: str, scheme: str) -> dict[str, Any]:
+        """Images of ten steps, guided, from the same noise (to 1e-6) on both."""
+        plain, found = experiment(BACKBONES["dit with classes"], process={"name": process}), []
+        for device in (torch.device("cpu"), self.device):
+            setup(device, True)
+            drawn = Drawn(plain, SHAPE, self.batch, scheme, 3 if self.part.short else 10, 1.5, "fp32", device)
+            found.append(drawn.images().cpu())
+        distance = float((found[0] - found[1]).norm() / found[0].norm())
+        assert distance <= 1e-3, f"images {distance:.3g}, allowed 1e-3"
+        return {"images": float(f"{distance:.3g}")}
 
     def microbatch(self) -> dict[str, Any]:
         """Passes of an eighth of the batch give the whole batch's gradient."""
@@ -285,14 +309,6 @@ def processes() -> dict[str, dict[str, Any]]:
         found[f"discrete {schedule}"] = {"process": {"name": "discrete", "schedule": schedule}}
     found["edm"] = found.pop("edm epsilon") | {"prediction": "epsilon"}
     return found
-
-
-def moved(training: Any) -> None:
-    """Move all weights by the same random numbers, drawn on the CPU: gates and last layers start at 0."""
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in training.parameters:
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=random).to(parameter))
 
 
 def obey(order: dict[str, Any]) -> None:

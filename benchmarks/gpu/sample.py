@@ -15,10 +15,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import Part, Skipped, arguments, experiment, free, named, setup, synchronisations, synchronize, take_turns
+from common import (
+    Part,
+    Skipped,
+    arguments,
+    experiment,
+    free,
+    move,
+    named,
+    setup,
+    synchronisations,
+    synchronize,
+    take_turns,
+)
 
 from kairos import compute, models
 from kairos.diffusion.processes import build_process
+from kairos.sampling.draw import estimate_of, guided, noise_of
+from kairos.sampling.places import places
+from kairos.sampling.registries import SCHEDULERS, resolved
 
 DIT = {"name": "dit", "conditions": ["class"]}
 MODELS = {
@@ -42,6 +57,41 @@ ROWS = [  # model, process, scheme, steps, guidance, precision
     ("unet", "discrete", "ddim", 50, 1.0, "tf32"), ("unet", "discrete", "ddim", 50, 1.0, "fp32"),
     ("dit-xl/2", "flow", "heun", 25, 1.0, "bf16"), ("dit-xl/2", "discrete", "ddim", 50, 4.0, "tf32"),
 ]  # fmt: skip
+
+
+class Drawn:
+    """A batch of images from a network that was not trained, all weights moved by the same random numbers."""
+
+    def __init__(
+        self, plain: dict[str, Any], shape: tuple[int, int, int], batch: int, scheme: str, steps: int,
+        guidance: float, precision: str, device: torch.device,
+    ):  # fmt: skip
+        self.process, self.precision, self.device = build_process(plain["diffusion"], 0.5), precision, device
+        torch.manual_seed(0)
+        network = models.build(plain["model"], shape, CLASSES, self.process.channels(shape[0]))
+        move(network.parameters())
+        self.scheduler = resolved(named(SCHEDULERS, scheme), plain["diffusion"]["process"])
+        self.grid = places(self.process, steps, self.scheduler)
+        conditions = {name: torch.arange(batch, device=device) % 10 for name in plain["model"]["conditions"]}
+        self.predict = guided(self.process, network.to(device).eval(), conditions, CLASSES, guidance)
+        self.noise = noise_of(0, range(batch), shape, device)
+        self.x_t = self.noise(0).float()
+        self.t = self.process.times(torch.full((batch,), 0.5, dtype=torch.float64)).to(device)
+        self.evaluations = 0
+
+    def _counted(self, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        self.evaluations += 1
+        return self.predict(x_t, t)
+
+    def images(self) -> torch.Tensor:
+        name, options = self.scheduler["name"], {key: it for key, it in self.scheduler.items() if key != "name"}
+        estimate = estimate_of(self.process, self._counted, False, self.precision)
+        return SCHEDULERS.build(name, options, self.process, self.grid, estimate, self.noise)
+
+    def network_alone(self, times: int) -> None:
+        for _ in range(times):
+            with compute.precision(self.precision, self.device):
+                self.predict(self.x_t, self.t)
 
 
 class Sample:
@@ -77,49 +127,16 @@ class Sample:
         self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, process_name: str, scheme: str,
         steps: int, guidance: float, precision: str,
     ) -> dict[str, Any]:  # fmt: skip
-        try:
-            from kairos.sampling.places import places
-
-            from kairos.sampling.draw import estimate_of, guided, noise_of
-            from kairos.sampling.registries import SCHEDULERS, resolved
-        except ImportError as error:
-            raise Skipped(f"the sampling schemes are not here yet ({error})") from None
         setup(self.device, False)
         plain = experiment(model, process={"name": process_name})
-        process = build_process(plain["diffusion"], 0.5)
-        network = models.build(plain["model"], shape, CLASSES, process.channels(shape[0])).to(self.device).eval()
-        labels = torch.arange(batch, device=self.device) % 1000
-        conditions = {name: labels for name in plain["model"]["conditions"]}
-        scheduler = resolved(named(SCHEDULERS, scheme), plain["diffusion"]["process"])
-        options = {name: value for name, value in scheduler.items() if name != "name"}
-        grid = places(process, steps, scheduler)
-        predict = guided(process, network, conditions, CLASSES, guidance)
-        evaluations = 0
-
-        def counted(x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            nonlocal evaluations
-            evaluations += 1
-            return predict(x_t, t)
-
-        def whole() -> None:
-            estimate, noise = (
-                estimate_of(process, counted, False, precision),
-                noise_of(0, range(batch), shape, self.device),
-            )
-            SCHEDULERS.build(scheme, options, process, grid, estimate, noise)
-
-        whole()
-        nfe = evaluations
-        x_t = torch.randn(batch, *shape, device=self.device)
-        t = process.times(torch.full((batch,), 0.5, dtype=torch.float64)).to(self.device)
-
-        def alone() -> None:
-            for _ in range(nfe):
-                with compute.precision(precision, self.device):
-                    predict(x_t, t)
-
+        drawn = Drawn(plain, shape, batch, scheme, steps, guidance, precision, self.device)
+        drawn.images()
+        nfe = drawn.evaluations
         told = take_turns(
-            {"network": lambda count: self.seconds(alone, count), "scheme": lambda count: self.seconds(whole, count)},
+            {
+                "network": lambda count: self.seconds(lambda: drawn.network_alone(nfe), count),
+                "scheme": lambda count: self.seconds(drawn.images, count),
+            },
             steps=1, rounds=2 if self.short else 3, base="network",
         )["scheme"]  # fmt: skip
         seconds = told.pop("ms_per_step") / 1e3
@@ -129,7 +146,7 @@ class Sample:
             "seconds_of_a_batch": round(seconds, 4),
             "images_per_s": round(batch / seconds, 2),
             **told,
-            "waits": synchronisations(self.device, whole),
+            "waits": synchronisations(self.device, drawn.images),
         }
 
     def seconds(self, run: Callable[[], None], count: int) -> float:
