@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,19 @@ def test_a_row_that_fails_stops_no_other(tmp_path, monkeypatch):
     assert Part("part", "a test", arguments("A test.")).run(rows) == 1
     bad, skipped, good = json.loads((tmp_path / "part.json").read_text())["rows"]
     assert (bad["failed"], skipped["skipped"], good["a"]) == ("ValueError: why", "no", 1)
+
+
+def test_wheels_are_carried_along(tmp_path):
+    """Also to the processes that a part starts, without an installer."""
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "here = 1")
+    code = (
+        "import common, subprocess, sys; common.install_wheels(); import carried; "
+        "subprocess.run([sys.executable, '-c', 'import carried'], check=True)"
+    )
+    path = os.pathsep.join([str(KIT), str(KIT.parents[1] / "src")])
+    environment = os.environ | {"PYTHONPATH": path, "WHEELS": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_what_the_kit_trains_is_a_checked_experiment(monkeypatch):

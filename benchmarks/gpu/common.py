@@ -4,6 +4,7 @@ Only torch and numpy are needed; a row that needs diffusers says so where it is 
 """
 
 import argparse
+import atexit
 import faulthandler
 import functools
 import gc
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -132,14 +134,15 @@ def arguments(about: str, **more: str) -> argparse.Namespace:
 
 
 def install_wheels() -> None:
-    """Put the wheels of $WHEELS on the path, for processes that are started from here too."""
+    """Unpack the wheels of $WHEELS and put them on the path, for processes that are started from here too."""
     folder = os.environ.pop("WHEELS", "")
     if not folder:
         return
     target = tempfile.mkdtemp(prefix="kairos-wheels-")
-    wheels = sorted(str(path) for path in Path(folder).glob("*.whl"))
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target]
-    subprocess.run([*pip, *wheels], check=True)
+    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    for wheel in sorted(Path(folder).glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target)
     sys.path.insert(0, target)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [target, os.environ.get("PYTHONPATH")]))
 
