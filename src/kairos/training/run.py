@@ -199,7 +199,6 @@ class Run:
                 leaving = training.step < last and self._leaving()
                 if training.step in milestones or training.step % every == 0 or training.step == last or leaving:
                     metrics.flush()
-                    os.fsync(metrics.fileno())
                     self._save(training.step in milestones)
                 self.progress.at(training.step, self.seconds)
                 if leaving:
@@ -244,6 +243,8 @@ class Run:
         if milestone:
             self._milestone()
         if self.first:
+            with open(self.store.metrics, "ab") as written:
+                os.fsync(written.fileno())
             self._timing()
             self.store.save(self.training.step, self.training.state())
         self.saving = max(self.saving, time.monotonic() - begun)

@@ -93,7 +93,8 @@ def _other_machine(lock: Path, stage: dict[str, Any]) -> list[str]:
     here = machines(lock.parent / "/".join(Path(stage["outs"][0]["path"]).parts[:2]))
     reasons = []
     for fact in ("processor", "instruction_set", "torch", "numpy", "libc"):
-        before, now = ({machine.get(fact, "?") for machine in group} for group in (recorded, here))
+        before = {machine.get(fact, "?") for machine in recorded}
+        now = {machine.get(fact, "?") for machine in here}
         if before != now:
             reasons.append(
                 f"other {fact.replace('_', ' ')}: {'/'.join(sorted(before))} then, {'/'.join(sorted(now))} now"
