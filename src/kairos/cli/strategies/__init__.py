@@ -36,16 +36,17 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
         metavar="SAMPLER[+WEIGHTING]",
         help="a bare name may be either part, the other is then uniform or none; may be left out with --checkpoint",
     )
-    parser.add_argument("--schedule", metavar="S", help="linear (default), cosine or quadratic")
-    parser.add_argument("--timesteps", type=int, metavar="T", help="number of timesteps (1000)")
-    parser.add_argument("--prediction", metavar="P", help="what the network predicts: epsilon (default), x0 or v")
+    parser.add_argument("--process", metavar="P", help="discrete (default), edm, flow or vp")
+    parser.add_argument("--schedule", metavar="S", help="of discrete: linear (default), cosine or quadratic")
+    parser.add_argument("--timesteps", type=int, metavar="T", help="of discrete: number of timesteps (1000)")
+    parser.add_argument("--prediction", metavar="P", help="of discrete and vp: epsilon (default), x0 or v")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="OPTION=VALUE",
         dest="options",
-        help="an option, e.g. sampler.k=5 or weighting.gamma=1; k=5 where one part alone has it; repeatable",
+        help="an option, e.g. sampler.k=5, weighting.gamma=1, process.shift=3; k=5 where one part has it; repeatable",
     )
     parser.add_argument("--progress", type=float, metavar="0..1", help="place in the curriculum, for curricula")
     parser.add_argument(

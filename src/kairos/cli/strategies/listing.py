@@ -16,8 +16,8 @@ COMBINATIONS = {
     "speed_official+change_aware_official": "SpeeD's public code",
     "speed_v1+p2": "SpeeD's first public code",
     "adaptive+min_snr": "Kim et al. 2025, table 3",
-    "edm_log_normal+edm": "EDM (Karras et al. 2022), with --prediction x0",
-    "edm_log_normal+edm2": "EDM2 (Karras et al. 2024), with --prediction x0",
+    "edm_log_normal+edm": "EDM (Karras et al. 2022), with --process edm",
+    "edm_log_normal+edm2": "EDM2 (Karras et al. 2024), with --process edm",
 }
 
 _COMMON = options.dump(Fixed())  # what every fixed sampler can be told
