@@ -75,7 +75,7 @@ def chosen_prediction(process: str, prediction: str | None) -> str | None:
     Raises:
         ConfigError: the process does not leave that choice.
     """
-    choices: tuple[str, ...] = PROCESSES.entry(process).options.predictions  # type: ignore[attr-defined]
+    choices: tuple[str, ...] = getattr(PROCESSES.entry(process).options, "predictions", ())
     if prediction is not None and prediction not in choices:
         raise ConfigError(
             f"diffusion.prediction: got {prediction!r} with process {process}, allowed: "
