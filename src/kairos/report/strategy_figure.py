@@ -163,17 +163,12 @@ def _boundaries(axes: Axes, found: Increments) -> None:
         axes.set_ylim(low, high * (high / low) ** 0.28)
     else:
         axes.set_ylim(0, high * 1.28)
+    at: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top", "bbox": _PAPER}
     for place, height, note in ((found.deceleration, 0.97, ""), (found.convergence, 0.88, f" (r = {found.r:g})")):
         if place is None:
             continue
         left = axes.transAxes.inverted().transform(axes.transData.transform((place, high)))[0] < 0.6
         side: dict[str, Any] = {"xytext": (4, 0), "ha": "left"} if left else {"xytext": (-4, 0), "ha": "right"}
-        at: dict[str, Any] = {
-            "xycoords": ("data", "axes fraction"),
-            "textcoords": "offset points",
-            "va": "top",
-            "bbox": _PAPER,
-        }
         axes.annotate(f"t = {place:.5g}{note}", (place, height), fontsize=8.5, **side, **at)
 
 

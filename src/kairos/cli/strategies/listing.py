@@ -1,6 +1,7 @@
 """``kairos strategies list``."""
 
 import argparse
+import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -55,6 +56,4 @@ def described(values: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:.15g}" if isinstance(value, float) else str(value)
+    return f"{value:.15g}" if isinstance(value, float) else json.dumps(value).strip('"')

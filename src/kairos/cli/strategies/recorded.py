@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.strategies.show import View, named_parts, options_of, process_of
+from kairos.cli.strategies.show import Named, View, named_parts, options_of, process_of
 from kairos.diffusion.processes import measured
 from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import read_json, sha256_file
@@ -53,11 +53,11 @@ def _of_milestone(path: Path, arguments: argparse.Namespace) -> View:
     record = read_json(path)
     file = path.with_name("strategy.csv")
     try:
-        sampler, weighting = _check_names(record, arguments)
+        sampler, weighting, diffusion = _of_record(record, arguments)
         if sha256_file(file) != record["files"]["strategy.csv"]:
             raise ValueError("does not match the milestone's checksum")
         columns = parse_strategy_csv(file.read_text(encoding="utf-8"))
-        diffusion, step = _diffusion(record), record["step"]
+        step = record["step"]
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{file}: damaged ({error}); train again, or pull it with dvc") from None
     notes = [f"as it was after {step} steps: {file}", *([_IMAGES] if _looks_at_images(sampler["name"]) else [])]
@@ -96,11 +96,7 @@ def _of_state(
 ) -> View:
     from kairos.strategies.strategy import Strategy
 
-    if record is not None:
-        sampler, weighting = _check_names(record, arguments)
-        diffusion = _diffusion(record)
-    else:
-        sampler, weighting, diffusion = named_parts(arguments)
+    sampler, weighting, diffusion = named_parts(arguments) if record is None else _of_record(record, arguments)
     process = process_of(diffusion)
     if _looks_at_images(sampler["name"]):
         raise KairosError(
@@ -119,8 +115,8 @@ def _of_state(
     return View(sampler, weighting, diffusion, columns, (f"as it was after {content['step']} steps: {file}",))
 
 
-def _check_names(record: dict[str, Any], arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sampler and weighting of the record; the arguments may name them again, but nothing else.
+def _of_record(record: dict[str, Any], arguments: argparse.Namespace) -> Named:
+    """What the record names, as `named_parts` has it; the arguments may name the strategy again, but nothing else.
 
     Raises:
         ConfigError: they name something else.
@@ -134,17 +130,13 @@ def _check_names(record: dict[str, Any], arguments: argparse.Namespace) -> tuple
             raise ConfigError(
                 f"strategy: got {arguments.strategy!r}, but the checkpoint is of {'+'.join(held)}; leave the name out"
             )
-    given = {f"--{key}": getattr(arguments, key) for key in ("process", "schedule", "timesteps", "prediction")}
-    superfluous = [name for name, value in {**given, "--set": arguments.options or None}.items() if value is not None]
+    said = ("process", "schedule", "timesteps", "prediction", "set")
+    superfluous = [f"--{key}" for key in said if getattr(arguments, key) not in (None, [])]
     if superfluous:
         raise ConfigError(f"{', '.join(superfluous)}: the checkpoint says it; leave it out with --checkpoint")
-    return method["sampler"], method["weighting"]
-
-
-def _diffusion(record: dict[str, Any]) -> dict[str, Any]:
-    """Section `diffusion` of the record, with what was measured on its data."""
-    section = record["config"]["diffusion"]
-    return {**section, "process": measured(section["process"], record["sigma_data"])}
+    diffusion = record["config"]["diffusion"]
+    process = measured(diffusion["process"], record["sigma_data"])
+    return method["sampler"], method["weighting"], {**diffusion, "process": process}
 
 
 def _looks_at_images(sampler: str) -> bool:

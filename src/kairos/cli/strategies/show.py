@@ -21,6 +21,8 @@ from kairos.strategies.columns import strategy_csv
 from kairos.strategies.names import parse_name, parts, table, warnings_of
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
+Named = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # sampler and weighting with options, `diffusion`
+
 
 @dataclass(frozen=True)
 class View:
@@ -44,6 +46,11 @@ class View:
     def name(self) -> str:
         """``sampler+weighting``."""
         return f"{self.sampler['name']}+{self.weighting['name']}"
+
+    @property
+    def process(self) -> str:
+        """Name of the process."""
+        return str(self.diffusion["process"]["name"])
 
     def head(self) -> list[tuple[str, str]]:
         """What it is, line by line: a word and what there is to say."""
@@ -75,13 +82,11 @@ def run(arguments: argparse.Namespace) -> None:
         view.name,
         table=lambda: _text(view),
         csv=lambda: strategy_csv(view.columns),
-        picture=lambda figures: figures.draw_strategy(
-            view.columns, view.name, lines, view.diffusion["process"]["name"]
-        ),
+        picture=lambda figures: figures.draw_strategy(view.columns, view.name, lines, view.process),
     )
 
 
-def named_parts(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def named_parts(arguments: argparse.Namespace) -> Named:
     """Sampler and weighting that the arguments name, with their options, and section `diffusion`.
 
     Raises:
@@ -93,8 +98,8 @@ def named_parts(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str
         )
     sampler, weighting = parse_name(arguments.strategy)
     process = arguments.process or "discrete"
-    given = set_options(arguments.options, {"sampler": sampler, "weighting": weighting, "process": process})
-    short = {"schedule": arguments.schedule, "timesteps": arguments.timesteps}
+    given = set_options(arguments.set, {"sampler": sampler, "weighting": weighting, "process": process})
+    short = {key: getattr(arguments, key) for key in ("schedule", "timesteps")}
     given["process"] |= {key: value for key, value in short.items() if value is not None}
     its = {"name": process, **options.dump(PROCESSES.parse(process, given["process"]))}
     its = measured(its, 0.5)  # of pixels, as weighting edm has it
@@ -199,17 +204,18 @@ def _begin(sampler: Sampler, name: str, progress: float | None) -> list[str]:
 def _text(view: View) -> str:
     head = "".join(f"{word:10} {what}\n" for word, what in view.head())
     t, p, w, effective = view.columns.values()
-    process, total, ranges = view.diffusion["process"]["name"], effective.sum(), strata(len(t))
+    total, ranges = effective.sum(), strata(len(t))
     with np.errstate(invalid="ignore", over="ignore"):
         shares = [effective[inside].sum() / total for inside in ranges]
         weights = [w[inside].mean() for inside in ranges]
     largest = max(filter(np.isfinite, shares), default=0.0)
     ends = [[f"{t[place]:.5g}" for place in (inside.start, inside.stop - 1)] for inside in ranges]
     width = max(len(end) for pair in ends for end in pair)
-    own = "timesteps" if process == "discrete" else PROCESSES[process].load().own_time
+    own = "timesteps" if view.process == "discrete" else PROCESSES[view.process].load().own_time
     rows = [[own, "mass of p", "mean w", "share of p*w", ""]]
     for inside, share, weight, pair in zip(ranges, shares, weights, ends):
         name = " - ".join(end.rjust(width) for end in dict.fromkeys(pair))
-        mass = f"{100 * p[inside].sum():.2f} %"
-        rows.append([name, mass, f"{weight:.4g}", f"{100 * share:.2f} %", bar(share, largest)])
+        rows.append(
+            [name, f"{100 * p[inside].sum():.2f} %", f"{weight:.4g}", f"{100 * share:.2f} %", bar(share, largest)]
+        )
     return f"{head}\n{aligned(rows)}sum of p = {p.sum():.15g}, sum of p*w = {total:.6g}\n"
