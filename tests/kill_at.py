@@ -60,7 +60,7 @@ def prepare(point: str, count: int) -> None:
     from kairos.training import checkpoint, loop
 
     if point == "step":  # before a step is computed
-        loop.Trainer.advance = die_at(count, loop.Trainer.advance)
+        loop._passes = die_at(count, loop._passes)
     elif point == "after_optimizer":  # the optimiser has stepped, the sampler has not measured it yet
         Adaptive._measure = die_at(2 * count, Adaptive._measure)
     elif point in ("half_written", "not_synced", "not_renamed"):  # inside a checkpoint write

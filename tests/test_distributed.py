@@ -17,7 +17,7 @@ from kairos.cli import main
 from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json
 from kairos.training import checkpoint
-from kairos.training.order import passes
+from kairos.training.passes import cut
 from kairos.training.run import train
 from kairos.training.store import exclusive
 
@@ -176,13 +176,13 @@ def test_an_error_in_the_ranks_is_said_once_in_one_line(folder, tmp_path):
 
 def test_passes_cut_the_global_batch_alike_for_any_number_of_processes():
     for size, microbatch, processes in ((16, 3, 1), (16, 3, 2), (16, 3, 4), (16, None, 3), (7, 1, 7), (5, 2, 3)):
-        parts = [passes(size, microbatch, rank, processes) for rank in range(processes)]
+        parts = [cut(size, microbatch, rank, processes) for rank in range(processes)]
         assert all(parts)
         joined = [one for part in parts for one in part]
         assert [number for number, _ in joined] == list(range(len(joined)))
         assert [k for _, place in joined for k in range(size)[place]] == list(range(size))
         if microbatch is not None:
-            assert joined == passes(size, microbatch, 0, 1)
+            assert joined == cut(size, microbatch, 0, 1)
 
 
 @pytest.mark.parametrize(

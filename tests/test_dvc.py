@@ -104,7 +104,7 @@ def test_dependencies_change_with_results_only(copy, tmp_path):
     before = table()
     with copy.edited("src/kairos/training/loop.py", "\n\n\n", "\n\n\n# a comment\n\n"):
         assert table() == before
-    with copy.edited("src/kairos/training/order.py", "import", "EXTRA = 1\nimport"):
+    with copy.edited("src/kairos/training/passes.py", "from", "EXTRA = 1\nfrom"):
         after = table()
         assert {stage for stage in before if before[stage] != after[stage]} == {"train"}
     with copy.edited("params.yaml", "frequency: ", "queue: 11, frequency: "):

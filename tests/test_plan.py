@@ -156,7 +156,7 @@ def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lasting = sum(found.memory[name] for name in ("weights", "EMA", "optimiser"))
     assert lasting == pytest.approx(kept[0].stat().st_size, rel=0.02)  # of uniform, which has no state of its own
     assert found.rate is not None
-    assert set(found.rate.measured) == set(plain["methods"])
+    assert f"measured in {len(plain['methods'])} trainings" in found.rate.source
     line = json.loads((results / "uniform/seed0/timing.jsonl").read_text().splitlines()[-1])
     assert found.methods["uniform"].seconds == pytest.approx(line["seconds"] / 40)
     assert found.methods["uniform"].lost == pytest.approx(line["seconds"] / 40 * 10)

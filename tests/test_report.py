@@ -225,7 +225,8 @@ def test_the_page_says_how_the_numbers_came_about(built):
     text = " ".join(text.split())
     for fact in (
         "held-out accuracy 98.1%", "400 per set (12.5 per feature), 3 sets",
-        "20 steps, trailing spacing, x0 not clipped", "EMA weights", "eeeeeeeeeeee", "ffffffffffff",
+        "20 intervals, 20 network evaluations, trailing spacing, x0 not clipped", "EMA weights",
+            "eeeeeeeeeeee", "ffffffffffff",
         "Start-up (interpreter and imports) takes 51% of all CPU time",
         "reconstruction PSNR 24.7 dB", "0123456789abcdef",
     ):  # fmt: skip
@@ -266,7 +267,8 @@ def test_the_report_imports_nothing_heavy():
     assert json.loads(answer.stdout.replace("'", '"')) == []
 
 
-def test_the_template_is_code_that_the_report_depends_on(tmp_path):
+@pytest.mark.parametrize("name", ["page.html.jinja", "canvas.mplstyle"])
+def test_template_and_style_are_code_that_the_report_depends_on(tmp_path, name):
     package = Path(main.__code__.co_filename).parents[1]
     copy = shutil.copytree(package, tmp_path / "kairos", ignore=shutil.ignore_patterns("__pycache__"))
     code = "from kairos.fingerprint import fingerprint; print(fingerprint(['kairos.report.build']))"
@@ -274,6 +276,6 @@ def test_the_template_is_code_that_the_report_depends_on(tmp_path):
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
         found.append(done.stdout)
-        with open(copy / "report" / "page.html.jinja", "a") as file:
-            file.write("<!-- another -->")
+        with open(copy / "report" / name, "a") as file:
+            file.write("# another")
     assert found[0] != found[1]

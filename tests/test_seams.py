@@ -20,8 +20,8 @@ from kairos.data.dataset import open_dataset
 from kairos.data.prepare import write_dataset
 from kairos.data.sources import open_source
 from kairos.diffusion.losses import per_sample
-from kairos.diffusion.processes import Discrete
-from kairos.diffusion.registries import LOSSES, PROCESSES, DiscreteOptions, LossOptions
+from kairos.diffusion.processes import Process
+from kairos.diffusion.registries import LOSSES, PROCESSES, LossOptions
 from kairos.files import read_json
 from kairos.milestones import open_milestone
 from kairos.models.registries import MODELS
@@ -76,45 +76,39 @@ def test_a_sampler_and_a_weighting(registered, latents, tmp_path):
     assert table[-1].split(",")[2:] == ["2", repr(2 * float(table[-1].split(",")[1])).removesuffix(".0")]
 
 
-class Flow:
-    """A continuous process, rectified flow: time is the fraction itself, the network predicts noise - x0."""
+class Angle(Process):
+    """A continuous process: x_t = cos(u) x0 + sin(u) noise, u up to a right angle; the network predicts v."""
+
+    prediction, own_time = "v", "angle"
 
     def __init__(self, options, prediction):
-        self.schedule = Discrete(DiscreteOptions(timesteps=50), "epsilon").schedule  # the grid that is shown
-        self.prediction = prediction
+        assert prediction is None
 
     def times(self, fractions):
-        return fractions.float()
+        return (fractions * np.pi / 2).clip(1e-4, np.pi / 2 - 1e-4)
 
-    def weights(self, weighting, t):
-        return torch.ones_like(t)
+    def fractions(self, t):
+        return t / (np.pi / 2)
 
-    def predict(self, network, x_t, t, conditions):
-        return network(x_t, 1000 * t, conditions)
+    def coefficients(self, t):
+        return (np.cos(t), np.sin(t)) if isinstance(t, np.ndarray) else (t.cos(), t.sin())
 
-    def noised(self, x0, noise, t):
-        return x0 + t.view(-1, 1, 1, 1) * (noise - x0)
-
-    def target(self, x0, noise, t):
-        return noise - x0
-
-    def epsilon(self, output, x_t, t):
-        return x_t + (1 - t.view(-1, 1, 1, 1)) * output
-
-    def scheduler_config(self, clip):
-        return None
+    def embedded(self, t):
+        return 600 * t
 
 
 @pytest.mark.parametrize("method", ["uniform", "adaptive"])
 def test_a_continuous_process(registered, latents, tmp_path, method):
-    registered(PROCESSES, "flow", "Flow")
+    registered(PROCESSES, "angle", "Angle")
     plain = experiment(
-        {"uniform": {}, "adaptive": {"sampler": {"name": "adaptive", "frequency": 1}}}, diffusion={"process": "flow"}
+        {"uniform": {}, "adaptive": {"sampler": {"name": "adaptive", "frequency": 1}}}, diffusion={"process": "angle"}
     )
     train(plain, method, 0, tmp_path, latents, [0, 5])
     milestone = open_milestone(tmp_path / "milestones" / "0000005")
-    assert isinstance(milestone.process, Flow)
+    assert isinstance(milestone.process, Angle)
     assert lines(tmp_path)[-1]["mse"] < 3
+    table = (tmp_path / "milestones" / "0000005" / "strategy.csv").read_text().splitlines()
+    assert float(table[-1].split(",")[0]) == pytest.approx(np.pi / 2 * 0.9995)
 
 
 def test_a_loss_term_that_the_strategy_does_not_weight(registered, latents, tmp_path):
@@ -132,13 +126,13 @@ def magnitude(options, prediction):
 class Linear(nn.Module):
     """A backbone that scales its input."""
 
-    def __init__(self, options, shape, conditions):
+    def __init__(self, options, shape, conditions, outputs):
         super().__init__()
         self.factor = nn.Parameter(torch.full((), options.start))
 
     @classmethod
     def from_config(cls, config):
-        return cls(LinearOptions(), (1, 1, 1), {})
+        return cls(LinearOptions(), (1, 1, 1), {}, 1)
 
     def forward(self, x, t, conditions):
         return self.factor * x

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from kairos.training.order import batch_positions
 from training_case import command, experiment, make_latents, train_command, write_experiment
 
+from kairos.data.batches import Batches
+from kairos.data.latents import open_latents
 from kairos.errors import DamagedError, KairosError
 from kairos.files import read_json, write_text
 from kairos.milestones import check_milestone, open_milestone
@@ -159,10 +160,20 @@ def test_methods_of_a_seed_see_the_same_images_and_noise(latents, tmp_path):
     assert outs[0]["mse"] == outs[1]["mse"] and outs[0]["loss"] != outs[1]["loss"]
 
 
-def test_data_order_visits_every_image_once_an_epoch():
-    seen = torch.cat([batch_positions(1, step, 30, 12) for step in range(5)])
-    assert sorted(seen[:30].tolist()) == list(range(30)) == sorted(seen[30:].tolist())
-    assert seen[:30].tolist() != seen[30:].tolist()
+def test_batches_visit_every_image_once_an_epoch_on_any_number_of_ranks(latents):
+    opened = open_latents(latents)
+    count = len(opened.train)  # 150
+    whole = list(Batches(opened, 1, 60, range(60), ("class",)).steps(0, 5))
+    halves = [list(Batches(opened, 1, 60, half, ("class",)).steps(0, 5)) for half in (range(17), range(17, 60))]
+    for batch, *parts in zip(whole, *halves):
+        assert torch.equal(batch.x0, torch.cat([part.x0 for part in parts]))
+        assert torch.equal(batch.conditions["class"], torch.cat([part.conditions["class"] for part in parts]))
+    seen = torch.cat([batch.conditions["class"] for batch in whole])
+    wanted = opened.conditions(opened.train)["class"].sort().values
+    assert torch.equal(seen[:count].sort().values, wanted) and torch.equal(seen[count:].sort().values, wanted)
+    assert not torch.equal(seen[:count], seen[count:])
+    later = next(Batches(opened, 1, 60, range(60), ("class",)).steps(3, 5))
+    assert later.step == 3 and torch.equal(later.x0, whole[3].x0)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "head"])

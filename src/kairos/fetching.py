@@ -51,21 +51,29 @@ def needs(experiment: Experiment) -> list[Need]:
 
 
 def _dataset(experiment: Experiment) -> Need:
-    dataset = experiment.dataset
-    if dataset.source == "hub":
-        what = f"data set {dataset.path} ({dataset.split})"
-        advice = (
-            "on a machine with a network, run kairos fetch and copy its Hugging Face cache (HF_HOME), or fetch the "
-        )
-        advice += "parquet files and set dataset.source: parquet and dataset.path to them"
-        arguments = (str(dataset.path), dataset.split)
-        return Need(what, lambda: _hub_rows(*arguments), lambda: _bring_rows(*arguments), advice)
-    path = str(dataset.path)
+    path, split = str(experiment.dataset.path), experiment.dataset.split
+    if experiment.dataset.source != "hub":
+
+        def find_files() -> str | None:
+            return path if os.path.exists(path) or glob.glob(path, recursive=True) else None
+
+        return Need(f"data set {path}", find_files, None, "put the files there, or set dataset.path to where they are")
 
     def find() -> str | None:
-        return path if os.path.exists(path) or glob.glob(path, recursive=True) else None
+        """Ask as a job will, with hub access off."""
+        good, answer = _rows(path, split, offline=True)
+        return f"in the Hugging Face cache, {answer} rows" if good else None
 
-    return Need(f"data set {path}", find, None, "put the files there, or set dataset.path to where they are")
+    def bring() -> None:
+        good, answer = _rows(path, split, offline=False)
+        if not good:
+            raise KairosError(answer)
+
+    advice = (
+        "on a machine with a network, run kairos fetch and copy its Hugging Face cache (HF_HOME), or fetch the "
+        "parquet files and set dataset.source: parquet and dataset.path to them"
+    )
+    return Need(f"data set {path} ({split})", find, bring, advice)
 
 
 _ROWS = """
@@ -90,18 +98,6 @@ def _rows(path: str, split: str, offline: bool) -> tuple[bool, str]:
         check=False,
     )
     return done.returncode == 0, done.stdout.strip()
-
-
-def _hub_rows(path: str, split: str) -> str | None:
-    """Ask as a job will, with hub access off."""
-    good, answer = _rows(path, split, offline=True)
-    return f"in the Hugging Face cache, {answer} rows" if good else None
-
-
-def _bring_rows(path: str, split: str) -> None:
-    good, answer = _rows(path, split, offline=False)
-    if not good:
-        raise KairosError(answer)
 
 
 def _autoencoder(path: str) -> Need:
@@ -144,9 +140,7 @@ def _model(folder: Path) -> str | None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(
-            folder / _MODEL[1], framework="numpy"
-        ) as tensors:  # reads the head, and compares it with the size
+        with safe_open(folder / _MODEL[1], framework="numpy") as tensors:  # compares its head with its size
             empty = not tensors.keys()
         described = "_class_name" in read_json(folder / _MODEL[0])
     except (SafetensorError, DamagedError) as error:

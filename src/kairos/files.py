@@ -10,11 +10,11 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kairos.errors import DamagedError
+from kairos.errors import DamagedError, KairosError
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -42,20 +42,23 @@ def sha256_json(value: Any) -> str:
 def atomic(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file for writing that appears under `path` only when the block ends without an error."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        raise KairosError(f"{path}: a folder or a device is there; allowed: a file")
     temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except OSError as error:  # a full disk says so without a name
-        error.filename = error.filename or str(path)
+    except OSError as error:  # a full disk says so without a name, others name the temporary file
+        error.filename = str(path)
         raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def write_text(path: Path | str, text: str) -> None:
@@ -69,16 +72,27 @@ def write_json(path: Path | str, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
-def read_json(path: Path | str) -> Any:
-    """Read a JSON file.
+class _Record(dict[str, Any]):
+    """What a JSON file holds; a field that it lacks is the file's fault."""
+
+    path: Path | str = ""
+
+    def __missing__(self, field: str) -> Any:
+        raise DamagedError(f"{self.path}: holds no {field!r}: damaged, or the record of something else")
+
+
+def read_json(path: Path | str) -> dict[str, Any]:
+    """Read a JSON file that holds a mapping.
 
     Raises:
-        DamagedError: it is not JSON.
+        DamagedError: it is not one, or a field is asked for that it does not hold.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError:
-        raise DamagedError(f"{path}: damaged: not JSON; make it again, or pull it with dvc") from None
+        record = _Record(json.loads(Path(path).read_bytes()))
+    except (ValueError, TypeError, RecursionError):
+        raise DamagedError(f"{path}: damaged: not JSON with fields; make it again, or pull it with dvc") from None
+    record.path = path
+    return record
 
 
 def sync_folder(path: Path | str) -> None:

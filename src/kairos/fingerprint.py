@@ -23,6 +23,8 @@ _LEFT_OUT = (
 )
 _SAYING = ("say", "warn")  # functions that tell the user something
 
+_BESIDE = (".html.jinja", ".mplstyle")
+
 
 def fingerprint(roots: Iterable[str]) -> str:
     """Hash of the modules that `roots` (dotted names) reach, 16 hex digits."""
@@ -73,11 +75,10 @@ def _parsed(module: str) -> ast.Module:
 
 @functools.cache
 def _hash_module(module: str) -> str:
-    """Of a module, and of the template of its name beside it."""
+    """Of a module, and of the template or style of its name beside it."""
     path, text = _path(module), _text(_parsed(module))
-    template = path.with_suffix(".html.jinja") if path else None
-    if template and template.is_file():
-        text += template.read_text(encoding="utf-8")
+    beside = [path.with_suffix(suffix) for suffix in _BESIDE] if path else []
+    text += "".join(file.read_text(encoding="utf-8") for file in beside if file.is_file())
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos import clock, portable
+from kairos.errors import ConfigError
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +16,20 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def add_timing(parser: argparse.ArgumentParser) -> None:
     """``--timing F``: where the job's wall and CPU time goes."""
     parser.add_argument("--timing", type=Path, metavar="F", help="write the job's wall, CPU and start-up time to F")
+
+
+def paired(arguments: argparse.Namespace, *options: str) -> list[tuple[Any, ...]]:
+    """The values of options that are repeated together; None for those of the last where there is none of it.
+
+    Raises:
+        ConfigError: they are not as many.
+    """
+    given = [getattr(arguments, option) or [] for option in options]
+    most = len(given[0])
+    if {len(values) for values in given[:-1]} != {most} or len(given[-1]) not in (0, most):
+        names, counts = ", ".join(f"--{option}" for option in options), ", ".join(str(len(values)) for values in given)
+        raise ConfigError(f"{names}: got {counts}; allowed: as many of each, or none of --{options[-1]}")
+    return list(zip(*given[:-1], given[-1] or [None] * most))
 
 
 def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:

@@ -11,18 +11,12 @@ from kairos.cli.common import add_config, add_timing, write_timing
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of one of the three subcommands."""
     add_config(parser)
-    if name in ("autoencoder", "encode"):
-        parser.add_argument(
-            "--dataset", type=Path, metavar="DIR", help="prepared data set (default: results/<experiment>/dataset)"
-        )
-    if name == "encode":
-        parser.add_argument(
-            "--autoencoder", type=Path, metavar="DIR", help="autoencoder (default: results/<experiment>/autoencoder)"
-        )
+    read = {"autoencoder": ("dataset",), "encode": ("dataset", "autoencoder")}.get(name, ())
     out = {"prepare": "dataset", "encode": "latents"}.get(name, name)
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"folder to write (default: results/<experiment>/{out})"
-    )
+    for option, stage in (*zip(read, read), ("out", out)):
+        what = "folder to write" if option == "out" else f"folder that holds the {stage}"
+        default = f"{what} (default: results/<experiment>/{stage})"
+        parser.add_argument(f"--{option}", type=Path, metavar="DIR", help=default)
     add_timing(parser)
 
 

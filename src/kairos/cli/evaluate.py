@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from kairos.cli.common import add_config, add_timing, write_timing
+from kairos.cli.common import add_config, add_timing, paired, write_timing
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -13,17 +13,11 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         parser.epilog = "Repeat --samples, --out and --milestone, in pairs, to evaluate several files in one job."
         add("--samples", type=Path, action="append", required=True, metavar="F", help="npz of images (repeatable)")
         add("--out", type=Path, action="append", required=True, metavar="F", help="JSON record to write (repeatable)")
-        add(
-            "--reference",
-            type=Path,
-            required=True,
-            metavar="F",
-            help="reference.json or its folder; or an npz of real images (with --extractor)",
-        )
+        either = "reference.json or its folder; or an npz of real images (with --extractor)"
+        add("--reference", type=Path, required=True, metavar="F", help=either)
         add("--milestone", type=Path, action="append", metavar="D", help="adds the validation loss (repeatable)")
-        add(
-            "--extractor", type=Path, metavar="DIR", help="folder, or inception; default: ../extractor of the reference"
-        )
+        beside = "folder, or inception; default: ../extractor of the reference"
+        add("--extractor", type=Path, metavar="DIR", help=beside)
         add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents of the milestone")
         add("--sets", type=int, default=1, metavar="K", help="with an npz reference: sets to split the samples into")
     else:
@@ -74,16 +68,11 @@ def _reference(arguments: argparse.Namespace) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     from kairos.errors import ConfigError
 
-    milestones = arguments.milestone or [None] * len(arguments.samples)
-    if not len(arguments.samples) == len(arguments.out) == len(milestones):
-        raise ConfigError(
-            f"--samples, --out, --milestone: got {len(arguments.samples)}, {len(arguments.out)}, "
-            f"{len(arguments.milestone or [])}; allowed: as many --out (and --milestone, if any) as --samples"
-        )
+    pairs = paired(arguments, "samples", "out", "milestone")
     if arguments.sets < 1:
         raise ConfigError(f"--sets: got {arguments.sets}, allowed: 1 or more")
     from kairos.evaluation import evaluate
 
-    jobs = [evaluate.EvaluationJob(*paths) for paths in zip(arguments.samples, arguments.out, milestones)]
+    jobs = [evaluate.EvaluationJob(*paths) for paths in pairs]
     evaluate.run(jobs, arguments.reference, arguments.extractor, arguments.latents, arguments.sets)
     write_timing(arguments, files=len(jobs))

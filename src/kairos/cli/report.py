@@ -11,9 +11,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--results", type=Path, metavar="DIR", help="results folder (default: results/<experiment>)")
     if name == "track":
-        parser.add_argument(
-            "--out", type=Path, required=True, metavar="F", help="what was imported, e.g. tracking.json"
-        )
+        what = "what was imported, e.g. tracking.json"
+        parser.add_argument("--out", type=Path, required=True, metavar="F", help=what)
     add_timing(parser)
 
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.common import add_timing, write_timing
+from kairos.cli.common import add_timing, paired, write_timing
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -21,11 +21,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("--num", type=int, required=True, metavar="N", help="number of images")
     add("--seed", type=int, metavar="S", help="seed of the images")
     add("--weights", choices=("ema", "raw"), help="which weights")
-    add(
-        "--scheduler",
-        metavar="NAME",
-        help="ddpm, ddim, euler, heun, or with options as in an experiment file: '{name: ddim, spacing: leading}'",
-    )
+    scheme = "ddpm, ddim, euler, heun, or with options as in an experiment file: '{name: ddim, spacing: leading}'"
+    add("--scheduler", metavar="NAME", help=scheme)
     add("--steps", type=int, metavar="N", help="intervals of the grid from noise to the image")
     add("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1: none")
     add("--precision", choices=("fp32", "tf32", "bf16"), help="of the network")
@@ -37,17 +34,10 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw the images."""
-    from kairos.errors import ConfigError
-
-    grids = arguments.grid or [None] * len(arguments.out)
-    if not len(arguments.milestone) == len(arguments.out) == len(grids):
-        raise ConfigError(
-            f"--milestone, --out, --grid: got {len(arguments.milestone)}, {len(arguments.out)}, "
-            f"{len(arguments.grid or [])}; allowed: as many --out (and --grid, if any) as --milestone"
-        )
+    pairs = paired(arguments, "milestone", "out", "grid")
     from kairos.sampling import sample
 
-    jobs = [sample.SamplingJob(*paths) for paths in zip(arguments.milestone, arguments.out, grids)]
+    jobs = [sample.SamplingJob(*paths) for paths in pairs]
     request = sample.Request(
         num=arguments.num,
         seed=arguments.seed,
@@ -64,15 +54,8 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from kairos.errors import ConfigError
 
-    values = {
-        "weights": arguments.weights,
-        "scheduler": arguments.scheduler,
-        "steps": arguments.steps,
-        "guidance_scale": arguments.guidance_scale,
-        "precision": arguments.precision,
-        "batch_size": arguments.batch_size,
-        "grid": arguments.grid_images,
-    }
+    same = ("weights", "scheduler", "steps", "guidance_scale", "precision", "batch_size")
+    values = {name: getattr(arguments, name) for name in same} | {"grid": arguments.grid_images}
     if arguments.scheduler is not None:
         try:
             values["scheduler"] = yaml.safe_load(arguments.scheduler)

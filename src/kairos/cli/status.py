@@ -22,6 +22,10 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the stages, then a line per training."""
+    from kairos.errors import ConfigError
+
+    if arguments.watch is not None and not 0 < arguments.watch <= 86400:
+        raise ConfigError(f"--watch: got {arguments.watch:g}, allowed: seconds, above 0 and at most 86400")
     while True:
         text = status(arguments.experiment)
         print(("\x1b[H\x1b[J" if arguments.watch and sys.stdout.isatty() else "") + text, flush=True)

@@ -159,15 +159,13 @@ def load(path: Path | str) -> Experiment:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); pass an experiment file such as params.yaml"
         ) from None
-    try:
-        values = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not YAML in UTF-8: {' '.join(str(error).split())}") from None
     return validate(values, str(path))
 
 

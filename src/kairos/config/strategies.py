@@ -26,7 +26,7 @@ class DiffusionConfig(Section):
         process = info.data.get("process")
         if process is None:  # refused already
             return value
-        choices = PROCESSES[process["name"]].options.predictions  # type: ignore[attr-defined]
+        choices: tuple[str, ...] = getattr(PROCESSES[process["name"]].options, "predictions", ())
         if value is not None and value not in choices:
             raise ValueError(
                 f"diffusion.prediction: got {value!r} with process {process['name']}, allowed: "

@@ -17,13 +17,11 @@ class Rate:
         seconds: of a step of each method.
         operations: floating-point operations per second and GPU that this amounts to.
         source: where the rate is from.
-        measured: methods whose own time was measured; the others' is in proportion to their operations.
     """
 
     seconds: dict[str, float]
     operations: float
     source: str
-    measured: tuple[str, ...] = ()
 
 
 def given(
@@ -48,8 +46,8 @@ def given(
     least = min(operations.values())
     stated = {"--steps-per-second": steps_per_second, "--tflops": tflops, "--utilisation": utilisation}
     for name, value in stated.items():
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name}: got {value}, allowed: more than 0")
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{name}: got {value}, allowed: more than 0, and finite")
     if steps_per_second is not None:
         speed, source = least * steps_per_second / gpus, f"{steps_per_second:g} steps per second, as given"
     else:
@@ -58,7 +56,10 @@ def given(
 
 
 def measured(results: Path, operations: dict[str, float], gpus: int) -> Rate | None:
-    """The rate of the experiment's trainings so far; arguments as for `given`. None where none has left its time."""
+    """The rate of the experiment's trainings so far; arguments as for `given`. None where none has left its time.
+
+    Of a method that has not been timed it is in proportion to its operations.
+    """
     found: dict[str, list[float]] = {}
     machines = set()
     for method in operations:
@@ -76,7 +77,7 @@ def measured(results: Path, operations: dict[str, float], gpus: int) -> Rate | N
     seconds = {method: own.get(method, each / speed / gpus) for method, each in operations.items()}
     number = sum(map(len, found.values()))
     source = f"measured in {number} training{'s' * (number > 1)} of {results} ({', '.join(sorted(machines)) or '?'})"
-    return Rate(seconds, speed, source, tuple(own))
+    return Rate(seconds, speed, source)
 
 
 def _seconds(path: Path) -> float | None:

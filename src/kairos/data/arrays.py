@@ -1,10 +1,12 @@
-"""Array files that are written in place, piece by piece, through memory maps."""
+"""Array files, read and written through memory maps."""
 
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from kairos.errors import DamagedError
 
 
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.memmap:
@@ -23,3 +25,15 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.memmap:
             path.unlink()
             raise OSError(error.errno, error.strerror, str(path)) from None
     return array
+
+
+def read_array(path: Path) -> np.ndarray:
+    """A .npy file, mapped into memory.
+
+    Raises:
+        DamagedError: it ends early, or is no array.
+    """
+    try:
+        return np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise DamagedError(f"{path}: damaged ({error}); make it again, or pull it with dvc") from None

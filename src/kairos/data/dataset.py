@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kairos.data.arrays import read_array
 from kairos.errors import KairosError
 from kairos.files import read_json
 
@@ -86,7 +87,7 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
     def array(name: str) -> np.ndarray:
         if not (folder / name).is_file():
             raise KairosError(f"{folder / name}: is missing; make it with: kairos prepare --config F --out {folder}")
-        return np.load(folder / name, mmap_mode="r")
+        return read_array(folder / name)
 
     conditions = {name: array(item["file"]) for name, item in manifest["conditions"].items()}
     train, heldout = np.array(array("train.npy")), np.array(array("heldout.npy"))

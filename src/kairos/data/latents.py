@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kairos.data.arrays import read_array
 from kairos.data.dataset import PreparedDataset, open_dataset, open_record
 from kairos.errors import KairosError
 
@@ -159,5 +160,5 @@ def open_latents(folder: Path | str) -> Latents:
     for name in manifest["files"]:
         if not (folder / name).is_file():
             raise KairosError(f"{folder / name}: is missing; make it with: kairos {command}")
-        moments[Path(name).stem] = np.load(folder / name, mmap_mode="r")
+        moments[Path(name).stem] = read_array(folder / name)
     return Latents(manifest, dataset, moments)

@@ -59,14 +59,8 @@ def _digits(config: DatasetConfig) -> Source:
 
     digits = load_digits()
     pixels = (digits.images * (255 / 16)).round().astype(np.uint8)  # the scans have values 0..16
-    classes = [str(name) for name in digits.target_names]
-    return Source(
-        len(pixels),
-        lambda index: Image.fromarray(pixels[index]),
-        lambda index: f"digit {index}",
-        digits.target.astype(np.int64),
-        classes,
-    )
+    labels, classes = digits.target.astype(np.int64), [str(name) for name in digits.target_names]
+    return Source(len(pixels), lambda index: Image.fromarray(pixels[index]), "digit {}".format, labels, classes)
 
 
 def _folder(config: DatasetConfig) -> Source:
@@ -77,22 +71,24 @@ def _folder(config: DatasetConfig) -> Source:
     names = sorted(_image_files(root))
     if not names:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
-    tops = [name.split("/")[0] if "/" in name else None for name in names]
-    classes = sorted({top for top in tops if top is not None})
-    if None in tops or len(classes) < 2:
-        return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__)
-    number = {name: index for index, name in enumerate(classes)}
-    labels = np.array([number[str(top)] for top in tops], dtype=np.int64)
+    labels = classes = None
+    if all("/" in name for name in names) and len({name.split("/")[0] for name in names}) > 1:
+        labels, classes = _numbered([name.split("/")[0] for name in names])
     return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__, labels, classes)
+
+
+def _numbered(names: list[str]) -> tuple[np.ndarray, list[str]]:
+    """The class of each, int64, and the classes' names in their order."""
+    classes, labels = np.unique(names, return_inverse=True)
+    return labels.astype(np.int64), classes.tolist()
 
 
 def _image_files(root: Path) -> list[str]:
     found = []
     for folder, subfolders, files in os.walk(root, followlinks=True):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in files:
-            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
-                found.append(Path(folder, name).relative_to(root).as_posix())
+        images = (name for name in files if name.lower().endswith(SUFFIXES) and not name.startswith("."))
+        found += [Path(folder, name).relative_to(root).as_posix() for name in images]
     return found
 
 
@@ -206,12 +202,10 @@ def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[
         raise ConfigError(f"dataset.label_column: got {column!r}, allowed: one of {', '.join(table.features)}")
     values = table.select_columns(column).with_format("arrow")[:][column].to_pylist()
     if all(isinstance(value, str) for value in values):
-        classes = sorted(set(values))
-        number = {name: index for index, name in enumerate(classes)}
-        return np.array([number[value] for value in values], dtype=np.int64), classes
-    if not all(isinstance(value, int) and value >= 0 for value in values):
-        odd = next(value for value in values if not isinstance(value, int) or value < 0)
-        raise ConfigError(f"dataset.label_column: {column!r} holds {odd!r}, allowed: integers from 0 or texts")
+        return _numbered(values)
+    odd = [value for value in values if not isinstance(value, int) or value < 0]
+    if odd:
+        raise ConfigError(f"dataset.label_column: {column!r} holds {odd[0]!r}, allowed: integers from 0 or texts")
     named = getattr(table.features[column], "names", None)
     classes = list(named or map(str, range(max(values) + 1)))
     if max(values) >= len(classes):

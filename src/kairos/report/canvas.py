@@ -10,13 +10,14 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 DPI = 160  # of PNG files
-INK, MUTED, GRID = "#1f2328", "#667079", "#e6e8eb"
+INK, MUTED = "#1f2328", "#667079"
 # Okabe and Ito's palette, distinct in every common colour blindness; the baseline is black, its yellow is too light
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3")
 _MARKERS = ("s", "D", "^", "v", "P", "X", "p")
@@ -24,31 +25,7 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 
 _LEADER = {"arrowstyle": "-", "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
 
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: same figures on every machine
-    "font.size": 9.5,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 8,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "text.color": INK,
-    "legend.frameon": False,
-    "svg.hashsalt": "kairos",
-    "svg.fonttype": "path",
-}
+STYLE: Any = rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,6 @@ class Training:
         """Whether the sampler learns while it trains."""
         return bool(self.final.record.get("learned"))
 
-    def seconds(self, steps: Any) -> Any:
-        """Training time up to `steps`, interpolated between the clock's entries; NaN where no clock was kept."""
-        if self.timing.empty:
-            return np.full(np.shape(steps), np.nan)
-        known = self.timing.drop_duplicates("step", keep="last").sort_values("step")
-        return np.interp(steps, np.r_[0, known["step"]], np.r_[0.0, known["seconds"]])
-
     @property
     def started(self) -> datetime | None:
         """When the training was first started."""

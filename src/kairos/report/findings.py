@@ -5,7 +5,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from kairos.report.collect import Results
-from kairos.report.ranking import NOT_MOVED, Row, curve, lower, moved
+from kairos.report.ranking import Row, curve, lower, moved, stands_still
 from kairos.report.text import listed, number, plural, plus_minus
 
 _SPACES = {
@@ -49,13 +49,12 @@ def verdict(results: Results, rows: list[Row]) -> list[str]:
     better = [method for method, own in curves.items() if lower(own, curves[baseline.method])]
     worse = [method for method, own in curves.items() if lower(curves[baseline.method], own)]
     alike_baseline = [row.method for row in rows if row is not baseline and row.method not in (*better, *worse)]
-    where = baseline.method
-    if better:
-        sentences.append(f"Below {where} by more than the spread: {listed(better)}.")
-    if worse:
-        sentences.append(f"Above {where} by more than the spread: {listed(worse)}.")
-    if alike_baseline:
-        sentences.append(f"Not distinguishable from {where}: {listed(alike_baseline)}.")
+    for words, methods in (
+        (f"Below {baseline.method} by more than the spread", better),
+        (f"Above {baseline.method} by more than the spread", worse),
+        (f"Not distinguishable from {baseline.method}", alike_baseline),
+    ):
+        sentences += [f"{words}: {listed(methods)}."] if methods else []
     sure = [row for row in rows if row.method in better and row.steps and row.steps.value and row.steps.hard]
     if sure:
         fastest = max(sure, key=lambda row: row.steps.value)  # type: ignore[union-attr, arg-type, return-value]
@@ -69,21 +68,16 @@ def verdict(results: Results, rows: list[Row]) -> list[str]:
 
 def warnings(results: Results) -> list[str]:
     """Everything that limits what the numbers may be used for; empty where nothing does."""
-    return [
-        *_of_samplers(results),
-        *_of_distances(results),
-        *_of_evaluations(results),
-        *_of_exactness(results),
-        *_of_extent(results),
-    ]
+    found = (_of_samplers, _of_distances, _of_evaluations, _of_exactness, _of_extent)
+    return [message for part in found for message in part(results)]
 
 
 def _of_samplers(results: Results) -> list[str]:
     return [
         f"{training.method} seed {training.seed}: its sampler learns but has not moved from its start (total variation "
-        f"distance {number(distance)}); its numbers are those of the distribution it started from."
+        f"distance {number(moved(training))}); its numbers are those of the distribution it started from."
         for training in results.trainings
-        if (distance := moved(training)) is not None and not distance >= NOT_MOVED
+        if stands_still(training)
     ]
 
 

@@ -8,19 +8,12 @@ import jinja2
 import pandas as pd
 from PIL import Image
 
-from kairos.config import REFERENCE_ROWS
 from kairos.report import findings, text
 from kairos.report.canvas import DPI, looks
 from kairos.report.collect import Record, Results, Training
 from kairos.report.figures import FIGURES
 from kairos.report.ranking import compare, curve, stands_still
 
-_REFERENCE_MEANING = {
-    "floor": "held-out real images: what a perfect generator would score",
-    "reconstruction": "held-out images through the autoencoder: the best that its latents allow",
-    "gaussian": "a Gaussian fitted to the training data in the model's space: no structure learned",
-    "noise": "uniform noise",
-}
 _STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate")
 
 
@@ -47,7 +40,6 @@ def page(results: Results, figures: Path) -> str:
         finals=finals,
         further_metrics=_further_metrics(results, (own.index for own in finals.values())),
         reference_metrics=_further_metrics(results, results.reference["rows"].values()),
-        reference_meaning={name: _REFERENCE_MEANING[name] for name in REFERENCE_ROWS},
         milestones=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
         losses=text.listed([text.component(loss) for loss in results.experiment.diffusion.losses]),
         costs=_costs(results.jobs),
@@ -90,13 +82,11 @@ def _costs(jobs: tuple[Record, ...]) -> list[Record]:
     ]
 
 
-def _figure(folder: Path, name: str) -> Record:
-    """A figure with its image as a data URL; a PNG as wide as it was drawn, so that letters are of one size."""
-    plot, width = FIGURES[name], None
-    path, kind = folder / f"{name}.svg", "svg+xml"
+def _figure(folder: Path, name: str) -> tuple[str, int | None]:
+    """A figure as a data URL; a PNG with the width at which it was drawn, so that letters are of one size."""
+    path, kind, width = folder / f"{name}.svg", "svg+xml", None
     if name.endswith("samples"):
         path, kind = folder / f"{name}.png", "png"
         with Image.open(path) as image:
             width = round(image.width * 96 / DPI)
-    source = f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-    return {"title": plot.title, "caption": plot.caption, "width": width, "source": source}
+    return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}", width

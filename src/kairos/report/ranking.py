@@ -124,18 +124,13 @@ def crossing(steps: np.ndarray, values: np.ndarray, target: float) -> float | No
     below = np.flatnonzero(values <= target)
     if not len(below):
         return None
-    k = int(below[0])
-    if k == 0:
-        return float(steps[0])
-    share = (values[k - 1] - target) / (values[k - 1] - values[k])
-    return float(steps[k - 1] + share * (steps[k] - steps[k - 1]))
+    span = slice(max(below[0] - 1, 0), below[0] + 1)  # the milestones before and after, or the first alone
+    return float(np.interp(-target, -values[span], steps[span]))
 
 
 def moved(training: Training) -> float | None:
     """Total variation distance of a learned sampler's p(t) from its start at the last milestone; None where fixed."""
-    if not training.learned:
-        return None
-    return _number(training.final.record["strategy"].get("tv_from_start"))
+    return _number(training.final.record["strategy"].get("tv_from_start")) if training.learned else None
 
 
 def stands_still(training: Training) -> bool:

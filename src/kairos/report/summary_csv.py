@@ -16,8 +16,9 @@ def columns(results: Results) -> list[str]:
     metric = results.metric
     fixed = ["experiment", "method", "seed", "step", "images_seen", "train_seconds"]
     fixed += [metric, f"{metric}_spread", "val_loss", "val_vlb", *_PROTOCOL]
-    measured = [name for milestone in _milestones(results) for name in milestone.evaluation["metrics"]]
-    measured += [name for row in results.reference["rows"].values() for name in row]
+    milestones = [milestone for training in results.trainings for milestone in training.milestones]
+    records = [*(milestone.evaluation["metrics"] for milestone in milestones), *results.reference["rows"].values()]
+    measured = [name for record in records for name in record]
     optional = [name for name in dict.fromkeys(measured) if name not in fixed and not name.endswith("_sets")]
     return [*fixed, *optional, "val_vlb_without_last", *_OPTIONAL_PROTOCOL, "extractor", "identity"]
 
@@ -26,20 +27,10 @@ def rows(results: Results) -> list[dict[str, Any]]:
     """The table's rows: every training's milestones in the order of the configuration, then the reference rows."""
     table = [_row(results, training, milestone) for training in results.trainings for milestone in training.milestones]
     reference = results.reference
-    for name in REFERENCE_ROWS:
-        if name in reference["rows"]:
-            shared = {key: reference.get(key) for key in ("extractor", "extractor_hash", "reference_hash", "sets")}
-            table.append(
-                {
-                    "experiment": results.experiment.experiment,
-                    "method": name,
-                    **reference["rows"][name],
-                    "n_samples": reference["num_samples"],
-                    "eval_seed": reference["eval_seed"],
-                    **shared,
-                }
-            )
-    return table
+    shared = {key: reference.get(key) for key in ("extractor", "extractor_hash", "reference_hash", "sets", "eval_seed")}
+    shared |= {"experiment": results.experiment.experiment, "n_samples": reference["num_samples"]}
+    named = [name for name in REFERENCE_ROWS if name in reference["rows"]]
+    return table + [{"method": name, **reference["rows"][name], **shared} for name in named]
 
 
 def text(results: Results) -> str:
@@ -62,7 +53,3 @@ def _row(results: Results, training: Training, milestone: Milestone) -> dict[str
         **milestone.evaluation["protocol"],
         "identity": milestone.record["identity"],
     }
-
-
-def _milestones(results: Results) -> list[Milestone]:
-    return [milestone for training in results.trainings for milestone in training.milestones]

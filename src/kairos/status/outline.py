@@ -68,5 +68,5 @@ def _read(path: Path) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
             return yaml.load(file, loader)
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None  # `load` says what is wrong

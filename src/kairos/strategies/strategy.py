@@ -112,12 +112,13 @@ class Strategy:
         place = Place(self.seed, self.step, self._drawn[0], sum(self._drawn))
         fractions = self.sampler.fractions(x0, place)
         self._drawn[0] += distributed.share(len(x0))[0]
-        t = self.process.times(fractions)  # on the CPU: nothing waits for the device
+        t = self.process.times(fractions)
         weighting = getattr(self.weighting, "base", self.weighting)  # a learned one's factor is applied with the loss
         fixed = weighting.factors(self.process.snr(t), t)
         importance = self.sampler.importance(x0, fractions)
         importance = torch.ones_like(fixed) if importance is None else importance
-        return Draw(self.step, x0, fractions, *(values.to(x0.device) for values in (t, fixed, importance)))
+        moved = (values.to(x0.device, non_blocking=True) for values in (t, fixed, importance))  # nothing waits
+        return Draw(self.step, x0, fractions, *moved)
 
     def weighted(self, draw: Draw, losses: Tensor) -> Tensor:
         """What is minimised, per sample (batch,): `losses` (batch,) with the weights of their draw."""

@@ -133,14 +133,10 @@ def git_commit() -> str | None:
 
 
 def _values(training: "Training") -> Iterator[tuple[str, float, int]]:
-    table = training.metrics.select_dtypes("number")
+    table = training.metrics.select_dtypes("number").drop(columns="images", errors="ignore")
     every = stride(len(table))
-    kept = np.arange(len(table)) % every == every - 1
-    steps = table["step"].to_numpy(int)[kept]
-    for column in table.columns:
-        if column not in ("step", "images"):
-            for step, value in zip(steps, table[column].to_numpy(float)[kept]):
-                yield column, float(value), int(step)
+    for step, key, value in table.iloc[every - 1 :: every].melt("step").itertuples(index=False):
+        yield str(key), float(value), int(step)
     for milestone in training.milestones:
         measured = dict(milestone.evaluation["metrics"])
         measured |= {name: milestone.value(name) for name in ("val_loss", "val_vlb", "val_vlb_without_last")}

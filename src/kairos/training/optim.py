@@ -76,22 +76,23 @@ class Average:
     """An average of a model's weights, under the names that its file has.
 
     Args:
-        weights: gives the live weights; those that are not real numbers are kept as they are.
+        weights: the live ones, which are changed in place; those that are not real numbers are kept as they are.
         share: gives the weight of what was averaged before, at a step.
     """
 
-    def __init__(self, weights: Any, share: Any):
-        self._live, self._share = weights, share
-        self.weights: dict[str, Tensor] = {name: value.detach().clone() for name, value in weights().items()}
+    def __init__(self, weights: dict[str, Tensor], share: Any):
+        self.weights = {name: value.detach().clone() for name, value in weights.items()}
+        self._share = share
+        pairs = [(self.weights[name], value.detach()) for name, value in weights.items()]  # as the optimiser moves them
+        self._real = [list(part) for part in zip(*(pair for pair in pairs if pair[0].is_floating_point()))]
+        self._other = [pair for pair in pairs if not pair[0].is_floating_point()]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the weights after a step."""
-        live = self._live()
-        real = [name for name, value in self.weights.items() if value.is_floating_point()]
-        torch._foreach_lerp_([self.weights[n] for n in real], [live[n] for n in real], 1 - self._share(step))
-        for name in self.weights.keys() - set(real):
-            self.weights[name].copy_(live[name])
+        torch._foreach_lerp_(*self._real, 1 - self._share(step))
+        for mine, live in self._other:
+            mine.copy_(live)
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """Go on from another average."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kairos.training.checkpoint import component_hashes
 from kairos.training.identity import code_roots, identity_of
 from kairos.training.job import Leave, Left, ProgressFile
 from kairos.training.loop import diverged, steps
+from kairos.training.memory import guarded
 from kairos.training.state import Training
 from kairos.training.store import Store, exclusive, read_timing
 
@@ -67,7 +68,8 @@ def train(
         What happened: ``steps_run`` by this call and ``step`` reached.
 
     Raises:
-        KairosError: another process trains here; the loss is not finite; data or device are missing.
+        KairosError: another process trains here; the loss is not finite; data or device are missing, or its memory is
+            too small.
         Left: asked to end early; what has been computed is saved.
     """
     leave = leave or Leave()
@@ -188,7 +190,7 @@ class Run:
         facts, begun = "", time.perf_counter()
         with open(self.store.metrics if self.first else os.devnull, "a", encoding="utf-8") as metrics:
             self.progress.at(training.step, self.seconds)
-            for line in steps(training, last):
+            for line in guarded(training, steps(training, last)):
                 self.seconds += time.perf_counter() - begun
                 self.steps_run += 1
                 if line is not None:
@@ -197,7 +199,6 @@ class Run:
                 leaving = training.step < last and self._leaving()
                 if training.step in milestones or training.step % every == 0 or training.step == last or leaving:
                     metrics.flush()
-                    os.fsync(metrics.fileno())
                     self._save(training.step in milestones)
                 self.progress.at(training.step, self.seconds)
                 if leaving:
@@ -242,6 +243,8 @@ class Run:
         if milestone:
             self._milestone()
         if self.first:
+            with open(self.store.metrics, "ab") as written:
+                os.fsync(written.fileno())
             self._timing()
             self.store.save(self.training.step, self.training.state())
         self.saving = max(self.saving, time.monotonic() - begun)
@@ -290,11 +293,11 @@ def provenance(plain: dict[str, Any], device: torch.device) -> dict[str, Any]:
             "training.processes: dropout differs between numbers of processes; training.microbatch ends that"
         )
     return {
-        "kairos": version("kairos"),
+        "kairos": _version("kairos"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "numpy": version("numpy"),
-        "diffusers": version("diffusers"),
+        "numpy": _version("numpy"),
+        "diffusers": _version("diffusers"),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": settings["threads"],
@@ -302,3 +305,11 @@ def provenance(plain: dict[str, Any], device: torch.device) -> dict[str, Any]:
         "exact": not inexact,
         "inexact_because": inexact,
     }
+
+
+def _version(package: str) -> str | None:
+    """None where it runs from its source, or is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -63,7 +63,7 @@ class Training:
                 if isinstance(module, nn.Linear):
                     module.register_forward_pre_hook(_as_double)
         share, share_of = _part(AVERAGES, settings["ema"])
-        self.average = Average(self.model.weights, lambda step: share_of(share, step, settings["batch_size"]))
+        self.average = Average(self.model.weights(), lambda step: share_of(share, step, settings["batch_size"]))
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         options, make = _part(OPTIMIZERS, settings["optimizer"])
         self.optimizer: torch.optim.Optimizer = make(options, self.parameters)

@@ -22,28 +22,14 @@ def files(name: str) -> Paths:
 
 def folders(name: str) -> Paths:
     """The folders that the files of an input or output lie in."""
-    of = files(name)
-
-    def value(wildcards: Any, input: Any, output: Any) -> list[str]:
-        return [os.path.dirname(path) for path in of(wildcards, input, output)]
-
-    return value
+    return lambda wildcards, input, output: [*map(os.path.dirname, files(name)(wildcards, input, output))]
 
 
 def folder(name: str) -> Paths:
     """The folder that an input or output lies in."""
-    of = folders(name)
-
-    def value(wildcards: Any, input: Any, output: Any) -> str:
-        return of(wildcards, input, output)[0]
-
-    return value
+    return lambda wildcards, input, output: folders(name)(wildcards, input, output)[0]
 
 
 def repeated(option: str, paths: Paths) -> Paths:
     """An option that is repeated for each path."""
-
-    def value(wildcards: Any, input: Any, output: Any) -> str:
-        return " ".join(f"{option} {path}" for path in paths(wildcards, input, output))
-
-    return value
+    return lambda wildcards, input, output: " ".join(f"{option} {path}" for path in paths(wildcards, input, output))

@@ -11,8 +11,10 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -36,7 +38,7 @@ _began = time.time()
 
 def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
     """The experiment that Snakemake was called for, checked and frozen; ends the process where it cannot be used."""
-    try:
+    with _ending():
         if not workflow.is_main_process and _FROZEN in os.environ:
             return Layout(load(os.environ[_FROZEN]), Path(os.environ[_FROZEN]))
         found = lay_out(_experiment(workflow, config))
@@ -44,8 +46,6 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
             os.environ[_FROZEN] = str(found.config.resolve())
             _before_execution(workflow, found)
         return found
-    except KairosError as error:
-        _end(str(error))
 
 
 def _experiment(workflow: Any, config: dict[str, Any]) -> Any:
@@ -74,10 +74,8 @@ def _before_execution(workflow: Any, layout: Layout) -> None:
         groups = workflow.group_settings
         groups.group_components = {**layout.sharing_groups(), **groups.group_components}
         if not executor_plugin.common_settings.dryrun_exec:
-            try:
+            with _ending():
                 _lock(Path(layout.results))
-            except KairosError as error:
-                _end(str(error))
             _forget_failed_import(Path(layout.results), layout.experiment.tracking.uri)
         if not executor_plugin.common_settings.local_exec:
             os.environ |= _OFFLINE
@@ -90,10 +88,14 @@ def _before_execution(workflow: Any, layout: Layout) -> None:
     workflow.execute = locked
 
 
-def _end(message: str) -> NoReturn:
-    """End with one message; Snakemake would add a traceback to an exception."""
-    print(f"kairos: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+@contextmanager
+def _ending() -> Iterator[None]:
+    """End with one message where something is wrong; Snakemake would add a traceback to an exception."""
+    try:
+        yield
+    except (KairosError, OSError) as error:
+        print(f"kairos: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def _lock(results: Path) -> None:
@@ -161,20 +163,18 @@ def listing(layout: Layout) -> str | None:
 
 def starts(workflow: Any, layout: Layout) -> None:
     """Before the first job: see `start_over` and `interrupts`."""
-    if workflow.touch:
-        return
-    start_over.mark(workflow, Path(layout.results))
+    if not workflow.touch:
+        start_over.mark(workflow, Path(layout.results))
     if workflow.local_exec:
         interrupts.obey(workflow.scheduler)
 
 
 def succeeded(workflow: Any, layout: Layout) -> None:
     """After the last job."""
-    if workflow.touch:
-        return
     made = any(job.rule.name == "report" for job in workflow.dag.jobs)
     report = f"; the report is {layout.results}/report.html" if made else ""
-    say(f"{layout.experiment.experiment}: done in {duration(time.time() - _began)}{report}")
+    if not workflow.touch:
+        say(f"{layout.experiment.experiment}: done in {duration(time.time() - _began)}{report}")
 
 
 def failed(workflow: Any, layout: Layout) -> None:
@@ -185,7 +185,8 @@ def failed(workflow: Any, layout: Layout) -> None:
     if interrupts.told_at:
         words = [last_word(Path(layout.training(*training))) for training in layout.trainings]
         written = sum(word.get("state") == "stopped" and word["updated"] > interrupts.told_at[0] for word in words)
-        say(f"interrupted: {written} trainings have written their state; the same command goes on")
+        whose = "training has written its" if written == 1 else "trainings have written their"
+        say(f"interrupted: {written} {whose} state; the same command goes on")
         return
     say("Not everything could be computed; what is complete stays, and the same command goes on from there.")
     for job in workflow.dag.needrun_jobs():

@@ -19,6 +19,11 @@ PER_TRAINING = ("train", "sample", "evaluate")
 AFTER = ("report", "track")
 
 
+def of(stage: str, plain: Plain, method: str | None = None) -> Plain:
+    """All that a stage's results depend on: its `settings`, and ``code``."""
+    return {**settings(stage, plain, method), "code": code(stage, plain, method)}
+
+
 def settings(stage: str, plain: Plain, method: str | None = None) -> Plain:
     """The fields that a stage's results depend on, defaults included, by a name for each group.
 

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -179,17 +179,13 @@ class Layout:
         Those of a training stage are functions of the wildcard ``method``.
         """
         if stage not in dependencies.PER_TRAINING:
-            return {**dependencies.settings(stage, self.plain), "code": dependencies.code(stage, self.plain)}
-        fields = [*dependencies.settings(stage, self.plain, self.methods[0]), "code"]
-        return {name: self._of_method(stage, name) for name in fields}
+            return dependencies.of(stage, self.plain)
+        of_method = cache(lambda method: dependencies.of(stage, self.plain, method))
 
-    def _of_method(self, stage: str, name: str) -> Any:
-        def value(wildcards: Any) -> Any:
-            if name == "code":
-                return dependencies.code(stage, self.plain, wildcards.method)
-            return dependencies.settings(stage, self.plain, wildcards.method)[name]
+        def of_wildcards(name: str) -> Callable[[Any], Any]:
+            return lambda wildcards: of_method(wildcards.method)[name]
 
-        return value
+        return {name: of_wildcards(name) for name in of_method(self.methods[0])}
 
     def training(self, method: str, seed: int) -> str:
         """The folder of a training."""

@@ -26,20 +26,13 @@ def dependency_table(layout: Layout) -> dict[str, Any]:
     """Fields and code fingerprint of every stage, of the stages of a training by method: DVC's ``params``."""
     table: dict[str, Any] = {}
     for stage in (*dependencies.SHARED, "report"):
-        table[stage] = _entry(stage, layout)
+        table[stage] = dependencies.of(stage, layout.plain)
     for stage in dependencies.PER_TRAINING:
         table[stage] = {
-            method: {**_entry(stage, layout, method), "milestones": list(layout.experiment.milestones)}
+            method: dependencies.of(stage, layout.plain, method) | {"milestones": list(layout.experiment.milestones)}
             for method in layout.methods
         }
     return table
-
-
-def _entry(stage: str, layout: Layout, method: str | None = None) -> dict[str, Any]:
-    return {
-        **dependencies.settings(stage, layout.plain, method),
-        "code": dependencies.code(stage, layout.plain, method),
-    }
 
 
 def write_dependencies(config: Path, out: Path) -> None:
@@ -47,7 +40,6 @@ def write_dependencies(config: Path, out: Path) -> None:
     table = json.loads(json.dumps(dependency_table(lay_out(load(config)))))  # no value twice, so no YAML anchors
     text = yaml.safe_dump(table, sort_keys=True)
     if not out.exists() or out.read_text(encoding="utf-8") != text:
-        out.unlink(missing_ok=True)  # may be a read-only link into DVC's cache
         write_text(out, text)
 
 

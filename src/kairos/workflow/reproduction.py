@@ -47,17 +47,17 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
         stages: dict[str, Any] = yaml.safe_load(lock.read_text(encoding="utf-8"))["stages"]
     except (OSError, LookupError, TypeError, yaml.YAMLError) as error:
         raise KairosError(f"--against: {lock} cannot be read ({error}); pass the dvc.lock of a recording") from None
-    root, different = lock.parent, set()
-    for name, stage in stages.items():
-        for out in stage.get("outs", []):
-            path, found = out["path"], digest(root / out["path"])
-            if set(Path(path).parts) & set(CLOCKED):
-                yield path, "not compared", "holds clock times"
-            elif found == out["md5"]:
-                yield path, "same", ""
-            else:
-                different.add(path)
-                yield path, "differs" if found else "missing", _why(name, stage, lock, different) if found else ""
+    outs = {out["path"]: (name, out["md5"]) for name, stage in stages.items() for out in stage.get("outs", [])}
+    clocked = {path for path in outs if set(Path(path).parts) & set(CLOCKED)}
+    found = {path: digest(lock.parent / path) for path in outs if path not in clocked}
+    different = {path for path in found if found[path] != outs[path][1]}
+    for path, (name, _) in outs.items():
+        if path in clocked:
+            yield path, "not compared", "holds clock times"
+        elif path in different:
+            yield path, "differs" if found[path] else "missing", _why(name, stages[name], lock, different)
+        else:
+            yield path, "same", ""
 
 
 def _why(name: str, stage: dict[str, Any], lock: Path, different: set[str]) -> str:
@@ -93,7 +93,8 @@ def _other_machine(lock: Path, stage: dict[str, Any]) -> list[str]:
     here = machines(lock.parent / "/".join(Path(stage["outs"][0]["path"]).parts[:2]))
     reasons = []
     for fact in ("processor", "instruction_set", "torch", "numpy", "libc"):
-        before, now = ({machine.get(fact, "?") for machine in group} for group in (recorded, here))
+        before = {machine.get(fact, "?") for machine in recorded}
+        now = {machine.get(fact, "?") for machine in here}
         if before != now:
             reasons.append(
                 f"other {fact.replace('_', ' ')}: {'/'.join(sorted(before))} then, {'/'.join(sorted(now))} now"

@@ -23,37 +23,23 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     _add_show(parsers["show"])
     _add_increments(parsers["increments"])
     for action in ("show", "increments"):
-        parsers[action].add_argument(
-            "--format", choices=("table", "csv", "png"), help="default: what --out ends in, else table"
-        )
-        parsers[action].add_argument("--out", type=Path, metavar="F", help="file instead of the terminal")
+        add = parsers[action].add_argument
+        add("--format", choices=("table", "csv", "png"), help="default: what --out ends in, else table")
+        add("--out", type=Path, metavar="F", help="file instead of the terminal")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "strategy",
-        nargs="?",
-        metavar="SAMPLER[+WEIGHTING]",
-        help="a bare name may be either part, the other is then uniform or none; may be left out with --checkpoint",
-    )
-    parser.add_argument("--schedule", metavar="S", help="linear (default), cosine or quadratic")
-    parser.add_argument("--timesteps", type=int, metavar="T", help="number of timesteps (1000)")
-    parser.add_argument("--prediction", metavar="P", help="what the network predicts: epsilon (default), x0 or v")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="OPTION=VALUE",
-        dest="options",
-        help="an option, e.g. sampler.k=5 or weighting.gamma=1; k=5 where one part alone has it; repeatable",
-    )
-    parser.add_argument("--progress", type=float, metavar="0..1", help="place in the curriculum, for curricula")
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="F",
-        help="a training's folder, milestone or checkpoint: show its strategy as it was there",
-    )
+    add = parser.add_argument
+    either = "a bare name may be either part, the other is then uniform or none; may be left out with --checkpoint"
+    add("strategy", nargs="?", metavar="SAMPLER[+WEIGHTING]", help=either)
+    add("--schedule", metavar="S", help="linear (default), cosine or quadratic")
+    add("--timesteps", type=int, metavar="T", help="number of timesteps (1000)")
+    add("--prediction", metavar="P", help="what the network predicts: epsilon (default), x0 or v")
+    option = "an option, e.g. sampler.k=5 or weighting.gamma=1; k=5 where one part alone has it; repeatable"
+    add("--set", action="append", default=[], metavar="OPTION=VALUE", dest="options", help=option)
+    add("--progress", type=float, metavar="0..1", help="place in the curriculum, for curricula")
+    recorded = "a training's folder, milestone or checkpoint: show its strategy as it was there"
+    add("--checkpoint", type=Path, metavar="F", help=recorded)
 
 
 def _add_increments(parser: argparse.ArgumentParser) -> None:

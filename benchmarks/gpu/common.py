@@ -1,0 +1,381 @@
+"""What the parts of the kit share: rows with a budget and a JSON, a training without files of others, taking turns.
+
+Only torch and numpy are needed; a row that needs diffusers says so where it is absent.
+"""
+
+import argparse
+import atexit
+import faulthandler
+import functools
+import gc
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kairos import compute
+from kairos.data.latents import Latents, open_latents
+from kairos.diffusion.registries import LOSSES, PROCESSES
+from kairos.files import sha256_json, write_json
+from kairos.models.registries import MODELS
+from kairos.options import dump
+from kairos.registry import Registry
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.training.registries import AVERAGES, OPTIMIZERS, SCHEDULES
+from kairos.training.state import Training
+
+ROOT = Path(__file__).resolve().parents[2]
+SPARE = 20.0  # seconds between the end of the budget and that of a process that does not listen
+
+
+class Skipped(Exception):
+    """A row that cannot run here, and why."""
+
+
+class _OutOfTime(BaseException):
+    """The budget is over in the middle of a row."""
+
+
+class Part:
+    """A part of the kit: runs its rows, the most valuable first, within the budget; keeps the JSON up to date.
+
+    Args:
+        name: of the part.
+        about: what is measured, in one line.
+        arguments: from `arguments`.
+    """
+
+    def __init__(self, name: str, about: str, arguments: argparse.Namespace):
+        self.short, self.device = arguments.short, device_of(arguments.device)
+        self._budget, self._only, self._begun = arguments.budget, arguments.only, time.monotonic()
+        out = arguments.out or os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "gpu"
+        self.path = Path(out) / f"{name}.json"
+        self.content: dict[str, Any] = {
+            "part": name, "about": about, **machine(self.device), "short": self.short, "budget_s": self._budget,
+            "seconds": 0.0, "complete": False, "rows": [], "not_reached": [],
+        }  # fmt: skip
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self._budget - (time.monotonic() - self._begun)
+
+    def run(self, rows: dict[str, Callable[[], dict[str, Any]]]) -> int:
+        """Run the rows; returns 1 if one of them failed, else 0."""
+        names = [name for name in rows if not self._only or any(word in name for word in self._only)]
+        faulthandler.dump_traceback_later(self._budget + SPARE, exit=True)  # a call that hangs ends the process
+        signal.signal(signal.SIGALRM, _out_of_time)
+        signal.setitimer(signal.ITIMER_REAL, max(self.left, 0.01))
+        for number, name in enumerate(names):
+            self.content["not_reached"] = names[number:]
+            if self.left <= 0:
+                break
+            row, begun = {"row": name}, time.monotonic()
+            try:
+                row |= rows[name]()
+            except Skipped as reason:
+                row["skipped"] = str(reason)
+            except _OutOfTime:
+                break
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {error}"[:2000]
+            row["seconds"] = round(time.monotonic() - begun, 2)
+            self.content["rows"].append(row)
+            self.content["not_reached"] = names[number + 1 :]
+            self._write()
+            print(f"{self.content['part']} {json.dumps(row)}", flush=True)
+            free(self.device)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self.content["complete"] = not self.content["not_reached"]
+        self._write()
+        faulthandler.cancel_dump_traceback_later()
+        failed = [row["row"] for row in self.content["rows"] if "failed" in row]
+        told = [f"{len(failed)} failed", f"{len(self.content['not_reached'])} not reached", str(self.path)]
+        print(f"{self.content['part']}: {len(self.content['rows'])} rows, {', '.join(told)}", flush=True)
+        return int(bool(failed))
+
+    def _write(self) -> None:
+        self.content["seconds"] = round(time.monotonic() - self._begun, 1)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, self.content)
+
+
+def _out_of_time(number: int, frame: object) -> None:
+    raise _OutOfTime
+
+
+def arguments(about: str, **more: str) -> argparse.Namespace:
+    """The command line that all parts have; `more` are hidden options that a part gives its own processes."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds that the part may take")
+    parser.add_argument("--short", action="store_true", help="tiny models and few steps: whether it runs at all")
+    parser.add_argument("--only", nargs="*", help="rows whose name contains one of these words")
+    parser.add_argument("--out", type=Path, help="folder of the JSON; default: $OUT, or benchmarks/results/gpu")
+    for name, help in more.items():
+        parser.add_argument(f"--{name}", type=Path, help=help)
+    install_wheels()
+    return parser.parse_args()
+
+
+def install_wheels() -> None:
+    """Unpack the wheels of $WHEELS and put them on the path, for processes that are started from here too."""
+    folder = os.environ.pop("WHEELS", "")
+    if not folder:
+        return
+    target = tempfile.mkdtemp(prefix="kairos-wheels-")
+    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    for wheel in sorted(Path(folder).glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target)
+    sys.path.insert(0, target)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [target, os.environ.get("PYTHONPATH")]))
+
+
+def device_of(name: str) -> torch.device:
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What was computed on, and with what."""
+    told = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}",
+        "driver": _told("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": _told("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+        "diffusers": no_unet() is None,
+    }  # fmt: skip
+    if device.type == "cuda":
+        told["memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
+    return told
+
+
+def _told(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@functools.cache
+def no_unet() -> str | None:
+    """Why there is no U-Net here."""
+    try:
+        import kairos.models.unet  # noqa: F401
+    except ImportError as error:
+        return f"the U-Net needs diffusers ({error}); WHEELS=folder brings it"
+    return None
+
+
+def setup(device: torch.device, deterministic: bool = False, precision: str = "fp32") -> None:
+    """As a training sets its machine up, on all the processors that reference values may take."""
+    threads = min(os.cpu_count() or 1, 8) if device.type == "cuda" else 1
+    compute.setup(threads, str(device), deterministic, precision=precision)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# a training
+
+
+def named(registry: Registry, name: str, **options: Any) -> dict[str, Any]:
+    """A component with all its options, as a checked experiment names it."""
+    return {"name": name, **dump(registry.parse(name, options))}
+
+
+def experiment(
+    model: dict[str, Any],
+    process: dict[str, Any] | None = None,
+    prediction: str = "epsilon",
+    sampler: dict[str, Any] | None = None,
+    weighting: dict[str, Any] | None = None,
+    losses: tuple[dict[str, Any], ...] = ({"name": "mse"},),
+    **training: Any,
+) -> dict[str, Any]:
+    """What a training reads of a resolved experiment: the defaults of kairos.training.settings, without pydantic.
+
+    The method is called ``method``.
+    """
+    if model["name"] == "unet" and no_unet():
+        raise Skipped(no_unet())
+    defaults: dict[str, Any] = {
+        "batch_size": 128, "microbatch": None, "processes": 1, "nodes": 1, "trainings_per_gpu": 1,
+        "milestones": [1000], "segments": 1, "checkpoint_every": 500, "log_every": 1,
+        "optimizer": named(OPTIMIZERS, "adam"), "schedule": named(SCHEDULES, "constant"),
+        "ema": named(AVERAGES, "decay"), "precision": "fp32", "compile": False, "deterministic": True, "threads": 1,
+        "device": "auto", "condition_dropout": 0.0, "probes": [],
+    }  # fmt: skip
+    return {
+        "model": named(MODELS, **model),
+        "diffusion": {
+            "process": named(PROCESSES, **(process or {"name": "discrete"})),
+            "prediction": prediction,
+            "losses": [named(LOSSES, **loss) for loss in losses],
+        },
+        "training": {**defaults, **training},
+        "methods": {
+            "method": {
+                "sampler": named(SAMPLERS, **(sampler or {"name": "uniform"})),
+                "weighting": named(WEIGHTINGS, **(weighting or {"name": "none"})),
+            }
+        },
+    }
+
+
+def make_latents(folder: Path, shape: tuple[int, int, int], count: int, classes: int, pixels: bool = False) -> Path:
+    """Write `folder`/dataset and `folder`/latents of random numbers as stage encode does; returns the latter."""
+    dataset, latents, random = folder / "dataset", folder / "latents", np.random.default_rng(0)
+    (dataset / "conditions").mkdir(parents=True)
+    latents.mkdir()
+    channels, height, width = shape
+    images = random.integers(0, 256, (count, height, width, channels) if pixels else (count, 1, 1, 1), dtype=np.uint8)
+    np.save(dataset / "images.npy", images)
+    np.save(dataset / "conditions" / "class.npy", random.integers(0, classes, count))
+    np.save(dataset / "train.npy", np.arange(count))
+    np.save(dataset / "heldout.npy", np.arange(0))
+    conditions = {"class": {"kind": "class", "num_classes": classes, "file": "conditions/class.npy"}}
+    content = sha256_json([shape, count, classes, pixels])
+    write_json(dataset / "manifest.json", {"content_sha256": content, "count": count, "conditions": conditions})
+    files = {}
+    if not pixels:
+        np.save(latents / "mean.npy", random.standard_normal((count, *shape), np.float32))
+        np.save(latents / "logvar.npy", np.full((count, *shape), -4.0, np.float32))
+        files = {"mean.npy": "", "logvar.npy": ""}
+    manifest = {
+        "kind": "pixels" if pixels else "moments", "shape": list(shape), "count": count, "scaling_factor": 1.0,
+        "shift_factor": 0.0, "flips": pixels, "autoencoder_sha256": "none", "dataset_sha256": content,
+        "content_sha256": content, "conditions": conditions, "dataset": "../dataset", "files": files,
+    }  # fmt: skip
+    write_json(latents / "manifest.json", manifest)
+    return latents
+
+
+class Data:
+    """Synthetic data sets by shape, in a folder that goes with the process."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kairos-gpu-"))
+
+    def __enter__(self) -> "Data":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def path(self, shape: tuple[int, int, int], count: int, classes: int = 10, pixels: bool = False) -> Path:
+        folder = self.folder / f"{shape}-{count}-{classes}-{pixels}".replace(" ", "")
+        return folder / "latents" if folder.exists() else make_latents(folder, shape, count, classes, pixels)
+
+    def open(self, *arguments: Any, **keywords: Any) -> Latents:
+        return open_latents(self.path(*arguments, **keywords))
+
+
+def training_of(plain: dict[str, Any], latents: Latents, device: torch.device, seed: int = 0) -> Training:
+    return Training(plain, "method", seed, latents, device)
+
+
+def move(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Move all weights by the same random numbers, drawn on the CPU: gates and last layers start at 0."""
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=random).to(parameter))
+
+
+# measuring
+
+
+def take_turns(
+    variants: dict[str, Callable[[int], float]], steps: int, rounds: int, base: str
+) -> dict[str, dict[str, Any]]:
+    """Run blocks of `steps` steps of each variant in turn, `rounds` times.
+
+    Args:
+        variants: each runs so many steps and returns the seconds they took.
+        steps: of a block.
+        rounds: of all variants.
+        base: the variant that ratios are to.
+
+    Returns:
+        By variant: milliseconds a step (median over blocks), the ratio of its time to the base's of the same round
+        (median), and the range of that ratio.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, run in variants.items():
+            seconds[name].append(run(steps) / steps)
+    told = {}
+    for name, values in seconds.items():
+        ratios = [value / one for value, one in zip(values, seconds[base], strict=True)]
+        told[name] = {
+            "ms_per_step": round(1e3 * statistics.median(values), 4),
+            "ratio": round(statistics.median(ratios), 4),
+            "range": [round(min(ratios), 4), round(max(ratios), 4)],
+        }
+    return told
+
+
+def synchronisations(device: torch.device, run: Callable[[], Any]) -> dict[str, Any] | None:
+    """How often, and where, `run` waits for the device; None where there is none to wait for."""
+    if device.type != "cuda":
+        run()
+        return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = Counter(
+        "/".join(Path(one.filename).parts[-2:]) + f":{one.lineno}" for one in caught if "synchroniz" in str(one.message)
+    )
+    return {"count": sum(places.values()), "places": dict(places.most_common(8))}
+
+
+def idle_share(device: torch.device, run: Callable[[], Any]) -> float | None:
+    """Share of the time from the first to the last kernel of `run` in which none was running, by torch.profiler.
+
+    The profiler records the device alone, yet costs the host some time: the share is an upper bound.
+    """
+    if device.type != "cuda":
+        run()
+        return None
+    synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        synchronize(device)
+    cuda = torch.autograd.DeviceType.CUDA
+    kernels = [e for e in profile.events() if e.device_type == cuda and not getattr(e, "is_user_annotation", False)]
+    spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
+    if not spans:
+        return None
+    busy, end = 0.0, spans[0][0]
+    for begun, ended in spans:
+        busy += max(0.0, ended - max(begun, end))
+        end = max(end, ended)
+    return round(1 - busy / (end - spans[0][0]), 4)

@@ -1,0 +1,353 @@
+"""Whether kairos computes on a GPU what it computes on the CPU, and what holds only there.
+
+    make gpu PART=correct
+
+One row per backbone and precision, and per process, sampler and weighting in all of them: a few steps of training on
+the CPU in fp32 and on the device, from the same weights (moved from where they start, so that no gradient is zero), on
+the same data, noise and timesteps. Compared are the loss and the gradient of the first step, as relative L2 distance
+over all parameters, then the losses of the other steps. What is allowed, as multiples of the unit roundoff u of the
+products:
+
+- fp32: 1e-4 of both. u = 6e-8; sums of some thousand terms in another order, through tens of layers: 1e-6 to 1e-5.
+- bf16: 2e-3 of the loss, 3e-2 of the gradient. u = 4e-3; autocast on a CPU shows 1e-4 and 3e-3 to 7e-3 here.
+- tf32: a sixth of that, as u = 5e-4 is an eighth: 5e-4 and 5e-3.
+- compiled: against the same precision's reference, the same allowances.
+- later steps: Adam's first steps are signs of gradients, which differ where those are near 0; ten times the loss'
+  allowance. Samplers that learn choose by numbers that differ in the last bit: there it must be finite.
+
+Images of a sampling scheme may differ by 1e-3: ten steps in fp32, the first of which divide by little signal. Resume
+after a kill and NCCL with one process are compared bit for bit, on the device with itself.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ROOT, Data, Part, Skipped, arguments, experiment, free, move, named, setup, training_of
+from sample import Drawn
+
+from kairos.diffusion.registries import PROCESSES
+from kairos.errors import KairosError
+from kairos.files import read_json, write_json
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.training.checkpoint import component_hashes
+from kairos.training.job import Leave
+from kairos.training.loop import steps
+from kairos.training.registries import OPTIMIZERS
+from kairos.training.run import train
+
+ALLOWED = {"fp32": (1e-4, 1e-4), "tf32": (5e-4, 5e-3), "bf16": (2e-3, 3e-2)}  # of loss and gradient
+SHAPE = (3, 16, 16)
+DIT = {"name": "dit", "patch": 2, "width": 64, "depth": 4, "heads": 4}
+UNET = {"name": "unet", "channels": 32, "multipliers": [1, 2], "blocks": 1, "attention": [8], "norm_groups": 8}
+BACKBONES = {
+    "dit": DIT,
+    "dit with classes": {**DIT, "conditions": ["class"]},
+    "unet": {**UNET, "dropout": 0.0},  # dropout draws other numbers on another device
+    "unet with classes": {**UNET, "dropout": 0.0, "conditions": ["class"]},
+}
+SCHEMES = [
+    ("discrete", "ddpm"),
+    ("discrete", "ddim"),
+    ("edm", "heun"),
+    ("edm", "euler"),
+    ("flow", "euler"),
+    ("vp", "heun"),
+]
+MEASURES = {
+    "adaptive": {"frequency": 2, "feature_timesteps": 20},
+    "adaptive_official": {"frequency": 2, "feature_timesteps": 20},
+    "gradient_norm": {"frequency": 2, "start": 1}, "gradient_variance": {"frequency": 2, "start": 1},
+    "first_order": {"frequency": 2, "start": 1}, "loss_rms": {"frequency": 2, "start": 1},
+}  # fmt: skip
+
+
+class Correct:
+    """The rows of the part."""
+
+    def __init__(self, part: Part, data: Data):
+        self.part, self.data, self.device = part, data, part.device
+        self.steps, self.batch = (2, 8) if part.short else (5, 32)
+        self.children: list[subprocess.Popen[str]] = []
+        self._references: dict[str, dict[str, Any]] = {}
+
+    def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        """All rows, the most valuable first."""
+        rows: dict[str, Callable[[], dict[str, Any]]] = {}
+        short = self.part.short
+        for name, model in BACKBONES.items():
+            rows[f"{name} fp32"] = lambda model=model: self.against_cpu(experiment(model))
+        rows |= {"resume after a kill": lambda: self.resume("dit", precision="bf16")}
+        rows |= {"out of memory": self.out_of_memory, "one process of NCCL": self.nccl}
+        for name, model in BACKBONES.items():
+            for precision in ("bf16", "tf32"):
+                rows[f"{name} {precision}"] = lambda model=model, precision=precision: self.against_cpu(
+                    experiment(model, precision=precision)
+                )
+        for name, changes in processes().items():
+            rows[f"process {name}"] = lambda changes=changes: self.all_precisions(experiment(DIT, **changes))
+        for name in SAMPLERS:
+            rows[f"sampler {name}"] = lambda name=name: self.sampler(name)
+        for name in WEIGHTINGS:
+            rows[f"weighting {name}"] = lambda name=name: self.all_precisions(experiment(DIT, weighting={"name": name}))
+        for process, scheme in SCHEMES:
+            rows[f"scheme {scheme} of {process}"] = lambda given=(process, scheme): self.scheme(*given)
+        rows |= {
+            "unweighted vlb term": lambda: self.against_cpu(
+                experiment(DIT, losses=({"name": "mse"}, {"name": "vlb", "weighted": False, "scale": 0.001}))
+            ),
+            "dropped classes": lambda: self.against_cpu(
+                experiment(BACKBONES["dit with classes"], condition_dropout=0.5)
+            ),
+            "microbatch": self.microbatch,
+            "fp64": lambda: self.against_cpu(experiment(DIT, precision="fp64"), reference="fp64"),
+        }
+        resumed = {
+            "unet": {"backbone": "unet"},
+            "adaptive": {"sampler": {"name": "adaptive", **MEASURES["adaptive"]}},
+            "gradient_norm and edm2": {
+                "sampler": {"name": "gradient_norm", **MEASURES["gradient_norm"]},
+                "weighting": {"name": "edm2"},
+            },
+            "tf32": {"precision": "tf32"},
+            "compiled": {"precision": "bf16", "compile": True},
+        }
+        for name, changes in resumed.items():
+            rows[f"resume after a kill, {name}"] = lambda changes=changes: self.resume(**changes)
+        for name in ("dit", "unet"):
+            for precision in ("fp32", "bf16", "tf32"):
+                rows[f"{name} {precision} compiled"] = lambda name=name, precision=precision: self.against_cpu(
+                    experiment(BACKBONES[name], precision=precision, compile=True)
+                )
+        if short:  # compilation takes half a minute of a CPU, and one resume shows that the machinery works
+            rows = {name: row for name, row in rows.items() if "compiled" not in name and "kill," not in name}
+        return rows
+
+    def all_precisions(self, plain: dict[str, Any], judged: bool = True) -> dict[str, Any]:
+        """`against_cpu` in every precision that a GPU is good for."""
+        told, wrong = {}, []
+        for precision in ("fp32",) if self.part.short else ("fp32", "tf32", "bf16"):
+            plain["training"]["precision"] = precision
+            try:
+                told[precision] = self.against_cpu(plain, judged)
+            except Exception as error:  # the other precisions are told too
+                wrong.append(f"{precision}: {error}")
+        assert not wrong, f"{'; '.join(wrong)}; {json.dumps(told)}"
+        return told
+
+    def against_cpu(self, plain: dict[str, Any], judged: bool = True, reference: str = "fp32") -> dict[str, Any]:
+        """Some steps on both; `judged`: whether the steps after the first must agree too."""
+        settings = plain["training"]
+        settings |= {"batch_size": self.batch, "optimizer": named(OPTIMIZERS, "adam", grad_clip=None)}
+        key = json.dumps([plain["model"], plain["diffusion"], plain["methods"], settings["condition_dropout"]])
+        if key + reference not in self._references:
+            changed = {**plain, "training": {**settings, "precision": reference, "compile": False}}
+            self._references[key + reference] = self.trained(changed, torch.device("cpu"))
+        wanted, found = self._references[key + reference], self.trained(plain, self.device)
+        distance = (found["gradient"] - wanted["gradient"]).norm() / wanted["gradient"].norm()
+        losses = [abs(a - b) / abs(b) for a, b in zip(found["losses"], wanted["losses"], strict=True)]
+        told = {
+            "loss": losses[0],
+            "gradient": float(distance),
+            "later losses": max(losses[1:]),
+            "norm": float(wanted["gradient"].norm()),
+        }
+        loss, gradient = ALLOWED.get(settings["precision"], (1e-5, 1e-5))  # fp64: times are embedded in float32
+        checks = {"loss": loss, "gradient": gradient, "later losses": 10 * loss if judged else float("inf")}
+        wrong = [
+            f"{name} {told[name]:.3g}, allowed {most:g}" for name, most in checks.items() if not told[name] <= most
+        ]
+        if wrong:
+            raise AssertionError("; ".join(wrong))
+        return {name: float(f"{value:.3g}") for name, value in told.items()}
+
+    def trained(self, plain: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """Losses of all steps, and the first step's gradient."""
+        setup(device, True, plain["training"]["precision"])
+        training = training_of(plain, self.data.open(SHAPE, 64, pixels=True), device)
+        move(training.parameters)
+        losses, gradient = [], torch.empty(0)
+        for line in steps(training, self.steps):
+            if not losses:
+                gradient = torch.cat([p.grad.detach().double().cpu().flatten() for p in training.parameters])
+            losses.append(line["loss"])
+        return {"losses": losses, "gradient": gradient}
+
+    def sampler(self, name: str) -> dict[str, Any]:
+        sampler = {"name": name, **MEASURES.get(name, {})}
+        learned = name in MEASURES or name == "loss_second_moment"
+        return self.all_precisions(experiment(DIT, sampler=sampler), judged=not learned)
+
+    @torch.inference_mode()
+    def scheme(self, process: str, scheme: str) -> dict[str, Any]:
+        """Images of ten steps, guided, from the same noise (to 1e-6) on both."""
+        plain, found = experiment(BACKBONES["dit with classes"], process={"name": process}), []
+        for device in (torch.device("cpu"), self.device):
+            setup(device, True)
+            drawn = Drawn(plain, SHAPE, self.batch, scheme, 3 if self.part.short else 10, 1.5, "fp32", device)
+            found.append(drawn.images().cpu())
+        distance = float((found[0] - found[1]).norm() / found[0].norm())
+        assert distance <= 1e-3, f"images {distance:.3g}, allowed 1e-3"
+        return {"images": float(f"{distance:.3g}")}
+
+    def microbatch(self) -> dict[str, Any]:
+        """Passes of an eighth of the batch give the whole batch's gradient."""
+        whole, parts = (
+            self.trained(experiment(DIT, batch_size=self.batch, microbatch=size), self.device)
+            for size in (None, self.batch // 8)
+        )
+        distance = float((whole["gradient"] - parts["gradient"]).norm() / whole["gradient"].norm())
+        assert distance <= 1e-4, f"gradient {distance:.3g}, allowed 1e-4"
+        return {"gradient": float(f"{distance:.3g}")}
+
+    def resume(self, backbone: str = "dit", **changes: Any) -> dict[str, Any]:
+        """A training that is killed between two checkpoints ends bit for bit as one that is not."""
+        count, every, killed_at = (12, 5, 8) if self.part.short else (60, 20, 50)
+        model = DIT if backbone == "dit" else UNET  # with its dropout
+        plain = experiment(
+            model, device=str(self.device), batch_size=self.batch, checkpoint_every=every, milestones=[count], **changes
+        )
+        folder = self.data.folder / f"resume {backbone} {len(list(self.data.folder.iterdir()))}"
+        order = {"plain": plain, "latents": str(self.data.path(SHAPE, 64, pixels=True)), "milestones": [0, count]}
+        undisturbed = self.child(order | {"out": str(folder / "undisturbed")})
+        self.wait(self.child(order | {"out": str(folder / "killed"), "kill_at": killed_at}), -signal.SIGKILL)
+        self.wait(self.child(order | {"out": str(folder / "killed")}))
+        self.wait(undisturbed)
+        one, other = (read_json(folder / name / "training.json") for name in ("undisturbed", "killed"))
+        differ = [name for name, digest in one["components"].items() if other["components"][name] != digest]
+        if differ and plain["training"]["compile"]:
+            return {"differ": differ, "note": "compiled: not promised to be bit-exact (provenance says so)"}
+        assert not differ, f"{', '.join(differ)} differ from the undisturbed training's"
+        return {"steps": count, "killed_at": killed_at, "bit_exact": not differ}
+
+    def nccl(self) -> dict[str, Any]:
+        """DistributedDataParallel of one process, over NCCL on a GPU, changes no bit."""
+        outs, started = [self.data.folder / f"wrapped {wrapped}" for wrapped in (False, True)], []
+        for out, wrapped in zip(outs, (False, True)):
+            order = {"steps": self.steps, "wrapped": wrapped, "device": str(self.device), "out": str(out)}
+            latents, plain = self.data.path(SHAPE, 64, pixels=True), experiment(DIT, batch_size=self.batch)
+            started.append(self.child(order | {"latents": str(latents), "plain": plain}))
+        for process in started:
+            self.wait(process)
+        one, other = (read_json(out / "hashes.json") for out in outs)
+        assert one == other, f"{one} {other}"
+        return {"backend": "nccl" if self.device.type == "cuda" else "gloo", "bit_exact": True}
+
+    def out_of_memory(self) -> dict[str, Any]:
+        """A batch that does not fit is refused with the microbatch that does, and that one trains."""
+        if self.device.type != "cuda":
+            raise Skipped("the CPU's allocator has no limit to set; tests/test_memory.py goes the same way")
+        large = {**DIT, "width": 384, "depth": 12, "heads": 6}
+        latents, out = self.data.path((4, 32, 32), 1024), self.data.folder / "memory"
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 6 * 2**30 / total), self.device)
+        plain = experiment(large, batch_size=1024, milestones=[2], device=str(self.device))
+        try:
+            try:
+                train(plain, "method", 0, out / "whole", latents, [0, 2])
+            except KairosError as error:
+                message = str(error)
+            else:
+                raise AssertionError("a batch of 1,024 images fits into 6 GiB")
+            free(self.device)
+            size = int(message.split("training.microbatch: ")[1].split(" ")[0])
+            plain["training"]["microbatch"] = size
+            torch.cuda.reset_peak_memory_stats(self.device)
+            train(plain, "method", 0, out / "parts", latents, [0, 2])
+            peak = torch.cuda.max_memory_allocated(self.device)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        return {"message": message, "microbatch": size, "gib": round(peak / 2**30, 2)}
+
+    def child(self, order: dict[str, Any]) -> subprocess.Popen[str]:
+        """A process of its own that does what `order` says."""
+        path = Path(order["out"]).with_suffix(f".{os.urandom(4).hex()}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, order)
+        command = [sys.executable, str(Path(__file__)), "--order", str(path)]
+        self.children.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT))
+        return self.children[-1]
+
+    def wait(self, process: subprocess.Popen[str], status: int = 0) -> None:
+        _, error = process.communicate()
+        assert process.returncode == status, f"status {process.returncode}, expected {status}: {error[-1000:]}"
+
+
+class Killed(Leave):
+    """Kills its process after so many steps, as the machine may."""
+
+    def __init__(self, after: int):
+        super().__init__()
+        self._left = after
+
+    def asked(self, saving: float) -> str:
+        """Called after every step."""
+        self._left -= 1
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+
+def processes() -> dict[str, dict[str, Any]]:
+    """Every process with every prediction, and every noise schedule."""
+    found = {}
+    for name, entry in PROCESSES.items():
+        for prediction in entry.options.predictions or ("epsilon",):
+            found[f"{name} {prediction}"] = {"process": {"name": name}, "prediction": prediction}
+    for schedule in ("cosine", "quadratic"):
+        found[f"discrete {schedule}"] = {"process": {"name": "discrete", "schedule": schedule}}
+    found["edm"] = found.pop("edm epsilon") | {"prediction": "epsilon"}
+    return found
+
+
+def obey(order: dict[str, Any]) -> None:
+    """What a process that `Correct.child` has started does: a training, or steps under DistributedDataParallel."""
+    latents = Path(order["latents"])
+    if "steps" not in order:
+        leave = Killed(order["kill_at"]) if "kill_at" in order else None
+        train(order["plain"], "method", 0, Path(order["out"]), latents, order["milestones"], leave=leave)
+        return
+    from kairos.data.latents import open_latents
+
+    device = torch.device(order["device"])
+    setup(device, True)
+    training = training_of(order["plain"], open_latents(latents), device)
+    if order["wrapped"]:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        training.trained = torch.nn.parallel.DistributedDataParallel(training.network)
+    for _ in steps(training, order["steps"]):
+        pass
+    write_json(Path(order["out"]) / "hashes.json", component_hashes(training.state()))
+    if order["wrapped"]:
+        torch.distributed.destroy_process_group()
+
+
+def main() -> int:
+    given: argparse.Namespace = arguments(__doc__, order="for the part's own processes")
+    if given.order:
+        obey(read_json(given.order))
+        return 0
+    part = Part("correct", "CPU against device, resume, memory, NCCL", given)
+    with Data() as data:
+        correct = Correct(part, data)
+        try:
+            return part.run(correct.rows())
+        finally:
+            for child in correct.children:  # a row that failed or was out of time waited for none
+                child.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""How fast images are sampled: schemes, guidance and precisions, without decoding.
+
+    make gpu PART=sample
+
+Untrained networks, whose arithmetic costs what a trained one's does: the CIFAR-10 U-Net in pixels, DiT-S/2 and DiT-XL/2
+with classes on 4x32x32 latents. A row takes turns between a whole scheme and the network alone, called as often on the
+same batch. Columns: seconds of a batch and the ratio to the network alone (median and range over rounds), images a
+second, network evaluations (``nfe``; guidance doubles their batch), and ``waits``: how often a batch waits for the
+device, and where.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import (
+    Part,
+    Skipped,
+    arguments,
+    experiment,
+    free,
+    move,
+    named,
+    setup,
+    synchronisations,
+    synchronize,
+    take_turns,
+)
+
+from kairos import compute, models
+from kairos.diffusion.processes import build_process
+from kairos.sampling.draw import estimate_of, guided, noise_of
+from kairos.sampling.places import places
+from kairos.sampling.registries import SCHEDULERS, resolved
+
+DIT = {"name": "dit", "conditions": ["class"]}
+MODELS = {
+    "unet": ({"name": "unet"}, (3, 32, 32), 512),
+    "dit-s/2": (DIT, (4, 32, 32), 512),
+    "dit-xl/2": ({**DIT, "width": 1152, "depth": 28, "heads": 16}, (4, 32, 32), 128),
+}
+TINY = {
+    "unet": (
+        {"name": "unet", "channels": 8, "multipliers": [1, 2], "blocks": 1, "norm_groups": 4, "attention": []},
+        (3, 8, 8),
+        16,
+    ),
+    "dit-s/2": ({**DIT, "width": 16, "depth": 1, "heads": 2}, (4, 8, 8), 16),
+}
+CLASSES = {"class": {"kind": "class", "num_classes": 1000}}
+ROWS = [  # model, process, scheme, steps, guidance, precision
+    ("unet", "discrete", "ddim", 50, 1.0, "bf16"), ("dit-xl/2", "discrete", "ddim", 50, 4.0, "bf16"),
+    ("unet", "edm", "heun", 18, 1.0, "bf16"), ("dit-s/2", "flow", "euler", 50, 1.0, "bf16"),
+    ("dit-s/2", "discrete", "ddpm", 250, 1.5, "bf16"), ("unet", "discrete", "ddpm", 250, 1.0, "bf16"),
+    ("unet", "discrete", "ddim", 50, 1.0, "tf32"), ("unet", "discrete", "ddim", 50, 1.0, "fp32"),
+    ("dit-xl/2", "flow", "heun", 25, 1.0, "bf16"), ("dit-xl/2", "discrete", "ddim", 50, 4.0, "tf32"),
+]  # fmt: skip
+
+
+class Drawn:
+    """A batch of images from a network that was not trained, all weights moved by the same random numbers."""
+
+    def __init__(
+        self, plain: dict[str, Any], shape: tuple[int, int, int], batch: int, scheme: str, steps: int,
+        guidance: float, precision: str, device: torch.device,
+    ):  # fmt: skip
+        self.process, self.precision, self.device = build_process(plain["diffusion"], 0.5), precision, device
+        torch.manual_seed(0)
+        network = models.build(plain["model"], shape, CLASSES, self.process.channels(shape[0]))
+        move(network.parameters())
+        self.scheduler = resolved(named(SCHEDULERS, scheme), plain["diffusion"]["process"])
+        self.grid = places(self.process, steps, self.scheduler)
+        conditions = {name: torch.arange(batch, device=device) % 10 for name in plain["model"]["conditions"]}
+        self.predict = guided(self.process, network.to(device).eval(), conditions, CLASSES, guidance)
+        self.noise = noise_of(0, range(batch), shape, device)
+        self.x_t = self.noise(0).float()
+        self.t = self.process.times(torch.full((batch,), 0.5, dtype=torch.float64)).to(device)
+        self.evaluations = 0
+
+    def _counted(self, x_t: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        self.evaluations += 1
+        return self.predict(x_t, t)
+
+    def images(self) -> torch.Tensor:
+        name, options = self.scheduler["name"], {key: it for key, it in self.scheduler.items() if key != "name"}
+        estimate = estimate_of(self.process, self._counted, False, self.precision)
+        return SCHEDULERS.build(name, options, self.process, self.grid, estimate, self.noise)
+
+    def network_alone(self, times: int) -> None:
+        for _ in range(times):
+            with compute.precision(self.precision, self.device):
+                self.predict(self.x_t, self.t)
+
+
+class Sample:
+    """The rows of the part."""
+
+    def __init__(self, part: Part):
+        self.device, self.short = part.device, part.short
+
+    def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        sizes = TINY if self.short else MODELS
+        rows: dict[str, Callable[[], dict[str, Any]]] = {}
+        for model, process, scheme, steps, guidance, precision in ROWS:
+            if model in sizes:
+                count = min(steps, 3) if self.short else steps
+                label = f"{model} {process} {scheme} {count} guidance {guidance:g} {precision}"
+                given = (*sizes[model], process, scheme, count, guidance, precision)
+                rows[label] = lambda given=given: self.sample(*given)
+        return rows
+
+    def sample(self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, *given: Any) -> dict[str, Any]:
+        """A row: the batch is halved until it fits."""
+        while batch:
+            try:
+                return self.measured(model, shape, batch, *given)
+            except torch.OutOfMemoryError:
+                pass
+            free(self.device)
+            batch //= 2
+        raise Skipped("not even a batch of 1 fits")
+
+    @torch.inference_mode()
+    def measured(
+        self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, process_name: str, scheme: str,
+        steps: int, guidance: float, precision: str,
+    ) -> dict[str, Any]:  # fmt: skip
+        setup(self.device, False)
+        plain = experiment(model, process={"name": process_name})
+        drawn = Drawn(plain, shape, batch, scheme, steps, guidance, precision, self.device)
+        drawn.images()
+        nfe = drawn.evaluations
+        told = take_turns(
+            {
+                "network": lambda count: self.seconds(lambda: drawn.network_alone(nfe), count),
+                "scheme": lambda count: self.seconds(drawn.images, count),
+            },
+            steps=1, rounds=2 if self.short else 3, base="network",
+        )["scheme"]  # fmt: skip
+        seconds = told.pop("ms_per_step") / 1e3
+        return {
+            "batch": batch,
+            "nfe": nfe,
+            "seconds_of_a_batch": round(seconds, 4),
+            "images_per_s": round(batch / seconds, 2),
+            **told,
+            "waits": synchronisations(self.device, drawn.images),
+        }
+
+    def seconds(self, run: Callable[[], None], count: int) -> float:
+        synchronize(self.device)
+        begun = time.perf_counter()
+        for _ in range(count):
+            run()
+        synchronize(self.device)
+        return time.perf_counter() - begun
+
+
+def main() -> int:
+    part = Part("sample", "sampling schemes beside the network alone, taking turns", arguments(__doc__))
+    return part.run(Sample(part).rows())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

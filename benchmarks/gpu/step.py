@@ -1,0 +1,270 @@
+"""How fast a training step is, beside a bare loop of the same model, and how much of the device it uses.
+
+    make gpu PART=step
+
+Models: the CIFAR-10 U-Net on 3x32x32, DiT-S/2, B/2 and XL/2 (with classes) on 4x32x32 latents; batch 128 or 256, halved
+until it fits. In one process, taking turns in blocks of steps:
+
+- ``kairos``: kairos.training.loop.steps, data read from memory maps, a line logged every 100 steps;
+- ``every step logged``: the same with a line every step;
+- ``deterministic``: the same as the first, with deterministic algorithms only (the default of an experiment; not where
+  the model is compiled, which would be compiled anew);
+- ``bare``: the least that trains the same model with the same optimiser objects: latents on the device, noise and
+  timesteps drawn there by torch, clipping, a foreach average; no logging, no weights, nothing exact.
+
+A row's columns: milliseconds a step and the ratio to bare (median and range over rounds); images a second and the share
+of the bf16 peak that a large matrix product reaches in the same process (by torch.utils.flop_counter's count of forward
+and backward passes, without optimiser); ``idle``: share of some steps' time in which no kernel ran, by torch.profiler;
+``host``: share of a block's time in which the host was still issuing work, 1 where it is what all wait for;
+``waits``: synchronisations of a step that logs nothing, and where they are.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import (
+    Data,
+    Part,
+    Skipped,
+    arguments,
+    experiment,
+    free,
+    idle_share,
+    setup,
+    synchronisations,
+    synchronize,
+    take_turns,
+    training_of,
+)
+from torch import nn
+
+from kairos.training.loop import steps
+from kairos.training.state import Training
+
+LATENT, CLASSES = (4, 32, 32), 1000
+SIZES = {
+    "unet": ({"name": "unet"}, (3, 32, 32), 128),
+    "dit-s/2": ({"name": "dit", "conditions": ["class"]}, LATENT, 256),
+    "dit-b/2": ({"name": "dit", "width": 768, "depth": 12, "heads": 12, "conditions": ["class"]}, LATENT, 256),
+    "dit-xl/2": ({"name": "dit", "width": 1152, "depth": 28, "heads": 16, "conditions": ["class"]}, LATENT, 128),
+}  # fmt: skip
+TINY = {
+    "unet": (
+        {"name": "unet", "channels": 8, "multipliers": [1, 2], "blocks": 1, "norm_groups": 4, "attention": []},
+        (3, 8, 8),
+        4,
+    ),
+    "dit-s/2": ({"name": "dit", "width": 16, "depth": 1, "heads": 2, "conditions": ["class"]}, (4, 8, 8), 4),
+}
+ROWS = [
+    ("unet", "bf16", False), ("dit-s/2", "bf16", False), ("dit-xl/2", "bf16", False), ("dit-b/2", "bf16", False),
+    ("dit-xl/2", "bf16", True), ("unet", "bf16", True), ("dit-s/2", "bf16", True), ("unet", "tf32", False),
+    ("dit-b/2", "tf32", False), ("dit-b/2", "bf16", True), ("dit-s/2", "tf32", False), ("dit-xl/2", "tf32", False),
+]  # fmt: skip
+
+
+class Step:
+    """The rows of the part."""
+
+    def __init__(self, part: Part, data: Data):
+        self.part, self.data, self.device = part, data, part.device
+        self.peaks: dict[str, float] = {}
+        self.host = 0.0  # share of the last block in which the host was issuing work
+
+    def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        sizes = TINY if self.part.short else SIZES
+        rows: dict[str, Callable[[], dict[str, Any]]] = {"peak": self.peak}
+        for name, precision, compiled in ROWS:
+            if name in sizes and not (self.part.short and compiled):
+                label = f"{name} {precision}{' compiled' if compiled else ''}"
+                rows[label] = lambda given=(*sizes[name], precision, compiled): self.step(*given)
+        return rows
+
+    def peak(self) -> dict[str, Any]:
+        """Tera-operations a second of a large matrix product."""
+        size = 128 if self.part.short else 8192
+        for precision, dtype in (("bf16", torch.bfloat16), ("tf32", torch.float32)):
+            setup(self.device, False, precision)
+            a, b = (torch.randn(size, size, device=self.device, dtype=dtype) for _ in range(2))
+            found = []
+            for _ in range(5):
+                synchronize(self.device)
+                begun = time.perf_counter()
+                for _ in range(10):
+                    a @ b
+                synchronize(self.device)
+                found.append(10 * 2 * size**3 / (time.perf_counter() - begun))
+            self.peaks[precision] = max(found)
+        return {f"{name} tflops": round(value / 1e12, 2) for name, value in self.peaks.items()}
+
+    def step(
+        self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, precision: str, compiled: bool
+    ) -> dict[str, Any]:
+        """A row: the batch is halved until it fits."""
+        while True:
+            try:
+                return self.measured(model, shape, batch, precision, compiled)
+            except torch.OutOfMemoryError:
+                pass
+            free(self.device)
+            batch //= 2
+            if not batch:
+                raise Skipped("not even a batch of 1 fits")
+
+    def measured(
+        self, model: dict[str, Any], shape: tuple[int, int, int], batch: int, precision: str, compiled: bool
+    ) -> dict[str, Any]:
+        setup(self.device, False, precision)
+        pixels = model["name"] == "unet"
+        latents = self.data.open(shape, 64 if self.part.short else 4096, CLASSES, pixels=pixels)
+        plain = experiment(model, batch_size=batch, log_every=100, precision=precision, compile=compiled)
+        training = training_of(plain, latents, self.device)
+        bare = Bare(training)
+        variants = {
+            "bare": bare.block,
+            "kairos": lambda count: self.block(training, count, 100),
+            "every step logged": lambda count: self.block(training, count, 1),
+        }
+        if not compiled:
+            variants["deterministic"] = lambda count: self.block(training, count, 100, deterministic=True)
+        begun = time.perf_counter()
+        for run in variants.values():  # what happens once: kernels chosen, queues filled, models compiled
+            run(2)
+        first = time.perf_counter() - begun
+        enough = 0.02 if self.part.short else 1.5  # seconds of a block
+        count = max(3, round(enough / (bare.block(3) / 3)))
+        told = take_turns(variants, count, 2 if self.part.short else 4, base="bare")
+        for row in told.values():
+            row["images_per_s"] = round(1e3 * batch / row["ms_per_step"], 1)
+        told["kairos"] |= self.watched(training)
+        told["bare"] |= {
+            "waits": synchronisations(self.device, lambda: bare.steps(1)),
+            "idle": idle_share(self.device, lambda: bare.steps(5)),
+            "host": bare.host,
+        }
+        flops = self.flops(training)
+        for row in told.values():
+            if flops is not None and "bf16" in self.peaks:
+                row["share_of_bf16_peak"] = round(flops * row["images_per_s"] / self.peaks["bf16"], 4)
+        return {
+            "model": f"{sum(p.numel() for p in training.parameters) / 1e6:.1f} M parameters",
+            "batch": batch,
+            "steps_of_a_block": count,
+            "first_steps_s": round(first, 1),
+            "gflops_per_image": None if flops is None else round(flops / 1e9, 2),
+            "memory_gib": self._memory(),
+            **told,
+        }
+
+    def block(self, training: Training, count: int, log_every: int, deterministic: bool = False) -> float:
+        """Seconds of `count` steps, after one that fills the queue of batches."""
+        setup(self.device, deterministic, training.settings["precision"])
+        training.settings["log_every"] = log_every
+        lines = steps(training, training.step + count + 1)
+        next(lines)
+        synchronize(self.device)
+        begun = time.perf_counter()
+        for _ in lines:
+            pass
+        self.host = time.perf_counter() - begun
+        synchronize(self.device)
+        seconds = time.perf_counter() - begun
+        self.host /= seconds
+        if deterministic:
+            setup(self.device, False, training.settings["precision"])
+        return seconds
+
+    def watched(self, training: Training) -> dict[str, Any]:
+        """Waits and idle time of steps that log nothing, and the host's share."""
+        self.block(training, 10, 10**9)
+        host, lines = round(self.host, 3), steps(training, training.step + 20)
+        next(lines)
+        told = {
+            "waits": synchronisations(self.device, lambda: next(lines)),
+            "idle": idle_share(self.device, lambda: [next(lines) for _ in range(5)]),
+            "host": host,
+        }
+        lines.close()
+        return told
+
+    def _memory(self) -> float | None:
+        if self.device.type != "cuda":
+            return None
+        used = torch.cuda.max_memory_allocated(self.device) / 2**30
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return round(used, 2)
+
+    def flops(self, training: Training) -> float | None:
+        """Operations of a forward and backward pass, an image."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        batch = next(training.batches.steps(0, 1))
+        x0, conditions = batch.x0[:2], {name: values[:2] for name, values in batch.conditions.items()}
+        t = training.process.times(torch.full((len(x0),), 0.5, dtype=torch.float64)).to(self.device)
+        try:
+            with FlopCounterMode(display=False) as counter:
+                with training.autocast():
+                    output = training.process.predict(training.model, x0, t, conditions)
+                output.float().square().mean().backward()
+        except Exception as error:  # an operation that the counter cannot run
+            print(f"flops: {error}", file=sys.stderr)
+            return None
+        finally:
+            training.optimizer.zero_grad(set_to_none=True)
+        return counter.get_total_flops() / len(x0)
+
+
+class Bare:
+    """The least that trains the same model: data and everything random on the device, nothing logged."""
+
+    def __init__(self, training: Training):
+        self.training, self.device, self.host = training, training.device, 0.0
+        latents = training.latents
+        self.x0 = latents.batch(latents.train).to(self.device)  # the means
+        self.labels = {name: values.to(self.device) for name, values in latents.conditions(latents.train).items()}
+        self.labels = {name: self.labels[name] for name in training.conditions}
+        alphas_cumprod = torch.from_numpy(training.process.schedule.alphas_cumprod).float().to(self.device)
+        self.signal, self.noise = (c.sqrt()[:, None, None, None] for c in (alphas_cumprod, 1 - alphas_cumprod))
+        live, average = training.model.weights(), training.average.weights
+        real = [name for name, value in average.items() if value.is_floating_point()]
+        self.live, self.average = [live[name] for name in real], [average[name] for name in real]
+
+    def steps(self, count: int) -> None:
+        training, size = self.training, self.training.settings["batch_size"]
+        training.model.train()
+        for _ in range(count):
+            index = torch.randint(len(self.x0), (size,), device=self.device)
+            x0, conditions = self.x0[index], {name: values[index] for name, values in self.labels.items()}
+            t = torch.randint(len(self.signal), (size,), device=self.device)
+            noise = torch.randn_like(x0)
+            training.optimizer.zero_grad(set_to_none=True)
+            with training.autocast():
+                output = training.network(self.signal[t] * x0 + self.noise[t] * noise, t, conditions)
+            (output.float() - noise).square().mean().backward()
+            nn.utils.clip_grad_norm_(training.parameters, 1.0)
+            training.optimizer.step()
+            torch._foreach_lerp_(self.average, self.live, 1e-4)
+
+    def block(self, count: int) -> float:
+        """Seconds of `count` steps."""
+        synchronize(self.device)
+        begun = time.perf_counter()
+        self.steps(count)
+        self.host = time.perf_counter() - begun
+        synchronize(self.device)
+        seconds = time.perf_counter() - begun
+        self.host = round(self.host / seconds, 3)
+        return seconds
+
+
+def main() -> int:
+    part = Part("step", "a training step beside a bare loop of the same model, taking turns", arguments(__doc__))
+    with Data() as data:
+        return part.run(Step(part, data).rows())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""What every strategy costs on a GPU, at the papers' setting: batch 128, T = 1000, |S| = 3, f_S = 40.
+
+    make gpu PART=strategies
+
+The network is the CIFAR-10 U-Net in bf16 (DiT-S/2 where diffusers is absent), one training that all strategies share:
+in turn each trains it for a block of 40 steps, which holds one measurement of those that measure (the gradient samplers
+measure every 40 steps here too). All weightings but edm2 look their factor up in a table; min_snr stands for them.
+
+A row's columns: milliseconds a step and the ratio to uniform (median and range over rounds), ``draw_us``: microseconds
+of draw() alone with the device idle, ``waits``: synchronisations of a step that logs and measures nothing, and where.
+"""
+
+import sys
+import time
+from typing import Any
+
+from common import (
+    Data,
+    Part,
+    arguments,
+    experiment,
+    no_unet,
+    setup,
+    synchronisations,
+    synchronize,
+    take_turns,
+    training_of,
+)
+
+from kairos.strategies.registries import SAMPLERS
+from kairos.strategies.strategy import Strategy
+from kairos.training.loop import steps
+from kairos.training.state import Training
+
+PERIOD = 40
+MEASURING = ("adaptive", "adaptive_official", "gradient_norm", "gradient_variance", "first_order")
+WEIGHTED = ("min_snr", "edm2")
+
+
+class Strategies:
+    """One training, and each strategy on it."""
+
+    def __init__(self, part: Part, data: Data):
+        self.device, self.short = part.device, part.short
+        self.period = 4 if self.short else PERIOD
+        setup(self.device, False, "fp32" if self.short else "bf16")
+        if self.short:
+            model, shape, batch = {"name": "dit", "width": 16, "depth": 1, "heads": 2}, (4, 8, 8), 8
+        elif no_unet():
+            model, shape, batch = {"name": "dit"}, (4, 32, 32), 128
+        else:
+            model, shape, batch = {"name": "unet"}, (3, 32, 32), 128
+        self.model = model["name"]
+        plain = experiment(
+            model, process={"name": "discrete", "timesteps": 20 if self.short else 1000}, batch_size=batch,
+            log_every=10**9, precision="fp32" if self.short else "bf16",
+        )  # fmt: skip
+        latents = data.open(shape, 64 if self.short else 4096, pixels=self.model == "unet")
+        self.training: Training = training_of(plain, latents, self.device)
+        self.strategies = {name: self.strategy(name) for name in (*SAMPLERS, *WEIGHTED)}
+        self.strategies["adaptive full features"] = self.strategy("adaptive", feature_timesteps=None)
+
+    def strategy(self, name: str, **options: Any) -> Strategy:
+        if name in MEASURING:
+            options["frequency"] = self.period
+        if name in ("gradient_norm", "gradient_variance", "first_order", "loss_rms"):
+            options["start"] = 1
+        return Strategy(name, self.training.process, sampler=options)
+
+    def rows(self) -> dict[str, Any]:
+        names = [name for name in self.strategies if name != "uniform"]
+        rows = {name: lambda name=name: self.beside_uniform(name) for name in self._sorted(names)}
+        return {"uniform": lambda: self.alone("uniform"), **rows}
+
+    def _sorted(self, names: list[str]) -> list[str]:
+        """Those that cost something first."""
+        return sorted(names, key=lambda name: not name.startswith((*MEASURING, "loss", "edm2")))
+
+    def beside_uniform(self, name: str) -> dict[str, Any]:
+        """A row: blocks of the strategy and of uniform, taking turns."""
+        blocks = {one: lambda count, one=one: self.block(one, count) for one in ("uniform", name)}
+        for run in blocks.values():
+            run(self.period)
+        told = take_turns(blocks, self.period, 2 if self.short else 3, base="uniform")
+        return {**told[name], "uniform_ms_per_step": told["uniform"]["ms_per_step"], **self.alone(name)}
+
+    def alone(self, name: str) -> dict[str, Any]:
+        """draw() by itself, and what a step waits for."""
+        strategy, training = self.strategies[name], self.training
+        x0 = next(training.batches.steps(0, 1)).x0
+        step, count = strategy.step, 5 if self.short else 100
+        state = strategy.state_dict()
+        strategy.draw(x0)
+        synchronize(self.device)
+        begun = time.perf_counter()
+        for _ in range(count):
+            strategy.draw(x0)
+        synchronize(self.device)
+        draw = (time.perf_counter() - begun) / count
+        strategy.load_state_dict(state, self.device)
+        training.strategy = strategy
+        lines = steps(training, training.step + 4)
+        while strategy.step % self.period in (0, self.period - 1) or strategy.step == step:
+            next(lines)  # past a measurement, and the first step of an iterator
+        waits = synchronisations(self.device, lambda: next(lines))
+        lines.close()
+        return {"draw_us": round(1e6 * draw, 1), "waits": waits, "model": self.model}
+
+    def block(self, name: str, count: int) -> float:
+        """Seconds of `count` steps under a strategy, after one that fills the queue of batches."""
+        self.training.strategy = self.strategies[name]
+        lines = steps(self.training, self.training.step + count + 1)
+        next(lines)
+        synchronize(self.device)
+        begun = time.perf_counter()
+        for _ in lines:
+            pass
+        synchronize(self.device)
+        return time.perf_counter() - begun
+
+
+def main() -> int:
+    part = Part("strategies", "time per step beside uniform's at batch 128 and T = 1000", arguments(__doc__))
+    with Data() as data:
+        return part.run(Strategies(part, data).rows())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

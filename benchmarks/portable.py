@@ -1,0 +1,121 @@
+"""What portable kernels cost: a training step of two networks, portable beside plain, taking turns in one run.
+
+    python benchmarks/portable.py --rounds 5 --out benchmarks/results/portable.csv
+
+The caps hold for a whole process, so that a process of each kind waits for its turn: a drift of the machine's speed
+meets both alike. The networks are the demo's (params.yaml, batch 64) and a UNet of 35.7 M parameters on 32x32 pixels
+(batch 8, where attention and convolutions count). Columns: milliseconds a step, median over all; ratio of the medians;
+its range over rounds.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CASES = {"demo": 20, "unet": 1}  # steps of a round
+
+
+def worker(case: str, kind: str) -> None:
+    """Do a round of steps for every line read, and answer with their seconds."""
+    from kairos import portable
+
+    if kind == "portable":
+        portable.hold()
+    import torch
+
+    from kairos import compute, models
+    from kairos.config import load
+
+    compute.setup(1, "cpu", "portable" if kind == "portable" else True)
+    torch.manual_seed(0)
+    if case == "demo":
+        plain = load("params.yaml").plain()
+        network, x = models.build(plain["model"], (4, 4, 4), {}), torch.randn(64, 4, 4, 4)
+        predict = lambda: network(x, torch.arange(len(x)), {})  # noqa: E731
+    else:
+        from diffusers import UNet2DModel
+
+        network = UNet2DModel(
+            sample_size=32,
+            block_out_channels=(128, 256, 256, 256),
+            down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        )
+        x = torch.randn(8, 3, 32, 32)
+        predict = lambda: network(x, torch.arange(len(x))).sample  # noqa: E731
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
+
+    def step() -> float:
+        begun = time.perf_counter()
+        optimizer.zero_grad()
+        (predict() - x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        return time.perf_counter() - begun
+
+    step()
+    for _ in sys.stdin:
+        print(*(step() for _ in range(CASES[case])), flush=True)
+
+
+def measure(case: str, rounds: int) -> dict[str, object]:
+    """A row of the table."""
+    kinds = ("plain", "portable")
+    workers = {
+        kind: subprocess.Popen(
+            [sys.executable, __file__, "--worker", case, kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for kind in kinds
+    }
+    seconds: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    for _ in range(rounds):
+        for kind, process in workers.items():
+            assert process.stdin and process.stdout
+            process.stdin.write("go\n")
+            seconds[kind].append([float(value) for value in process.stdout.readline().split()])
+    for process in workers.values():
+        process.communicate()
+    each = [statistics.median(b) / statistics.median(a) for a, b in zip(*seconds.values())]
+    plain, held = (statistics.median(one for each in seconds[kind] for one in each) * 1e3 for kind in kinds)
+    return {
+        "network": case,
+        "plain_ms": f"{plain:.1f}",
+        "portable_ms": f"{held:.1f}",
+        "ratio": f"{held / plain:.2f}",
+        "ratio_range": f"{min(each):.2f}-{max(each):.2f}",
+        "rounds": rounds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/portable.csv"))
+    parser.add_argument("--worker", nargs=2, metavar=("CASE", "KIND"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(*arguments.worker)
+        return
+    from kairos import portable
+
+    rows = [{**measure(case, arguments.rounds), "processor": portable.machine()["processor"]} for case in CASES]
+    with open(arguments.out, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    for row in rows:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The kit for the GPU: its short forms on the CPU, where there is little but torch and numpy."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+KIT = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu"
+ABSENT = {
+    "datasets", "diffusers", "dvc", "matplotlib", "mlflow", "pandas", "PIL", "pydantic", "sklearn", "snakemake",
+    "torch_fidelity", "torchvision", "yaml",
+}  # fmt: skip
+BLOCK = f"""
+import sys
+class Bare:  # finds neither these packages nor the versions of any
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in {ABSENT} else self.finder.find_spec(name, path, target)
+sys.meta_path[:] = map(Bare, sys.meta_path)
+"""
+
+
+def run(part, folder, *arguments, bare=True):
+    """The JSON of a part's short form; `bare`: as on a machine that lacks what is not torch or numpy."""
+    path = [str(KIT.parents[1] / "src")]
+    if bare:
+        (folder / "sitecustomize.py").write_text(BLOCK)
+        path.insert(0, str(folder))
+    command = [sys.executable, str(KIT / f"{part}.py"), "--short", "--device", "cpu", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OUT": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads((folder / f"{part}.json").read_text())
+
+
+SOME = {
+    "correct": ["dit fp32", "unet fp32", "flow", "sampler loss", "edm2", "microbatch"], "step": ["peak", "bf16"],
+    "strategies": ["uniform", "adaptive", "gradient_norm", "edm2"], "sample": ["unet", "dit"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", SOME)
+def test_a_part_runs_where_there_is_little_more_than_torch(part, tmp_path):
+    """Rows with a U-Net say why they are skipped, no other row is."""
+    found = run(part, tmp_path, "--only", *SOME[part])
+    assert found["complete"] and not found["not_reached"]
+    rows = {row["row"]: row for row in found["rows"]}
+    unet = {name for name in rows if name.startswith("unet")}
+    assert all("diffusers" in rows[name]["skipped"] for name in unet)
+    assert len(rows) > len(unet) and not any("skipped" in rows[name] for name in rows.keys() - unet)
+
+
+def test_a_part_ends_within_its_budget(tmp_path):
+    """What was not reached is named, and the file is whole."""
+    found = run("strategies", tmp_path, "--budget", "0.2")
+    assert not found["complete"] and "speed" in found["not_reached"]
+
+
+def test_a_row_that_fails_stops_no_other(tmp_path, monkeypatch):
+    """It is told with its message, and the status says so."""
+    monkeypatch.syspath_prepend(str(KIT))
+    from common import Part, Skipped, arguments
+
+    monkeypatch.setattr(sys, "argv", ["part", "--short", "--device", "cpu", "--out", str(tmp_path)])
+
+    def fail(error):
+        raise error
+
+    rows = {"bad": lambda: fail(ValueError("why")), "not here": lambda: fail(Skipped("no")), "good": lambda: {"a": 1}}
+    assert Part("part", "a test", arguments("A test.")).run(rows) == 1
+    bad, skipped, good = json.loads((tmp_path / "part.json").read_text())["rows"]
+    assert (bad["failed"], skipped["skipped"], good["a"]) == ("ValueError: why", "no", 1)
+
+
+def test_wheels_are_carried_along(tmp_path):
+    """Also to the processes that a part starts, without an installer."""
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "here = 1")
+    code = (
+        "import common, subprocess, sys; common.install_wheels(); import carried; "
+        "subprocess.run([sys.executable, '-c', 'import carried'], check=True)"
+    )
+    path = os.pathsep.join([str(KIT), str(KIT.parents[1] / "src")])
+    environment = os.environ | {"PYTHONPATH": path, "WHEELS": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_what_the_kit_trains_is_a_checked_experiment(monkeypatch):
+    """Its defaults, stated again without pydantic, are those of an experiment file."""
+    monkeypatch.syspath_prepend(str(KIT))
+    from common import experiment
+
+    from kairos.config import validate
+
+    values = {"experiment": "kit", "model": {"name": "dit"}, "methods": {"method": {}}}
+    given, checked = json.loads(json.dumps(experiment({"name": "dit"}))), validate(values).plain()
+    assert given == {name: checked[name] for name in given}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", SOME)
+def test_all_rows_that_a_cpu_can_run(part, tmp_path):
+    """With the U-Net."""
+    found = run(part, tmp_path, "--budget", "240", bare=False)
+    assert found["complete"]
+    assert [row["row"] for row in found["rows"] if "skipped" in row] == ["out of memory"] * (part == "correct")
+
+
+@pytest.mark.long
+def test_a_training_is_resumed_where_there_is_little_more_than_torch(tmp_path):
+    """A whole training, with its provenance."""
+    (row,) = run("correct", tmp_path, "--only", "resume after a kill")["rows"]
+    assert row["bit_exact"]

@@ -1,0 +1,52 @@
+"""A step that a device has not the memory for is refused with the microbatch that fits."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from training_case import experiment, make_latents
+
+from kairos.errors import KairosError
+from kairos.models.dit import DiT
+from kairos.training.run import train
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory):
+    return make_latents(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize(
+    ("most", "microbatch", "message"),
+    [
+        (
+            5,
+            None,
+            "batch_size: got 16: out of memory on cpu at step 1; allowed: training.microbatch: 4 keeps the batch",
+        ),
+        (5, 6, "microbatch: got 6: out of memory on cpu at step 1; allowed: training.microbatch: 4 "),
+        (4, 4, None),
+        (0, None, "allowed: a smaller model: a pass of 1 image does not fit"),
+    ],
+)
+def test_the_largest_microbatch_that_fits_is_named(latents, tmp_path, monkeypatch, most, microbatch, message):
+    """The network takes no more than `most` images; a training with the microbatch that is named goes on to its end."""
+    forward = DiT.forward
+
+    def limited(self, x, t, conditions):
+        if len(x) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, x, t, conditions)
+
+    monkeypatch.setattr(DiT, "forward", limited)
+    plain = experiment(training__microbatch=microbatch, training__milestones=[2])
+    with pytest.raises(KairosError) if message else nullcontext() as refused:
+        train(plain, "uniform", 0, tmp_path / "out", latents, [0, 2])
+    assert message is None or message in str(refused.value)
+
+
+def test_what_lies_beside_the_passes_is_told_apart(latents, tmp_path, monkeypatch):
+    """Where the optimiser or the sampler has no memory, smaller passes are not what helps."""
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda self: (_ for _ in ()).throw(torch.OutOfMemoryError("")))
+    with pytest.raises(KairosError, match="16 images fit into a pass of their own"):
+        train(experiment(training__milestones=[2]), "uniform", 0, tmp_path / "out", latents, [0, 2])

@@ -1,0 +1,175 @@
+"""`training.deterministic: portable`: caps that reach the libraries, the same bits under any, and what is refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from training_case import experiment, hashes, make_latents, train_command, write_experiment
+
+from kairos import portable
+from kairos.cli import main
+from kairos.config import validate
+from kairos.errors import ConfigError, KairosError
+from kairos.files import read_json, write_json
+from kairos.workflow.reproduction import digest
+
+HERE = Path(portable.__file__).parents[1]
+pytestmark = pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="no AVX2 here")
+
+PROBE = """
+import hashlib, json, os, sys
+from kairos import portable
+portable.hold()
+import numpy, torch
+portable.setup()
+torch.set_num_threads(1)
+x = (torch.arange(48 * 80).reshape(48, 80) * 7919 % 2003) / 2003
+image = x.reshape(3, 16, 8, 10).requires_grad_()
+convolved = torch.nn.functional.conv2d(image, x[:, :72].reshape(24, 16, 3, 3))
+convolved.square().sum().backward()
+results = {
+    "sqrt": x.sqrt(), "pow": x**0.5, "log": x.log(), "exp": x.exp(), "log64": x.double().log(), "mm": x @ x.T,
+    "mm64": x.double() @ x.double().T, "bmm": torch.bmm(x[None], x.T[None]), "sum": x.sum(1), "softmax": x.softmax(1),
+    "attention": torch.nn.functional.scaled_dot_product_attention(*[x.reshape(1, 2, 24, 80)] * 3),
+    "conv": convolved.detach(), "conv backward": image.grad, "eigh": torch.linalg.eigvalsh(x @ x.T),
+    "numpy": torch.from_numpy(numpy.log(x.double().numpy())), "blas": torch.from_numpy(x.numpy() @ x.numpy().T),
+}
+exact = bool((x.sqrt().numpy() == numpy.sqrt(x.numpy())).all() and (x.sqrt() ** 2 - x).abs().max() < 1e-6)
+digests = {name: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest() for name, value in results.items()}
+print(json.dumps({"digests": digests, "exact": exact, "machine": portable.machine()}))
+"""
+OTHER = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "AUTO",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "OPENBLAS_CORETYPE": "Nehalem",
+}
+
+
+def run(line: list[str], before: tuple[str, ...] = (), **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": str(HERE), **variables}
+    return subprocess.run([*before, *line], capture_output=True, text=True, env=environment)
+
+
+def probed(*before: str, **variables: str) -> tuple[dict, str]:
+    ended = run([sys.executable, "-c", PROBE], before, **variables)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout), ended.stderr
+
+
+@pytest.fixture(scope="module")
+def here() -> dict:
+    return probed()[0]
+
+
+def test_the_caps_reach_the_libraries_whatever_was_set(here):
+    other, said = probed(**OTHER)
+    assert here["machine"]["instruction_set"] == "AVX2 (portable)" and here["exact"]
+    assert other == here
+    assert "sets MKL_CBWR=COMPATIBLE, in place of AUTO" in said
+
+
+def test_refused_where_it_was_set_too_late():
+    ended = run(
+        [sys.executable, "-c", "import torch; torch.zeros(9).exp(); from kairos import portable; portable.setup()"]
+    )
+    assert "ATEN_CPU_CAPABILITY='avx2'" in ended.stderr and "MKL_CBWR='COMPATIBLE'" in ended.stderr
+
+
+def test_refused_on_a_processor_without_avx2(monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_avx2_supported", lambda: False)
+    with pytest.raises(KairosError, match="no AVX2; allowed here: true, false"):
+        portable.check()
+
+
+@pytest.mark.parametrize("field, value", [("device", "auto"), ("compile", True)])
+def test_what_contradicts_it_is_refused(field, value):
+    settings = {"deterministic": "portable", "device": "cpu", field: value}
+    with pytest.raises(ConfigError, match=rf"training\.{field}.*allowed"):
+        validate({"experiment": "x", "training": settings, "methods": {"uniform": {}}})
+
+
+def case(folder: Path, steps: int = 4) -> tuple[Path, Path]:
+    values = experiment(
+        training__milestones=[steps], training__deterministic="portable", training__checkpoint_every=steps
+    )
+    return write_experiment(folder / "x.yaml", values), make_latents(folder / "data")
+
+
+def trained(folder: Path, out: Path, config: Path, latents: Path, *before: str, **variables: str) -> dict[str, str]:
+    ended = run(train_command(config, "adaptive", out, latents, "--timing", f"{out}.json"), before, **variables)
+    assert ended.returncode == 0, ended.stderr
+    assert read_json(f"{out}.json")["machine"]["instruction_set"] == "AVX2 (portable)"
+    return hashes(out) | {"record": digest(out / "milestones"), "training": digest(out / "training.json")}
+
+
+def test_a_training_is_the_same_under_other_caps(tmp_path):
+    config, latents = case(tmp_path)
+    one = trained(tmp_path, tmp_path / "one", config, latents)
+    assert trained(tmp_path, tmp_path / "other", config, latents, **OTHER) == one
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("processor", ["Haswell", "EPYC"])
+def test_on_an_emulated_processor(tmp_path, here, processor):
+    """Of Intel and of AMD, both without AVX-512: other vendor, other caches, approximations (rsqrtps) of its own."""
+    if not shutil.which("qemu-x86_64"):
+        pytest.skip("no qemu-x86_64 here: Debian's package qemu-user")
+    emulated = ("qemu-x86_64", "-cpu", processor)
+    assert probed(*emulated)[0]["digests"] == here["digests"]
+    config, latents = case(tmp_path)
+    one = trained(tmp_path, tmp_path / "one", config, latents)
+    assert trained(tmp_path, tmp_path / "other", config, latents, *emulated) == one
+
+
+def test_verify_against_a_lock(tmp_path, capsys):
+    results = tmp_path / "results/x"
+    write_json(results / "dataset/manifest.json", {"a": 1})
+    write_json(results / "latents/manifest.json", {"b": 1})
+    write_json(results / "dependencies.yaml", {"prepare": {"code": "1"}, "encode": {"code": "1", "size": 3}})
+    write_json(results / "timing/encode.json", {"machine": {"processor": "Xeon", "torch": "2.9"}})
+    (results / "report.html").write_text("3 s")
+
+    def stage(name: str, folder: str, *deps: str) -> dict:
+        outs = [{"path": path, "md5": digest(tmp_path / path)} for path in (f"results/x/{folder}",)]
+        table = {name: read_json(results / "dependencies.yaml").get(name, {})}
+        return {
+            "outs": outs, "deps": [{"path": path} for path in deps], "params": {"results/x/dependencies.yaml": table},
+        }  # fmt: skip
+
+    stages = {
+        "prepare": stage("prepare", "dataset"),
+        "encode": stage("encode", "latents", "results/x/dataset/manifest.json"),
+        "report": stage("report", "report.html"),
+    }
+    lock = tmp_path / "dvc.lock"
+    lock.write_text(yaml.safe_dump({"stages": stages}))
+    verify = ["verify", "--against", str(lock)]
+
+    (results / "report.html").write_text("4 s")
+    assert main(verify) == 0
+    said = capsys.readouterr().out
+    assert "report.html: not compared, holds clock times" in said and "1 not compared, 2 same" in said
+
+    write_json(tmp_path / "dvc.machines.json", [{"processor": "EPYC", "torch": "2.9"}])
+    write_json(results / "dataset/manifest.json", {"a": 2})
+    write_json(results / "latents/manifest.json", {"b": 2})
+    assert main(verify) == 1
+    said = capsys.readouterr()
+    assert "results/x/dataset: differs, other processor: EPYC then, Xeon now\n" in said.out
+    assert "results/x/latents: differs, follows from results/x/dataset/manifest.json; other processor" in said.out
+    assert "2 differs" in said.err
+
+    write_json(results / "dependencies.yaml", {"prepare": {"code": "1"}, "encode": {"code": "1", "size": 4}})
+    shutil.rmtree(results / "dataset")
+    assert main(verify) == 1
+    said = capsys.readouterr().out
+    assert "results/x/dataset: missing, other processor" in said
+    assert "results/x/latents: differs, changed settings or code: encode.size" in said
+    assert main(["verify", "--against", str(tmp_path / "absent")]) == 1
