@@ -1,4 +1,4 @@
-"""A hash of the code that computes something, taken from the parsed modules; comments, layout and messages do not count.
+"""A hash of the code that computes something, taken from the parsed modules; layout, comments, messages do not count.
 
 The modules are found by following the imports of kairos modules from a stage's entry module. Configuration models and
 registries are left out: they decide *which* code runs with *which* values, and both are hashed as values; the code of
