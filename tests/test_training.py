@@ -15,10 +15,11 @@ from training_case import command, experiment, make_latents, train_command, writ
 from kairos.data.batches import Batches
 from kairos.data.latents import open_latents
 from kairos.errors import DamagedError, KairosError
-from kairos.files import read_json, write_text
+from kairos.files import read_json, sha256_bytes, write_text
 from kairos.milestones import check_milestone, open_milestone
 from kairos.training import checkpoint
 from kairos.training.run import train
+from kairos.training.store import Store
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +259,61 @@ def test_two_processes_cannot_train_at_once_and_a_kill_frees_the_lock(latents, t
         first.wait()
     plain = experiment({"uniform": {}}, training__milestones=[100_000])
     assert train(plain, "uniform", 0, tmp_path / "run", latents, [0, 2])["step"] == 2
+
+
+def test_other_versions_do_not_go_on_with_a_state_unless_they_are_accepted(latents, tmp_path, monkeypatch):
+    out, plain, here = tmp_path / "run", experiment({"uniform": {}}), torch.__version__
+    monkeypatch.setattr(torch, "__version__", "2.0.1")
+    train(plain, "uniform", 0, out, latents, [0, 20])
+    monkeypatch.undo()
+    before = {path: path.read_bytes() for path in out.rglob("*.*") if path.name != "progress.json" and path.is_file()}
+    with pytest.raises(KairosError) as refused:
+        train(plain, "uniform", 0, out, latents, [0, 20, 40])
+    for said in (
+        ".state",
+        "0000020.ckpt",
+        "torch 2.0.1",
+        f"torch {here}",
+        "diffusers",
+        "--accept-versions",
+        "--restart",
+    ):
+        assert said in str(refused.value), said
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+    assert train(plain, "uniform", 0, out, latents, [0, 20])["steps_run"] == 0  # published again, nothing computed
+    assert read_json(out / "training.json")["provenance"]["torch"] == "2.0.1"
+    config = write_experiment(tmp_path / "x.yaml", plain)
+    line = train_command(config, "uniform", out, latents, "--accept-versions")
+    subprocess.run(line, check=True, capture_output=True)
+    for record in (out / "training.json", out / "milestones/0000040/milestone.json"):
+        told = read_json(record)["provenance"]
+        assert told["torch"] == here and [(one["torch"], one["steps"]) for one in told["resumed_under"]] == [
+            ("2.0.1", 20)
+        ]
+        assert not told["exact"] and "torch 2.0.1" in told["inexact_because"][0]
+    assert read_json(out / "milestones/0000020/milestone.json")["provenance"]["resumed_under"] == []
+    raised = experiment({"uniform": {}}, training__milestones=[20, 40, 41])
+    train(raised, "uniform", 0, out, latents, [0, 20, 40, 41])  # of the same versions by now
+    assert len(read_json(out / "training.json")["provenance"]["resumed_under"]) == 1
+    assert train(plain, "uniform", 0, out, latents, [0, 20, 40], restart=True)["steps_run"] == 40
+    assert read_json(out / "training.json")["provenance"]["resumed_under"] == []
+
+
+def test_a_checkpoint_reads_only_the_metrics_that_are_new(tmp_path):
+    store = Store(tmp_path, "identity")
+    store.folder.mkdir(parents=True)
+    for step, line in enumerate(("one\n", "two\n"), start=1):
+        with open(store.metrics, "a") as metrics:
+            metrics.write(line)
+        store.save(step, {})
+        store.metrics.write_text("_" * store.metrics.stat().st_size)  # what was hashed before is not looked at
+    whole = b"one\ntwo\n"
+    assert store.at(2, "cpu")["metrics"] == {"bytes": len(whole), "sha256": sha256_bytes(b"one\ntwo\n")}
+    store.metrics.write_bytes(whole)
+    assert store.resume(2, "cpu")["step"] == 2
+    store.save(3, {})
+    assert store.at(3, "cpu")["metrics"] == store.at(2, "cpu")["metrics"]
 
 
 def test_bf16_conditions_and_dropout_of_labels_resume_exactly(latents, tmp_path):

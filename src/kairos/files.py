@@ -4,6 +4,7 @@ Everything is written under a temporary name in the same folder, flushed to disk
 leaves the old file or the new one. Leftovers of killed writers start with ``.tmp-`` and are never read.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from kairos.errors import DamagedError, KairosError
+
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -117,13 +120,32 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
             if file.is_file():
                 with open(file, "rb") as handle:
                     os.fsync(handle.fileno())
-        if path.exists():
-            shutil.rmtree(path)
-        os.replace(temporary, path)
+        if not path.exists():
+            os.rename(temporary, path)
+        elif not _exchanged(temporary, path):
+            temporary = _replaced(path, temporary)
         sync_folder(path.parent)
     finally:
         if temporary.exists():
             shutil.rmtree(temporary)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Let two folders change places at one instant, where the system (renameat2 of Linux) and the file system can."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+
+
+def _replaced(path: Path, new: Path) -> Path:
+    """Put a folder in the place of another, which comes back where that fails; gives the old one's new place."""
+    aside = path.parent / f".tmp-{uuid.uuid4().hex}"
+    os.rename(path, aside)
+    try:
+        os.rename(new, path)
+    except BaseException:
+        os.rename(aside, path)
+        raise
+    return aside
 
 
 def link_tree(source: Path, target: Path) -> None:

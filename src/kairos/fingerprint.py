@@ -1,4 +1,4 @@
-"""A hash of the code that computes something, taken from the parsed modules; comments and formatting do not count.
+"""A hash of the code that computes something, taken from the parsed modules; layout, comments, messages do not count.
 
 The modules are found by following the imports of kairos modules from a stage's entry module. Configuration models and
 registries are left out: they decide *which* code runs with *which* values, and both are hashed as values; the code of
@@ -21,6 +21,7 @@ _LEFT_OUT = (
     *(f"kairos.{name}" for name in ("training.job", "training.launch", "section")),
     "kairos.strategies.options",
 )
+_SAYING = ("say", "warn")  # functions that tell the user something
 
 _BESIDE = (".html.jinja", ".mplstyle")
 
@@ -81,17 +82,34 @@ def _hash_module(module: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _text(node: Any) -> str:
-    """A syntax tree as text: no positions, no docstrings, no empty fields (which differ between versions of Python)."""
+def _text(node: Any, message: bool = False) -> str:
+    """A syntax tree as text: no positions, no docstrings, no empty fields (which differ between versions of Python).
+
+    Of an error that is raised and of what is only said the strings are left out.
+    """
     if isinstance(node, list):
-        return "[" + ",".join(_text(item) for item in node) + "]"
+        return "[" + ",".join(_text(item, message) for item in node) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
+    message = message or isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _called(node) in _SAYING)
+    if message and (isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)):
+        return "message"
     fields = dict(ast.iter_fields(node))
+    if isinstance(node, ast.Call) and _called(node) == "option":  # an option's value counts, its help does not
+        fields["args"] = fields["args"][:1] + fields["args"][2:]
+        fields["keywords"] = [keyword for keyword in fields["keywords"] if keyword.arg != "help"]
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and _has_docstring(node):
         fields["body"] = fields["body"][1:]
-    kept = (f"{name}={_text(value)}" for name, value in fields.items() if value not in (None, []) and name != "kind")
+    kept = (
+        f"{name}={_text(value, message)}"
+        for name, value in fields.items()
+        if value not in (None, []) and name != "kind"
+    )
     return f"{type(node).__name__}({','.join(kept)})"
+
+
+def _called(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def _has_docstring(node: Any) -> bool:

@@ -28,9 +28,14 @@ def option(
     le: float | None = None,
     choices: tuple[Any, ...] | None = None,
     alias: str | None = None,
+    component: bool = False,
 ) -> Any:
-    """A dataclass field with its meaning and the values it allows; `alias` is its name outside Python (`lambda`)."""
-    metadata = {"help": help, "gt": gt, "ge": ge, "lt": lt, "le": le, "choices": choices, "alias": alias}
+    """A dataclass field with its meaning and the values it allows.
+
+    `alias` is its name outside Python (`lambda`); the value of a `component` names another one of the same registry.
+    """
+    bounds = {"gt": gt, "ge": ge, "lt": lt, "le": le}
+    metadata = {"help": help, **bounds, "choices": choices, "alias": alias, "component": component}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -7,7 +7,7 @@ imports nothing heavy, and a job's code fingerprint covers the components it use
 import difflib
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kairos import options as _options
@@ -68,6 +68,13 @@ class Registry(dict[str, Entry]):
             place = f"{where}: " if where else ""
             raise ConfigError(f"{place}unknown {self.kind} {name!r}{hint} Allowed: {', '.join(sorted(self))}")
         return self[name]
+
+    def modules(self, named: Mapping[str, Any]) -> list[str]:
+        """The modules of a component, given by ``name`` among its options, and of the components its options name."""
+        entry = self.entry(named["name"])
+        inner = [field for field in fields(entry.options) if field.metadata.get("component")]
+        names = [named.get(_options.public_name(field), field.default) for field in inner]
+        return [entry.module, *(module for name in names for module in self.modules({"name": name}))]
 
     def parse(self, name: str, values: Mapping[str, Any] | None = None, where: str = "") -> Any:
         """The checked options of component `name`."""

@@ -21,6 +21,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--milestones", type=int, nargs="+", metavar="STEP", help="default: all of the experiment's")
     parser.add_argument("--until", type=int, metavar="STEP", help="stop at this milestone")
     parser.add_argument("--restart", action="store_true", help="forget the state and start from step 0")
+    parser.add_argument("--accept-versions", action="store_true", help="go on from a state that other versions of "
+                        "torch or diffusers have computed; jobs of a pipeline never do")  # fmt: skip
     parser.add_argument("--part", action="store_true", help="a later job goes on: publish the milestones only")
     parser.add_argument("--wait", action="store_true", help="wait for a process that trains here already")
     add_timing(parser)
@@ -85,6 +87,7 @@ def _run(arguments: argparse.Namespace, leave: "Leave") -> None:
                 part=arguments.part,
                 wait=arguments.wait,
                 leave=leave,
+                accept_versions=arguments.accept_versions,
             )
         if launch.is_first():
             write_timing(arguments, method=arguments.method, seed=arguments.seed, **done)

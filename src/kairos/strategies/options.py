@@ -256,13 +256,14 @@ class Edm:
     )
 
 
+_BASES = ("none", "vlb", "p2", "min_snr", "soft_min_snr", "debiased", "edm", "change_aware")
+
+
 @dataclass(frozen=True)
 class Uncertainty:
     """w/exp(u) times the loss, plus u, where u is trained."""
 
-    base: str = option(
-        "edm", "w", choices=("none", "vlb", "p2", "min_snr", "soft_min_snr", "debiased", "edm", "change_aware")
-    )
+    base: str = option("edm", "w", choices=_BASES, component=True)
     sigma_data: float | None = option(None, "standard deviation of the data, for base edm", gt=0)
     channels: int = option(128, "Fourier features of ln sigma that u is linear in", ge=1)
     lr: float = option(1e-2, "learning rate of u", gt=0)

@@ -34,18 +34,21 @@ def code_roots(plain: dict[str, Any], method: str) -> list[str]:
     from kairos.diffusion.registries import LOSSES, PROCESSES
     from kairos.models.registries import MODELS
     from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
-    from kairos.training.registries import PROBES
+    from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
 
-    chosen = plain["methods"][method]
-    entries = [
-        MODELS.entry(plain["model"]["name"]),
-        PROCESSES.entry(plain["diffusion"]["process"]["name"]),
-        SAMPLERS.entry(chosen["sampler"]["name"]),
-        WEIGHTINGS.entry(chosen["weighting"]["name"]),
-        *(LOSSES.entry(loss["name"]) for loss in plain["diffusion"]["losses"]),
-        *(PROBES.entry(probe["name"]) for probe in plain["training"]["probes"]),
+    chosen, training = plain["methods"][method], plain["training"]
+    components = [
+        (MODELS, plain["model"]),
+        (PROCESSES, plain["diffusion"]["process"]),
+        (SAMPLERS, chosen["sampler"]),
+        (WEIGHTINGS, chosen["weighting"]),
+        (OPTIMIZERS, training["optimizer"]),
+        (SCHEDULES, training["schedule"]),
+        (AVERAGES, training["ema"]),
+        *((LOSSES, loss) for loss in plain["diffusion"]["losses"]),
+        *((PROBES, probe) for probe in training["probes"]),
     ]
-    return ["kairos.training.run", *(entry.module for entry in entries)]
+    return ["kairos.training.run", *(module for registry, named in components for module in registry.modules(named))]
 
 
 def code_fingerprint(plain: dict[str, Any], method: str) -> str:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from kairos.training.job import Leave, Left, ProgressFile
 from kairos.training.loop import diverged, steps
 from kairos.training.memory import guarded
 from kairos.training.state import Training
-from kairos.training.store import Store, exclusive, read_timing
+from kairos.training.store import Store, exclusive, read_timing, version_of, versions
 
 
 def import_components(plain: dict[str, Any], method: str) -> None:
@@ -49,6 +48,7 @@ def train(
     part: bool = False,
     wait: bool = False,
     leave: Leave | None = None,
+    accept_versions: bool = False,
 ) -> dict[str, Any]:
     """Train until every one of `milestones` is reached, and publish them in `out`.
 
@@ -63,6 +63,7 @@ def train(
         part: publish the milestones only; a later call completes the training.
         wait: wait for another process that trains here, such as a killed controller's job, instead of refusing.
         leave: says when to end early.
+        accept_versions: go on from a state that other versions of torch or diffusers have computed.
 
     Returns:
         What happened: ``steps_run`` by this call and ``step`` reached.
@@ -86,7 +87,6 @@ def train(
         if restart and first:
             store.clear()
         missing = distributed.on_first(lambda: store.start(milestones, part))
-        facts = provenance(plain, device)
         steps_run = 0
         if missing:
             training = Training(plain, method, seed, latents, device)
@@ -100,9 +100,9 @@ def train(
                 "shape": list(latents.shape),
                 "sigma_data": training.sigma_data,
                 "conditions": {name: latents.condition_kinds[name] for name in training.conditions},
-                "provenance": facts,
             }
-            steps_run = Run(store, training, about, label, progress, leave).until(milestones, missing)
+            run = Run(store, training, about, label, progress, leave, accept_versions)
+            steps_run = run.until(milestones, missing)
         elif first:
             say(f"{out}: all milestones are there, 0 steps to do")
         if first:
@@ -119,7 +119,7 @@ def train(
                     "steps": content["step"],
                     "milestones": milestones,
                     "components": {**component_hashes(content), "metrics": content["metrics"]["sha256"]},
-                    "provenance": facts,
+                    "provenance": provenance(plain, device, content["versions"], content["resumed_under"]),
                 }
             store.publish(milestones, record)
     return {"steps_run": steps_run, "step": milestones[-1], "identity": identity["identity"]}
@@ -164,9 +164,10 @@ class Run:
         label: str,
         progress: ProgressFile,
         leave: Leave,
+        accept_versions: bool = False,
     ):
         self.store, self.training, self.facts, self.label = store, training, facts, label
-        self.progress, self.leave = progress, leave
+        self.progress, self.leave, self.accept_versions = progress, leave, accept_versions
         self.first = distributed.rank() == 0
         start = training.strategy.table(training.density_images())  # before anything is loaded: the start's
         self.start_density = start["p"]
@@ -217,7 +218,7 @@ class Run:
     def _resume(self, at_most: int) -> None:
         """Load the newest usable state up to step `at_most`, on every rank the one that rank 0 has found."""
         training, store = self.training, self.store
-        state = store.resume(at_most, training.device) if self.first else None
+        state = store.resume(at_most, training.device, self.accept_versions) if self.first else None
         step = distributed.on_first(lambda: state["step"] if state else 0)
         if step or state:
             state = state or store.at(step, training.device)
@@ -258,6 +259,7 @@ class Run:
         columns = training.strategy.table(training.density_images())
         facts = {
             **self.facts,
+            "provenance": provenance(self.facts["config"], training.device, versions(), self.store.resumed_under),
             "step": training.step,
             "images_seen": training.step * training.settings["batch_size"],
             "learned": sampler.learned,
@@ -281,9 +283,17 @@ class Run:
             file.write(json.dumps(line) + "\n")
 
 
-def provenance(plain: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """What a result was computed with, and whether that is exact; no clock and no host."""
-    settings, inexact = plain["training"], []
+def provenance(
+    plain: dict[str, Any], device: torch.device, libraries: dict[str, str | None], earlier: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What a result was computed with, its first steps maybe by `earlier` versions, and whether that is exact.
+
+    There is no clock and no host in it.
+    """
+    settings = plain["training"]
+    inexact = [
+        f"versions: torch {old['torch']}, diffusers {old['diffusers']} to step {old['steps']}" for old in earlier
+    ]
     if settings["compile"]:
         inexact.append("training.compile: autotuning may choose other kernels on another run")
     if not settings["deterministic"]:
@@ -293,11 +303,11 @@ def provenance(plain: dict[str, Any], device: torch.device) -> dict[str, Any]:
             "training.processes: dropout differs between numbers of processes; training.microbatch ends that"
         )
     return {
-        "kairos": _version("kairos"),
+        "kairos": version_of("kairos"),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": _version("numpy"),
-        "diffusers": _version("diffusers"),
+        "numpy": version_of("numpy"),
+        **libraries,
+        "resumed_under": earlier,
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": settings["threads"],
@@ -305,11 +315,3 @@ def provenance(plain: dict[str, Any], device: torch.device) -> dict[str, Any]:
         "exact": not inexact,
         "inexact_because": inexact,
     }
-
-
-def _version(package: str) -> str | None:
-    """None where it runs from its source, or is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

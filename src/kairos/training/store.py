@@ -10,6 +10,7 @@ It is no declared output of anything, so it survives what a workflow does to the
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -17,8 +18,11 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
+
+import torch
 
 from kairos.errors import DamagedError, KairosError
 from kairos.files import link_file, link_tree, read_json, read_lines, sha256_bytes, write_json, write_text
@@ -111,6 +115,8 @@ class Store:
         self.out, self.identity = out, identity
         self.folder = out / ".state" / identity[:16]
         self.metrics, self.timing = self.folder / "metrics.jsonl", self.folder / "timing.jsonl"
+        self.resumed_under: list[dict[str, Any]] = []  # other versions, with the number of steps computed by then
+        self._size, self._digest = 0, hashlib.sha256()  # of the metrics that the last checkpoint goes with
 
     def start(self, milestones: list[int], part: bool = False) -> list[int]:
         """Prepare for a request; returns those of its milestones that have still to be reached.
@@ -170,22 +176,44 @@ class Store:
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint after `step` steps; the metrics up to here become part of it."""
-        metrics = self.metrics.read_bytes() if self.metrics.exists() else b""
+        if self.metrics.exists():
+            with open(self.metrics, "rb") as file:
+                file.seek(self._size)
+                self._digest.update(file.read())
+                self._size = file.tell()
         content = {**state, "step": step, "identity": self.identity}
-        content["metrics"] = {"bytes": len(metrics), "sha256": sha256_bytes(metrics)}
-        folder = self.folder / "checkpoints"
-        checkpoint.write(folder / f"{step_name(step)}.ckpt", content)
-        for old in sorted(folder.glob("*.ckpt"))[:-KEPT]:
+        content |= {"versions": versions(), "resumed_under": self.resumed_under}
+        content["metrics"] = {"bytes": self._size, "sha256": self._digest.hexdigest()}
+        path = self._checkpoint(step)
+        checkpoint.write(path, content)
+        for old in sorted(path.parent.glob("*.ckpt"))[:-KEPT]:
             old.unlink()
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"{step_name(step)}.ckpt"
 
     def at(self, step: int, device: Any) -> dict[str, Any]:
         """The checkpoint after `step` steps, which another rank has found whole."""
-        return checkpoint.read(self.folder / "checkpoints" / f"{step_name(step)}.ckpt", device)
+        return checkpoint.read(self._checkpoint(step), device)
 
-    def resume(self, at_most: int, device: Any) -> dict[str, Any] | None:
-        """The newest whole checkpoint up to step `at_most`; metrics and timing are cut back to it. None: step 0."""
+    def resume(self, at_most: int, device: Any, accept_versions: bool = False) -> dict[str, Any] | None:
+        """The newest whole checkpoint up to step `at_most`; metrics and timing are cut back to it. None: step 0.
+
+        Raises:
+            KairosError: it was computed under other versions, and those are not accepted.
+        """
         found = self.newest(at_most, device)
         step = found["step"] if found else 0
+        self.resumed_under = list(found["resumed_under"]) if found else []
+        if found and found["versions"] != versions():
+            if not accept_versions:
+                both = (found["versions"], versions())
+                before, now = (", ".join(f"{name} {number}" for name, number in each.items()) for each in both)
+                raise KairosError(
+                    f"{self._checkpoint(step)}: computed under {before}; here is {now}, which rounds differently; "
+                    "allowed: the same versions, --accept-versions, which the provenance will say, or --restart"
+                )
+            self.resumed_under.append({**found["versions"], "steps": step})
         self._cut_back(found["metrics"]["bytes"] if found else 0, step)
         return found
 
@@ -202,6 +230,7 @@ class Store:
         """Drop what lies beyond the checkpoint that the training goes on from."""
         if self.metrics.exists():
             os.truncate(self.metrics, size)
+        self._size, self._digest = 0, hashlib.sha256()
         lines = read_timing(self.timing)
         kept = [line for line in lines if line["step"] <= step]
         write_lines(self.timing, kept)
@@ -225,12 +254,25 @@ class Store:
                 link_tree(self.milestone(step), target)
         if record is None:
             return
-        link_file(self.folder / "checkpoints" / f"{step_name(record['steps'])}.ckpt", self.out / "checkpoint.pt")
+        link_file(self._checkpoint(record["steps"]), self.out / "checkpoint.pt")
         for path in (self.metrics, self.timing):
             target = self.out / path.name
             lines = [line for line in read_lines(path) if json.loads(line)["step"] <= record["steps"]]
             write_text(target, "".join(f"{line}\n" for line in lines))  # a copy: the state's own goes on growing
         write_json(self.out / "training.json", record)
+
+
+def versions() -> dict[str, str | None]:
+    """Of the libraries that decide the last digits of a trajectory."""
+    return {"torch": str(torch.__version__), "diffusers": version_of("diffusers")}
+
+
+def version_of(package: str) -> str | None:
+    """None where it runs from its source, or is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _same(source: Path, target: Path) -> bool:

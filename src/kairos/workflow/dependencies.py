@@ -7,7 +7,7 @@ field that is not named here, such as a batch size that does not change the imag
 from typing import Any
 
 from kairos.diffusion.registries import PROCESSES
-from kairos.evaluation.registries import EXTRACTORS
+from kairos.evaluation.registries import EXTRACTORS, METRICS
 from kairos.fingerprint import fingerprint
 from kairos.models.registries import MODELS
 from kairos.sampling.registries import SCHEDULERS
@@ -81,6 +81,7 @@ def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
     model = MODELS.entry(plain["model"]["name"]).module
     process = PROCESSES.entry(plain["diffusion"]["process"]["name"]).module
     extractor = EXTRACTORS.entry(plain["evaluation"]["extractor"]["name"]).module
+    metrics = [entry.module for entry in METRICS.values()]
     match stage:
         case "prepare":
             return ["kairos.data.prepare", "kairos.data.sources"]
@@ -97,9 +98,9 @@ def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
         case "extractor":
             return ["kairos.evaluation.extractors", extractor]
         case "reference":
-            return ["kairos.evaluation.reference", extractor]
+            return ["kairos.evaluation.reference", extractor, *metrics]
         case "evaluate":
-            return ["kairos.evaluation.evaluate", model, process, extractor]
+            return ["kairos.evaluation.evaluate", model, process, extractor, *metrics]
         case "report":
             return ["kairos.report.build"]
         case "track":

@@ -1,0 +1,99 @@
+"""Folders that are written whole or not at all: a reader, and a kill at any instant, find the old or the new one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kairos import files
+from kairos.files import atomic_folder
+
+WRITER = """
+import sys
+from pathlib import Path
+from kairos.files import atomic_folder
+for number in range(100_000):
+    with atomic_folder(Path(sys.argv[1])) as folder:
+        for name in "abcdefgh":
+            (folder / name).write_text(str(number))
+    print(number, flush=True)
+"""
+
+
+def read(folder) -> set[str]:
+    """What the files of a folder say, all of one version, since the folder is held."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        return {
+            open(name, opener=lambda name, how: os.open(name, how, dir_fd=descriptor)).read() for name in "abcdefgh"
+        }
+    finally:
+        os.close(descriptor)
+
+
+def writer(folder) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, "-c", WRITER, folder], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "0\n"
+    return process
+
+
+def test_a_reader_always_finds_a_folder(tmp_path):
+    process = writer(tmp_path / "folder")
+    end, seen = time.monotonic() + 3, set()
+    try:
+        while time.monotonic() < end:
+            seen.add((tmp_path / "folder" / "h").read_text())
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(seen) > 20
+
+
+def test_a_kill_at_any_instant_leaves_a_whole_folder(tmp_path):
+    for attempt in range(12):
+        process = writer(tmp_path / "folder")
+        time.sleep(0.013 * attempt)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert len(read(tmp_path / "folder")) == 1
+
+
+def test_a_kill_before_the_old_folder_is_deleted_leaves_the_new_one(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "name").write_text("old")
+    code = (
+        "import os, shutil, sys; from pathlib import Path; from kairos.files import atomic_folder\n"
+        "shutil.rmtree = lambda path: os.kill(os.getpid(), 9)\n"
+        "with atomic_folder(Path(sys.argv[1])) as new: (new / 'name').write_text('new')"
+    )
+    assert subprocess.run([sys.executable, "-c", code, folder], check=False).returncode == -9
+    assert (folder / "name").read_text() == "new"
+
+
+@pytest.fixture
+def no_exchange(monkeypatch):
+    """A file system that cannot exchange two folders."""
+    monkeypatch.setattr(files, "_exchanged", lambda *_: False)
+
+
+def test_without_an_exchange_a_failure_brings_the_old_folder_back(no_exchange, tmp_path, monkeypatch):
+    folder, rename, calls = tmp_path / "folder", os.rename, []
+    for content in ("one", "two"):
+        with atomic_folder(folder) as new:
+            (new / "name").write_text(content)
+    assert (folder / "name").read_text() == "two"
+
+    def failing(*places):
+        calls.append(places)
+        if len(calls) == 2:
+            raise OSError(5, "no luck")
+        rename(*places)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="no luck"), atomic_folder(folder) as new:
+        (new / "name").write_text("three")
+    assert (folder / "name").read_text() == "two" and list(tmp_path.iterdir()) == [folder]

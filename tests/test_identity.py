@@ -1,0 +1,63 @@
+"""What a training's identity and a stage's fingerprint cover: all code that runs, and none that only tells."""
+
+import ast
+
+import pytest
+from training_case import experiment
+
+from kairos.evaluation.registries import METRICS
+from kairos.fingerprint import _text
+from kairos.strategies.registries import WEIGHTINGS
+from kairos.training.identity import code_roots
+from kairos.training.registries import AVERAGES, OPTIMIZERS, SCHEDULES, AdamOptions
+from kairos.workflow.dependencies import code
+
+
+def test_a_component_that_another_one_names_belongs_to_the_code():
+    bases = {"edm": "weightings", "change_aware": "speed"}
+    for base, module in bases.items():
+        plain = experiment({"learned": {"weighting": {"name": "edm2", "base": base}}})
+        assert f"kairos.strategies.{module}" in code_roots(plain, "learned"), base
+    assert WEIGHTINGS.modules({"name": "edm2"}) == ["kairos.strategies.uncertainty", "kairos.strategies.weightings"]
+
+
+@pytest.mark.parametrize(("registry", "field"), [(OPTIMIZERS, "optimizer"), (SCHEDULES, "schedule"), (AVERAGES, "ema")])
+def test_optimisers_schedules_and_averages_belong_to_the_code(registry, field, monkeypatch):
+    options = {"options": AdamOptions} if field == "optimizer" else {}
+    registry.add("elsewhere", "colorsys:rgb_to_hls", **options)
+    try:
+        plain = experiment()
+        plain["training"][field] = {"name": "elsewhere"}
+        assert "colorsys" in code_roots(plain, "uniform")
+    finally:
+        del registry["elsewhere"]
+
+
+def test_metrics_belong_to_the_code_of_an_evaluation():
+    plain = experiment()
+    before = {stage: code(stage, plain) for stage in ("evaluate", "reference", "sample")}
+    METRICS.add("elsewhere", "colorsys:rgb_to_hls")
+    try:
+        changed = {stage for stage, digest in before.items() if code(stage, plain) != digest}
+    finally:
+        del METRICS["elsewhere"]
+    assert changed == {"evaluate", "reference"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("raise ValueError('a')", "raise ValueError(f'a {b}')", True),
+        ("raise ValueError('a' if x else 'b') from None", "raise ValueError('c' if x else 'b') from None", True),
+        ("raise ValueError('a')", "raise TypeError('a')", False),
+        ("say(f'{n} steps')", "say('steps')", True),
+        ("warnings.warn('a', stacklevel=2)", "warnings.warn('b', stacklevel=2)", True),
+        ("x: int = option(1, 'one', ge=0)", "x: int = option(1, 'number', ge=0)", True),
+        ("x: str = option('a', help='one')", "x: str = option('a', help='two')", True),
+        ("x: str = option('a', 'one')", "x: str = option('b', 'one')", False),
+        ("x: int = option(1, 'one', ge=0)", "x: int = option(1, 'one', ge=1)", False),
+        ("f('a')", "f('b')", False),
+    ],
+)
+def test_what_is_only_said_does_not_count(one, other, same):
+    assert (_text(ast.parse(one)) == _text(ast.parse(other))) is same
