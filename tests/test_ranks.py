@@ -1,5 +1,7 @@
 """Two processes (gloo): the same sampler state on both, and the timesteps that one process draws."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kairos import distributed
 from kairos.strategies import SAMPLERS
 from kairos.training.checkpoint import _hash_value
 
@@ -56,3 +59,36 @@ def close(one, other):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     else:
         assert one == other
+
+
+PATIENT = """
+import time
+import torch
+from kairos import distributed
+
+distributed.LONGEST_WAIT = 1.0
+if distributed.os.environ["RANK"] == "0":
+    time.sleep(4)  # as one that queues for a lock
+distributed.join(2, torch.device("cpu"))
+print(distributed.on_first(lambda: time.sleep(3) or "read"), flush=True)
+if distributed.rank() == 0:
+    time.sleep(3)  # as one that writes a checkpoint
+distributed.meet()
+assert distributed.add([1.0]) == [2.0]
+distributed.part()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_ranks_wait_for_one_that_takes_longer_than_a_step_may():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen([sys.executable, "-c", PATIENT], env={**os.environ, **where, "RANK": str(rank)}, stdout=-1)
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0] and said == [b"read\n"] * 2
+    assert distributed.LONGEST_WAIT <= 600

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -36,12 +37,36 @@ def local(latents, tmp_path, monkeypatch):
     return tmp_path / "local"
 
 
-def test_outside_of_a_scheduler_nothing_is_copied(latents):
-    assert staged(latents) == latents
+@pytest.fixture
+def stage():
+    """What a job reads, which goes on until the test ends."""
+    with ExitStack() as stack:
+        yield lambda latents: stack.enter_context(staged(latents))
 
 
-def test_copy_is_read_like_the_original(latents, local):
-    copy = staged(latents)
+JOB = """
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from kairos.staging import staged
+with staged(Path(sys.argv[1])) as folder:
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def job(latents) -> subprocess.Popen:
+    """A job that reads its data until it is told to end."""
+    line = [sys.executable, "-c", JOB, latents]
+    return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_outside_of_a_scheduler_nothing_is_copied(stage, latents):
+    assert stage(latents) == latents
+
+
+def test_copy_is_read_like_the_original(stage, latents, local):
+    copy = stage(latents)
     assert copy.is_relative_to(local)
     original, opened = open_latents(latents), open_latents(copy)
     assert opened.manifest == original.manifest
@@ -51,71 +76,96 @@ def test_copy_is_read_like_the_original(latents, local):
     assert (copy / "../dataset/images.npy").is_symlink()  # not read by a training on latents
 
 
-def test_pixels_are_copied_with_their_data_set(latents, local):
+def test_pixels_are_copied_with_their_data_set(stage, latents, local):
     manifest = read_json(latents / "manifest.json")
     write_json(latents / "manifest.json", {**manifest, "kind": "pixels", "files": {}})
-    copy = staged(latents)
+    copy = stage(latents)
     assert not (copy / "../dataset/images.npy").is_symlink()
     assert (open_latents(copy).dataset.images == open_latents(latents).dataset.images).all()
 
 
-def test_many_jobs_at_once_make_one_copy_and_a_killed_one_s_rest_is_removed(latents, local):
-    first = staged(latents)
+def test_many_jobs_at_once_make_one_copy_and_a_killed_one_s_rest_is_removed(stage, latents, local):
+    first = stage(latents)
     home = first.parent.parent
     (first.parent).rename(home / ".tmp-killed")  # as a copier leaves it that was killed
-    code = "import sys; from pathlib import Path; from kairos.staging import staged; print(staged(Path(sys.argv[1])))"
-    jobs = [
-        subprocess.Popen([sys.executable, "-c", code, latents], stdout=subprocess.PIPE, text=True) for _ in range(4)
-    ]
-    places = {job.communicate()[0].splitlines()[-1] for job in jobs}
-    assert places == {str(first)}
-    assert sorted(path.name for path in home.iterdir()) == ["copy", "lock"]
+    jobs = [job(latents) for _ in range(4)]
+    assert {one.communicate("")[0] for one in jobs} == {f"{first}\n"}
+    assert sorted(path.name for path in home.iterdir()) == ["copy", "lock", "used"]
     before = os.stat(first / "mean.npy")
-    assert staged(latents) == first
+    assert stage(latents) == first
     assert os.stat(first / "mean.npy").st_ino == before.st_ino
 
 
-def test_a_copy_whose_files_were_deleted_is_made_again(latents, local, capsys):
-    first = staged(latents)
+def test_a_copy_whose_files_were_deleted_is_made_again(stage, latents, local, capsys):
+    first = stage(latents)
     (first / "mean.npy").unlink()  # as machines do with old files of /tmp
-    assert staged(latents) == first
+    assert stage(latents) == first
     assert (first / "mean.npy").read_bytes() == (latents / "mean.npy").read_bytes()
     os.truncate(first / "mean.npy", 100)
     (first / "../dataset/manifest.json").unlink()
-    staged(latents)
+    stage(latents)
     assert (open_latents(first).batch(np.arange(40)) == open_latents(latents).batch(np.arange(40))).all()
 
 
-def test_other_content_is_another_copy(latents, local):
-    first = staged(latents)
+def test_other_content_is_another_copy(stage, latents, local):
+    first = stage(latents)
     mean = np.load(latents / "mean.npy")
     np.save(latents / "mean.npy", mean + 1)
     manifest = read_json(latents / "manifest.json")
     files = {**manifest["files"], "mean.npy": hash_folder(latents)["mean.npy"]}
     write_json(latents / "manifest.json", {**manifest, "files": files})
-    second = staged(latents)
+    second = stage(latents)
     assert second != first
     assert (np.load(second / "mean.npy") == mean + 1).all()
 
 
-def test_what_does_not_fit_twice_is_read_where_it_is(latents, local, capsys):
+def test_what_does_not_fit_twice_is_read_where_it_is(stage, latents, local, capsys):
     os.truncate(latents / "mean.npy", shutil.disk_usage(local).free * 3 // 4)  # of nothing
-    assert staged(latents) == latents
+    assert stage(latents) == latents
     assert "GB are free, twice" in capsys.readouterr().err
 
 
-def test_a_damaged_original_is_refused(latents, local):
+def test_a_damaged_original_is_refused(stage, latents, local):
     with open(latents / "mean.npy", "r+b") as file:
         file.seek(200)
         file.write(b"damage")
     with pytest.raises(DamagedError, match=r"mean\.npy: differs"):
-        staged(latents)
+        stage(latents)
     assert not list(local.rglob("mean.npy"))
 
 
-def test_in_a_job_the_same_file_system_is_not_copied_to_itself(latents, tmp_path, monkeypatch, capsys):
+def test_in_a_job_the_same_file_system_is_not_copied_to_itself(stage, latents, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "local"))
-    assert staged(latents) == latents
+    assert stage(latents) == latents
     assert "the same file system" in capsys.readouterr().err
+
+
+def test_the_last_job_to_end_deletes_the_copy_also_when_it_fails(latents, local):
+    with pytest.raises(ValueError, match="failed"), staged(latents) as copy:
+        others = [job(latents) for _ in range(2)]
+        assert {other.stdout.readline() for other in others} == {f"{copy}\n"}
+        assert others[0].communicate("")[0] == "" and (copy / "mean.npy").is_file()
+        raise ValueError("failed")
+    assert (copy / "mean.npy").is_file()  # one still reads it
+    others[1].communicate("")
+    assert not list(local.rglob("*.npy")) and (latents / "mean.npy").is_file()
+    with staged(latents) as again:
+        assert (
+            again == copy
+            and (open_latents(again).batch(np.arange(40)) == open_latents(latents).batch(np.arange(40))).all()
+        )
+
+
+def test_what_a_killed_job_has_left_is_deleted_by_the_next_one_to_end(latents, local):
+    killed = job(latents)
+    assert killed.stdout.readline()
+    killed.kill()
+    killed.communicate()
+    assert list(local.rglob("mean.npy"))
+    manifest = read_json(latents / "manifest.json")
+    write_json(latents / "manifest.json", {**manifest, "note": "of another experiment"})
+    with staged(latents):
+        assert len(list(local.rglob("mean.npy"))) == 2
+    assert not list(local.rglob("*.npy"))

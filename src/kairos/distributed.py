@@ -5,7 +5,8 @@ samplers are written once, for the global batch.
 """
 
 import os
-from typing import TYPE_CHECKING, TypeVar
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kairos.errors import KairosError
 
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-LONGEST_WAIT = 24 * 3600.0  # seconds that ranks wait for each other: one may queue for a lock, or write a checkpoint
+LONGEST_WAIT = 600.0  # seconds that ranks wait for each other in a step; where one may be longer they `meet`
+_PATIENCE = 0.02  # seconds between two looks whether all have come
+_store: Any = None  # torchrun's, which all ranks see
+_met = 0
 
 
 def ranks() -> int:
@@ -34,7 +38,9 @@ def rank() -> int:
 
 
 def join(processes: int, device: "torch.device") -> None:
-    """Meet the other processes that torchrun has started; numbers go through the CPU, gradients between GPUs by NCCL.
+    """Meet the other processes that torchrun has started, one of which may first wait for a lock, or copy data.
+
+    Numbers go through the CPU, gradients between GPUs by NCCL.
 
     Raises:
         KairosError: this is not one of so many processes.
@@ -43,12 +49,31 @@ def join(processes: int, device: "torch.device") -> None:
 
     from torch import distributed
 
+    global _store
     if os.environ.get("WORLD_SIZE") != str(processes):
         raise KairosError(
             f"training.processes: got {processes}, but {os.environ.get('WORLD_SIZE', 1)} were started; use kairos train"
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    distributed.init_process_group(backend, timeout=timedelta(seconds=LONGEST_WAIT))
+    _store, number, _ = next(distributed.rendezvous("env://"))
+    _meet(processes)
+    distributed.init_process_group(
+        backend, store=_store, rank=number, world_size=processes, timeout=timedelta(seconds=LONGEST_WAIT)
+    )
+
+
+def meet() -> None:
+    """Wait for the other ranks, however long one writes or reads."""
+    if ranks() > 1:
+        _meet(ranks())
+
+
+def _meet(processes: int) -> None:
+    global _met
+    _met += 1
+    _store.add("met", 1)
+    while _store.add("met", 0) < _met * processes:  # torchrun ends all where one dies
+        time.sleep(_PATIENCE)
 
 
 def part() -> None:
@@ -56,7 +81,7 @@ def part() -> None:
     if ranks() > 1:
         from torch import distributed
 
-        add([0.0])
+        meet()
         distributed.destroy_process_group()
 
 
@@ -73,12 +98,13 @@ def add(values: list[float]) -> list[float]:
 
 
 def on_first(function: "Callable[[], T]") -> "T":
-    """What a function gives on rank 0, the only one to call it, on all ranks."""
+    """What a function gives on rank 0, the only one to call it, on all ranks; it may take long."""
     if ranks() == 1:
         return function()
     from torch import distributed
 
     box: list[T | None] = [function() if rank() == 0 else None]
+    meet()
     distributed.broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[return-value]
 

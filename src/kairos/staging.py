@@ -1,14 +1,19 @@
-"""What a training reads, on the disk of the machine that computes: copied once, shared by all trainings there.
+"""What a training reads, on the disk of the machine that computes: one copy, as long as a training there reads it.
 
 In a job of a scheduler many trainings read their batches, in random order, from one shared file system. The copy lies
-under the hash of its content, is made by the first who needs it while the others wait, and appears whole or not at all.
+under the hash of its content, is made by the first who needs it while the others wait, appears whole or not at all, and
+is deleted by the last one to end, with those that killed jobs have left. Beside the copy lie ``lock``, held while it is
+made or deleted, and ``used``, shared by who reads it.
 """
 
 import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from kairos.data.dataset import open_record
 from kairos.errors import DamagedError
@@ -18,7 +23,8 @@ from kairos.progress import say
 _PLACES = ("KAIROS_LOCAL", "SLURM_TMPDIR", "TMPDIR")  # the first that is set; without one the system's /tmp
 
 
-def staged(latents: Path) -> Path:
+@contextmanager
+def staged(latents: Path) -> Iterator[Path]:
     """The folder to read latents from: a copy on a local disk in a job of SLURM's or where KAIROS_LOCAL names a folder.
 
     The data set that the latents belong to lies beside the copy; of what a training on latents does not read, its
@@ -29,7 +35,8 @@ def staged(latents: Path) -> Path:
         DamagedError: the original is not what its records say.
     """
     if "KAIROS_LOCAL" not in os.environ and "SLURM_JOB_ID" not in os.environ:
-        return latents
+        yield latents
+        return
     manifest = open_record(latents, f"encode --config F --out {latents}")
     dataset = latents / manifest["dataset"]
     record = open_record(dataset, f"prepare --config F --out {dataset}")
@@ -40,20 +47,23 @@ def staged(latents: Path) -> Path:
     local = _local_folder()
     own = local / f"kairos-{os.getuid()}"
     home = own / sha256_json([manifest, record])[:16]
-    try:
-        own.mkdir(mode=0o700, exist_ok=True)
-        reason = "it is somebody else's" if own.stat().st_uid != os.getuid() else None
-        if not reason and not _whole(home, copied, latents):
-            reason = _why_not(local, latents, size)
-        if not reason:
-            _make(home, copied, latents, dataset)
-    except OSError as error:
-        reason = str(error.strerror)
-    if reason:
-        say(f"data are read from {latents}, not from {own}: {reason}")
-        return latents
-    say(f"data are read from {home}")
-    return home / "copy" / "latents"
+    with ExitStack() as at_end:
+        try:
+            own.mkdir(mode=0o700, exist_ok=True)
+            reason = "it is somebody else's" if own.stat().st_uid != os.getuid() else None
+            if not reason and not _whole(home, copied, latents):
+                reason = _why_not(local, latents, size)
+            if not reason:
+                home.mkdir(exist_ok=True)
+                at_end.callback(_remove_unused, own, home)
+                _make(home, at_end.enter_context(open(home / "used", "w")), copied, latents, dataset)
+        except OSError as error:
+            reason = str(error.strerror)
+        if reason:
+            say(f"data are read from {latents}, not from {own}: {reason}")
+        else:
+            say(f"data are read from {home}")
+        yield latents if reason else home / "copy" / "latents"
 
 
 def _local_folder() -> Path:
@@ -78,15 +88,31 @@ def mount(path: Path) -> tuple[str, list[str]]:
     return next((mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts), ("", []))
 
 
-def _make(home: Path, copied: dict[Path, dict[str, str]], latents: Path, dataset: Path) -> None:
-    """Copy the files that are read, by folder with their hashes, as `home`/copy, or wait for who does it already."""
-    home.mkdir(exist_ok=True)
+def _remove_unused(own: Path, mine: Path) -> None:
+    """Delete the copies that nobody reads: this job's, and those of jobs that were killed."""
+    for home in own.iterdir():
+        with suppress(OSError), open(home / "lock", "w") as lock, open(home / "used", "w") as used:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if home == mine else fcntl.LOCK_NB))
+            fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody reads
+            _clear(home)
+
+
+def _clear(home: Path) -> None:
+    for left in (*home.glob(".tmp-*"), *home.glob("copy")):  # whole, damaged, or of a job that was killed as it copied
+        shutil.rmtree(left)
+
+
+def _make(home: Path, used: IO[str], copied: dict[Path, dict[str, str]], latents: Path, dataset: Path) -> None:
+    """Copy the files that are read, by folder with their hashes, as `home`/copy, or wait for who does it already.
+
+    While `used` is open nobody deletes the copy.
+    """
     with open(home / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(used, fcntl.LOCK_SH)
         if _whole(home, copied, latents):
             return
-        for left in (*home.glob(".tmp-*"), *home.glob("copy")):  # of a job that was killed while it copied, or damaged
-            shutil.rmtree(left)
+        _clear(home)
         with atomic_folder(home / "copy") as folder:
             for source, name in ((latents, "latents"), (dataset, "dataset")):
                 for file in sorted(path for path in source.rglob("*") if path.is_file()):

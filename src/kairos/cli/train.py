@@ -75,13 +75,13 @@ def _run(arguments: argparse.Namespace, leave: "Leave") -> None:
 
         import_components(experiment.plain(), arguments.method)
         clock.work_begins()
-        with reporting(experiment, arguments.method, arguments.seed, arguments.out):
+        with reporting(experiment, arguments.method, arguments.seed, arguments.out), staged(latents) as read:
             done = train(
                 experiment.plain(),
                 arguments.method,
                 arguments.seed,
                 arguments.out,
-                staged(latents),
+                read,
                 milestones,
                 restart=arguments.restart,
                 part=arguments.part,

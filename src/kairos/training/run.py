@@ -186,6 +186,7 @@ class Run:
         self._resume(missing[0])
         if training.step == 0 and 0 in milestones:
             self._milestone()
+        distributed.meet()
         bar = Progress(last, self.label, "step", start=training.step) if self.first else None
         self.leave.begin()
         facts, begun = "", time.perf_counter()
@@ -248,6 +249,7 @@ class Run:
                 os.fsync(written.fileno())
             self._timing()
             self.store.save(self.training.step, self.training.state())
+        distributed.meet()
         self.saving = max(self.saving, time.monotonic() - begun)
 
     def _milestone(self) -> None:
