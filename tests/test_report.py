@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +19,10 @@ import results_tree
 from PIL import Image
 
 from kairos.cli import main
-from kairos.config import load
+from kairos.config import load, validate
 from kairos.errors import KairosError
 from kairos.files import hash_folder, read_json, sha256_file, write_json
-from kairos.report import findings, ranking
+from kairos.report import canvas, curves, densities, findings, ranking
 from kairos.report.build import build
 from kairos.report.canvas import _spread_out
 from kairos.report.collect import collect
@@ -279,3 +280,27 @@ def test_template_and_style_are_code_that_the_report_depends_on(tmp_path, name):
         with open(copy / "report" / name, "a") as file:
             file.write("# another")
     assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("process", "label", "scale"),
+    [("edm", "sigma (small", "log"), ("flow", "time t (0", "linear"), ("discrete", "timestep t (0", "linear")],
+)
+def test_densities_and_losses_are_drawn_in_the_process_own_time(small, process, label, scale):
+    found = collect(load(small[0]), small[1])
+    plain = found.experiment.plain()
+    plain["diffusion"] = {"process": process}
+    plain["sampling"]["scheduler"] = "euler"
+    found = replace(found, experiment=validate(plain))
+    for training in found.trainings:
+        for milestone in training.milestones:
+            milestone.strategy["t"] = np.geomspace(0.002, 0.9, len(milestone.strategy))
+    looks = canvas.looks(found.methods, found.baseline)
+    drawn = densities.panels(found, looks, "p", "p", "linear")
+    assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in drawn.axes)
+    assert all(axes.get_xlim() == pytest.approx((0.002, 0.9)) for axes in drawn.axes)
+    line = drawn.axes[0].lines[0].get_ydata()
+    assert line == pytest.approx(np.ones(len(line)))  # T times the mass, of uniform
+    assert drawn.axes[0].get_ylabel() == "p" and drawn.axes[1].get_ylabel() == ""
+    losses = curves.validation_loss(found, looks)
+    assert losses.axes[0].get_xlabel().startswith(label) and losses.axes[0].get_xscale() == scale
