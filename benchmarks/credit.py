@@ -37,7 +37,8 @@ from credit_ways import Array, Moment, Way, ways
 from kairos import compute
 from kairos.config import load
 from kairos.data.latents import open_latents
-from kairos.training.loop import Trainer
+from kairos.training.loop import steps as train
+from kairos.training.state import Training
 
 BLOCKS = 10  # of measurements, for the jackknife
 TRUTHS = {"with_first_order": "first order", "with_regression": "regression, loss"}
@@ -100,7 +101,7 @@ def rows_of(moment: Moment, schedule: str, count: int) -> list[dict[str, Any]]:
             value, error = with_error(way, n)
             rows.append(
                 {
-                    "schedule": schedule, "step": moment.trainer.step, "way": way.name, "n": n,
+                    "schedule": schedule, "step": moment.training.step, "way": way.name, "n": n,
                     "correlation": value, "standard_error": error,
                     "forwards_per_measurement": way.cost,
                     **dict.fromkeys(TRUTHS, ""),
@@ -187,11 +188,11 @@ def main() -> None:
                 plain, latents = configured(arguments.config, schedule)
             else:
                 plain, latents = digits(Path(folder), schedule)
-            trainer = Trainer(plain, "uniform", 0, open_latents(latents), device)
+            training = Training(plain, "uniform", 0, open_latents(latents), device)
             for until in sorted(arguments.moments):
-                while trainer.step < until:
-                    trainer.advance()
-                moment = Moment(trainer)
+                for _ in train(training, until):
+                    pass
+                moment = Moment(training)
                 rows += rows_of(moment, schedule, arguments.measurements)
                 found = agreement(feature_vectors(moment, steps), min(20, steps // 3), 3, 1 / moment.size)
                 features += [{"schedule": schedule, "step": until, **row} for row in found]

@@ -7,7 +7,6 @@ import torch
 from credit_ways import Array, Moment
 from torch import Tensor
 
-from kairos.randomness import derived_seed
 from kairos.strategies import Observation
 from kairos.strategies.adaptive import select
 from kairos.strategies.meter import errors
@@ -42,8 +41,7 @@ def feature_vectors(moment: Moment, count: int) -> dict[str, tuple[Array, Array]
             one = torch.full((len(t),), (observation.step * 7 + draw * 13) % size)
             index = one if images == "one" else torch.arange(len(t)) * size // len(t)
             fractions = torch.from_numpy((t + 0.5) / timesteps)
-            seed = derived_seed(moment.first, name, observation.step)
-            looks[name] = errors(observation, index, fractions, seed) * coefficients[t]
+            looks[name] = errors(observation, index, fractions, name) * coefficients[t]
         return looks
 
     for step in range(count):

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributions import Beta
 
 from kairos.diffusion.losses import per_sample
-from kairos.randomness import generator
+from kairos.randomness import Stream
 from kairos.strategies import Observation, Strategy, make_sampler, make_weighting
 from kairos.strategies.meter import Meter, evaluating
-from kairos.training.loop import Trainer
+from kairos.strategies.points import Place
+from kairos.training.state import Training
 
 Array = NDArray[np.float64]
 BINS = 16
@@ -52,13 +53,13 @@ class Way:
 class Moment:
     """A training held still: measured steps begin from it and leave no trace."""
 
-    def __init__(self, trainer: Trainer):
-        self.trainer, self.process = trainer, trainer.process
-        self.network, self.optimizer = trainer.model, trainer.optimizer
-        self.schedule = trainer.process.schedule
+    def __init__(self, training: Training):
+        self.training, self.process = training, training.process
+        self.network, self.optimizer = training.model, training.optimizer
+        self.schedule = training.process.schedule
         self.weighting = make_weighting({"name": "none"}, self.schedule, self.process.prediction)
-        self.size = trainer.settings["batch_size"]
-        self.first = FRESH * (1 + trainer.step)
+        self.size = training.settings["batch_size"]
+        self.first = FRESH * (1 + training.step)
         self.saved = copy.deepcopy((self.network.state_dict(), self.optimizer.state_dict()))
         self.fixed = self._fixed()
         self.before = self.target()
@@ -70,7 +71,9 @@ class Moment:
 
     def batch(self, number: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Images and conditions of a measurement."""
-        return self.trainer.batch(self.first + number)
+        step = self.first + number
+        (batch,) = self.training.batches.steps(step, step + 1)
+        return batch.x0, batch.conditions
 
     def _predict(
         self, x0: Tensor, conditions: dict[str, Tensor], fractions: Tensor, noise: Tensor
@@ -82,21 +85,20 @@ class Moment:
 
     def draws(self, number: int) -> Tensor:
         """Uniform fractions for a batch, float64 (batch,)."""
-        return torch.rand(self.size, generator=generator(self.first, "timesteps", number), dtype=torch.float64)
+        return Stream(self.first, "timesteps").uniform(number, range(self.size))
 
     def losses(self, number: int, fractions: Tensor) -> Tensor:
         """Per-sample losses of a training step on a fresh batch at given fractions, (batch,), with gradients."""
         x0, conditions = self.batch(number)
-        noise = torch.randn(x0.shape, generator=generator(self.first, "noise", number, x0.device), device=x0.device)
+        noise = Stream(self.first, "noise").normal(number, range(self.size), tuple(x0.shape[1:]), x0.device)
         self.network.train()
         return self._predict(x0, conditions, fractions, noise)[3]
 
     def backward(self, losses: Tensor) -> None:
         """Gradients of the mean loss, clipped as in the training."""
-        clip = self.trainer.settings["optimizer"]["grad_clip"]
         self.optimizer.zero_grad(set_to_none=True)
         losses.mean().backward()
-        nn.utils.clip_grad_norm_(self.trainer.parameters, float("inf") if clip is None else clip)
+        nn.utils.clip_grad_norm_(self.training.parameters, self.training.grad_clip)
 
     def _fixed(self) -> tuple[Any, ...]:
         parts = [self.batch(-1 - k) for k in range(-(-TARGET // self.size))]
@@ -125,8 +127,8 @@ class Moment:
     def observation(self, x0: Tensor, conditions: dict[str, Tensor], number: int) -> Observation:
         """What a sampler would be shown before a step."""
         meter = Meter(self.process, self.network, x0, conditions, self.weighting, self.optimizer)
-        random = generator(self.first, "observation", number)
-        return Observation(number, x0, torch.zeros(len(x0), dtype=torch.float64), None, meter, random)
+        fractions = torch.zeros(len(x0), dtype=torch.float64)
+        return Observation(number, x0, fractions, None, meter, Place(self.first, number))
 
 
 def bins_of(fractions: Tensor) -> Array:

@@ -111,7 +111,7 @@ def _train_until_killed(config, dataset, out) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(config, dataset, step, *rest)
 
-    training._batch = batch
+    training._batch, training._CHECKPOINT_EVERY = batch, 4
     make_autoencoder(config, dataset, out, CPU)
 
 
@@ -120,7 +120,7 @@ def test_killed_training_goes_on(digits, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(training, "_CHECKPOINT_EVERY", 4)
     expected = make_autoencoder(settings(steps=10), digits, tmp_path / "whole", CPU)
-    job = multiprocessing.get_context("fork").Process(
+    job = multiprocessing.get_context("spawn").Process(
         target=_train_until_killed, args=(settings(steps=10), digits, tmp_path / "killed")
     )
     job.start()

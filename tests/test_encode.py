@@ -186,3 +186,23 @@ def test_autoencoder_for_other_images(results, tmp_path):
     prepare(DatasetConfig(color="rgb", limit=10), tmp_path / "colour")
     with pytest.raises(KairosError, match=r"shape \[1, 8, 8\].*data set has \[3, 8, 8\]"):
         encode(open_dataset(tmp_path / "colour"), load_codec(results / "autoencoder"), tmp_path / "out", False, 8)
+
+
+def test_an_image_condition_flips_with_its_image(results, latents, monkeypatch):
+    low = np.arange(100 * 1 * 2 * 2, dtype=np.float32).reshape(100, 1, 2, 2)
+    described = {**latents.condition_kinds, "low": {"kind": "image", "shape": [1, 2, 2]}}
+    monkeypatch.setitem(latents.manifest, "conditions", described)
+    monkeypatch.setitem(latents.dataset.conditions, "low", low)
+    found = latents.conditions([3, 4], np.array([True, False]))
+    assert torch.equal(found["low"][0], torch.from_numpy(low[3]).flip(2))
+    assert torch.equal(found["low"][1], torch.from_numpy(low[4]))
+    assert found["class"].tolist() == latents.conditions([3, 4])["class"].tolist()
+
+
+def test_sigma_data_is_the_spread_of_what_is_trained_on(results, latents):
+    noise = torch.randn(len(latents.train), *latents.shape, generator=torch.Generator().manual_seed(0))
+    drawn = latents.batch(latents.train, noise=noise)
+    assert latents.sigma_data() == pytest.approx(float(drawn.std()), rel=0.02)
+    encode_into(results, "for_sigma", codec="none")
+    pixels = open_latents(results / "for_sigma")
+    assert pixels.sigma_data() == pytest.approx(float(pixels.batch(pixels.train).std(correction=0)), rel=1e-3)

@@ -60,7 +60,7 @@ def test_the_flow_loop_learns_digits(example, more):
 
 
 @pytest.mark.parametrize("name", ["plain_pytorch", "edm", "flow_matching"])
-@pytest.mark.parametrize("strategy", ["adaptive+min_snr", "gradient_norm", "first_order+p2", "speed_official+debiased"])
+@pytest.mark.parametrize("strategy", ["adaptive+min_snr", "gradient_norm", "first_order+p2", "speed+debiased"])
 def test_any_strategy_runs_in_any_loop(example, name, strategy):
     losses = example(name).main([*SMALL, "--strategy", strategy, "--steps", "3"])
     assert len(losses) == 3 and np.isfinite(losses).all()
@@ -85,8 +85,8 @@ def test_diffusers_training_script_saves_a_pipeline_and_samples(example, tmp_pat
     from PIL import Image
 
     arguments = ["--strategy", strategy, "--prediction", prediction, "--output", str(tmp_path), "--sampling-steps", "3"]
-    losses = example("diffusers_unconditional").main([*SMALL, "--steps", "12", *arguments])
-    assert len(losses) == 12 and np.isfinite(losses).all() and np.mean(losses[-4:]) < np.mean(losses[:4])
+    losses = example("diffusers_unconditional").main([*SMALL, "--steps", "30", *arguments])
+    assert len(losses) == 30 and np.isfinite(losses).all() and np.mean(losses[-10:]) < np.mean(losses[:10])
     assert Image.open(tmp_path / "samples.png").size == (32, 16)
     assert DDPMPipeline.from_pretrained(tmp_path).scheduler.config.prediction_type == prediction
 
@@ -220,6 +220,7 @@ for name in WEIGHTINGS:
     name == "edm2" or make_weighting({"name": name}, schedule).weights()
 assert "torch" not in sys.modules, "densities need torch"
 
+import kairos.errors
 import torch
 from torch import nn
 
@@ -253,8 +254,12 @@ def packages():
 optimizer.step()
 before = packages()
 for number, name in enumerate(SAMPLERS):
-    for process in ("linear", kairos.Edm(), kairos.Flow()):
-        train(f"{name}+{list(WEIGHTINGS)[number % len(WEIGHTINGS)]}", process)
+    weighting = list(WEIGHTINGS)[number % len(WEIGHTINGS)]
+    for process in ("linear", "edm", kairos.Flow(shift=3), "vp"):
+        try:
+            train(f"{name}+{weighting}", process)
+        except kairos.errors.ConfigError as error:
+            assert "public code" in str(error) and process != "linear"
 print("extra:", *sorted(packages() - before))
 """
 

@@ -70,7 +70,15 @@ def test_unet_is_the_published_one_and_opens_in_diffusers(tmp_path):
     with torch.device("meta"):
         published = build({"name": "unet"}, (3, 32, 32), {})
     assert parameters(published) / 1e6 == pytest.approx(35.7, abs=0.05)
-    options = {"name": "unet", "channels": 8, "multipliers": [1, 2], "blocks": 1, "attention": [4], "norm_groups": 4}
+    options = {
+        "init": "diffusers",
+        "name": "unet",
+        "channels": 8,
+        "multipliers": [1, 2],
+        "blocks": 1,
+        "attention": [4],
+        "norm_groups": 4,
+    }
     model = build(options, (1, 7, 5), {}).eval()  # padded to 8x6
     x, t = torch.randn(2, 1, 7, 5), torch.tensor([1, 700])
     assert model(x, t, {}).shape == x.shape
@@ -86,3 +94,26 @@ def test_unet_is_the_published_one_and_opens_in_diffusers(tmp_path):
     conditional = build({**options, "conditions": ["class"]}, (1, 8, 8), CLASSES).eval()
     both = conditional(torch.ones(2, 1, 8, 8), torch.tensor([5, 5]), {"class": torch.tensor([2, 10])})
     assert not torch.allclose(both[0], both[1])
+
+
+def test_unet_starts_as_ddpms_and_predicts_nothing():
+    options = {"name": "unet", "channels": 8, "multipliers": [1, 2], "blocks": 1, "attention": [4], "norm_groups": 4}
+    x, t = torch.randn(2, 1, 8, 8), torch.tensor([0, 999])
+    torch.manual_seed(0)
+    model = build(options, (1, 8, 8), {})
+    assert torch.equal(model(x, t, {}), torch.zeros_like(x))  # the last layer is zero
+    weight = model.unet.down_blocks[0].resnets[0].conv1.weight  # uniform, of variance 2/(fan in + fan out)
+    assert weight.var().item() == pytest.approx(2 / (9 * (8 + 8)), rel=0.1)
+    assert not model.unet.mid_block.resnets[0].conv2.weight.any() and not model.unet.conv_in.bias.any()
+    torch.manual_seed(0)
+    assert build({**options, "init": "diffusers"}, (1, 8, 8), {})(x, t, {}).abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["dit", "unet"])
+def test_a_backbone_gives_as_many_channels_as_it_is_asked_for(name, tmp_path):
+    options = {"dit": {"width": 16, "depth": 1, "heads": 2}, "unet": {"channels": 8, "norm_groups": 4, "attention": []}}
+    model = build({"name": name, **options[name]}, (3, 8, 8), {}, outputs=6)
+    x, t = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
+    assert model.eval()(x, t, {}).shape == (2, 6, 8, 8)
+    save(model, tmp_path)
+    assert torch.equal(load(name, tmp_path)(x, t, {}), model(x, t, {}))

@@ -157,7 +157,7 @@ def test_verify_against_a_lock(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "report.html: not compared, holds clock times" in said and "1 not compared, 2 same" in said
 
-    write_json(tmp_path / "dvc.machines.json", [{"processor": "EPYC", "torch": "2.9"}])
+    write_json(tmp_path / "dvc.machines.json", {"machines": [{"processor": "EPYC", "torch": "2.9"}]})
     write_json(results / "dataset/manifest.json", {"a": 2})
     write_json(results / "latents/manifest.json", {"b": 2})
     assert main(verify) == 1

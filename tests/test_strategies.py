@@ -11,6 +11,7 @@ from kairos.strategies.beta import beta_cdf
 from kairos.strategies.names import parse_name, table, warnings_of
 from kairos.strategies.points import Place
 from kairos.strategies.speed import meaningful_steps, tau_of_magnitude
+from kairos.strategies.strategy import Strategy
 
 SCHEDULES = ("linear", "cosine", "quadratic")
 
@@ -342,3 +343,17 @@ def test_names_of_strategies(name, parts):
 def test_names_that_are_none(name, message):
     with pytest.raises(ConfigError, match=message):
         parse_name(name)
+
+
+def test_edm2s_importance_weighs_the_whole_sum():
+    """Where a sampler is corrected, the objective is that under uniform draws, u included: so is u's optimum."""
+    sampler, weighting = {"importance": True, "tau": 5}, {"base": "none"}
+    strategy = Strategy("speed+edm2", "cosine", timesteps=10, sampler=sampler, weighting=weighting)
+    with torch.no_grad():
+        strategy.weighting.linear.normal_(generator=torch.Generator().manual_seed(0))
+    draw = strategy.draw(torch.zeros(40_000, 1))
+    losses = 1.0 + draw.t.float()
+    found = strategy.weighted(draw, losses).mean().item()
+    u = strategy.weighting.expected().detach().double().numpy()
+    weights, t = strategy.weighting.base.weights(), np.arange(10)
+    assert found == pytest.approx((weights * (1 + t) * np.exp(-u) + u).mean(), rel=0.02)

@@ -28,7 +28,7 @@ def trained(tmp_path_factory) -> dict[str, Path]:
     from kairos.training.run import train
 
     latents = make_latents(tmp_path_factory.mktemp("data"))
-    quick = {"name": "adaptive", "frequency": 2, "feature_timesteps": 20, "lr": 0.05}
+    quick = {"name": "adaptive", "frequency": 2, "feature_timesteps": 20, "lr": 0.02}
     smoothed = {"name": "loss_rms", "start": 5, "frequency": 5}
     methods = {
         "adaptive": {"sampler": quick, "weighting": "min_snr"},
@@ -96,6 +96,26 @@ def test_arguments_that_contradict_a_checkpoint_are_refused(call, trained, argum
     status, _, err = call("show", *arguments, "--checkpoint", trained["adaptive"])
     assert status == 2 and all(word in err for word in words), err
     assert call("show", "adaptive", "--checkpoint", trained["adaptive"])[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("process", "words"), [("edm", "sigma_max=80"), ("flow", "shift=1"), ("vp", "prediction epsilon")]
+)
+def test_milestones_and_checkpoints_of_any_process(call, capsys, tmp_path, process, words):
+    from kairos.training.run import train
+
+    methods = {"method": {"sampler": {"name": "loss_rms", "start": 5}, "weighting": "edm2"}}
+    plain = experiment(methods, diffusion__process=process)
+    latents = make_latents(tmp_path / "data")
+    train(plain, "method", 0, tmp_path / "trained", latents, [0, 40])
+    capsys.readouterr()
+    written = (tmp_path / "trained" / "milestones" / "0000040" / "strategy.csv").read_text()
+    assert call("show", "--checkpoint", tmp_path / "trained", "--format", "csv") == (0, written, "")
+    status, out, err = call("show", "--checkpoint", between(tmp_path / "trained"))
+    assert (status, err) == (0, "") and "after 30 steps" in out and f"process    {process}: " in out and words in out
+    assert "null" not in out.split("process ")[1]
+    status, _, err = call("show", "--process", process, "--checkpoint", tmp_path / "trained")
+    assert status == 2 and "--process: the checkpoint says it" in err
 
 
 def test_damaged_and_missing_checkpoints(call, trained, tmp_path):

@@ -1,5 +1,6 @@
 """``kairos strategies list`` and ``show``: every name, every schedule and prediction, what is refused."""
 
+import math
 import os
 import resource
 import subprocess
@@ -46,7 +47,8 @@ def columns(call):
         found = parse_strategy_csv(out)
         assert found["p"].sum() == pytest.approx(1, abs=1e-12) and (found["p"] >= 0).all()
         assert np.array_equal(found["effective"], found["p"] * found["w"])
-        assert np.array_equal(found["t"], np.arange(len(found["t"])))
+        if "--process" not in arguments:
+            assert np.array_equal(found["t"], np.arange(len(found["t"])))
         return found
 
     return run
@@ -106,6 +108,66 @@ def test_numbers_as_people_write_them(columns, text, k):
     assert found["w"][500] == pytest.approx(1 / (k + make_schedule().snr[500]))
 
 
+@pytest.mark.parametrize("process", ["edm", "flow", "vp"])
+def test_every_strategy_on_a_continuous_process(columns, call, process):
+    for name in (*SAMPLERS, *WEIGHTINGS, *COMBINATIONS):
+        if ("official" in name and not name.startswith("adaptive")) or name.startswith("speed_v1"):
+            status, out, err = call("show", name, "--process", process)
+            assert status == 2 and not out and f"process {process}" in err
+            continue
+        found = columns(name, "--process", process)
+        assert len(found["p"]) == 1000 and abs(found["p"].sum() - 1) < 1e-9 and np.isfinite(found["effective"]).all()
+        assert (np.diff(found["t"]) > 0).all() and (found["w"] > 0).all()
+    for prediction in PREDICTIONS if process == "vp" else ():
+        assert np.isfinite(columns("min_snr", "--process", "vp", "--prediction", prediction)["w"]).all()
+
+
+def normal(x) -> np.ndarray:
+    return np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in x])
+
+
+def test_densities_and_weights_in_a_process_own_time(columns):
+    edges = np.arange(1001) / 1000
+    found = columns("edm_log_normal+edm", "--process", "edm")
+    sigma = 0.002 * 40_000 ** ((edges[1:] + edges[:-1]) / 2)
+    assert found["t"] == pytest.approx(sigma, rel=1e-12)
+    below = normal((np.log(0.002) + np.log(40_000) * edges + 1.2) / 1.2)
+    assert found["p"][1:-1] == pytest.approx(np.diff(below)[1:-1], rel=1e-6, abs=1e-14)
+    assert found["p"][-1] == pytest.approx(1 - below[-2], abs=1e-12)
+    assert found["w"] == pytest.approx((sigma**2 + 0.25) / (0.5 * sigma) ** 2, rel=1e-6)
+    for given in ("process.sigma_data=2", "weighting.sigma_data=2"):
+        w = columns("edm", "--process", "edm", "--set", given)["w"]
+        assert w == pytest.approx((sigma**2 + 4) / (2 * sigma) ** 2, rel=1e-6)
+
+    with np.errstate(divide="ignore"):
+        masses = np.diff(normal(np.log(edges) - np.log1p(-edges)))
+    plain, shifted = (columns("log_normal", "--process", "flow", "--set", f"shift={shift}") for shift in (1, 3))
+    assert plain["t"] == pytest.approx((edges[1:] + edges[:-1]) / 2) and plain["p"] == pytest.approx(masses, abs=1e-13)
+    assert np.array_equal(shifted["p"], plain["p"])  # of fractions; what is shifted is the time they stand for
+    assert shifted["t"] == pytest.approx(3 * plain["t"] / (1 + 2 * plain["t"]))
+    density = shifted["p"] / np.gradient(shifted["t"])  # of t: logit t ~ N(ln 3, 1)
+    expected = np.exp(-((np.log(shifted["t"] / (1 - shifted["t"])) - np.log(3)) ** 2) / 2) / math.sqrt(2 * math.pi)
+    expected /= shifted["t"] * (1 - shifted["t"])
+    assert density[20:-20] == pytest.approx(expected[20:-20], rel=1e-2)
+
+
+def test_pictures_and_tables_in_a_process_own_time(call, tmp_path):
+    from kairos.report import strategy_figure
+
+    for process, label, scale in (
+        ("edm", "sigma", "log"),
+        ("flow", "time t", "linear"),
+        ("discrete", "timestep t", "linear"),
+    ):
+        status, out, err = call("show", "edm_log_normal+edm", "--process", process)
+        head = {"edm": "sigma", "flow": "t", "discrete": "timesteps"}[process]
+        assert (status, err) == (0, "") and f"\n{head} " in out
+        path = tmp_path / f"{process}.csv"
+        assert call("show", "edm_log_normal+edm", "--process", process, "--out", path) == (0, "", "")
+        drawing = strategy_figure.draw_strategy(parse_strategy_csv(path.read_text()), "name", [], process)
+        assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in drawing.axes)
+
+
 def test_table_says_what_it_shows(call):
     status, out, err = call("show", "speed+change_aware", "--set", "k=4", "--schedule", "cosine", "--prediction", "v")
     assert status == 0 and not err
@@ -131,7 +193,7 @@ def test_table_says_what_it_shows(call):
         (["show", "speed", "--set", "kk=5"], ["'kk'", "sampler.k", "sampler.tau"]),
         (["show", "speed+p2", "--set", "weighting.tau=5"], ["'weighting.tau'", "sampler.tau", "weighting.gamma"]),
         (["show", "speed+p2", "--set", "model.k=5"], ["'model.k'", "sampler.k"]),
-        (["show", "speed+p2", "--set", "k=5"], ["both", "sampler.k or weighting.k"]),
+        (["show", "speed+p2", "--set", "k=5"], ["several", "sampler.k or weighting.k"]),
         (["show", "speed", "--set", "k=5", "--set", "sampler.k=6"], ["sampler.k", "twice"]),
         (["show", "speed", "--set", "k"], ["'k'", "OPTION=VALUE"]),
         (["show", "speed", "--set", "k=[1"], ["k=[1", "allowed"]),
@@ -150,6 +212,14 @@ def test_table_says_what_it_shows(call):
         (["show", "clts", "--progress", "1.5"], ["got 1.5", "0 to 1"]),
         (["show", "clts", "--progress", "nan"], ["nan", "0 to 1"]),
         (["show", "clts", "--progress", "1", "--checkpoint", "x"], ["--progress", "checkpoint"]),
+        (["show", "speed", "--process", "ddpm"], ["unknown process 'ddpm'", "discrete, edm, flow, vp"]),
+        (["show", "speed", "--process", "edm", "--schedule", "cosine"], ["process edm", "'schedule'", "sigma_max"]),
+        (["show", "speed", "--process", "flow", "--timesteps", "10"], ["process flow", "'timesteps'", "shift"]),
+        (["show", "speed", "--process", "flow", "--prediction", "v"], ["prediction: got 'v'", "flow", "null"]),
+        (["show", "speed", "--process", "vp", "--prediction", "flow"], ["'flow' with process vp", "epsilon, x0, v"]),
+        (["show", "speed", "--process", "vp", "--set", "r=5"], ["speed.r", "vp", "linear"]),
+        (["show", "edm", "--process", "edm", "--set", "sigma_data=1"], ["weighting.sigma_data or process.sigma_data"]),
+        (["show", "speed", "--process", "flow", "--set", "shift=0"], ["shift: got 0", "> 0"]),
         (["show", "speed", "--format", "svg"], ["svg", "png"]),
         (["shew"], ["shew", "increments"]),
     ],
@@ -215,6 +285,9 @@ assert main(["strategies", "list"]) == 0
 for name in {NEED_NO_TORCH!r}:
     for schedule in ("linear", "cosine"):
         assert main(["strategies", "show", name, "--schedule", schedule, "--format", "csv"]) == 0, name
+    for process in ("edm", "flow", "vp"):
+        if not any(part in name for part in ("official", "v1")):
+            assert main(["strategies", "show", name, "--process", process, "--format", "csv"]) == 0, name
 assert main(["strategies", "show", "clts", "--progress", "0.5"]) == 0
 heavy = {{"torch", "scipy", "sklearn", "pandas", "matplotlib", "diffusers", "pydantic"}} & set(sys.modules)
 assert not heavy, heavy

@@ -49,7 +49,7 @@ def public_name(field: dataclasses.Field[Any]) -> str:
 def unknown_key(key: str, allowed: list[str], where: str) -> ConfigError:
     """The error for a key that does not exist, with the nearest one that does."""
     near = difflib.get_close_matches(key, allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return ConfigError(f"{where}: unknown option {key!r}{hint} Allowed: {', '.join(sorted(allowed)) or 'no options'}")
 
 

@@ -65,7 +65,7 @@ def asked(arguments: "argparse.Namespace") -> bool:
         else:
             plain = yaml.safe_load(Path(config or "").read_text(encoding="utf-8"))
         return bool(plain["training"]["deterministic"] == "portable")
-    except (OSError, LookupError, TypeError, ValueError, yaml.YAMLError):
+    except (OSError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
         return False  # the command itself says what is wrong
 
 

@@ -19,7 +19,7 @@ from kairos.data.dataset import PreparedDataset
 from kairos.files import atomic, sha256_json
 from kairos.fingerprint import fingerprint
 from kairos.progress import Progress, say
-from kairos.randomness import derived_seed, generator
+from kairos.randomness import Stream, derived_seed
 
 _CHECKPOINT_EVERY = 200
 _BETAS = (0.9, 0.99)
@@ -108,14 +108,13 @@ def _batch(
     config: AutoencoderConfig, dataset: PreparedDataset, step: int, latent_shape: tuple[int, int, int], flips: bool
 ) -> tuple[Tensor, Tensor]:
     """Images and latent noise of a step."""
-    size = config.batch_size
-    chosen = torch.randint(len(dataset.train), (size,), generator=generator(config.seed, "autoencoder/order", step))
+    index = range(config.batch_size)
+    chosen = Stream(config.seed, "autoencoder/order").integers(step, len(dataset.train), index)
     images = dataset.tensor(dataset.train[chosen.numpy()])
     if flips:
-        flipped = torch.rand(size, generator=generator(config.seed, "autoencoder/flips", step)) < 0.5
+        flipped = Stream(config.seed, "autoencoder/flips").uniform(step, index) < 0.5
         images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
-    noise = torch.randn(size, *latent_shape, generator=generator(config.seed, "autoencoder/latent", step))
-    return images, noise
+    return images, Stream(config.seed, "autoencoder/latent").normal(step, index, latent_shape)
 
 
 def _latent_shape(config: AutoencoderConfig, dataset: PreparedDataset) -> tuple[int, int, int]:

@@ -24,6 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
     _table([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())])
     print()
+    process, prediction = experiment.diffusion.process, experiment.diffusion.prediction
     methods = experiment.methods.items()
     _table(
         [("method", "sampler", "weighting"), *((n, _component(m.sampler), _component(m.weighting)) for n, m in methods)]
@@ -31,7 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
     steps = ", ".join(str(step) for step in experiment.milestones)
     segments = f", in {len(layout.segments)} segments" if len(layout.segments) > 1 else ""
     images = experiment.evaluation.num_samples * experiment.evaluation.sets
-    print(f"\nseeds: {', '.join(map(str, experiment.seeds))}")
+    print(f"\nprocess: {_component(process)}" + (f", prediction {prediction}" if prediction else ""))
+    print(f"seeds: {', '.join(map(str, experiment.seeds))}")
     print(f"milestones: {steps} (of {experiment.training.batch_size} images a step){segments}")
     print(f"evaluated with {images} images a milestone, {experiment.evaluation.sets} sets")
 

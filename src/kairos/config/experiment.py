@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.strategies import DiffusionConfig, MethodConfig
+from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
 from kairos.diffusion.registries import CELLS
 from kairos.errors import ConfigError
@@ -22,7 +23,6 @@ from kairos.models.registries import MODELS
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import Section, check, component
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
-from kairos.tracking.settings import TrackingConfig
 from kairos.training.lengths import length_in_steps
 from kairos.training.settings import TrainingConfig
 

@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from kairos.diffusion.registries import LOSSES, PROCESSES
+from kairos.diffusion.registries import LOSSES, PROCESSES, chosen_prediction
+from kairos.errors import ConfigError
 from kairos.section import Section, component
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
@@ -26,13 +27,10 @@ class DiffusionConfig(Section):
         process = info.data.get("process")
         if process is None:  # refused already
             return value
-        choices: tuple[str, ...] = getattr(PROCESSES[process["name"]].options, "predictions", ())
-        if value is not None and value not in choices:
-            raise ValueError(
-                f"diffusion.prediction: got {value!r} with process {process['name']}, allowed: "
-                f"{', '.join(choices) or 'null, for the process says what is predicted'}"
-            )
-        return value or next(iter(choices), None)
+        try:
+            return chosen_prediction(process["name"], value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
 
 
 class MethodConfig(Section):

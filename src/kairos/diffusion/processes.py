@@ -307,6 +307,11 @@ def named_schedule(options: DiscreteOptions) -> NoiseSchedule:
     return make_schedule(options.schedule, options.timesteps, options.scale_betas, options.variance)
 
 
+def measured(process: dict[str, Any], sigma_data: float | None) -> dict[str, Any]:
+    """A process with its options, and the standard deviation of the data where it asks for it and is not told."""
+    return {key: sigma_data if key == "sigma_data" and value is None else value for key, value in process.items()}
+
+
 def build_process(diffusion: dict[str, Any], sigma_data: float | None = None) -> Process:
     """The forward process of a `diffusion` section given as plain values.
 
@@ -314,9 +319,6 @@ def build_process(diffusion: dict[str, Any], sigma_data: float | None = None) ->
         diffusion: the section.
         sigma_data: standard deviation of the data, for a process that asks for it and is not told.
     """
-    named = diffusion["process"]
-    options = {key: value for key, value in named.items() if key != "name"}
-    if "sigma_data" in options and options["sigma_data"] is None:
-        options["sigma_data"] = sigma_data
-    process: Process = PROCESSES.build(named["name"], options, diffusion["prediction"])
+    options = measured(diffusion["process"], sigma_data)
+    process: Process = PROCESSES.build(options.pop("name"), options, diffusion["prediction"])
     return process

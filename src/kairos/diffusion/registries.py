@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kairos.errors import ConfigError
 from kairos.options import option
 from kairos.registry import Registry
 
@@ -66,6 +67,21 @@ PROCESSES.add("discrete", "kairos.diffusion.processes:Discrete", DiscreteOptions
 PROCESSES.add("edm", "kairos.diffusion.processes:Edm", EdmOptions, "EDM: noise levels, preconditioned (estimates x0)")
 PROCESSES.add("flow", "kairos.diffusion.processes:Flow", FlowOptions, "rectified flow: a straight path to noise")
 PROCESSES.add("vp", "kairos.diffusion.processes:Vp", VpOptions, "DDPM's process in continuous time")
+
+
+def chosen_prediction(process: str, prediction: str | None) -> str | None:
+    """What the network predicts: what is asked for, else the process' first choice; None where it leaves none.
+
+    Raises:
+        ConfigError: the process does not leave that choice.
+    """
+    choices: tuple[str, ...] = getattr(PROCESSES.entry(process).options, "predictions", ())
+    if prediction is not None and prediction not in choices:
+        raise ConfigError(
+            f"diffusion.prediction: got {prediction!r} with process {process}, allowed: "
+            f"{', '.join(choices) or 'null, for the process says what is predicted'}"
+        )
+    return prediction or next(iter(choices), None)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.registries import ClassifierOptions
 from kairos.files import atomic, read_json, sha256_file
 from kairos.progress import Progress, say
-from kairos.randomness import derived_seed, generator
+from kairos.randomness import Stream, derived_seed
 
 WEIGHTS = "model.safetensors"
 NAME = "kairos-classifier"
@@ -76,10 +76,10 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
         model = Classifier(shape, classes, options.channels, options.features)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps)
-    order = generator(options.seed, "classifier order")
+    order = Stream(options.seed, "classifier order")
     progress = Progress(options.steps, f"train {name}", "step")
-    for _ in range(options.steps):
-        chosen = dataset.train[torch.randint(len(dataset.train), (options.batch_size,), generator=order).numpy()]
+    for step in range(options.steps):
+        chosen = dataset.train[order.integers(step, len(dataset.train), range(options.batch_size)).numpy()]
         _, logits = model(_pixels(dataset, chosen))
         loss = nn.functional.cross_entropy(logits, labels[chosen])
         optimizer.zero_grad()

@@ -16,6 +16,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from kairos.diffusion.registries import PROCESSES
+
 DPI = 160  # of PNG files
 INK, MUTED = "#1f2328", "#667079"
 # Okabe and Ito's palette, distinct in every common colour blindness; the baseline is black, its yellow is too light
@@ -150,6 +152,14 @@ def method_lines(
         plain_log(axes)
     if labelled:
         label_lines(axes, [Label(float(y[-1]), method, looks[method].color) for method, (_, y) in curves.items()])
+
+
+def own_time(process: str) -> dict[str, Any]:
+    """What an axis in a process' own time is: its label, and its scale."""
+    own = PROCESSES.entry(process).load().own_time
+    if own != "t":
+        return {"xlabel": f"{own} (small: almost clean)", "xscale": "log"}
+    return {"xlabel": f"{'timestep' if process == 'discrete' else 'time'} t (0: almost clean)", "xscale": "linear"}
 
 
 def save(drawing: Figure, path: Path) -> None:

@@ -7,8 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kairos.diffusion.registries import PROCESSES
-from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, method_lines, plain_log
+from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, method_lines, own_time, plain_log
 from kairos.report.collect import Results
 from kairos.report.ranking import curve
 
@@ -50,15 +49,9 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Validation loss per timestep at the last milestone: linear, logarithmic, and relative to uniform."""
     baseline = results.baseline
     rows = 1 if baseline is None else 2
-    process = results.experiment.diffusion.process["name"]
-    own, discrete = PROCESSES.entry(process).load().own_time, process == "discrete"
-    label = (
-        f"{'timestep' if discrete else 'time'} t (0: almost clean)" if own == "t" else f"{own} (small: almost clean)"
-    )
-    across = "linear" if own == "t" else "log"
     drawing, grid = figure(10, 3.7 * rows, rows, 2, right=1.45, above=0.95, between=0.8)
     losses = {method: _per_timestep(results, method) for method in looks}
-    words: dict[str, Any] = {"xlabel": label, "xscale": across, "ylabel": "validation loss"}
+    words = own_time(results.experiment.diffusion.process["name"]) | {"ylabel": "validation loss"}
     for axes, scale in zip(grid[0], ("linear", "log")):
         title = f"Loss per timestep, {scale} axis"
         method_lines(axes, looks, losses, labelled=scale == "log", title=title, yscale=scale, **words)

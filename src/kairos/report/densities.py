@@ -5,7 +5,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from kairos.report.canvas import INK, MUTED, Look, figure
+from kairos.report.canvas import INK, MUTED, Look, figure, own_time
 from kairos.report.collect import Results
 from kairos.report.ranking import NOT_MOVED, moved
 
@@ -14,7 +14,7 @@ _COLUMNS = 3
 
 def panels(results: Results, looks: dict[str, Look], column: str, label: str, scale: str) -> Figure:
     """A column of every method's strategy table, T times it, at every milestone."""
-    methods = results.methods
+    methods, words = results.methods, own_time(results.experiment.diffusion.process["name"])
     steps = results.experiment.milestones
     columns = min(_COLUMNS, len(methods))
     rows = -(-len(methods) // columns)
@@ -41,16 +41,11 @@ def panels(results: Results, looks: dict[str, Look], column: str, label: str, sc
         axes.axhline(1, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
         axes.set_title(methods[place], fontsize=9.5)
         axes.text(1, 1.05, _note(trainings), transform=axes.transAxes, ha="right", fontsize=8, color=MUTED)
-        axes.set_yscale(scale)
+        below, left = place + columns >= len(methods), place % columns == 0
+        axes.set(xscale=words["xscale"], xlabel=words["xlabel"] if below else "")
+        axes.set(yscale=scale, ylabel=label if left else "")
+        axes.tick_params(labelbottom=below, labelleft=left)
         axes.margins(x=0)
-        if place + columns >= len(methods):
-            axes.set_xlabel("timestep t")
-        else:
-            axes.tick_params(labelbottom=False)
-        if place % columns == 0:
-            axes.set_ylabel(label)
-        else:
-            axes.tick_params(labelleft=False)
     for axes in drawing.axes:
         axes.set_ylim(*((0, highest * 1.08) if scale == "linear" else (highest * 1e-4, highest * 2)))
     handles = [Line2D([], [], color=INK, linewidth=1.6, label="does not change")]

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from kairos.files import atomic
-from kairos.report.canvas import DPI, INK, MUTED, STYLE, figure
+from kairos.report.canvas import DPI, INK, MUTED, STYLE, figure, own_time
 from kairos.strategies.increments import Increments
 
 _BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"
@@ -22,13 +22,14 @@ _PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.
 _STAIRS = 60  # timesteps up to which each one is a step of its own
 
 
-def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[str]) -> Figure:
+def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[str], process: str) -> Figure:
     """Density, weight and their product over timesteps.
 
     Args:
         columns: of `strategies.names.table`, each (T,).
         title: the strategy's name.
         lines: what else one has to know, written below it.
+        process: name of the process whose time it is.
     """
     wrapped = [part for line in lines for part in textwrap.wrap(line, 150, subsequent_indent="    ")]
     top = 0.65 + 0.17 * len(wrapped)
@@ -47,7 +48,8 @@ def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[st
     for axes, (name, label, values, color) in zip(grid.flat, panels):
         _curve(axes, t, values, color, logarithmic and name != "p")
         axes.set_title(label)
-        axes.set_xlabel("timestep t")
+        axes.set(**own_time(process))
+        axes.margins(x=0)
         if name == "p":
             axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
             axes.annotate(
@@ -82,7 +84,6 @@ def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str, logarithmi
     else:
         axes.plot(t, shown, color=color, linewidth=1.6)
         axes.fill_between(t, shown, low, color=color, alpha=0.12, linewidth=0)
-    axes.set_xlim(-0.5, len(t) - 0.5)
     bad = ~np.isfinite(values) | (values < 0)
     if bad.any():
         axes.plot(t[bad], np.full(bad.sum(), 0.02), "|", color="#C0001A", transform=axes.get_xaxis_transform())
@@ -162,17 +163,12 @@ def _boundaries(axes: Axes, found: Increments) -> None:
         axes.set_ylim(low, high * (high / low) ** 0.28)
     else:
         axes.set_ylim(0, high * 1.28)
+    at: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top", "bbox": _PAPER}
     for place, height, note in ((found.deceleration, 0.97, ""), (found.convergence, 0.88, f" (r = {found.r:g})")):
         if place is None:
             continue
         left = axes.transAxes.inverted().transform(axes.transData.transform((place, high)))[0] < 0.6
         side: dict[str, Any] = {"xytext": (4, 0), "ha": "left"} if left else {"xytext": (-4, 0), "ha": "right"}
-        at: dict[str, Any] = {
-            "xycoords": ("data", "axes fraction"),
-            "textcoords": "offset points",
-            "va": "top",
-            "bbox": _PAPER,
-        }
         axes.annotate(f"t = {place:.5g}{note}", (place, height), fontsize=8.5, **side, **at)
 
 

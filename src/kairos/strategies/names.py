@@ -1,12 +1,16 @@
 """A strategy's name, and what it trains on as a table. No torch here."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kairos.errors import ConfigError
 from kairos.strategies.base import Array, Sampler, Weighting
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
+
+Options = Mapping[str, Any] | None
 
 
 def parse_name(name: str) -> tuple[str, str]:
@@ -32,6 +36,28 @@ def parse_name(name: str) -> tuple[str, str]:
     return first, "none"
 
 
+def parts(
+    process: Any, names: tuple[str, str], sampler: Options, weighting: Options, seed: int = 0
+) -> tuple[Sampler, Weighting]:
+    """A sampler and a weighting with their options on a process; the weighting takes sigma_data from it where it can.
+
+    Raises:
+        ConfigError: an option is unknown, not allowed, or does not fit the process.
+    """
+    schedule = process.schedule
+    its_sampler = checked(SAMPLERS, names[0], sampler, schedule.timesteps, schedule.name)
+    its_weighting = checked(WEIGHTINGS, names[1], weighting, schedule.timesteps, schedule.name)
+    if getattr(its_weighting, "sigma_data", 0) is None:
+        its_weighting = replace(its_weighting, sigma_data=getattr(process, "sigma_data", None))
+    try:
+        return (
+            SAMPLERS[names[0]].load()(its_sampler, schedule, seed),
+            WEIGHTINGS[names[1]].load()(its_weighting, schedule, process.prediction),
+        )
+    except ValueError as error:  # what only the component itself can know; its message names the option
+        raise ConfigError(str(error)) from None
+
+
 def table(sampler: Sampler, weighting: Weighting, x0: Any = None) -> dict[str, Array]:
     """What a strategy trains on now, each (T,): ``t`` (the process' own time), ``p`` (the mass of its cell), ``w`` with
     importance weights, ``effective`` = p w.
@@ -51,6 +77,6 @@ def warnings_of(columns: dict[str, Array]) -> list[str]:
         ("timestep is never drawn (p = 0)", columns["p"] == 0),
     ):
         if bad.any():
-            places = np.flatnonzero(bad)
-            found.append(f"{what} at {len(places)} of {len(bad)} timesteps between t = {places[0]} and {places[-1]}")
+            first, last = columns["t"][bad][[0, -1]]
+            found.append(f"{what} at {bad.sum()} of {len(bad)} timesteps between t = {first:g} and {last:g}")
     return found

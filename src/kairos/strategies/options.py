@@ -107,7 +107,7 @@ class Speed(Fixed):
 def _check_discrete(schedule: str) -> None:
     """The public code's reflection stands on the increments of a discrete process."""
     if schedule in ("edm", "flow", "vp"):
-        raise ValueError(f"name: got the public code's form with process {schedule}, allowed: process discrete")
+        raise ValueError(f"process: got {schedule}, allowed: discrete, which the public code's form is of")
 
 
 def _check_tau(tau: int | None, timesteps: int) -> None:

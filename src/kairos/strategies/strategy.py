@@ -13,7 +13,7 @@ an uninterrupted one would have drawn. Under torch.distributed each rank passes 
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +21,10 @@ from torch import Tensor
 
 from kairos import distributed
 from kairos.diffusion.adapters import as_process
-from kairos.diffusion.schedule import NoiseSchedule
 from kairos.strategies.base import Array, Observation
 from kairos.strategies.meter import Meter
-from kairos.strategies.names import parse_name, table
+from kairos.strategies.names import parse_name, parts, table
 from kairos.strategies.points import Place
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 
 
 @dataclass(frozen=True)
@@ -86,17 +84,8 @@ class Strategy:
         seed: int = 0,
     ):
         self.name = name
-        sampler_name, weighting_name = parse_name(name)
         self.process = as_process(process, timesteps, prediction)
-        schedule: NoiseSchedule = self.process.schedule
-        for registry, part, options in ((SAMPLERS, sampler_name, sampler), (WEIGHTINGS, weighting_name, weighting)):
-            checked(registry, part, options, schedule.timesteps, schedule.name)
-        self.sampler = SAMPLERS.build(sampler_name, sampler, schedule, seed)
-        given = dict(weighting or {})
-        wanted = {field.name for field in fields(WEIGHTINGS.entry(weighting_name).options)}
-        if "sigma_data" in wanted and given.get("sigma_data") is None and hasattr(self.process, "sigma_data"):
-            given["sigma_data"] = self.process.sigma_data
-        self.weighting = WEIGHTINGS.build(weighting_name, given, schedule, self.process.prediction)
+        self.sampler, self.weighting = parts(self.process, parse_name(name), sampler, weighting, seed)
         self.seed = seed
         self.step = 0
         self._drawn = [0, 0]  # samples of all ranks: in this step so far, in the steps before it

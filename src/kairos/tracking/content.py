@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kairos.training.identity import trajectory_settings
+
 if TYPE_CHECKING:
     from kairos.config import Experiment
     from kairos.report.collect import Results, Training
@@ -45,7 +47,6 @@ def parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, st
     """What decides the training, flattened: sampler and weighting first, nothing that may change on an extension."""
     plain = experiment.plain()
     chosen = plain["methods"][method]
-    settings = {key: plain["training"][key] for key in ("batch_size", "optimizer", "ema", "precision", "threads")}
     nested = {
         "method": method,
         "seed": seed,
@@ -53,7 +54,7 @@ def parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, st
         "weighting": chosen["weighting"],
         "model": plain["model"],
         "diffusion": plain["diffusion"],
-        "training": settings,
+        "training": trajectory_settings(plain["training"]),
         "dataset": {key: plain["dataset"][key] for key in ("source", "path", "resolution", "flips")},
         "autoencoder": {"kind": plain["autoencoder"]["kind"]},
     }

@@ -136,7 +136,7 @@ def record() -> None:
     if done.returncode:
         raise KairosError(f"record: dvc commit failed:\n{done.stderr.strip()}")
     if known := machines(Path(found.results)):  # adopted results bring none: who computed them is on record
-        write_json(written[1], known)
+        write_json(written[1], {"machines": known})
     changed = git("status", "--porcelain", "--", *written)
     commit = f"recorded in dvc.lock; commit it: git add {' '.join(written)} && git commit"
     say(commit if changed else "dvc.lock has it already")

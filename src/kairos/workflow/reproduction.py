@@ -89,7 +89,7 @@ def _now(file: Path, key: str, field: str) -> Any:
 def _other_machine(lock: Path, stage: dict[str, Any]) -> list[str]:
     if not provenance(lock).exists():
         return [f"where it was recorded is unknown ({provenance(lock).name} is absent)"]
-    recorded = read_json(provenance(lock))
+    recorded = read_json(provenance(lock))["machines"]
     here = machines(lock.parent / "/".join(Path(stage["outs"][0]["path"]).parts[:2]))
     reasons = []
     for fact in ("processor", "instruction_set", "torch", "numpy", "libc"):

@@ -32,11 +32,12 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     either = "a bare name may be either part, the other is then uniform or none; may be left out with --checkpoint"
     add("strategy", nargs="?", metavar="SAMPLER[+WEIGHTING]", help=either)
-    add("--schedule", metavar="S", help="linear (default), cosine or quadratic")
-    add("--timesteps", type=int, metavar="T", help="number of timesteps (1000)")
-    add("--prediction", metavar="P", help="what the network predicts: epsilon (default), x0 or v")
-    option = "an option, e.g. sampler.k=5 or weighting.gamma=1; k=5 where one part alone has it; repeatable"
-    add("--set", action="append", default=[], metavar="OPTION=VALUE", dest="options", help=option)
+    add("--process", metavar="P", help="discrete (default), edm, flow or vp")
+    add("--schedule", metavar="S", help="of discrete: linear (default), cosine or quadratic")
+    add("--timesteps", type=int, metavar="T", help="of discrete: number of timesteps (1000)")
+    add("--prediction", metavar="P", help="of discrete and vp: epsilon (default), x0 or v")
+    option = "an option, e.g. sampler.k=5, weighting.gamma=1, process.shift=3; k=5 where one part has it; repeatable"
+    add("--set", action="append", default=[], metavar="OPTION=VALUE", help=option)
     add("--progress", type=float, metavar="0..1", help="place in the curriculum, for curricula")
     recorded = "a training's folder, milestone or checkpoint: show its strategy as it was there"
     add("--checkpoint", type=Path, metavar="F", help=recorded)

@@ -3,13 +3,14 @@
 import argparse
 
 from kairos.cli.strategies.output import aligned, bar, deliver, strata, warn
-from kairos.cli.strategies.show import noise_schedule
+from kairos.cli.strategies.show import process_of
 from kairos.strategies.increments import AREAS, PROCESSES, Increments, increments
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Show the increments of a process."""
-    schedule = noise_schedule(arguments)
+    named = {"name": "discrete", "schedule": arguments.schedule or "linear", "timesteps": arguments.timesteps}
+    schedule = process_of({"process": named, "prediction": "epsilon"}).schedule
     if arguments.process in PROCESSES[1:] and arguments.schedule is not None:
         warn(f"--schedule {arguments.schedule} is not used: process {arguments.process} has noise levels of its own")
     found = increments(arguments.process, schedule, schedule.timesteps, arguments.r)

@@ -1,6 +1,7 @@
 """``kairos strategies list``."""
 
 import argparse
+import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,8 +17,8 @@ COMBINATIONS = {
     "speed_official+change_aware_official": "SpeeD's public code",
     "speed_v1+p2": "SpeeD's first public code",
     "adaptive+min_snr": "Kim et al. 2025, table 3",
-    "edm_log_normal+edm": "EDM (Karras et al. 2022), with --prediction x0",
-    "edm_log_normal+edm2": "EDM2 (Karras et al. 2024), with --prediction x0",
+    "edm_log_normal+edm": "EDM (Karras et al. 2022), with --process edm",
+    "edm_log_normal+edm2": "EDM2 (Karras et al. 2024), with --process edm",
 }
 
 _COMMON = options.dump(Fixed())  # what every fixed sampler can be told
@@ -55,6 +56,4 @@ def described(values: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:.15g}" if isinstance(value, float) else str(value)
+    return f"{value:.15g}" if isinstance(value, float) else json.dumps(value).strip('"')

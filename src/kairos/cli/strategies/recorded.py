@@ -8,8 +8,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.strategies.listing import described
-from kairos.cli.strategies.show import View, named_parts, noise_schedule, options_of, prediction_of, process_in_words
+from kairos.cli.strategies.show import Named, View, named_parts, options_of, process_of
+from kairos.diffusion.processes import measured
 from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import read_json, sha256_file
 from kairos.strategies.columns import parse_strategy_csv
@@ -53,15 +53,15 @@ def _of_milestone(path: Path, arguments: argparse.Namespace) -> View:
     record = read_json(path)
     file = path.with_name("strategy.csv")
     try:
-        sampler, weighting = _check_names(record, arguments)
+        sampler, weighting, diffusion = _of_record(record, arguments)
         if sha256_file(file) != record["files"]["strategy.csv"]:
             raise ValueError("does not match the milestone's checksum")
         columns = parse_strategy_csv(file.read_text(encoding="utf-8"))
-        process, step = _in_words(record["config"]["diffusion"]), record["step"]
+        step = record["step"]
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{file}: damaged ({error}); train again, or pull it with dvc") from None
     notes = [f"as it was after {step} steps: {file}", *([_IMAGES] if _looks_at_images(sampler["name"]) else [])]
-    return View(sampler, weighting, process, columns, tuple(notes))
+    return View(sampler, weighting, diffusion, columns, tuple(notes))
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -94,17 +94,10 @@ def _read(file: Path) -> dict[str, Any]:
 def _of_state(
     file: Path, content: dict[str, Any], record: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> View:
-    from kairos.diffusion.processes import Discrete, build_process
     from kairos.strategies.strategy import Strategy
 
-    if record is not None:
-        sampler, weighting = _check_names(record, arguments)
-        process, words = build_process(record["config"]["diffusion"]), _in_words(record["config"]["diffusion"])
-    else:
-        sampler, weighting = named_parts(arguments)
-        schedule = noise_schedule(arguments)
-        process = Discrete(schedule, prediction_of(arguments))
-        words = process_in_words(schedule.name, schedule.timesteps, process.prediction)
+    sampler, weighting, diffusion = named_parts(arguments) if record is None else _of_record(record, arguments)
+    process = process_of(diffusion)
     if _looks_at_images(sampler["name"]):
         raise KairosError(
             f"{file}: p(t) of {sampler['name']} differs from image to image, and there is no milestone at step "
@@ -119,11 +112,11 @@ def _of_state(
         raise KairosError(
             f"{file}: does not hold the state of {name} with T = {process.schedule.timesteps} ({error})"
         ) from None
-    return View(sampler, weighting, words, columns, (f"as it was after {content['step']} steps: {file}",))
+    return View(sampler, weighting, diffusion, columns, (f"as it was after {content['step']} steps: {file}",))
 
 
-def _check_names(record: dict[str, Any], arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sampler and weighting of the record; the arguments may name them again, but nothing else.
+def _of_record(record: dict[str, Any], arguments: argparse.Namespace) -> Named:
+    """What the record names, as `named_parts` has it; the arguments may name the strategy again, but nothing else.
 
     Raises:
         ConfigError: they name something else.
@@ -137,19 +130,14 @@ def _check_names(record: dict[str, Any], arguments: argparse.Namespace) -> tuple
             raise ConfigError(
                 f"strategy: got {arguments.strategy!r}, but the checkpoint is of {'+'.join(held)}; leave the name out"
             )
-    given = {"--schedule": arguments.schedule, "--timesteps": arguments.timesteps, "--prediction": arguments.prediction}
-    superfluous = [name for name, value in {**given, "--set": arguments.options or None}.items() if value is not None]
+    said = ("process", "schedule", "timesteps", "prediction", "set")
+    superfluous = [f"--{key}" for key in said if getattr(arguments, key) not in (None, [])]
     if superfluous:
         raise ConfigError(f"{', '.join(superfluous)}: the checkpoint says it; leave it out with --checkpoint")
-    return method["sampler"], method["weighting"]
+    diffusion = record["config"]["diffusion"]
+    process = measured(diffusion["process"], record["sigma_data"])
+    return method["sampler"], method["weighting"], {**diffusion, "process": process}
 
 
 def _looks_at_images(sampler: str) -> bool:
     return sampler in SAMPLERS and issubclass(SAMPLERS[sampler].options, Adaptive)
-
-
-def _in_words(diffusion: dict[str, Any]) -> str:
-    process = diffusion["process"]
-    if process["name"] != "discrete":
-        return f"{process['name']}: {described(options_of(process))}, prediction {diffusion['prediction']}"
-    return process_in_words(process["schedule"], process["timesteps"], diffusion["prediction"])

@@ -13,14 +13,15 @@ import yaml
 from kairos import options
 from kairos.cli.strategies.listing import described
 from kairos.cli.strategies.output import aligned, bar, deliver, strata, warn
-from kairos.diffusion.registries import DiscreteOptions
-from kairos.diffusion.schedule import PREDICTIONS, NoiseSchedule, make_schedule
+from kairos.diffusion.processes import Process, build_process, measured
+from kairos.diffusion.registries import PROCESSES, chosen_prediction
 from kairos.errors import ConfigError
-from kairos.strategies import make_sampler, make_weighting
 from kairos.strategies.base import Array, Sampler
 from kairos.strategies.columns import strategy_csv
-from kairos.strategies.names import parse_name, table, warnings_of
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
+from kairos.strategies.names import parse_name, parts, table, warnings_of
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+
+Named = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # sampler and weighting with options, `diffusion`
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class View:
     Attributes:
         sampler: name and options.
         weighting: name and options.
-        process: schedule, T and prediction in words.
+        diffusion: the process with its options, and the prediction.
         columns: ``t``, ``p``, ``w``, ``effective``, each (T,).
         notes: what state or place is shown, a sentence each.
     """
 
     sampler: dict[str, Any]
     weighting: dict[str, Any]
-    process: str
+    diffusion: dict[str, Any]
     columns: dict[str, Array]
     notes: tuple[str, ...]
 
@@ -46,11 +47,21 @@ class View:
         """``sampler+weighting``."""
         return f"{self.sampler['name']}+{self.weighting['name']}"
 
+    @property
+    def process(self) -> str:
+        """Name of the process."""
+        return str(self.diffusion["process"]["name"])
+
     def head(self) -> list[tuple[str, str]]:
         """What it is, line by line: a word and what there is to say."""
-        parts = (("sampler", self.sampler), ("weighting", self.weighting))
-        said = [(kind, ": ".join(filter(None, (part["name"], described(options_of(part)))))) for kind, part in parts]
-        return [("strategy", self.name), *said, ("process", self.process), *(("note", note) for note in self.notes)]
+        process = self.diffusion["process"]
+        if process["name"] == "discrete":
+            process = {"name": f"{process['schedule']} schedule, T = {process['timesteps']}"}
+        named = (("sampler", self.sampler), ("weighting", self.weighting), ("process", process))
+        said = {kind: ": ".join(filter(None, (part["name"], described(options_of(part))))) for kind, part in named}
+        if self.diffusion["prediction"] is not None:
+            said["process"] += f", prediction {self.diffusion['prediction']}"
+        return [("strategy", self.name), *said.items(), *(("note", note) for note in self.notes)]
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -71,12 +82,12 @@ def run(arguments: argparse.Namespace) -> None:
         view.name,
         table=lambda: _text(view),
         csv=lambda: strategy_csv(view.columns),
-        picture=lambda figures: figures.draw_strategy(view.columns, view.name, lines),
+        picture=lambda figures: figures.draw_strategy(view.columns, view.name, lines, view.process),
     )
 
 
-def named_parts(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sampler and weighting that the arguments name, with their options.
+def named_parts(arguments: argparse.Namespace) -> Named:
+    """Sampler and weighting that the arguments name, with their options, and section `diffusion`.
 
     Raises:
         ConfigError: no or an unknown name, an option that does not exist or is ambiguous.
@@ -86,57 +97,45 @@ def named_parts(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str
             "strategy: none given; allowed: SAMPLER, WEIGHTING or SAMPLER+WEIGHTING, see kairos strategies list"
         )
     sampler, weighting = parse_name(arguments.strategy)
-    given = set_options(arguments.options, sampler, weighting)
-    return {"name": sampler, **given["sampler"]}, {"name": weighting, **given["weighting"]}
+    process = arguments.process or "discrete"
+    given = set_options(arguments.set, {"sampler": sampler, "weighting": weighting, "process": process})
+    short = {key: getattr(arguments, key) for key in ("schedule", "timesteps")}
+    given["process"] |= {key: value for key, value in short.items() if value is not None}
+    its = {"name": process, **options.dump(PROCESSES.parse(process, given["process"]))}
+    its = measured(its, 0.5)  # of pixels, as weighting edm has it
+    diffusion = {"process": its, "prediction": chosen_prediction(process, arguments.prediction)}
+    return {"name": sampler, **given["sampler"]}, {"name": weighting, **given["weighting"]}, diffusion
 
 
-def noise_schedule(arguments: argparse.Namespace) -> NoiseSchedule:
-    """The schedule that the arguments name; that it does not end in noise is a warning.
-
-    Raises:
-        ConfigError: unknown, or an impossible number of timesteps.
-    """
-    given = {"schedule": arguments.schedule, "timesteps": arguments.timesteps}
-    found = options.parse(DiscreteOptions, {k: v for k, v in given.items() if v is not None}, "process")
+def process_of(diffusion: dict[str, Any]) -> Process:
+    """The process of a section; that it does not end in noise is a warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        schedule = make_schedule(found.schedule, found.timesteps)
+        process = build_process(diffusion)
     for warning in caught:
         warn(str(warning.message))
-    return schedule
+    return process
 
 
-def prediction_of(arguments: argparse.Namespace) -> str:
-    """What the network predicts, epsilon where nothing is said."""
-    prediction = arguments.prediction or "epsilon"
-    if prediction not in PREDICTIONS:
-        raise ConfigError(f"prediction: got {prediction!r}, allowed: {', '.join(PREDICTIONS)}")
-    return str(prediction)
-
-
-def process_in_words(schedule: str, timesteps: int, prediction: str) -> str:
-    """A discrete process, for the head of a table."""
-    return f"{schedule} schedule, T = {timesteps}, prediction {prediction}"
-
-
-def set_options(settings: list[str], sampler: str, weighting: str) -> dict[str, dict[str, Any]]:
+def set_options(settings: list[str], names: dict[str, str]) -> dict[str, dict[str, Any]]:
     """The settings ``part.option=value``, or ``option=value`` where one part alone has the option, by part.
 
     Raises:
         ConfigError: an option is unknown, ambiguous or given twice; the message lists what exists.
     """
-    parts = {"sampler": SAMPLERS.entry(sampler), "weighting": WEIGHTINGS.entry(weighting)}
-    existing = [f"{part}.{option}" for part, entry in parts.items() for option in options.dump(entry.options())]
-    given: dict[str, dict[str, Any]] = {part: {} for part in parts}
+    registries = {"sampler": SAMPLERS, "weighting": WEIGHTINGS, "process": PROCESSES}
+    defaults = {part: options.dump(registries[part].entry(name).options()) for part, name in names.items()}
+    existing = [f"{part}.{option}" for part in names for option in defaults[part]]
+    given: dict[str, dict[str, Any]] = {part: {} for part in names}
     for setting in settings:
         key, equals, text = map(str.strip, setting.partition("="))
         if not equals:
             raise ConfigError(f"--set: got {setting!r}, allowed: OPTION=VALUE, such as sampler.k=5")
         meant = [name for name in existing if key in (name, name.partition(".")[2])]
         if len(meant) > 1:
-            raise ConfigError(f"--set {key}: both {sampler} and {weighting} have it; allowed: {' or '.join(meant)}")
+            raise ConfigError(f"--set {key}: several parts have it; allowed: {' or '.join(meant)}")
         if not meant:
-            raise options.unknown_key(key, existing, f"{sampler}+{weighting}")
+            raise options.unknown_key(key, existing, "--set")
         part, _, option = meant[0].partition(".")
         if option in given[part]:
             raise ConfigError(f"--set {meant[0]}: given twice, allowed: once")
@@ -158,27 +157,20 @@ def scalar(text: str, setting: str) -> Any:
 
 
 def _computed(arguments: argparse.Namespace) -> View:
-    named = named_parts(arguments)
-    schedule, prediction = noise_schedule(arguments), prediction_of(arguments)
-    complete = []
-    for registry, part in zip((SAMPLERS, WEIGHTINGS), named):
-        found = checked(registry, part["name"], options_of(part), schedule.timesteps, schedule.name)
-        complete.append({"name": part["name"], **options.dump(found)})
-    try:
-        sampler, weighting = make_sampler(named[0], schedule), make_weighting(named[1], schedule, prediction)
-    except ValueError as error:  # what only the component itself can know; its message names the option
-        raise ConfigError(str(error)) from None
-    notes = _begin(sampler, named[0]["name"], arguments.progress)
+    *named, diffusion = named_parts(arguments)
+    names = named[0]["name"], named[1]["name"]
+    sampler, weighting = parts(process_of(diffusion), names, options_of(named[0]), options_of(named[1]))
+    notes = _begin(sampler, names[0], arguments.progress)
     if sampler.learned:
         notes.append("p(t) is the initial density: this sampler learns; --checkpoint shows what it has learned")
     if sampler.corrected:
         notes.append("w(t) holds the importance weight 1/(T p(t)) as well")
     if weighting.learned:
         notes.append("w(t) is the initial one: this weighting learns; --checkpoint shows what it has learned")
-    process = process_in_words(schedule.name, schedule.timesteps, prediction)
+    complete = [{"name": name, **options.dump(its)} for name, its in zip(names, (sampler.options, weighting.options))]
     with np.errstate(all="ignore"):  # what is not finite is warned of by its place
         columns = table(sampler, weighting)
-    return View(complete[0], complete[1], process, columns, tuple(notes))
+    return View(complete[0], complete[1], diffusion, columns, tuple(notes))
 
 
 def options_of(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,16 +204,18 @@ def _begin(sampler: Sampler, name: str, progress: float | None) -> list[str]:
 def _text(view: View) -> str:
     head = "".join(f"{word:10} {what}\n" for word, what in view.head())
     t, p, w, effective = view.columns.values()
-    width, total = len(str(len(t) - 1)), effective.sum()
-    ranges = strata(len(t))
+    total, ranges = effective.sum(), strata(len(t))
     with np.errstate(invalid="ignore", over="ignore"):
         shares = [effective[inside].sum() / total for inside in ranges]
         weights = [w[inside].mean() for inside in ranges]
     largest = max(filter(np.isfinite, shares), default=0.0)
-    rows = [["timesteps", "mass of p", "mean w", "share of p*w", ""]]
-    for inside, share, weight in zip(ranges, shares, weights):
-        first, last = inside.start, inside.stop - 1
-        name = f"{first:>{width}}" + (f" - {last:>{width}}" if last > first else " " * (width + 3))
-        mass = f"{100 * p[inside].sum():.2f} %"
-        rows.append([name, mass, f"{weight:.4g}", f"{100 * share:.2f} %", bar(share, largest)])
+    ends = [[f"{t[place]:.5g}" for place in (inside.start, inside.stop - 1)] for inside in ranges]
+    width = max(len(end) for pair in ends for end in pair)
+    own = "timesteps" if view.process == "discrete" else PROCESSES[view.process].load().own_time
+    rows = [[own, "mass of p", "mean w", "share of p*w", ""]]
+    for inside, share, weight, pair in zip(ranges, shares, weights, ends):
+        name = " - ".join(end.rjust(width) for end in dict.fromkeys(pair))
+        rows.append(
+            [name, f"{100 * p[inside].sum():.2f} %", f"{weight:.4g}", f"{100 * share:.2f} %", bar(share, largest)]
+        )
     return f"{head}\n{aligned(rows)}sum of p = {p.sum():.15g}, sum of p*w = {total:.6g}\n"

@@ -1,4 +1,4 @@
-"""Section `tracking`."""
+"""Section `tracking`; here, because the import into MLflow stands on whole experiments."""
 
 from urllib.parse import urlsplit
 

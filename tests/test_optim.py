@@ -1,0 +1,83 @@
+"""Learning-rate schedules and averages of weights against their formulas, and what they refuse."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from training_case import experiment, make_latents
+
+from kairos.errors import KairosError
+from kairos.files import read_json
+from kairos.training import optim
+from kairos.training.registries import AVERAGES, SCHEDULES
+from kairos.training.run import train
+
+
+def factor(name, step, length=0, **options):
+    return SCHEDULES.entry(name).load()(SCHEDULES.parse(name, options), step, length)
+
+
+def share(name, step, batch_size=1, **options):
+    return AVERAGES.entry(name).load()(AVERAGES.parse(name, options), step, batch_size)
+
+
+def test_schedules():
+    assert [factor("constant", step) for step in (0, 10**6)] == [1, 1]
+    assert [factor("cosine", step, 100) for step in (0, 50, 100, 200)] == pytest.approx([1, 0.5, 0, 0])
+    assert factor("cosine", 100, 100, final=0.1) == pytest.approx(0.1)
+    assert [factor("inverse_sqrt", step, reference=100) for step in (0, 100, 400)] == pytest.approx([1, 1, 0.5])
+
+
+def test_half_life_is_in_images_and_grows_with_them():
+    assert share("half_life", 10**6, 64, images=6400.0, rampup=None) ** 100 == pytest.approx(0.5)
+    assert share("half_life", 9, 64, images=1e9, rampup=0.05) == pytest.approx(0.5 ** (1 / (10 * 0.05)))
+
+
+@pytest.mark.parametrize("width", [0.05, 0.1, 0.2])
+def test_the_power_functions_profile_has_the_width_asked_for(width):
+    """The standard deviation of the profile, relative to the length of the training (Karras et al. 2024)."""
+    steps = 4000
+    weights, left = np.empty(steps), 1.0
+    for step in reversed(range(steps)):
+        beta = share("power", step, width=width)
+        weights[step], left = left * (1 - beta), left * beta
+    t = (np.arange(steps) + 1) / steps
+    mean = (weights * t).sum()
+    assert weights.sum() == pytest.approx(1) and left == 0  # nothing of the initial weights is left
+    assert math.sqrt((weights * (t - mean) ** 2).sum()) == pytest.approx(width, rel=5e-3)
+
+
+def test_an_average_keeps_what_are_no_real_numbers():
+    live = {"w": torch.zeros(2), "count": torch.tensor(3)}
+    average = optim.Average(live, lambda step: 0.75)
+    live["w"] += 1
+    live["count"] += 1
+    average.update(0)
+    assert average.weights["w"].tolist() == [0.25, 0.25] and average.weights["count"].item() == 4
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory):
+    return make_latents(tmp_path_factory.mktemp("data"))
+
+
+def test_a_schedule_that_knows_its_length_refuses_another(latents, tmp_path):
+    plain = experiment({"uniform": {}}, training__schedule="cosine")
+    train(plain, "uniform", 0, tmp_path, latents, [0, 20])  # a part of it, on the way to 40
+    longer = experiment({"uniform": {}}, training__schedule="cosine", training__milestones=[20, 80])
+    with pytest.raises(KairosError, match=r"followed a length of 40, got 80; allowed: that length"):
+        train(longer, "uniform", 0, tmp_path, latents, [0, 20, 80])
+    train(plain, "uniform", 0, tmp_path, latents, [0, 20, 40])
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert '"step": 40' in last and read_json(tmp_path / "training.json")["steps"] == 40
+
+
+def test_what_is_logged_changes_nothing(latents, tmp_path):
+    for every in (1, 7):
+        plain = experiment({"edm2": {"sampler": "loss_rms", "weighting": "edm2"}}, training__log_every=every)
+        train(plain, "edm2", 0, tmp_path / str(every), latents, [0, 21])
+    seldom, often = ((tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("7", "1"))
+    assert seldom == often[6::7]
+    parts = [read_json(tmp_path / name / "training.json")["components"] for name in ("1", "7")]
+    assert {**parts[0], "metrics": None} == {**parts[1], "metrics": None}
