@@ -67,10 +67,11 @@ adopt: setup  ## after a clone: pull the recorded results, nothing is left to re
 reproduce: setup  ## compute what dvc.lock does not have yet (dvc repro)
 	@$(BIN)/dvc repro
 
-lint: setup  ## formatting, style, types, workflow
+lint: setup  ## formatting, style, types, layers, workflow
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/snakefmt --check Snakefile workflow
 	@$(BIN)/snakemake --lint
 

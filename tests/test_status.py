@@ -1,5 +1,6 @@
 """``kairos status``: what is said of trainings in every state, and how quickly it is said of a thousand."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -8,13 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from training_case import experiment, make_latents
+from training_case import write_experiment as write_case
 
 from kairos import slurm
 from kairos.cli import main
-from kairos.files import write_json
+from kairos.files import hash_folder, write_json
 from kairos.status.outline import outline
 from kairos.status.trainings import Training, trainings
 from kairos.training.job import ProgressFile
+from kairos.training.run import train
 
 RESULTS = Path("results/many")
 METHODS = ("uniform", "p2", "min_snr", "speed", "adaptive", "log_normal", "beta", "mode")
@@ -172,3 +176,46 @@ def test_a_thousand_trainings_in_a_moment() -> None:
     taken = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert taken < 1.5, f"{taken:.2f} s of CPU time; a third of that on an idle processor"
     print(f"{taken:.2f} s")
+
+
+def test_states_of_earlier_settings_are_listed_and_deleted_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    latents = make_latents(Path("results/case"))
+    seeds = {"uniform": (0, 1), "p2": (0,)}
+    earlier, now = (
+        {**experiment({name: {} for name in seeds}, training__batch_size=size), "seeds": [0, 1]} for size in (8, 16)
+    )
+    for name, numbers in seeds.items():
+        for seed in numbers:
+            train(earlier, name, seed, Path(f"results/case/{name}/seed{seed}"), latents, [0, 2])
+    kept = train(now, "uniform", 0, Path("results/case/uniform/seed0"), latents, [0, 2])["identity"][:16]
+    file = write_case(Path("case.yaml"), now)
+    states = set(Path("results/case").glob("*/seed?/.state/" + "?" * 16))
+    outputs = hash_folder(Path("results/case/uniform/seed0/milestones"))
+    assert len(states) == 4
+    (Path("results/case/uniform/seed0/.state") / ("0" * 15)).mkdir()  # no identity
+
+    (Path("results/case/latents/manifest.json")).rename("manifest.json")
+    assert "earlier settings" not in told(capsys, file)  # what is trained on is not known
+    Path("manifest.json").rename("results/case/latents/manifest.json")
+    with held(Path("results/case/p2/seed0/.state/lock")):
+        said = told(capsys, file)
+        assert re.search(r"\n2 states of earlier settings, [\d.]+ MB: kairos status case.yaml --remove-uncl", said), (
+            said
+        )
+        assert "2 states of earlier settings, " in told(capsys, file, "--remove-unclaimed")
+        left = set(Path("results/case").glob("*/seed?/.state/" + "?" * 16))
+        assert {path.parts[2:4] for path in left} == {("uniform", "seed0"), ("p2", "seed0")} and len(left) == 2
+    assert "\n1 state of earlier settings, " in told(capsys, file, "--remove-unclaimed")
+    assert [path.name for path in Path("results/case").glob("*/seed?/.state/" + "?" * 16)] == [kept]
+    assert "earlier settings" not in told(capsys, file)
+    assert hash_folder(Path("results/case/uniform/seed0/milestones")) == outputs
+    assert train(now, "uniform", 0, Path("results/case/uniform/seed0"), latents, [0, 2])["steps_run"] == 0
+
+    file.write_text(file.read_text().replace("batch_size: 16", "batch_size: many"))
+    assert "earlier settings" not in told(capsys, file)
+    assert main(["status", str(file), "--remove-unclaimed"]) == 2
+
+
+def told(capsys: pytest.CaptureFixture[str], file: Path, *more: str) -> str:
+    assert main(["status", str(file), *more]) == 0
+    return capsys.readouterr().out

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     where("experiment", type=Path, nargs="?", default=Path("params.yaml"), metavar="FILE", help="experiment file, or "
           "its folder of results; default: params.yaml")  # fmt: skip
     where("--watch", type=float, nargs="?", const=10.0, metavar="S", help="again every S seconds (10), until Ctrl-C")
+    where(
+        "--remove-unclaimed", action="store_true", help="delete states of earlier settings, which nothing goes on from"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -27,23 +31,29 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.watch is not None and not 0 < arguments.watch <= 86400:
         raise ConfigError(f"--watch: got {arguments.watch:g}, allowed: seconds, above 0 and at most 86400")
     while True:
-        text = status(arguments.experiment)
+        text = status(arguments.experiment, arguments.remove_unclaimed)
         print(("\x1b[H\x1b[J" if arguments.watch and sys.stdout.isatty() else "") + text, flush=True)
         if not arguments.watch:
             return
         time.sleep(arguments.watch)
 
 
-def status(path: Path) -> str:
+def status(path: Path, remove_unclaimed: bool = False) -> str:
     """What there is to say of an experiment, in lines of at most 120 columns.
+
+    Args:
+        path: experiment file, or its folder of results.
+        remove_unclaimed: delete states of earlier settings first.
 
     Raises:
         KairosError: there is no such experiment.
     """
     from kairos import slurm
+    from kairos.errors import ConfigError
     from kairos.status.outline import outline
     from kairos.status.stages import stages
     from kairos.status.trainings import STATES, trainings
+    from kairos.status.unclaimed import freed, remove, unclaimed
 
     wanted = outline(path)
     jobs, fault = slurm.jobs(wanted.results)
@@ -53,6 +63,15 @@ def status(path: Path) -> str:
     width = min(max(len(_name(training)) for training in found), 40)
     lines = [f"{wanted.results}: {len(found)} trainings: {summary}", stages(wanted)]
     lines += [fault[:_WIDTH]] if fault else [slurm.summary(jobs)] if jobs else []
+    states: list[Path] = []
+    with nullcontext() if remove_unclaimed else suppress(ConfigError):  # `kairos check` says what is wrong with it
+        states = unclaimed(wanted, found)
+    if states:
+        told = f"{len(states)} state{'s' * (len(states) > 1)} of earlier settings, {freed(states) / 1e6:.3g} MB"
+        if remove_unclaimed:
+            remove(states)
+        advice = ": deleted" if remove_unclaimed else f": kairos status {path} --remove-unclaimed deletes them"
+        lines.append(told + advice)
     lines += ["", f"{'training':<{width}}  {'state':<8}  {'step':>17}  {'steps/s':>8}  {'left':>9}  where, why"]
     for training in found:
         lines.append(_line(training, width)[:_WIDTH].rstrip())

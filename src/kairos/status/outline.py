@@ -15,11 +15,13 @@ class Outline:
         results: folder of the results.
         trainings: method and seed of each.
         milestones: steps, 0 first; empty where only a folder of results is known.
+        file: the experiment file; None where only a folder of results is known.
     """
 
     results: Path
     trainings: list[tuple[str, int]]
     milestones: list[int]
+    file: Path | None = None
 
 
 def outline(path: Path) -> Outline:
@@ -58,7 +60,7 @@ def _of_file(path: Path, results: Path | None) -> Outline:
         name, methods, seeds = experiment.experiment, list(experiment.methods), experiment.seeds
         milestones = list(experiment.milestones[1:])
     folder = results or Path("results") / str(name)
-    return Outline(folder, [(method, seed) for method in methods for seed in seeds], [0, *milestones])
+    return Outline(folder, [(method, seed) for method in methods for seed in seeds], [0, *milestones], path)
 
 
 def _read(path: Path) -> Any:

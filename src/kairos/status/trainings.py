@@ -126,12 +126,12 @@ def _alive(lock: Path, progress: dict[str, Any], job: Job | None) -> bool:
     """
     if job is not None and job.number == str(progress.get("job")) and (job.pending or job.state == "RUNNING"):
         return job.begun is not None and progress["updated"] >= job.begun  # else it is from before SLURM requeued it
-    if _held(lock):
+    if held(lock):
         return True
     return progress.get("host") != socket.gethostname() and time.time() - progress["updated"] < _FRESH
 
 
-def _held(lock: Path) -> bool:
+def held(lock: Path) -> bool:
     """Whether a process holds a lock file; asked for shared and given back at once, so that nobody is kept out."""
     try:
         with open(lock, "rb") as file:

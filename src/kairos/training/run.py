@@ -187,8 +187,9 @@ class Run:
         if training.step == 0 and 0 in milestones:
             self._milestone()
         distributed.meet()
-        bar = Progress(last, self.label, "step", start=training.step) if self.first else None
         self.leave.begin()
+        distributed.meet()  # who is asked to leave before leaves alone, after it all leave together
+        bar = Progress(last, self.label, "step", start=training.step) if self.first else None
         facts, begun = "", time.perf_counter()
         with open(self.store.metrics if self.first else os.devnull, "a", encoding="utf-8") as metrics:
             self.progress.at(training.step, self.seconds)
