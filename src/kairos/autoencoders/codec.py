@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kairos.data.dataset import open_record
-from kairos.errors import ConfigError, DamagedError, KairosError
-from kairos.files import sha256_file, sha256_json
+from kairos.errors import ConfigError, KairosError
+from kairos.files import check_files, open_record, read_json, sha256_json
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
@@ -88,9 +87,7 @@ def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
     manifest = open_record(folder, f"autoencoder --config F --dataset DIR --out {folder}")
     if manifest["kind"] == "none":
         return Codec(manifest)
-    for name, expected in manifest["files"].items():
-        if not (folder / name).is_file() or sha256_file(folder / name) != expected:
-            raise DamagedError(f"{folder / name}: is missing or damaged; make it again with: kairos autoencoder")
+    check_files(folder, manifest["files"], "make it again with: kairos autoencoder")
     return wrap(load_model(folder), manifest, device)
 
 
@@ -103,22 +100,15 @@ def wrap(model: Any, manifest: dict[str, Any], device: torch.device | str) -> Au
 
 def load_model(folder: Path | str) -> Any:
     """The diffusers autoencoder in a folder, in float32, its class as its config.json says."""
-    from kairos.files import read_json
-
     name = read_json(Path(folder) / "config.json").get("_class_name")
-    if name == "AutoencoderKL":
-        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL as cls
-    elif name == "AutoencoderTiny":
-        from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny as cls
-    else:
+    if name not in ("AutoencoderKL", "AutoencoderTiny"):
         raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: AutoencoderKL or AutoencoderTiny")
-    from diffusers.utils import logging
+    import diffusers
 
-    logging.set_verbosity_error()  # it warns of a field that every AutoencoderTiny it saved itself has
+    diffusers.logging.set_verbosity_error()  # it warns of a field that every AutoencoderTiny it saved itself has
     try:
-        return cls.from_pretrained(
-            str(folder), torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False
-        )
+        cls = getattr(diffusers, name)
+        return cls.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise KairosError(f"autoencoder: {folder} cannot be loaded ({' '.join(str(error).split())})") from None
 

@@ -41,12 +41,13 @@ def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch
             f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
         )
     out.mkdir(parents=True, exist_ok=True)
-    again = (out / "manifest.json").exists()  # complete and asked for again: computed again
-    (out / "manifest.json").unlink(missing_ok=True)
+    if (out / "manifest.json").exists():  # complete and asked for again: computed again
+        shutil.rmtree(out / _PARTIAL, ignore_errors=True)
+        (out / "manifest.json").unlink()
     for name in _ARRAYS:
         (out / f"{name}.npy").unlink(missing_ok=True)
     latent = codec.manifest["kind"] != "none"
-    files = _encode_moments(dataset, codec, out, flips, batch_size, again) if latent else {}
+    files = _encode_moments(dataset, codec, out, flips, batch_size) if latent else {}
     manifest = {
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
@@ -66,13 +67,9 @@ def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch
     return manifest
 
 
-def _encode_moments(
-    dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int, again: bool
-) -> dict[str, str]:
+def _encode_moments(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int) -> dict[str, str]:
     """Fill the arrays, give them their names and return the hash of each."""
     partial = out / _PARTIAL
-    if again:
-        shutil.rmtree(partial, ignore_errors=True)
     key = sha256_json(
         {
             "autoencoder": codec.manifest["sha256"],

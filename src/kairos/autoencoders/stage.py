@@ -11,7 +11,7 @@ from kairos.autoencoders.quality import PICTURED, psnr, reconstruct, write_pictu
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import ConfigError
-from kairos.files import atomic, sha256_file, write_json, write_text
+from kairos.files import sha256_file, write_json, write_text, write_weights
 
 _PSNR_IMAGES = 512  # of the held-out ones, at most
 _STATE = ".state.pt"  # checkpoint of a training that was killed
@@ -99,10 +99,6 @@ def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_s
 
 def _save(model: Any, out: Path) -> None:
     """Write the folder that diffusers' `from_pretrained` reads; its own `save_pretrained` hides a full disk's error."""
-    from safetensors.torch import save
-
     model.register_to_config(_name_or_path="")  # where it came from is this machine's matter
     write_text(out / FILES[0], model.to_json_string())
-    weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
-    with atomic(out / FILES[1]) as file:
-        file.write(save(weights, metadata={"format": "pt"}))
+    write_weights(out / FILES[1], model.state_dict())

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kairos.data.arrays import read_array
-from kairos.data.dataset import PreparedDataset, open_dataset, open_record
+from kairos.data.dataset import PreparedDataset, open_dataset, scaled
 from kairos.errors import KairosError
+from kairos.files import open_record
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +107,7 @@ class Latents:
                 variance and pixels do not use it.
         """
         if "pixels" in rows:
-            z = rows["pixels"].permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1
+            z = scaled(rows["pixels"])
         else:
             z = rows["mean"]
             if noise is not None and self.stochastic:
@@ -156,9 +157,5 @@ def open_latents(folder: Path | str) -> Latents:
         raise KairosError(
             f"{folder}: was made from another version of {dataset.folder}; make it with: kairos {command}"
         )
-    moments = {}
-    for name in manifest["files"]:
-        if not (folder / name).is_file():
-            raise KairosError(f"{folder / name}: is missing; make it with: kairos {command}")
-        moments[Path(name).stem] = read_array(folder / name)
+    moments = {Path(name).stem: read_array(folder / name, command) for name in manifest["files"]}
     return Latents(manifest, dataset, moments)

@@ -68,7 +68,7 @@ def _folder(config: DatasetConfig) -> Source:
     root = Path(str(config.path))
     if not root.is_dir():
         raise ConfigError(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
-    names = sorted(_image_files(root))
+    names = sorted(name for name in glob.iglob("**/*", root_dir=root, recursive=True) if _is_image(root / name))
     if not names:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
     labels = classes = None
@@ -83,13 +83,8 @@ def _numbered(names: list[str]) -> tuple[np.ndarray, list[str]]:
     return labels.astype(np.int64), classes.tolist()
 
 
-def _image_files(root: Path) -> list[str]:
-    found = []
-    for folder, subfolders, files in os.walk(root, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        images = (name for name in files if name.lower().endswith(SUFFIXES) and not name.startswith("."))
-        found += [Path(folder, name).relative_to(root).as_posix() for name in images]
-    return found
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.is_dir()
 
 
 def _parquet(config: DatasetConfig) -> Source:
