@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from kairos import compute
 from kairos.data.dataset import PreparedDataset
-from kairos.errors import DamagedError, KairosError
+from kairos.errors import KairosError
 from kairos.evaluation.registries import EXTRACTORS
-from kairos.files import read_json, sha256_file, write_json
+from kairos.files import check_files, open_record, write_json
 from kairos.section import build
+
+_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -80,33 +82,13 @@ def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: 
         KairosError: it is not there.
         DamagedError: a file is missing or has changed.
     """
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise KairosError(
-            f"{folder}: no manifest.json; make it with: kairos extractor --config F --dataset DIR --out DIR"
-        )
-    manifest = read_json(path)
-    for name, digest in manifest["files"].items():
-        if not (folder / name).is_file() or sha256_file(folder / name) != digest:
-            raise DamagedError(f"{folder / name}: missing or damaged; make it again with: kairos extractor")
+    manifest = open_record(folder, f"extractor --config F --dataset DIR --out {folder}")
+    check_files(folder, manifest["files"], "make it again with: kairos extractor")
     module = importlib.import_module(EXTRACTORS.entry(manifest["kind"]).module)
     return dataclasses.replace(module.load(folder, manifest), device=torch.device(device), precision=precision)
 
 
-class Images(torch.utils.data.Dataset):
-    """Images, uint8 (n, height, width, channels), as torch-fidelity reads them: uint8 (channels, height, width)."""
-
-    def __init__(self, images: NDArray[np.uint8]):
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(np.array(self.images[index])).permute(2, 0, 1)
-
-
-def extract(extractor: Extractor, images: NDArray[np.uint8], batch_size: int = 64) -> dict[str, torch.Tensor]:
+def extract(extractor: Extractor, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
     """Features of images by layer, each float32 (n, width).
 
     Raises:
@@ -122,9 +104,9 @@ def extract(extractor: Extractor, images: NDArray[np.uint8], batch_size: int = 6
         )
     cuda = extractor.device.type == "cuda"
     module = extractor.module.to(extractor.device)
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2)  # (n, channels, height, width)
+    every = torch.utils.data.Subset(pixels, range(len(pixels)))
     # save_cpu_ram: read in this process, no worker processes for small arrays
     with compute.precision(extractor.precision, extractor.device):
-        layers = get_featuresdict_from_dataset(
-            Images(images), module, batch_size, cuda, save_cpu_ram=True, verbose=False
-        )
+        layers = get_featuresdict_from_dataset(every, module, _BATCH, cuda, save_cpu_ram=True, verbose=False)
     return {name: values.float() for name, values in layers.items()}
