@@ -15,7 +15,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # derived_seed serves commands that start without torch
     from torch import Tensor
 
     Shape = tuple[int, ...]
-    Index = range | Tensor
+    Index: TypeAlias = range | Tensor
     Device = torch.device | str
     Kind = Callable[[Tensor], Tensor]
 

@@ -3,6 +3,8 @@
 Model space is x0 = (z − shift) · scale, of mean 0 and standard deviation 1 over the training images.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from kairos.errors import KairosError
 from kairos.files import open_record
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Latents:
         """Descriptions of the conditions by name, as in the manifests."""
         return self.manifest["conditions"]
 
-    def rows(self, indices: Any, flips: np.ndarray | None = None) -> "dict[str, torch.Tensor]":
+    def rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """What x0 of some images is made of, by name, each row read once: moments, or pixels (n, h, w, c) uint8.
 
         Args:
@@ -98,7 +100,7 @@ class Latents:
             rows[name] = torch.from_numpy(values)
         return rows
 
-    def x0(self, rows: "dict[str, torch.Tensor]", noise: "torch.Tensor | None" = None) -> "torch.Tensor":
+    def x0(self, rows: dict[str, Tensor], noise: Tensor | None = None) -> Tensor:
         """Images in model space, float32 (n, c, h, w), from their rows on any device.
 
         Args:
@@ -114,13 +116,11 @@ class Latents:
                 z = z + (0.5 * rows["logvar"]).exp() * noise
         return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
-    def batch(
-        self, indices: Any, flips: np.ndarray | None = None, noise: "torch.Tensor | None" = None
-    ) -> "torch.Tensor":
+    def batch(self, indices: Any, flips: np.ndarray | None = None, noise: Tensor | None = None) -> Tensor:
         """x0 of some images on the CPU, see `rows` and `x0`."""
         return self.x0(self.rows(indices, flips), noise)
 
-    def conditions(self, indices: Any, flips: np.ndarray | None = None) -> "dict[str, torch.Tensor]":
+    def conditions(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """The conditions of some images by name, row i for indices[i]; those that are images flip with the image."""
         import torch
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from kairos.errors import KairosError
 from kairos.models.registries import DiTOptions
 
+_KEPT = ("patch", "width", "depth", "heads", "mlp_ratio")  # options that config.json holds
+
 
 class TimestepEmbedder(nn.Module):
     """Sinusoids of t (indices or real numbers), then an MLP: (batch,) to (batch, width)."""
@@ -149,17 +151,8 @@ class DiT(nn.Module):
         if set(conditions) - {"class"}:
             raise KairosError(f"model.conditions: got {sorted(conditions)}, allowed with dit: class")
         classes = conditions["class"]["num_classes"] if "class" in conditions else None
-        self._config = {
-            "_class_name": "DiT",
-            "shape": list(shape),
-            "patch": options.patch,
-            "width": options.width,
-            "depth": options.depth,
-            "heads": options.heads,
-            "mlp_ratio": options.mlp_ratio,
-            "num_classes": classes,
-            "outputs": outputs,
-        }
+        kept = {name: getattr(options, name) for name in _KEPT}
+        self._config = {"_class_name": "DiT", "shape": list(shape), **kept, "num_classes": classes, "outputs": outputs}
         self.shape, self.patch, self.outputs = shape, options.patch, outputs
         grid = (height // options.patch, width // options.patch)
         self.x_embedder = PatchEmbed(options.patch, channels, options.width)
@@ -175,10 +168,9 @@ class DiT(nn.Module):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DiT":
         """An empty model from the content of its config.json."""
-        names = ("patch", "width", "depth", "heads", "mlp_ratio")
         classes = config["num_classes"]
         conditions = {} if classes is None else {"class": {"num_classes": classes}}
-        options = DiTOptions(**{name: config[name] for name in names})
+        options = DiTOptions(**{name: config[name] for name in _KEPT})
         return cls(options, tuple(config["shape"]), conditions, config["outputs"])
 
     def _initialise(self) -> None:
