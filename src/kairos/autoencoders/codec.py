@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kairos.errors import ConfigError, KairosError
-from kairos.files import check_files, open_record, read_json, sha256_json
+from kairos.files import check_files, open_record, read_json
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
@@ -25,16 +25,6 @@ class Codec:
 
     manifest: dict[str, Any]
 
-    @property
-    def scaling_factor(self) -> float:
-        """What latents are multiplied by, after the shift, on the way to model space."""
-        return self.manifest["scaling_factor"]
-
-    @property
-    def shift_factor(self) -> float:
-        """What is subtracted from latents on the way to model space."""
-        return self.manifest["shift_factor"]
-
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Images (n, C, H, W) in [-1, 1] to mean and log-variance (n, c, h, w) of the latents z; None: no variance."""
         return images, None
@@ -45,7 +35,7 @@ class Codec:
 
     def to_model_space(self, z: Tensor) -> Tensor:
         """x0 = (z − shift) · scale; of pixels 0 and 1."""
-        return (z - self.shift_factor) * self.scaling_factor
+        return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,8 @@ class AutoencoderCodec(Codec):
     @torch.no_grad()
     def decode(self, x0: Tensor) -> Tensor:
         """Model space (n, c, h, w) to images (n, C, H, W), in [-1, 1] but for overshoot."""
-        images = self.model.decode(x0.to(self.device) / self.scaling_factor + self.shift_factor).sample
+        z = x0.to(self.device) / self.manifest["scaling_factor"] + self.manifest["shift_factor"]
+        images = self.model.decode(z).sample
         return images.mean(dim=1, keepdim=True) if self.grey else images
 
 
@@ -133,8 +124,3 @@ def check_size(shape: tuple[int, int, int], factor: int, what: str) -> None:
             f"dataset.resolution: images are {height}×{width}, but {what} needs sides that are multiples of {factor}; "
             f"allowed: {near}, for example"
         )
-
-
-def model_hash(files: dict[str, str]) -> str:
-    """One hash of an autoencoder's configuration and weights."""
-    return sha256_json({name: value for name, value in files.items() if not name.endswith(".png")})

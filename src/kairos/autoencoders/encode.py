@@ -52,8 +52,7 @@ def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
         "count": len(dataset.images),
-        "scaling_factor": codec.scaling_factor,
-        "shift_factor": codec.shift_factor,
+        **{name: codec.manifest[name] for name in ("scaling_factor", "shift_factor")},
         "flips": flips,
         "conditions": dataset.manifest["conditions"],
         "autoencoder_sha256": codec.manifest["sha256"],
@@ -80,7 +79,9 @@ def _encode_moments(dataset: PreparedDataset, codec: Codec, out: Path, flips: bo
             "code": fingerprint([__name__]),
         }
     )
-    names = _names(codec, dataset, flips)
+    first = zip(("mean", "logvar"), codec.encode(dataset.tensor([0])))
+    moments = [name for name, values in first if values is not None]
+    names = [name + suffix for suffix in ("", "_flipped")[: 1 + flips] for name in moments]
     shape = (len(dataset.images), *codec.manifest["latent_shape"])
     done = _done(partial, key, names, shape)
     if done:
@@ -112,13 +113,6 @@ def _encode_moments(dataset: PreparedDataset, codec: Codec, out: Path, flips: bo
         os.replace(partial / name, out / name)
     sync_folder(out)
     return files
-
-
-def _names(codec: Codec, dataset: PreparedDataset, flips: bool) -> list[str]:
-    """The arrays that this autoencoder and data set give."""
-    _, logvar = codec.encode(dataset.tensor([0]))
-    moments = ["mean"] if logvar is None else ["mean", "logvar"]
-    return moments + [f"{name}_flipped" for name in moments if flips]
 
 
 def _save(partial: Path, arrays: dict[str, Any], record: dict[str, Any]) -> None:

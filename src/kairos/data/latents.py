@@ -42,11 +42,6 @@ class Latents:
         return channels, height, width
 
     @property
-    def count(self) -> int:
-        """Number of images, training and held out."""
-        return self.manifest["count"]
-
-    @property
     def train(self) -> np.ndarray:
         """int64 indices of the training images."""
         return self.dataset.train

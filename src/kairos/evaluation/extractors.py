@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import Dataset, Subset
 
 from kairos import compute
 from kairos.data.dataset import PreparedDataset
@@ -20,8 +21,6 @@ from kairos.errors import KairosError
 from kairos.evaluation.registries import EXTRACTORS
 from kairos.files import check_files, open_record, write_json
 from kairos.section import build
-
-_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,12 @@ def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: 
     return dataclasses.replace(module.load(folder, manifest), device=torch.device(device), precision=precision)
 
 
+def as_dataset(images: NDArray[np.uint8]) -> Dataset:
+    """Images, uint8 (n, height, width, channels), as torch-fidelity reads them: uint8 (channels, height, width)."""
+    pixels = torch.from_numpy(np.require(images, requirements="W")).permute(0, 3, 1, 2)
+    return Subset(pixels, range(len(pixels)))
+
+
 def extract(extractor: Extractor, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
     """Features of images by layer, each float32 (n, width).
 
@@ -104,9 +109,7 @@ def extract(extractor: Extractor, images: NDArray[np.uint8]) -> dict[str, torch.
         )
     cuda = extractor.device.type == "cuda"
     module = extractor.module.to(extractor.device)
-    pixels = torch.from_numpy(images).permute(0, 3, 1, 2)  # (n, channels, height, width)
-    every = torch.utils.data.Subset(pixels, range(len(pixels)))
     # save_cpu_ram: read in this process, no worker processes for small arrays
     with compute.precision(extractor.precision, extractor.device):
-        layers = get_featuresdict_from_dataset(every, module, _BATCH, cuda, save_cpu_ram=True, verbose=False)
+        layers = get_featuresdict_from_dataset(as_dataset(images), module, 64, cuda, save_cpu_ram=True, verbose=False)
     return {name: values.float() for name, values in layers.items()}
