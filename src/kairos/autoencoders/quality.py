@@ -15,11 +15,9 @@ _SIDE = 64  # least side of an image in the picture
 
 def reconstruct(codec: Codec, dataset: PreparedDataset, indices: np.ndarray, batch_size: int) -> np.ndarray:
     """Images through the autoencoder and back, from the latents' means: uint8 (n, height, width, channels)."""
-    parts = []
-    for start in range(0, len(indices), batch_size):
-        mean, _ = codec.encode(dataset.tensor(indices[start : start + batch_size]))
-        parts.append(to_uint8(codec.decode(codec.to_model_space(mean))))
-    return np.concatenate(parts)
+    batches = np.split(indices, range(batch_size, len(indices), batch_size))
+    means = (codec.encode(dataset.tensor(batch))[0] for batch in batches)
+    return np.concatenate([to_uint8(codec.decode(codec.to_model_space(mean))) for mean in means])
 
 
 def psnr(images: np.ndarray, others: np.ndarray) -> float:

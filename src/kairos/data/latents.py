@@ -103,12 +103,9 @@ class Latents:
             noise: standard normal (n, c, h, w) for a sample of the moments; None: their mean. Moments without a
                 variance and pixels do not use it.
         """
-        if "pixels" in rows:
-            z = scaled(rows["pixels"])
-        else:
-            z = rows["mean"]
-            if noise is not None and self.stochastic:
-                z = z + (0.5 * rows["logvar"]).exp() * noise
+        z = scaled(rows["pixels"]) if "pixels" in rows else rows["mean"]
+        if noise is not None and self.stochastic:
+            z = z + (0.5 * rows["logvar"]).exp() * noise
         return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
     def batch(self, indices: Any, flips: np.ndarray | None = None, noise: Tensor | None = None) -> Tensor:
