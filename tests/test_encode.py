@@ -51,7 +51,7 @@ def encode_into(results, name, flips=False, codec="autoencoder", batch_size=16):
 
 def test_moments_are_those_of_the_codec(results, latents):
     codec, dataset = load_codec(results / "autoencoder"), open_dataset(results / "dataset")
-    assert latents.shape == (4, 4, 4) and latents.count == 100 and latents.stochastic
+    assert latents.shape == (4, 4, 4) and len(latents.dataset.images) == 100 and latents.stochastic
     assert np.array_equal(latents.train, dataset.train) and np.array_equal(latents.heldout, dataset.heldout)
     mean, _ = codec.encode(dataset.tensor(range(100)))
     assert torch.allclose(latents.batch(range(100)), codec.to_model_space(mean), atol=1e-5)
@@ -127,7 +127,6 @@ def _encode_until_killed(results, name, batch_size=16, last_call=9, save_seconds
 
     class Dying:
         manifest, calls = codec.manifest, 0
-        scaling_factor, shift_factor = codec.scaling_factor, codec.shift_factor
 
         def encode(self, images):
             self.calls += 1

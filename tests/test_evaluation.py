@@ -90,7 +90,7 @@ def test_classifier_serves_torch_fidelity_itself(chain):
     from kairos.evaluation.classifier import NAME
 
     dataset = open_dataset(chain / "dataset")
-    real, held = (extractors.Images(dataset.images[part]) for part in (dataset.train, dataset.heldout[:330]))
+    real, held = (extractors.as_dataset(dataset.images[part]) for part in (dataset.train, dataset.heldout[:330]))
     metrics = torch_fidelity.calculate_metrics(
         input1=held, input2=real, fid=True, cuda=False, cache=False, verbose=False, save_cpu_ram=True,
         feature_extractor=NAME, feature_extractor_weights_path=str(chain / "extractor"),

@@ -5,7 +5,7 @@ classifier-free guidance. Prepare stores conditions, encode and train carry them
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,47 +13,33 @@ from torch import Tensor
 from kairos.registry import Registry
 
 
-class Condition(Protocol):
-    """One kind of condition."""
+@dataclass(frozen=True)
+class Condition:
+    """A tensor per image, such as a token sequence's embedding or an image; zero means none.
+
+    `description` stands in a data set's manifest: ``{"kind": "tensor", "shape": [...]}``.
+    """
+
+    options: Any
+    description: dict[str, Any]
 
     def null(self, values: Tensor) -> Tensor:
         """Values of the same shape that carry no information."""
-
-
-@dataclass(frozen=True)
-class ClassCondition:
-    """A class per image, int64 (batch,); the class past the last one means none."""
-
-    num_classes: int
-
-    def null(self, values: Tensor) -> Tensor:
-        """The class past the last one."""
-        return torch.full_like(values, self.num_classes)
-
-
-@dataclass(frozen=True)
-class TensorCondition:
-    """A tensor per image, such as a token sequence's embedding or an image; zero means none."""
-
-    def null(self, values: Tensor) -> Tensor:
-        """Zeros."""
         return torch.zeros_like(values)
 
 
+class ClassCondition(Condition):
+    """A class per image, int64 (batch,), of ``{"kind": "class", "num_classes": 10}``."""
+
+    def null(self, values: Tensor) -> Tensor:
+        """The class past the last one."""
+        return torch.full_like(values, self.description["num_classes"])
+
+
 CONDITIONS = Registry("condition")
-CONDITIONS.add("class", "kairos.conditions:class_condition", help="a class per image")
-CONDITIONS.add("tensor", "kairos.conditions:tensor_condition", help="a tensor per image")
-CONDITIONS.add("image", "kairos.conditions:tensor_condition", help="an image per image, flipped with it")
-
-
-def class_condition(options: Any, description: dict[str, Any]) -> ClassCondition:
-    """From its description in a data set's manifest: ``{"kind": "class", "num_classes": 10}``."""
-    return ClassCondition(description["num_classes"])
-
-
-def tensor_condition(options: Any, description: dict[str, Any]) -> TensorCondition:
-    """From its description in a data set's manifest: ``{"kind": "tensor", "shape": [...]}``."""
-    return TensorCondition()
+CONDITIONS.add("class", "kairos.conditions:ClassCondition", help="a class per image")
+CONDITIONS.add("tensor", "kairos.conditions:Condition", help="a tensor per image")
+CONDITIONS.add("image", "kairos.conditions:Condition", help="an image per image, flipped with it")
 
 
 def build(descriptions: dict[str, dict[str, Any]]) -> dict[str, Condition]:

@@ -75,6 +75,15 @@ def write_json(path: Path | str, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
+def write_weights(path: Path | str, weights: dict[str, Any]) -> None:
+    """Write tensors as safetensors, as diffusers and transformers do but atomically."""
+    from safetensors.torch import save
+
+    content = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    with atomic(path) as file:
+        file.write(save(content, metadata={"format": "pt"}))
+
+
 class _Record(dict[str, Any]):
     """What a JSON file holds; a field that it lacks is the file's fault."""
 
@@ -98,8 +107,35 @@ def read_json(path: Path | str) -> dict[str, Any]:
     return record
 
 
+def open_record(folder: Path | str, command: str, name: str = "manifest.json") -> dict[str, Any]:
+    """The record of a folder that ``kairos <command>`` makes.
+
+    Raises:
+        KairosError: there is none; the message names the command.
+    """
+    path = Path(folder) / name
+    if not path.is_file():
+        what = f"is not complete (no {name})" if path.parent.is_dir() else "does not exist"
+        raise KairosError(f"{folder}: {what}; make it with: kairos {command}")
+    return read_json(path)
+
+
+def check_files(folder: Path, files: dict[str, str], again: str) -> None:
+    """Compare files with the hashes that their folder's record has.
+
+    Raises:
+        DamagedError: one is missing or has changed; the message ends with `again`, what to do.
+    """
+    for name, digest in files.items():
+        file = folder / name
+        if not file.is_file():
+            raise DamagedError(f"{file}: is missing; {again}")
+        if sha256_file(file) != digest:
+            raise DamagedError(f"{file}: damaged: does not match its checksum; {again}")
+
+
 def sync_folder(path: Path | str) -> None:
-    """Make renames and links in a folder durable."""
+    """Make renames and links in a folder, or a file's content, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

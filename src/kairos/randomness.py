@@ -8,18 +8,25 @@ The integers are ours because no library has them on both kinds of device: torch
 numpy's Philox is 4x64 and knows the CPU only. Golden values in the tests freeze every draw for ever.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:  # derived_seed serves commands that start without torch
     import torch
     from torch import Tensor
+
+    Shape = tuple[int, ...]
+    Index: TypeAlias = range | Tensor
+    Device = torch.device | str
+    Kind = Callable[[Tensor], Tensor]
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -42,44 +49,30 @@ class Stream:
     seed: int
     name: str
 
-    def words(self, step: int, index: "range | Tensor", count: int, device: "torch.device | str" = "cpu") -> "Tensor":
+    def words(self, step: int, index: Index, count: int, device: Device = "cpu") -> Tensor:
         """The first `count` words of each sample, int64 (n, count) in [0, 2**32)."""
         return _words(self, range(step, step + 1), index, count, str(device))[0]
 
-    def uniform(
-        self, step: int, index: "range | Tensor", shape: tuple[int, ...] = (), device: "torch.device | str" = "cpu"
-    ) -> "Tensor":
+    def uniform(self, step: int, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
         """Uniform on [0, 1), float64 (n, *shape): the upper 53 bits of two words."""
         import torch
 
         return _numbers(self, _uniform, step, index, 2 * math.prod(shape), device, torch.float64).reshape(-1, *shape)
 
     def normal(
-        self,
-        step: int,
-        index: "range | Tensor",
-        shape: tuple[int, ...] = (),
-        device: "torch.device | str" = "cpu",
-        dtype: "torch.dtype | None" = None,
-    ) -> "Tensor":
+        self, step: int, index: Index, shape: Shape = (), device: Device = "cpu", dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Standard normal (n, *shape), float32 unless `dtype` says otherwise: 2**32 values between -6.3 and 6.3."""
         import torch
 
         dtype = dtype or torch.float32
         return _numbers(self, _normal, step, index, math.prod(shape), device, dtype).reshape(-1, *shape)
 
-    def integers(
-        self,
-        step: int,
-        high: int,
-        index: "range | Tensor",
-        shape: tuple[int, ...] = (),
-        device: "torch.device | str" = "cpu",
-    ) -> "Tensor":
+    def integers(self, step: int, high: int, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
         """Integers in [0, high), int64 (n, *shape), high up to 2**53; a probability is off by at most 2**-53."""
         return (self.uniform(step, index, shape, device) * high).long()
 
-    def beta(self, step: int, index: "range | Tensor", a: "Tensor", b: "Tensor") -> "Tensor":
+    def beta(self, step: int, index: Index, a: Tensor, b: Tensor) -> Tensor:
         """One draw of Beta(a_i, b_i) per sample, float64 (n,), on the device of a and b, which are positive (n,).
 
         From two Gamma variates of Marsaglia and Tsang 2000, each the first accepted of a fixed number of candidates, in
@@ -98,7 +91,7 @@ class Stream:
         # not sigmoid, whose last bit depends on a number's place in the batch
         return 1 / (1 + (log_gamma[:, 1] - log_gamma[:, 0]).exp())
 
-    def permutation(self, count: int, epoch: int = 0) -> "Tensor":
+    def permutation(self, count: int, epoch: int = 0) -> Tensor:
         """A permutation of 0 .. count - 1, int64 (count,) on the CPU: the order of 64-bit keys, one per position."""
         import torch
 
@@ -130,7 +123,7 @@ def key_schedule(low: int, high: int) -> list[tuple[int, int]]:
     return [_MULTIPLIERS, (32, _LOW), *rounds]
 
 
-def _words(stream: Stream, steps: range, index: "range | Tensor", count: int, device: str) -> "Tensor":
+def _words(stream: Stream, steps: range, index: Index, count: int, device: str) -> Tensor:
     """Words of several steps that have the same upper half, int64 (steps, n, count)."""
     import torch
 
@@ -148,14 +141,8 @@ def _words(stream: Stream, steps: range, index: "range | Tensor", count: int, de
 
 
 def _numbers(
-    stream: Stream,
-    kind: "Callable[[Tensor], Tensor]",
-    step: int,
-    index: "range | Tensor",
-    count: int,
-    device: "torch.device | str",
-    dtype: "torch.dtype",
-) -> "Tensor":
+    stream: Stream, kind: Kind, step: int, index: Index, count: int, device: Device, dtype: torch.dtype
+) -> Tensor:
     """Numbers that `kind` makes of `count` words of each sample, (n, numbers)."""
     if isinstance(index, range) and len(index) * count <= _SMALL:
         return _ahead(stream, kind, step // _AHEAD, index, count, str(device), dtype)[step % _AHEAD].clone()
@@ -163,15 +150,7 @@ def _numbers(
 
 
 @functools.lru_cache(maxsize=64)
-def _ahead(
-    stream: Stream,
-    kind: "Callable[[Tensor], Tensor]",
-    turn: int,
-    index: range,
-    count: int,
-    device: str,
-    dtype: "torch.dtype",
-) -> "Tensor":
+def _ahead(stream: Stream, kind: Kind, turn: int, index: range, count: int, device: str, dtype: torch.dtype) -> Tensor:
     """The numbers of a turn of steps: a small draw costs its calls, which the steps of a turn share."""
     return kind(_words(stream, range(turn * _AHEAD, (turn + 1) * _AHEAD), index, count, device)).to(dtype)
 
@@ -184,17 +163,17 @@ def _constants(seed: int, stream: str, numpy: bool) -> Sequence[Any]:
     return [tuple(map(np.array, row)) for row in schedule] if numpy else schedule  # what each finds fastest
 
 
-def _open(words: "Tensor") -> "Tensor":
+def _open(words: Tensor) -> Tensor:
     """Uniform on (0, 1), float64: middles of 2**32 equal intervals."""
     return words.double().add_(0.5).mul_(2.0**-32)
 
 
-def _uniform(words: "Tensor") -> "Tensor":
+def _uniform(words: Tensor) -> Tensor:
     """Uniform on [0, 1), float64, one of two neighbouring words."""
     return ((words[..., 0::2] << 21) + (words[..., 1::2] >> 11)).double().mul_(2.0**-53)
 
 
-def _normal(words: "Tensor") -> "Tensor":
+def _normal(words: Tensor) -> Tensor:
     """Standard normal, float64, by the inverse of the distribution function; never 0."""
     return words.double().sub_(2**31 - 0.5).mul_(2.0**-31).erfinv_().mul_(math.sqrt(2))
 

@@ -15,9 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from kairos.data.dataset import open_record
 from kairos.errors import DamagedError
-from kairos.files import atomic_folder, read_json, sha256_file, sha256_json, write_json
+from kairos.files import atomic_folder, open_record, read_json, sha256_file, sha256_json, write_json
 from kairos.progress import say
 
 _PLACES = ("KAIROS_LOCAL", "SLURM_TMPDIR", "TMPDIR")  # the first that is set; without one the system's /tmp

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kairos.data.dataset import open_record
-from kairos.errors import ConfigError, DamagedError, KairosError
-from kairos.files import sha256_file, sha256_json
+from kairos.errors import ConfigError, KairosError
+from kairos.files import check_files, open_record, read_json
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
@@ -26,16 +25,6 @@ class Codec:
 
     manifest: dict[str, Any]
 
-    @property
-    def scaling_factor(self) -> float:
-        """What latents are multiplied by, after the shift, on the way to model space."""
-        return self.manifest["scaling_factor"]
-
-    @property
-    def shift_factor(self) -> float:
-        """What is subtracted from latents on the way to model space."""
-        return self.manifest["shift_factor"]
-
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Images (n, C, H, W) in [-1, 1] to mean and log-variance (n, c, h, w) of the latents z; None: no variance."""
         return images, None
@@ -46,7 +35,7 @@ class Codec:
 
     def to_model_space(self, z: Tensor) -> Tensor:
         """x0 = (z − shift) · scale; of pixels 0 and 1."""
-        return (z - self.shift_factor) * self.scaling_factor
+        return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +62,8 @@ class AutoencoderCodec(Codec):
     @torch.no_grad()
     def decode(self, x0: Tensor) -> Tensor:
         """Model space (n, c, h, w) to images (n, C, H, W), in [-1, 1] but for overshoot."""
-        images = self.model.decode(x0.to(self.device) / self.scaling_factor + self.shift_factor).sample
+        z = x0.to(self.device) / self.manifest["scaling_factor"] + self.manifest["shift_factor"]
+        images = self.model.decode(z).sample
         return images.mean(dim=1, keepdim=True) if self.grey else images
 
 
@@ -88,9 +78,7 @@ def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
     manifest = open_record(folder, f"autoencoder --config F --dataset DIR --out {folder}")
     if manifest["kind"] == "none":
         return Codec(manifest)
-    for name, expected in manifest["files"].items():
-        if not (folder / name).is_file() or sha256_file(folder / name) != expected:
-            raise DamagedError(f"{folder / name}: is missing or damaged; make it again with: kairos autoencoder")
+    check_files(folder, manifest["files"], "make it again with: kairos autoencoder")
     return wrap(load_model(folder), manifest, device)
 
 
@@ -103,22 +91,15 @@ def wrap(model: Any, manifest: dict[str, Any], device: torch.device | str) -> Au
 
 def load_model(folder: Path | str) -> Any:
     """The diffusers autoencoder in a folder, in float32, its class as its config.json says."""
-    from kairos.files import read_json
-
     name = read_json(Path(folder) / "config.json").get("_class_name")
-    if name == "AutoencoderKL":
-        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL as cls
-    elif name == "AutoencoderTiny":
-        from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny as cls
-    else:
+    if name not in ("AutoencoderKL", "AutoencoderTiny"):
         raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: AutoencoderKL or AutoencoderTiny")
-    from diffusers.utils import logging
+    import diffusers
 
-    logging.set_verbosity_error()  # it warns of a field that every AutoencoderTiny it saved itself has
+    diffusers.logging.set_verbosity_error()  # it warns of a field that every AutoencoderTiny it saved itself has
     try:
-        return cls.from_pretrained(
-            str(folder), torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False
-        )
+        cls = getattr(diffusers, name)
+        return cls.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True, low_cpu_mem_usage=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise KairosError(f"autoencoder: {folder} cannot be loaded ({' '.join(str(error).split())})") from None
 
@@ -143,8 +124,3 @@ def check_size(shape: tuple[int, int, int], factor: int, what: str) -> None:
             f"dataset.resolution: images are {height}×{width}, but {what} needs sides that are multiples of {factor}; "
             f"allowed: {near}, for example"
         )
-
-
-def model_hash(files: dict[str, str]) -> str:
-    """One hash of an autoencoder's configuration and weights."""
-    return sha256_json({name: value for name, value in files.items() if not name.endswith(".png")})

@@ -41,18 +41,18 @@ def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch
             f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
         )
     out.mkdir(parents=True, exist_ok=True)
-    again = (out / "manifest.json").exists()  # complete and asked for again: computed again
-    (out / "manifest.json").unlink(missing_ok=True)
+    if (out / "manifest.json").exists():  # complete and asked for again: computed again
+        shutil.rmtree(out / _PARTIAL, ignore_errors=True)
+        (out / "manifest.json").unlink()
     for name in _ARRAYS:
         (out / f"{name}.npy").unlink(missing_ok=True)
     latent = codec.manifest["kind"] != "none"
-    files = _encode_moments(dataset, codec, out, flips, batch_size, again) if latent else {}
+    files = _encode_moments(dataset, codec, out, flips, batch_size) if latent else {}
     manifest = {
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
         "count": len(dataset.images),
-        "scaling_factor": codec.scaling_factor,
-        "shift_factor": codec.shift_factor,
+        **{name: codec.manifest[name] for name in ("scaling_factor", "shift_factor")},
         "flips": flips,
         "conditions": dataset.manifest["conditions"],
         "autoencoder_sha256": codec.manifest["sha256"],
@@ -66,13 +66,9 @@ def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch
     return manifest
 
 
-def _encode_moments(
-    dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int, again: bool
-) -> dict[str, str]:
+def _encode_moments(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int) -> dict[str, str]:
     """Fill the arrays, give them their names and return the hash of each."""
     partial = out / _PARTIAL
-    if again:
-        shutil.rmtree(partial, ignore_errors=True)
     key = sha256_json(
         {
             "autoencoder": codec.manifest["sha256"],
@@ -83,7 +79,9 @@ def _encode_moments(
             "code": fingerprint([__name__]),
         }
     )
-    names = _names(codec, dataset, flips)
+    first = zip(("mean", "logvar"), codec.encode(dataset.tensor([0])))
+    moments = [name for name, values in first if values is not None]
+    names = [name + suffix for suffix in ("", "_flipped")[: 1 + flips] for name in moments]
     shape = (len(dataset.images), *codec.manifest["latent_shape"])
     done = _done(partial, key, names, shape)
     if done:
@@ -115,13 +113,6 @@ def _encode_moments(
         os.replace(partial / name, out / name)
     sync_folder(out)
     return files
-
-
-def _names(codec: Codec, dataset: PreparedDataset, flips: bool) -> list[str]:
-    """The arrays that this autoencoder and data set give."""
-    _, logvar = codec.encode(dataset.tensor([0]))
-    moments = ["mean"] if logvar is None else ["mean", "logvar"]
-    return moments + [f"{name}_flipped" for name in moments if flips]
 
 
 def _save(partial: Path, arrays: dict[str, Any], record: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from kairos.autoencoders.codec import Codec
 from kairos.data.dataset import PreparedDataset, to_uint8
-from kairos.files import atomic
+from kairos.sampling.grid import write_grid
 
 PICTURED = 16
 _SIDE = 64  # least side of an image in the picture
@@ -15,11 +15,9 @@ _SIDE = 64  # least side of an image in the picture
 
 def reconstruct(codec: Codec, dataset: PreparedDataset, indices: np.ndarray, batch_size: int) -> np.ndarray:
     """Images through the autoencoder and back, from the latents' means: uint8 (n, height, width, channels)."""
-    parts = []
-    for start in range(0, len(indices), batch_size):
-        mean, _ = codec.encode(dataset.tensor(indices[start : start + batch_size]))
-        parts.append(to_uint8(codec.decode(codec.to_model_space(mean))))
-    return np.concatenate(parts)
+    batches = np.split(indices, range(batch_size, len(indices), batch_size))
+    means = (codec.encode(dataset.tensor(batch))[0] for batch in batches)
+    return np.concatenate([to_uint8(codec.decode(codec.to_model_space(mean))) for mean in means])
 
 
 def psnr(images: np.ndarray, others: np.ndarray) -> float:
@@ -30,20 +28,8 @@ def psnr(images: np.ndarray, others: np.ndarray) -> float:
 
 def write_picture(path: Path, images: np.ndarray, others: np.ndarray) -> None:
     """Rows of originals, each above the row of their reconstructions, enlarged so that people can see them."""
-    from PIL import Image
-
-    count, height, width, channels = images[:PICTURED].shape
-    columns = min(8, count)
-    factor = max(1, -(-_SIDE // height))
-    gap = 2
-    rows = -(-count // columns)
-    sheet = np.full((rows * (2 * height * factor + 3 * gap), columns * (width * factor + gap), channels), 255, np.uint8)
-    for index in range(count):
-        row, column = divmod(index, columns)
-        for below, image in enumerate((images[index], others[index])):
-            enlarged = image.repeat(factor, axis=0).repeat(factor, axis=1)
-            top = row * (2 * height * factor + 3 * gap) + below * (height * factor + gap)
-            left = column * (width * factor + gap)
-            sheet[top : top + height * factor, left : left + width * factor] = enlarged
-    with atomic(path) as file:
-        Image.fromarray(sheet[:, :, 0] if channels == 1 else sheet).save(file, format="png")
+    shape = images.shape[1:]
+    columns = min(8, len(images))
+    white = np.full((-len(images) % columns, *shape), 255, np.uint8)
+    rows = [np.concatenate([part, white]).reshape(-1, columns, *shape) for part in (images, others)]
+    write_grid(path, np.stack(rows, axis=1).reshape(-1, *shape), columns, _SIDE)

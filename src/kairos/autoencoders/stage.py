@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from kairos import clock
-from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_size, downsampling, model_hash, wrap
+from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_size, downsampling, wrap
 from kairos.autoencoders.quality import PICTURED, psnr, reconstruct, write_picture
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import ConfigError
-from kairos.files import atomic, sha256_file, write_json, write_text
+from kairos.files import sha256_file, sha256_json, write_json, write_text, write_weights
 
 _PSNR_IMAGES = 512  # of the held-out ones, at most
 _STATE = ".state.pt"  # checkpoint of a training that was killed
@@ -91,7 +91,7 @@ def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_s
     files = {name: sha256_file(out / name) for name in (*FILES, "reconstructions.png")}
     return {
         "latent_shape": list(mean.shape[1:]),
-        "sha256": model_hash(files),
+        "sha256": sha256_json({name: files[name] for name in FILES}),
         "psnr": round(psnr(images, others), 3),
         "files": files,
     }
@@ -99,10 +99,6 @@ def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_s
 
 def _save(model: Any, out: Path) -> None:
     """Write the folder that diffusers' `from_pretrained` reads; its own `save_pretrained` hides a full disk's error."""
-    from safetensors.torch import save
-
     model.register_to_config(_name_or_path="")  # where it came from is this machine's matter
     write_text(out / FILES[0], model.to_json_string())
-    weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
-    with atomic(out / FILES[1]) as file:
-        file.write(save(weights, metadata={"format": "pt"}))
+    write_weights(out / FILES[1], model.state_dict())

@@ -13,7 +13,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from torch import Tensor
 
-from kairos.autoencoders.codec import check_size
+from kairos.autoencoders.codec import check_size, downsampling
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.files import atomic, sha256_json
@@ -77,7 +77,8 @@ def train(
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
     identity = _identity(config, dataset, device, flips)
     first = _resume(state, identity, model, optimizer)
-    latent_shape = _latent_shape(config, dataset)
+    _, *sides = dataset.shape
+    latent_shape = (config.latent_channels, *(side // downsampling(model) for side in sides))
     progress = Progress(config.steps, "autoencoder", "step", start=first)
     for step in range(first, config.steps):
         images, noise = (part.to(device) for part in _batch(config, dataset, step, latent_shape, flips))
@@ -105,7 +106,7 @@ def _decay(step: int, steps: int) -> float:
 
 
 def _batch(
-    config: AutoencoderConfig, dataset: PreparedDataset, step: int, latent_shape: tuple[int, int, int], flips: bool
+    config: AutoencoderConfig, dataset: PreparedDataset, step: int, latent_shape: tuple[int, ...], flips: bool
 ) -> tuple[Tensor, Tensor]:
     """Images and latent noise of a step."""
     index = range(config.batch_size)
@@ -115,12 +116,6 @@ def _batch(
         flipped = Stream(config.seed, "autoencoder/flips").uniform(step, index) < 0.5
         images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
     return images, Stream(config.seed, "autoencoder/latent").normal(step, index, latent_shape)
-
-
-def _latent_shape(config: AutoencoderConfig, dataset: PreparedDataset) -> tuple[int, int, int]:
-    factor = 2 ** (len(config.channels) - 1)
-    _, height, width = dataset.shape
-    return config.latent_channels, height // factor, width // factor
 
 
 def _identity(config: AutoencoderConfig, dataset: PreparedDataset, device: torch.device, flips: bool) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kairos.errors import DamagedError
+from kairos.errors import DamagedError, KairosError
 
 
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.memmap:
@@ -27,12 +27,15 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.memmap:
     return array
 
 
-def read_array(path: Path) -> np.ndarray:
+def read_array(path: Path, command: str) -> np.ndarray:
     """A .npy file, mapped into memory.
 
     Raises:
+        KairosError: it is missing; the message names the `command` of kairos that makes it.
         DamagedError: it ends early, or is no array.
     """
+    if not path.is_file():
+        raise KairosError(f"{path}: is missing; make it with: kairos {command}")
     try:
         return np.load(path, mmap_mode="r")
     except (ValueError, EOFError) as error:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kairos.data.arrays import read_array
-from kairos.errors import KairosError
-from kairos.files import read_json
+from kairos.files import open_record
 
 if TYPE_CHECKING:
     import torch
@@ -45,34 +44,20 @@ class PreparedDataset:
 
     def tensor(self, indices: Any) -> "torch.Tensor":
         """Images as float32 (n, channels, height, width) in [-1, 1]."""
-        return scaled(self.images[np.asarray(indices)])
+        import torch
+
+        return scaled(torch.from_numpy(np.array(self.images[np.asarray(indices)])))  # a copy: memory maps are read-only
 
 
-def scaled(images: np.ndarray) -> "torch.Tensor":
+def scaled(images: "torch.Tensor") -> "torch.Tensor":
     """uint8 (n, height, width, channels) to float32 (n, channels, height, width) in [-1, 1]."""
-    import torch
-
-    pixels = torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).contiguous()  # a copy: memory maps are read-only
-    return pixels.float() / 127.5 - 1
+    return images.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1
 
 
 def to_uint8(images: "torch.Tensor") -> np.ndarray:
     """Float (n, channels, height, width) in [-1, 1], clipped, to uint8 (n, height, width, channels)."""
     pixels = ((images.float() + 1) * 127.5).round().clamp(0, 255).byte()
     return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
-
-
-def open_record(folder: Path | str, command: str) -> dict[str, Any]:
-    """The manifest of a folder.
-
-    Raises:
-        KairosError: there is none; the message names the command that makes it.
-    """
-    path = Path(folder) / "manifest.json"
-    if not path.is_file():
-        what = "is not complete (no manifest.json)" if Path(folder).is_dir() else "does not exist"
-        raise KairosError(f"{folder}: {what}; make it with: kairos {command}")
-    return read_json(path)
 
 
 def open_dataset(folder: Path | str) -> PreparedDataset:
@@ -82,13 +67,8 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
         KairosError: the folder is missing or not complete.
     """
     folder = Path(folder)
-    manifest = open_record(folder, f"prepare --config F --out {folder}")
-
-    def array(name: str) -> np.ndarray:
-        if not (folder / name).is_file():
-            raise KairosError(f"{folder / name}: is missing; make it with: kairos prepare --config F --out {folder}")
-        return read_array(folder / name)
-
-    conditions = {name: array(item["file"]) for name, item in manifest["conditions"].items()}
-    train, heldout = np.array(array("train.npy")), np.array(array("heldout.npy"))
-    return PreparedDataset(folder, array("images.npy"), train, heldout, conditions, manifest)
+    command = f"prepare --config F --out {folder}"
+    manifest = open_record(folder, command)
+    conditions = {name: read_array(folder / item["file"], command) for name, item in manifest["conditions"].items()}
+    images, train, heldout = (read_array(folder / f"{name}.npy", command) for name in ("images", "train", "heldout"))
+    return PreparedDataset(folder, images, np.array(train), np.array(heldout), conditions, manifest)

@@ -38,26 +38,19 @@ def to_pixels(image: Image.Image, color: str, crop: str, resolution: int | None,
     """
     image = _eight_bit(image).convert("L" if color == "grey" else "RGB")
     width, height = image.size
-    if crop == "pad":
-        side = resolution or max(width, height)
-        if side < max(width, height):
-            raise KairosError(
-                f"dataset.resolution: got {resolution} with crop pad, but {name} is {width}×{height} pixels; "
-                "allowed: its longer side or more"
-            )
-        square = Image.new(image.mode, (side, side))
-        square.paste(image, ((side - width) // 2, (side - height) // 2))
-        image = square
-    elif width != height:
-        if crop == "none":
-            raise KairosError(f"dataset.crop: {name} is {width}×{height} pixels, crop none takes square images only")
-        side = min(width, height)
-        left, top = (width - side) // 2, (height - side) // 2
-        image = image.crop((left, top, left + side, top + side))
+    if crop == "none" and width != height:
+        raise KairosError(f"dataset.crop: {name} is {width}×{height} pixels, crop none takes square images only")
+    side = (resolution or max(width, height)) if crop == "pad" else min(width, height)
+    if crop == "pad" and side < max(width, height):
+        raise KairosError(
+            f"dataset.resolution: got {resolution} with crop pad, but {name} is {width}×{height} pixels; "
+            "allowed: its longer side or more"
+        )
+    left, top = int((width - side) / 2), int((height - side) / 2)
+    image = image.crop((left, top, left + side, top + side))  # black where that is beyond its edges
     if resolution is not None and image.size != (resolution, resolution):
         image = image.resize((resolution, resolution), Image.Resampling.BICUBIC)
-    pixels = np.asarray(image)
-    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+    return np.atleast_3d(np.asarray(image))
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

@@ -3,6 +3,8 @@
 Model space is x0 = (z − shift) · scale, of mean 0 and standard deviation 1 over the training images.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kairos.data.arrays import read_array
-from kairos.data.dataset import PreparedDataset, open_dataset, open_record
+from kairos.data.dataset import PreparedDataset, open_dataset, scaled
 from kairos.errors import KairosError
+from kairos.files import open_record
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,6 @@ class Latents:
         """Channels, height and width of x0."""
         channels, height, width = self.manifest["shape"]
         return channels, height, width
-
-    @property
-    def count(self) -> int:
-        """Number of images, training and held out."""
-        return self.manifest["count"]
 
     @property
     def train(self) -> np.ndarray:
@@ -68,7 +66,7 @@ class Latents:
         """Descriptions of the conditions by name, as in the manifests."""
         return self.manifest["conditions"]
 
-    def rows(self, indices: Any, flips: np.ndarray | None = None) -> "dict[str, torch.Tensor]":
+    def rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """What x0 of some images is made of, by name, each row read once: moments, or pixels (n, h, w, c) uint8.
 
         Args:
@@ -97,7 +95,7 @@ class Latents:
             rows[name] = torch.from_numpy(values)
         return rows
 
-    def x0(self, rows: "dict[str, torch.Tensor]", noise: "torch.Tensor | None" = None) -> "torch.Tensor":
+    def x0(self, rows: dict[str, Tensor], noise: Tensor | None = None) -> Tensor:
         """Images in model space, float32 (n, c, h, w), from their rows on any device.
 
         Args:
@@ -105,21 +103,16 @@ class Latents:
             noise: standard normal (n, c, h, w) for a sample of the moments; None: their mean. Moments without a
                 variance and pixels do not use it.
         """
-        if "pixels" in rows:
-            z = rows["pixels"].permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1
-        else:
-            z = rows["mean"]
-            if noise is not None and self.stochastic:
-                z = z + (0.5 * rows["logvar"]).exp() * noise
+        z = scaled(rows["pixels"]) if "pixels" in rows else rows["mean"]
+        if noise is not None and self.stochastic:
+            z = z + (0.5 * rows["logvar"]).exp() * noise
         return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
-    def batch(
-        self, indices: Any, flips: np.ndarray | None = None, noise: "torch.Tensor | None" = None
-    ) -> "torch.Tensor":
+    def batch(self, indices: Any, flips: np.ndarray | None = None, noise: Tensor | None = None) -> Tensor:
         """x0 of some images on the CPU, see `rows` and `x0`."""
         return self.x0(self.rows(indices, flips), noise)
 
-    def conditions(self, indices: Any, flips: np.ndarray | None = None) -> "dict[str, torch.Tensor]":
+    def conditions(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """The conditions of some images by name, row i for indices[i]; those that are images flip with the image."""
         import torch
 
@@ -156,9 +149,5 @@ def open_latents(folder: Path | str) -> Latents:
         raise KairosError(
             f"{folder}: was made from another version of {dataset.folder}; make it with: kairos {command}"
         )
-    moments = {}
-    for name in manifest["files"]:
-        if not (folder / name).is_file():
-            raise KairosError(f"{folder / name}: is missing; make it with: kairos {command}")
-        moments[Path(name).stem] = read_array(folder / name)
+    moments = {Path(name).stem: read_array(folder / name, command) for name in manifest["files"]}
     return Latents(manifest, dataset, moments)

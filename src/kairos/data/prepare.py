@@ -58,9 +58,8 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
         conditions[name] = {**description, "file": f"conditions/{name}.npy"}
         np.save(out / conditions[name]["file"], values[kept])
     names = ["images.npy", "train.npy", "heldout.npy", *(item["file"] for item in conditions.values())]
-    for name in names:
-        _sync(out / name)
-    sync_folder(out)
+    for name in (*names, "."):
+        sync_folder(out / name)
 
     images = np.load(out / "images.npy", mmap_mode="r")
     mean, std = channel_statistics(images, split["train"])
@@ -127,30 +126,17 @@ def _write_images(
     if images is None:
         raise KairosError(f"dataset: none of the {len(chosen)} images is usable; the first is {skipped[0]}")
     images.flush()
-    return kept, skipped, _shortened(temporary, len(kept)) if skipped else temporary
-
-
-def _shortened(path: Path, count: int) -> Path:
-    """A copy of the first `count` rows of an array file, in the place of the whole."""
-    whole = np.load(path, mmap_mode="r")
-    shorter = path.with_name(".tmp-shorter.npy")
-    array = create_array(shorter, (count, *whole.shape[1:]), whole.dtype)
-    for start in range(0, count, _CHUNK):
-        array[start : start + _CHUNK] = whole[start : min(start + _CHUNK, count)]
-    array.flush()
-    path.unlink()
-    return shorter
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    if skipped:
+        shorter = create_array(out / ".tmp-shorter.npy", (len(kept), *images.shape[1:]), np.uint8)
+        shorter[:] = images[: len(kept)]
+        shorter.flush()
+        os.replace(out / ".tmp-shorter.npy", temporary)
+    return kept, skipped, temporary
 
 
 def channel_statistics(images: np.ndarray, indices: np.ndarray) -> tuple[list[float], list[float]]:
     """Mean and standard deviation per channel of the images at `indices`, pixels as 0..1; sums are exact integers."""
-    total = np.zeros(images.shape[3], dtype=np.int64)
-    squares = np.zeros(images.shape[3], dtype=np.int64)
+    total, squares = np.zeros((2, images.shape[3]), np.int64)
     for start in range(0, len(indices), _CHUNK):
         pixels = images[indices[start : start + _CHUNK]].astype(np.int64)
         total += pixels.sum(axis=(0, 1, 2))
@@ -158,4 +144,4 @@ def channel_statistics(images: np.ndarray, indices: np.ndarray) -> tuple[list[fl
     count = len(indices) * images.shape[1] * images.shape[2]
     mean = total / count
     std = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
-    return [float(value / 255) for value in mean], [float(value / 255) for value in std]
+    return (mean / 255).tolist(), (std / 255).tolist()

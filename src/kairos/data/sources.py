@@ -68,7 +68,7 @@ def _folder(config: DatasetConfig) -> Source:
     root = Path(str(config.path))
     if not root.is_dir():
         raise ConfigError(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
-    names = sorted(_image_files(root))
+    names = sorted(name for name in glob.iglob("**/*", root_dir=root, recursive=True) if _is_image(root / name))
     if not names:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
     labels = classes = None
@@ -83,13 +83,8 @@ def _numbered(names: list[str]) -> tuple[np.ndarray, list[str]]:
     return labels.astype(np.int64), classes.tolist()
 
 
-def _image_files(root: Path) -> list[str]:
-    found = []
-    for folder, subfolders, files in os.walk(root, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        images = (name for name in files if name.lower().endswith(SUFFIXES) and not name.startswith("."))
-        found += [Path(folder, name).relative_to(root).as_posix() for name in images]
-    return found
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.is_dir()
 
 
 def _parquet(config: DatasetConfig) -> Source:
@@ -99,13 +94,11 @@ def _parquet(config: DatasetConfig) -> Source:
         files = sorted(str(file) for file in Path(path).rglob("*.parquet"))
     if not files or not all(os.path.isfile(file) for file in files):
         raise ConfigError(f"dataset.path: got {path!r}, allowed: parquet file(s) that exist, a glob or their folder")
-    from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
-    _quiet()
     starts = np.cumsum([0, *(_rows(file) for file in files)])
     try:
-        table = load_dataset("parquet", data_files=files, split="train")
+        table = _loaded("parquet", data_files=files, split="train")
     except (DatasetGenerationError, OSError, ValueError) as error:
         raise KairosError(f"dataset.path: {path!r} cannot be read as parquet ({error.__cause__ or error})") from None
 
@@ -127,13 +120,11 @@ def _rows(file: str) -> int:
 
 
 def _hub(config: DatasetConfig) -> Source:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+    from datasets.exceptions import DatasetGenerationError
 
-    _quiet()
     try:
-        table = load_dataset(str(config.path), split=config.split)
-    except (DatasetGenerationError, DatasetNotFoundError, OSError, ValueError, RuntimeError) as error:
+        table = _loaded(str(config.path), split=config.split)
+    except (DatasetGenerationError, OSError, ValueError, RuntimeError) as error:
         raise KairosError(
             f"dataset.path: hub data set {config.path!r} (split {config.split!r}) cannot be loaded: "
             f"{' '.join(str(error).split())}. `kairos fetch` brings it where there is a network; or put a copy into "
@@ -143,10 +134,11 @@ def _hub(config: DatasetConfig) -> Source:
     return _table(table, config, lambda index: f"row {index} of {config.path} ({config.split})")
 
 
-def _quiet() -> None:
-    from datasets import disable_progress_bars
+def _loaded(source: str, **named: Any) -> Any:
+    from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()  # our own progress counts images
+    return load_dataset(source, **named)
 
 
 def _table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Source:

@@ -62,9 +62,7 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
 
 def _numbers(values: Any) -> Array:
     """Numbers of any kind, on any device, as float64."""
-    if isinstance(values, torch.Tensor):
-        return values.detach().double().cpu().numpy()
-    return np.asarray(values, np.float64)
+    return torch.as_tensor(values, dtype=torch.float64, device="cpu").detach().numpy()
 
 
 def _of_scheduler(scheduler: Any) -> NoiseSchedule:

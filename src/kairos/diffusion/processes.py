@@ -8,8 +8,11 @@ the network is shown, and the estimate of x0 that its output stands for.
 What depends on time alone takes numpy arrays as well as tensors, so strategies can be shown without torch.
 """
 
+from __future__ import annotations
+
 import functools
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,14 +27,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def call(network: Any, x: "Tensor", t: "Tensor", conditions: "dict[str, Tensor] | None") -> "Tensor":
+def call(network: Any, x: Tensor, t: Tensor, conditions: dict[str, Tensor] | None) -> Tensor:
     """``network(x, t, conditions)``, or ``network(x, t)`` without conditions; a model of diffusers wraps its tensor."""
     output = network(x, t) if conditions is None else network(x, t, conditions)
     tensor: Tensor = getattr(output, "sample", output)
     return tensor
 
 
-def shaped(coefficient: "Tensor", like: "Tensor") -> "Tensor":
+def shaped(coefficient: Tensor, like: Tensor) -> Tensor:
     """Coefficients (batch,), computed in the precision of t, as (batch, 1, ...) in that of `like`."""
     return coefficient.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
@@ -53,7 +56,7 @@ class Process:
         """Times of fractions in [0, 1), elementwise."""
         raise NotImplementedError
 
-    def fractions(self, t: "Tensor") -> "Tensor":
+    def fractions(self, t: Tensor) -> Tensor:
         """The inverse of `times`; of a discrete process the middle of the timestep."""
         raise NotImplementedError
 
@@ -78,7 +81,7 @@ class Process:
         signal, noise = self.coefficients(t)
         return (signal / noise) ** 2
 
-    def noised(self, x0: "Tensor", noise: "Tensor", t: "Tensor") -> "Tensor":
+    def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """x_t, of the type of x0."""
         a, s = self._shaped(t, x0)
         return (a * x0 + s * noise).to(x0.dtype)
@@ -87,13 +90,11 @@ class Process:
         """Channels that the network must have at its end, for images of so many."""
         return channels
 
-    def predict(
-        self, network: Any, x_t: "Tensor", t: "Tensor", conditions: "dict[str, Tensor] | None" = None
-    ) -> "Tensor":
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
         """The network's prediction at t; preconditioned processes scale its input and output here."""
         return call(network, x_t, self._shown(t, x_t), conditions)
 
-    def target(self, x0: "Tensor", noise: "Tensor", t: "Tensor") -> "Tensor":
+    def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """What the prediction should be, shape of x0."""
         match self.prediction:
             case "epsilon":
@@ -105,7 +106,7 @@ class Process:
         a, s = self._shaped(t, x0)
         return a * noise - s * x0
 
-    def estimate(self, output: "Tensor", x_t: "Tensor", t: "Tensor") -> "Tensor":
+    def estimate(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         """The x0 that a prediction stands for, shape of x_t."""
         a, s = self._shaped(t, x_t)
         match self.prediction:
@@ -117,7 +118,7 @@ class Process:
                 return x_t - s * output
         return a * x_t - s * output
 
-    def epsilon(self, output: "Tensor", x_t: "Tensor", t: "Tensor") -> "Tensor":
+    def epsilon(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         """The noise that a prediction stands for, shape of x_t."""
         a, s = self._shaped(t, x_t)
         match self.prediction:
@@ -133,10 +134,10 @@ class Process:
         """A configuration of diffusers' scheduler for this process; None where diffusers has none."""
         return None
 
-    def _shown(self, t: "Tensor", x_t: "Tensor") -> "Tensor":
+    def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
         return (self.time_scale * self.embedded(t)).to(x_t.dtype)
 
-    def _shaped(self, t: "Tensor", like: "Tensor") -> "tuple[Tensor, Tensor]":
+    def _shaped(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         a, s = self.coefficients(t)
         return shaped(a, like), shaped(s, like)
 
@@ -145,7 +146,7 @@ class Discrete(Process):
     """The discrete Gaussian process of DDPM (Ho et al. 2020): t = 0 ... T-1."""
 
     def __init__(self, options: DiscreteOptions | NoiseSchedule, prediction: str = "epsilon"):
-        self._schedule = options if isinstance(options, NoiseSchedule) else named_schedule(options)
+        self._schedule = options if isinstance(options, NoiseSchedule) else make_schedule(**asdict(options))
         self.prediction = prediction
         self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
@@ -159,7 +160,7 @@ class Discrete(Process):
         scaled, last = fractions * self.schedule.timesteps, self.schedule.timesteps - 1
         return scaled.astype(np.int64).clip(0, last) if isinstance(scaled, np.ndarray) else scaled.long().clamp(0, last)
 
-    def fractions(self, t: "Tensor") -> "Tensor":
+    def fractions(self, t: Tensor) -> Tensor:
         """(t + 1/2)/T."""
         return (t.double() + 0.5) / self.schedule.timesteps
 
@@ -178,10 +179,10 @@ class Discrete(Process):
 
         return torch.from_numpy(self.schedule.snr[t.cpu().numpy()]).to(t.device)
 
-    def _shown(self, t: "Tensor", x_t: "Tensor") -> "Tensor":
+    def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
         return t  # an index, which networks embed in float32
 
-    def _on(self, device: "torch.device") -> "tuple[Tensor, Tensor]":
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._tables:
             import torch
 
@@ -227,7 +228,7 @@ class Edm(Process):
         """Noise levels sigma."""
         return self._low * self._ratio**fractions
 
-    def fractions(self, t: "Tensor") -> "Tensor":
+    def fractions(self, t: Tensor) -> Tensor:
         """The share of the way in ln sigma."""
         return (t / self._low).log() / math.log(self._ratio)
 
@@ -239,9 +240,7 @@ class Edm(Process):
         """EDM's c_noise, ln(sigma)/4."""
         return t.log() / 4
 
-    def predict(
-        self, network: Any, x_t: "Tensor", t: "Tensor", conditions: "dict[str, Tensor] | None" = None
-    ) -> "Tensor":
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
         """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise): an estimate of x0."""
         data, total = self.sigma_data, t**2 + self.sigma_data**2
         output = call(network, shaped(total**-0.5, x_t) * x_t, self._shown(t, x_t), conditions)
@@ -265,7 +264,7 @@ class Flow(Process):
         """SD3's shift s u/(1 + (s - 1) u), kept from the ends by 1e-5, where the SNR is no number."""
         return (self.shift * fractions / (1 + (self.shift - 1) * fractions)).clip(1e-5, 1 - 1e-5)
 
-    def fractions(self, t: "Tensor") -> "Tensor":
+    def fractions(self, t: Tensor) -> Tensor:
         """The shift taken back."""
         return t / (self.shift - (self.shift - 1) * t)
 
@@ -291,7 +290,7 @@ class Vp(Process):
         """t_min + (1 - t_min) u."""
         return self._options.t_min + (1 - self._options.t_min) * fractions
 
-    def fractions(self, t: "Tensor") -> "Tensor":
+    def fractions(self, t: Tensor) -> Tensor:
         """The share of the way in t."""
         return (t - self._options.t_min) / (1 - self._options.t_min)
 
@@ -300,11 +299,6 @@ class Vp(Process):
         low, high = self._options.beta_min, self._options.beta_max
         alphas_cumprod = math.e ** -(low * t + (high - low) * t**2 / 2)
         return alphas_cumprod**0.5, (1 - alphas_cumprod) ** 0.5
-
-
-def named_schedule(options: DiscreteOptions) -> NoiseSchedule:
-    """The noise schedule that a process' options name."""
-    return make_schedule(options.schedule, options.timesteps, options.scale_betas, options.variance)
 
 
 def measured(process: dict[str, Any], sigma_data: float | None) -> dict[str, Any]:

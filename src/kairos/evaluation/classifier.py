@@ -23,6 +23,7 @@ from kairos.randomness import Stream, derived_seed
 
 WEIGHTS = "model.safetensors"
 NAME = "kairos-classifier"
+BATCH = 256  # images classified at a time
 SMALLEST_SIDE = 4  # convolutions halve the image until it is no larger
 
 
@@ -149,15 +150,9 @@ class ClassifierExtractor(FeatureExtractorBase):
         """Not worth it."""
         return False
 
-    @staticmethod
-    def get_dummy_input_for_compile() -> Tensor:
-        """Never compiled."""
-        raise NotImplementedError
-
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """The requested layers of uint8 (batch, channels, height, width)."""
-        features, logits = self.model(images)
-        layers = {"features": features, "logits": logits}
+        layers = dict(zip(("features", "logits"), self.model(images)))
         return tuple(layers[name] for name in self.features_list)
 
 
@@ -168,11 +163,10 @@ def _pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(dataset.images[indices])).permute(0, 3, 1, 2)
 
 
-def _accuracy(model: Classifier, dataset: PreparedDataset, labels: Tensor, batch_size: int = 256) -> float:
+@torch.inference_mode()
+def _accuracy(model: Classifier, dataset: PreparedDataset, labels: Tensor) -> float:
     """Share of the held-out images that are classified right."""
     right = 0
-    with torch.inference_mode():
-        for start in range(0, len(dataset.heldout), batch_size):
-            chosen = dataset.heldout[start : start + batch_size]
-            right += int((model(_pixels(dataset, chosen))[1].argmax(1) == labels[chosen]).sum())
+    for chosen in np.split(dataset.heldout, range(BATCH, len(dataset.heldout), BATCH)):
+        right += int((model(_pixels(dataset, chosen))[1].argmax(1) == labels[chosen]).sum())
     return right / len(dataset.heldout)

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import Dataset, Subset
 
 from kairos import compute
 from kairos.data.dataset import PreparedDataset
-from kairos.errors import DamagedError, KairosError
+from kairos.errors import KairosError
 from kairos.evaluation.registries import EXTRACTORS
-from kairos.files import read_json, sha256_file, write_json
+from kairos.files import check_files, open_record, write_json
 from kairos.section import build
 
 
@@ -80,33 +81,19 @@ def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: 
         KairosError: it is not there.
         DamagedError: a file is missing or has changed.
     """
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise KairosError(
-            f"{folder}: no manifest.json; make it with: kairos extractor --config F --dataset DIR --out DIR"
-        )
-    manifest = read_json(path)
-    for name, digest in manifest["files"].items():
-        if not (folder / name).is_file() or sha256_file(folder / name) != digest:
-            raise DamagedError(f"{folder / name}: missing or damaged; make it again with: kairos extractor")
+    manifest = open_record(folder, f"extractor --config F --dataset DIR --out {folder}")
+    check_files(folder, manifest["files"], "make it again with: kairos extractor")
     module = importlib.import_module(EXTRACTORS.entry(manifest["kind"]).module)
     return dataclasses.replace(module.load(folder, manifest), device=torch.device(device), precision=precision)
 
 
-class Images(torch.utils.data.Dataset):
+def as_dataset(images: NDArray[np.uint8]) -> Dataset:
     """Images, uint8 (n, height, width, channels), as torch-fidelity reads them: uint8 (channels, height, width)."""
-
-    def __init__(self, images: NDArray[np.uint8]):
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(np.array(self.images[index])).permute(2, 0, 1)
+    pixels = torch.from_numpy(np.require(images, requirements="W")).permute(0, 3, 1, 2)
+    return Subset(pixels, range(len(pixels)))
 
 
-def extract(extractor: Extractor, images: NDArray[np.uint8], batch_size: int = 64) -> dict[str, torch.Tensor]:
+def extract(extractor: Extractor, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
     """Features of images by layer, each float32 (n, width).
 
     Raises:
@@ -124,7 +111,5 @@ def extract(extractor: Extractor, images: NDArray[np.uint8], batch_size: int = 6
     module = extractor.module.to(extractor.device)
     # save_cpu_ram: read in this process, no worker processes for small arrays
     with compute.precision(extractor.precision, extractor.device):
-        layers = get_featuresdict_from_dataset(
-            Images(images), module, batch_size, cuda, save_cpu_ram=True, verbose=False
-        )
+        layers = get_featuresdict_from_dataset(as_dataset(images), module, 64, cuda, save_cpu_ram=True, verbose=False)
     return {name: values.float() for name, values in layers.items()}

@@ -20,18 +20,13 @@ WEIGHTS = weights.NAME
 NAME = "kairos-inception"
 
 
-def weights_path(options: InceptionOptions) -> Path:
-    """Where the weights are expected: the configured file, or where torch-fidelity keeps its download."""
-    return Path(options.path) if options.path else weights.place()
-
-
 def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
     """Put the weights into the folder, downloaded if need be, and return what the manifest says of the extractor.
 
     Raises:
         KairosError: there are no weights; the message says which file goes where.
     """
-    path = weights_path(options)
+    path = Path(options.path) if options.path else weights.place()
     if not path.is_file():
         if options.path:
             raise KairosError(missing(path, "there is no such file"))

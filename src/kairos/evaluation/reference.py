@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from kairos import clock
 from kairos.data.dataset import PreparedDataset, open_dataset, to_uint8
-from kairos.errors import DamagedError, KairosError
+from kairos.errors import KairosError
 from kairos.evaluation import distances
 from kairos.evaluation.distances import Sample, Statistics, Target
 from kairos.evaluation.extractors import Extractor, extract, open_extractor
 from kairos.evaluation.settings import EvaluationConfig, LossSettings
-from kairos.files import read_json, sha256_file, sha256_json, write_json
+from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
 from kairos.progress import Progress, say
 from kairos.randomness import Stream, derived_seed
 
@@ -151,18 +151,14 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
         DamagedError: the statistics have changed.
     """
     path = path / "reference.json" if path.is_dir() else path
-    if not path.is_file():
-        raise KairosError(f"{path}: no such file; make it with: kairos reference")
-    record = read_json(path)
-    statistics = path.parent / "statistics.npz"
-    if not statistics.is_file() or sha256_file(statistics) != record["files"]["statistics.npz"]:
-        raise DamagedError(f"{statistics}: missing or damaged; make it again with: kairos reference")
+    record = open_record(path.parent, "reference", path.name)
+    check_files(path.parent, record["files"], "make it again with: kairos reference")
     if record["extractor_hash"] != extractor.hash:
         raise KairosError(
             f"{path}: made with extractor {record['extractor']} {record['extractor_hash'][:12]}, "
             f"got {extractor.name} {extractor.hash[:12]}; pass that one as --extractor DIR"
         )
-    return Reference(record, Target(record["metric"], Statistics.load(statistics), record["kid"]))
+    return Reference(record, Target(record["metric"], Statistics.load(path.parent / "statistics.npz"), record["kid"]))
 
 
 def training_statistics(images: PreparedDataset, extractor: Extractor) -> Statistics:

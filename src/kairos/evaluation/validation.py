@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kairos import compute
 from kairos.data.latents import Latents
@@ -61,9 +62,12 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
     for number, stratum in enumerate(strata_of(len(c), settings.strata)):
         noise = Stream(seed, "validation noise").normal(number, range(len(chosen)), shape)
         u = spread_over(stratum, len(chosen))
-        parts = [slice(start, start + BATCH) for start in range(0, len(chosen), BATCH)]
+        errors = []
         with compute.precision(settings.precision, torch.device(device)):
-            loss = torch.cat([_squared_error(milestone, x0, noise, u, conditions, part, device) for part in parts])
+            for part in (slice(start, start + BATCH) for start in range(0, len(chosen), BATCH)):
+                told = {name: values[part].to(device) for name, values in conditions.items()}
+                errors.append(_squared_error(milestone, *(v[part].to(device) for v in (x0, noise, u)), told))
+        loss = torch.cat(errors)
         row = {"u": list(stratum), "t": process.times(torch.tensor(sum(stratum) / 2, dtype=torch.float64)).item()}
         vlb = c[(u * len(c)).long()] * loss
         rows.append({**row, "loss": float(loss.mean()), "vlb": float(vlb.mean())})
@@ -78,22 +82,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def _squared_error(
-    milestone: Any,
-    x0: torch.Tensor,
-    noise: torch.Tensor,
-    u: torch.Tensor,
-    conditions: dict[str, torch.Tensor],
-    part: slice,
-    device: Any,
-) -> torch.Tensor:
-    """Mean squared error of epsilon per image of a part, float64 (batch,)."""
-    x0, noise, t = x0[part].to(device), noise[part].to(device), milestone.process.times(u[part].to(device))
-    x_t = milestone.process.noised(x0, noise, t)
-    output = milestone.process.predict(
-        milestone.model, x_t, t, {name: values[part].to(device) for name, values in conditions.items()}
-    )
-    epsilon = milestone.process.epsilon(output.to(x_t.dtype), x_t, t)
+def _squared_error(milestone: Any, x0: Tensor, noise: Tensor, u: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+    """Mean squared error of epsilon per image, float64 (batch,)."""
+    process, t = milestone.process, milestone.process.times(u)
+    x_t = process.noised(x0, noise, t)
+    output = process.predict(milestone.model, x_t, t, conditions)
+    epsilon = process.epsilon(output.to(x_t.dtype), x_t, t)
     return (epsilon - noise).double().square().flatten(1).mean(1).cpu()
 
 

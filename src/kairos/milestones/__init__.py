@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kairos.errors import DamagedError, KairosError
-from kairos.files import atomic_folder, hash_folder, read_json, sha256_file, write_json, write_text
+from kairos.errors import KairosError
+from kairos.files import atomic_folder, check_files, hash_folder, read_json, write_json, write_text
 from kairos.strategies.columns import strategy_csv
 
 
@@ -48,17 +48,8 @@ def check_milestone(folder: Path) -> dict[str, Any]:
     path = folder / "milestone.json"
     if not path.is_file():
         raise KairosError(f"{folder}: no milestone.json; not a milestone, or one that was not finished")
-    try:
-        record: dict[str, Any] = read_json(path)
-        files = record["files"]
-    except (ValueError, KeyError, TypeError):
-        raise DamagedError(f"{path}: damaged: not a milestone's record") from None
-    for name, digest in files.items():
-        file = folder / name
-        if not file.is_file():
-            raise DamagedError(f"{file}: missing from the milestone; train again, or pull it with dvc")
-        if sha256_file(file) != digest:
-            raise DamagedError(f"{file}: damaged: does not match the milestone's checksum")
+    record = read_json(path)
+    check_files(folder, record["files"], "train again, or pull it with dvc")
     return record
 
 

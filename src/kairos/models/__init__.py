@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.errors import KairosError
-from kairos.files import atomic, read_json, write_json
+from kairos.files import read_json, write_json, write_weights
 from kairos.models.registries import MODELS
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -45,12 +45,7 @@ def build(
 
 def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:
     """Write ``config.json`` and safetensors as diffusers does; `weights` stands in for the module's own (EMA)."""
-    from safetensors.torch import save as to_bytes
-
-    state = {name: value.detach().cpu().contiguous() for name, value in (weights or module.weights()).items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic(folder / WEIGHTS) as file:
-        file.write(to_bytes(state, metadata={"format": "pt"}))
+    write_weights(folder / WEIGHTS, weights or module.weights())
     write_json(folder / "config.json", module.config())
 
 

@@ -5,6 +5,7 @@ every block and is another model.
 """
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from kairos.errors import KairosError
 from kairos.models.registries import DiTOptions
+
+_KEPT = ("patch", "width", "depth", "heads", "mlp_ratio")  # options that config.json holds
 
 
 class TimestepEmbedder(nn.Module):
@@ -31,28 +34,9 @@ class TimestepEmbedder(nn.Module):
         return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=1))
 
 
-class LabelEmbedder(nn.Module):
-    """A vector per class; the row past the last class stands for no class."""
-
-    def __init__(self, classes: int, width: int):
-        super().__init__()
-        self.embedding_table = nn.Embedding(classes + 1, width)
-
-    def forward(self, labels: Tensor) -> Tensor:
-        """(batch,) to (batch, width)."""
-        return self.embedding_table(labels)
-
-
-class PatchEmbed(nn.Module):
-    """Patches to tokens: (batch, channels, height, width) to (batch, tokens, width)."""
-
-    def __init__(self, patch: int, channels: int, width: int):
-        super().__init__()
-        self.proj = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens in row order."""
-        return self.proj(x).flatten(2).transpose(1, 2)
+def named(**layers: nn.Module) -> nn.Sequential:
+    """Layers one after the other, their parameters under these names."""
+    return nn.Sequential(OrderedDict(layers))
 
 
 class Attention(nn.Module):
@@ -73,19 +57,6 @@ class Attention(nn.Module):
         return self.proj(attended.transpose(1, 2).reshape(batch, tokens, width))
 
 
-class Mlp(nn.Module):
-    """Two layers with a tanh-approximated GELU."""
-
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to (..., width)."""
-        return self.fc2(nn.functional.gelu(self.fc1(x), approximate="tanh"))
-
-
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Scale and shift tokens (batch, tokens, width) by vectors (batch, width)."""
     return x * (1 + scale[:, None]) + shift[:, None]
@@ -99,7 +70,9 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.attn = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.mlp = Mlp(width, int(width * mlp_ratio))
+        hidden = int(width * mlp_ratio)
+        gelu = nn.GELU(approximate="tanh")
+        self.mlp = named(fc1=nn.Linear(width, hidden), act=gelu, fc2=nn.Linear(hidden, width))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
@@ -149,22 +122,15 @@ class DiT(nn.Module):
         if set(conditions) - {"class"}:
             raise KairosError(f"model.conditions: got {sorted(conditions)}, allowed with dit: class")
         classes = conditions["class"]["num_classes"] if "class" in conditions else None
-        self._config = {
-            "_class_name": "DiT",
-            "shape": list(shape),
-            "patch": options.patch,
-            "width": options.width,
-            "depth": options.depth,
-            "heads": options.heads,
-            "mlp_ratio": options.mlp_ratio,
-            "num_classes": classes,
-            "outputs": outputs,
-        }
+        kept = {name: getattr(options, name) for name in _KEPT}
+        self._config = {"_class_name": "DiT", "shape": list(shape), **kept, "num_classes": classes, "outputs": outputs}
         self.shape, self.patch, self.outputs = shape, options.patch, outputs
         grid = (height // options.patch, width // options.patch)
-        self.x_embedder = PatchEmbed(options.patch, channels, options.width)
+        self.x_embedder = named(proj=nn.Conv2d(channels, options.width, options.patch, options.patch))
         self.t_embedder = TimestepEmbedder(options.width)
-        self.y_embedder = LabelEmbedder(classes, options.width) if classes is not None else None
+        self.y_embedder = None
+        if classes is not None:  # the row past the last class stands for no class
+            self.y_embedder = named(embedding_table=nn.Embedding(classes + 1, options.width))
         self.pos_embed = nn.Parameter(_positions(options.width, grid)[None], requires_grad=False)
         self.blocks = nn.ModuleList(
             Block(options.width, options.heads, options.mlp_ratio) for _ in range(options.depth)
@@ -175,10 +141,9 @@ class DiT(nn.Module):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "DiT":
         """An empty model from the content of its config.json."""
-        names = ("patch", "width", "depth", "heads", "mlp_ratio")
         classes = config["num_classes"]
         conditions = {} if classes is None else {"class": {"num_classes": classes}}
-        options = DiTOptions(**{name: config[name] for name in names})
+        options = DiTOptions(**{name: config[name] for name in _KEPT})
         return cls(options, tuple(config["shape"]), conditions, config["outputs"])
 
     def _initialise(self) -> None:
@@ -186,13 +151,13 @@ class DiT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        weight = self.x_embedder.proj.weight
-        nn.init.xavier_uniform_(weight.data.view(len(weight), -1))
-        nn.init.zeros_(self.x_embedder.proj.bias)
+        patches = self.x_embedder[0]
+        nn.init.xavier_uniform_(patches.weight.data.flatten(1))
+        nn.init.zeros_(patches.bias)
         for layer in (self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
             nn.init.normal_(layer.weight, std=0.02)
         if self.y_embedder is not None:
-            nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
+            nn.init.normal_(self.y_embedder[0].weight, std=0.02)
         zeroed = [*(block.adaLN_modulation[1] for block in self.blocks), self.final_layer.adaLN_modulation[1]]
         for layer in [*zeroed, self.final_layer.linear]:
             nn.init.zeros_(layer.weight)
@@ -202,7 +167,7 @@ class DiT(nn.Module):
         """Prediction (batch, outputs, height, width)."""
         batch, p = len(x), self.patch
         _, height, width = self.shape
-        tokens = self.x_embedder(x) + self.pos_embed
+        tokens = self.x_embedder(x).flatten(2).transpose(1, 2) + self.pos_embed  # (batch, tokens, width), row by row
         c = self.t_embedder(t)
         if self.y_embedder is not None:
             c = c + self.y_embedder(conditions["class"])

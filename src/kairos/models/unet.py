@@ -1,6 +1,5 @@
 """The DDPM U-Net: diffusers' UNet2DModel, padded to sizes that its levels can halve."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -72,8 +71,7 @@ class UNet(nn.Module):
         """An empty model from the content of its config.json."""
         model = cls.__new__(cls)
         nn.Module.__init__(model)
-        known = inspect.signature(UNet2DModel.__init__).parameters
-        model.unet = UNet2DModel(**{key: value for key, value in config.items() if key in known})
+        model.unet = UNet2DModel.from_config(config)
         return model
 
     @torch.no_grad()

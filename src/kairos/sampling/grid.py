@@ -14,10 +14,10 @@ SIDE = 48  # pixels an image is at least enlarged to
 GAP = 2
 
 
-def grid(images: NDArray[np.uint8], columns: int | None = None) -> NDArray[np.uint8]:
+def grid(images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> NDArray[np.uint8]:
     """Images (n, height, width, channels) in rows, enlarged by a whole factor, thin white lines between."""
     count, height, width, channels = images.shape
-    factor = max(1, math.ceil(SIDE / max(height, width)))
+    factor = max(1, math.ceil(side / max(height, width)))
     images = images.repeat(factor, axis=1).repeat(factor, axis=2)
     columns = columns or math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
@@ -29,9 +29,9 @@ def grid(images: NDArray[np.uint8], columns: int | None = None) -> NDArray[np.ui
     return picture
 
 
-def write_grid(path: Path, images: NDArray[np.uint8]) -> None:
+def write_grid(path: Path, images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> None:
     """Write the grid picture as PNG, atomically; one channel is grey."""
-    picture = grid(images)
+    picture = grid(images, columns, side)
     content = io.BytesIO()
     Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(content, format="png")
     with atomic(path) as file:

@@ -125,7 +125,9 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         "training_seed": record["seed"],
         "step": record["step"],
         "weights": options.weights,
-        "model_files": _hashes(record["files"], options.weights),
+        "model_files": {
+            name: value for name, value in record["files"].items() if name.startswith(f"{options.weights}/")
+        },
         "autoencoder_sha256": record["autoencoder_sha256"],
         "scheduler": scheduler,
         "steps": options.steps,
@@ -188,7 +190,3 @@ def read_samples(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
             f"{path}: images: got {images.dtype} {images.shape}, allowed: uint8, N×H×W×C with 1 or 3 channels"
         )
     return images, protocol
-
-
-def _hashes(files: dict[str, str], weights: str) -> dict[str, str]:
-    return {name: value for name, value in files.items() if name.startswith(f"{weights}/")}

@@ -43,7 +43,7 @@ def guarded(training: Training, lines: Iterator[Any]) -> Iterator[Any]:
 def largest_fitting(training: Training, whole: int) -> int:
     """The images of a pass that fit: `whole`, or the largest power of two below it that does; 0: not one does."""
     training.optimizer.zero_grad(set_to_none=True)
-    _free(training.device)
+    _free()
     # what the optimiser keeps from its first step on: as much again, twice for Adam
     held = [] if training.optimizer.state else [torch.empty_like(p) for p in training.parameters for _ in range(2)]
     for size in (whole, *(2**n for n in reversed(range((whole - 1).bit_length())))):
@@ -54,7 +54,7 @@ def largest_fitting(training: Training, whole: int) -> int:
         else:
             del held
             return size
-        _free(training.device)
+        _free()
     return 0
 
 
@@ -70,7 +70,6 @@ def _pass(training: Training, size: int) -> None:
         output.float().square().mean().backward()
 
 
-def _free(device: torch.device) -> None:
+def _free() -> None:
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing where no GPU is in use
