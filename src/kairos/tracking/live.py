@@ -196,26 +196,21 @@ class Server:
 
     def experiment(self, name: str) -> str:
         """Id of the experiment of that name, created where there is none."""
-        found = self._find(name)
-        if found is None:
-            try:
-                return str(self.post("experiments/create", name=name)["experiment_id"])
-            except urllib.error.HTTPError as error:
-                found = self._find(name)  # another training was faster
-                if found is None:
-                    raise error
-        if found["lifecycle_stage"] == "deleted":
-            raise RuntimeError(f"experiment {name!r} was deleted")
-        return str(found["experiment_id"])
-
-    def _find(self, name: str) -> dict[str, Any] | None:
+        path = f"experiments/get-by-name?{urlencode({'experiment_name': name})}"
         try:
-            answer: dict[str, Any] = self._call(f"experiments/get-by-name?{urlencode({'experiment_name': name})}")
+            found = self._call(path)["experiment"]
         except urllib.error.HTTPError as error:
             if error.code != http.client.NOT_FOUND:
                 raise
-            return None
-        return answer["experiment"]
+            try:
+                return str(self.post("experiments/create", name=name)["experiment_id"])
+            except urllib.error.HTTPError as refused:
+                if refused.code in _REFUSALS:
+                    raise
+            found = self._call(path)["experiment"]  # another training was faster
+        if found["lifecycle_stage"] == "deleted":
+            raise RuntimeError(f"experiment {name!r} was deleted")
+        return str(found["experiment_id"])
 
     def post(self, path: str, **values: Any) -> Any:
         """The answer to a request.
