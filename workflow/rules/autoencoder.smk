@@ -16,9 +16,7 @@ rule autoencoder:
         runtime=growing(480),
         gpu=layout.gpus if layout.experiment.autoencoder.kind != "none" else 0,
     params:
-        **layout.depends("autoencoder"),
-        timing=f"{RESULTS}/timing/autoencoder.json",
-        config=layout.frozen,
+        **layout.params("autoencoder"),
         dataset=folder("dataset"),
         out=folder("record"),
     shell:

@@ -17,9 +17,7 @@ rule encode:
         runtime=growing(240),
         gpu=layout.gpus if layout.experiment.autoencoder.kind != "none" else 0,
     params:
-        **layout.depends("encode"),
-        timing=f"{RESULTS}/timing/encode.json",
-        config=layout.frozen,
+        **layout.params("encode"),
         dataset=folder("dataset"),
         autoencoder=folder("autoencoder"),
         out=folder("record"),

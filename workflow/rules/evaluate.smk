@@ -15,9 +15,7 @@ rule extractor:
         mem_mb=growing(4000),
         runtime=growing(120),
     params:
-        **layout.depends("extractor"),
-        timing=f"{RESULTS}/timing/extractor.json",
-        config=layout.frozen,
+        **layout.params("extractor"),
         dataset=folder("dataset"),
         out=folder("record"),
     shell:
@@ -43,9 +41,7 @@ rule reference:
         runtime=growing(120),
         gpu=layout.gpus,
     params:
-        **layout.depends("reference"),
-        timing=f"{RESULTS}/timing/reference.json",
-        config=layout.frozen,
+        **layout.params("reference"),
         dataset=folder("dataset"),
         autoencoder=folder("autoencoder"),
         latents=folder("latents"),
@@ -83,9 +79,7 @@ for segment in layout.segments:
             runtime=growing(120),
             gpu=layout.gpus,
         params:
-            **layout.depends("evaluate"),
-            timing=layout.timing("evaluate", "{method}", "{seed}", segment),
-            config=layout.frozen,
+            **layout.params("evaluate", segment),
             images=repeated("--samples", files("images")),
             milestones=repeated("--milestone", folders("milestones")),
             out=repeated("--out", files("records")),

@@ -15,10 +15,8 @@ rule prepare:
         mem_mb=growing(4000),
         runtime=growing(120),
     params:
-        **layout.depends("prepare"),
+        **layout.params("prepare"),
         files=lambda wildcards: controller.listing(layout),
-        timing=f"{RESULTS}/timing/prepare.json",
-        config=layout.frozen,
         out=folder("record"),
     shell:
         "kairos prepare --config {params.config} --out {params.out} --timing {params.timing} 2>&1 | tee {log}"

@@ -32,8 +32,7 @@ for segment in layout.segments:
             runtime=growing(240),
             gpu=layout.gpus,
         params:
-            **layout.depends("sample"),
-            timing=layout.timing("sample", "{method}", "{seed}", segment),
+            **layout.params("sample", segment),
             options=layout.sampling_options,
             milestones=repeated("--milestone", folders("milestones")),
             out=repeated("--out", files("images")),

@@ -24,9 +24,7 @@ for segment in layout.segments:
         resources:
             **of_training(layout.experiment),
         params:
-            **layout.depends("train"),
-            timing=layout.timing("train", "{method}", "{seed}", segment),
-            config=layout.frozen,
+            **layout.params("train", segment),
             steps=list(segment.steps),
             latents=folder("latents"),
             part=segment.part,

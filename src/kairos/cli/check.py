@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -14,6 +13,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Check the file and print jobs, methods and milestones."""
     from kairos.config import load
+    from kairos.report.text import component
     from kairos.workflow.layout import Layout
 
     layout = Layout(load(arguments.file), arguments.file)
@@ -27,20 +27,15 @@ def run(arguments: argparse.Namespace) -> None:
     process, prediction = experiment.diffusion.process, experiment.diffusion.prediction
     methods = experiment.methods.items()
     _table(
-        [("method", "sampler", "weighting"), *((n, _component(m.sampler), _component(m.weighting)) for n, m in methods)]
+        [("method", "sampler", "weighting"), *((n, component(m.sampler), component(m.weighting)) for n, m in methods)]
     )
     steps = ", ".join(str(step) for step in experiment.milestones)
     segments = f", in {len(layout.segments)} segments" if len(layout.segments) > 1 else ""
     images = experiment.evaluation.num_samples * experiment.evaluation.sets
-    print(f"\nprocess: {_component(process)}" + (f", prediction {prediction}" if prediction else ""))
+    print(f"\nprocess: {component(process)}" + (f", prediction {prediction}" if prediction else ""))
     print(f"seeds: {', '.join(map(str, experiment.seeds))}")
     print(f"milestones: {steps} (of {experiment.training.batch_size} images a step){segments}")
     print(f"evaluated with {images} images a milestone, {experiment.evaluation.sets} sets")
-
-
-def _component(component: dict[str, Any]) -> str:
-    options = ", ".join(f"{key} {value}" for key, value in component.items() if key != "name" and value is not None)
-    return f"{component['name']} ({options})" if options else str(component["name"])
 
 
 def _table(rows: list[tuple[str, ...]]) -> None:

@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,23 +32,20 @@ def run(arguments: argparse.Namespace) -> None:
     """Print a line per finding; what does not work says how to mend it. Ends with status 1 if something is missing."""
     from kairos.config import load
     from kairos.errors import ConfigError, KairosError
-    from kairos.status import machine
-    from kairos.status.tool_checks import Tools
+    from kairos.status import machine, tool_checks
 
     profile = arguments.profile or machine.PROFILE
     if arguments.profile and not machine.profile_file(profile):
         raise ConfigError(f"--profile: got {str(profile)!r}, allowed: a folder that holds a profile.yaml")
     experiment = load(arguments.config) if arguments.config is not None else None
-    tools = Tools(experiment.tracking.uri if experiment else None)  # they are asked while torch is imported
     results = Path("results") / (experiment.experiment if experiment else "")
-    cluster = [
-        *machine.slurm(profile),
-        machine.disk(results),
-        *machine.locks(results),
-        *machine.limits(),
-    ]
-    devices, gpus = _devices()
-    findings = [*_software(), *devices, *machine.job(gpus), *cluster, _git(), *tools.findings(), _weights()]
+    with ThreadPoolExecutor() as pool:  # MLflow and DVC are asked while torch is imported
+        mlflow = pool.submit(tool_checks.mlflow, experiment.tracking.uri if experiment else None)
+        dvc = pool.submit(tool_checks.dvc)
+        cluster = [*machine.slurm(profile), machine.disk(results), *machine.locks(results), *machine.limits()]
+        devices, gpus = _devices()
+        findings = [*_software(), *devices, *machine.job(gpus), *cluster]
+        findings += [_git(), *mlflow.result(), *dvc.result(), _weights()]
     if experiment is not None:
         findings += _experiment(arguments.config, experiment)
     for good, what, fact in findings:

@@ -49,13 +49,22 @@ class Milestone:
 
 @dataclass(frozen=True)
 class Training:
-    """One method with one seed; `metrics` has a row per line of metrics.jsonl, `timing` per line of timing.jsonl."""
+    """One method with one seed.
+
+    Attributes:
+        method, seed, milestones: of the training.
+        metrics: a row per line of metrics.jsonl.
+        timing: a row per line of timing.jsonl.
+        clock: training seconds by step, where a clock was kept.
+        record: its ``training.json``.
+    """
 
     method: str
     seed: int
     milestones: tuple[Milestone, ...]
     metrics: pd.DataFrame
     timing: pd.DataFrame
+    clock: dict[int, float]
     record: Record
 
     @property
@@ -153,7 +162,7 @@ def _training(folder: Path, experiment: Experiment, method: str, seed: int) -> T
     timing = _lines(folder / "timing.jsonl", required=False)
     clock = {int(step): float(seconds) for step, seconds in zip(timing.get("step", []), timing.get("seconds", []))}
     milestones = tuple(_milestone(folder, step, clock) for step in experiment.milestones)
-    return Training(method, seed, milestones, metrics, timing, record)
+    return Training(method, seed, milestones, metrics, timing, clock, record)
 
 
 def _milestone(folder: Path, step: int, clock: dict[int, float]) -> Milestone:

@@ -11,12 +11,6 @@ from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, method
 from kairos.report.collect import Results
 from kairos.report.ranking import curve
 
-_REFERENCE_LABELS = {
-    "floor": "floor: real, held out",
-    "reconstruction": "reconstruction",
-    "gaussian": "gaussian",
-    "noise": "noise",
-}
 _POINTS = 1500  # points of a drawn line; more are not visible
 
 
@@ -89,7 +83,7 @@ def metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
         value = row.get(results.metric)
         if value is not None and value > 0:
             axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-            labels.append(Label(float(value), _REFERENCE_LABELS.get(name, name), MUTED))
+            labels.append(Label(float(value), "floor: real, held out" if name == "floor" else name, MUTED))
     axes.set(yscale="log", ylabel=metric_label(results.metric))
     plain_log(axes)
     if time:

@@ -80,7 +80,7 @@ def curve(results: Results, method: str) -> Curve:
     sets = _array(trainings, f"{name}_spread")
     return Curve(
         steps=np.array([milestone.step for milestone in trainings[0].milestones], float),
-        seconds=np.mean([[_number(m.seconds) for m in training.milestones] for training in trainings], axis=0),
+        seconds=np.array([[m.seconds for m in training.milestones] for training in trainings], float).mean(axis=0),
         mean=values.mean(axis=0),
         over_sets=np.sqrt((sets**2).mean(axis=0)),
         over_seeds=_over_seeds(values),
@@ -130,7 +130,8 @@ def crossing(steps: np.ndarray, values: np.ndarray, target: float) -> float | No
 
 def moved(training: Training) -> float | None:
     """Total variation distance of a learned sampler's p(t) from its start at the last milestone; None where fixed."""
-    return _number(training.final.record["strategy"].get("tv_from_start")) if training.learned else None
+    distance = training.final.record["strategy"].get("tv_from_start")
+    return float(math.nan if distance is None else distance) if training.learned else None
 
 
 def stands_still(training: Training) -> bool:
@@ -167,12 +168,8 @@ def _final(trainings: list[Training], name: str) -> tuple[float, float]:
 
 
 def _array(trainings: list[Training], name: str) -> np.ndarray:
-    return np.array([[_number(m.value(name)) for m in training.milestones] for training in trainings])
+    return np.array([[m.value(name) for m in training.milestones] for training in trainings], float)  # None: NaN
 
 
 def _over_seeds(values: np.ndarray) -> np.ndarray:
     return values.std(axis=0, ddof=1) if len(values) > 1 else np.full(values.shape[1], np.nan)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from kairos.report.ranking import Factor
+if TYPE_CHECKING:
+    from kairos.report.ranking import Factor
 
 NONE = "–"
 
@@ -27,7 +29,7 @@ def plus_minus(value: float | None, spread: float | None, digits: int = 4) -> st
     return f"{value:,.{decimals}f} ± {spread:.{decimals}f}"
 
 
-def times(factor: Factor | None) -> tuple[str, str]:
+def times(factor: "Factor | None") -> tuple[str, str]:
     """A factor against uniform, and the range that the uncertainty leaves it."""
     if factor is None:
         return NONE, ""

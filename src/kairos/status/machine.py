@@ -12,7 +12,7 @@ from typing import Any
 
 from kairos.errors import KairosError
 from kairos.slurm import NO_CLUSTER, ask
-from kairos.status.tool_checks import Finding
+from kairos.status.tool_checks import Finding, existing
 
 PROFILE = Path("profiles/slurm")
 _FILES = 1024  # open files at once that a job may need
@@ -131,7 +131,7 @@ def disk(results: Path) -> Finding:
     except OSError as error:
         return False, "local disk", f"{folder} (TMPDIR): cannot write: {error.strerror}"
     free = shutil.disk_usage(folder).free / 2**30
-    same = os.stat(folder).st_dev == os.stat(_existing(results)).st_dev
+    same = os.stat(folder).st_dev == os.stat(existing(results)).st_dev
     where = "the file system of the results, nothing is gained by it" if same else "not the file system of the results"
     return True, "local disk", f"{folder}: {free:.1f} GiB free, {where}"
 
@@ -141,7 +141,7 @@ def locks(results: Path) -> list[Finding]:
 
     Trainings and the controller lock with flock, databases (MLflow's, Snakemake's) with POSIX locks.
     """
-    folder = _existing(results)
+    folder = existing(results)
     findings: list[Finding] = []
     for kind in ("flock", "lockf"):
         try:
@@ -199,11 +199,3 @@ def limits() -> list[Finding]:
 def _limit(which: int, unit: int = 1) -> str:
     value = resource.getrlimit(which)[0]
     return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
-
-
-def _existing(folder: Path) -> Path:
-    """A folder, or the nearest one above it that is there."""
-    folder = folder.absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    return folder

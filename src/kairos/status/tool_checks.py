@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kairos.tracking.store import tracking_uri, without_credentials
+from kairos.tracking.store import tracking_uri, uncredentialed, without_credentials
 
 Finding = tuple[bool, str, str]  # whether it is well, what it is, what was found or what is to be done
 _PATIENCE = 60  # seconds for an answer; a server that is not there is given up after four
@@ -38,76 +38,54 @@ _QUIET = {
 }
 
 
-class Tools:
-    """MLflow and DVC, asked when this is made; `findings` waits for their answers."""
-
-    def __init__(self, configured: str | None = None):
-        """`configured` is an experiment's tracking.uri."""
-        self.uri = tracking_uri(configured)
-        database = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", self.uri)
-        path = Path(database[1]).absolute() if database else None
-        self.fault = _why_read_only(path) if path else None
-        new = path is not None and not path.exists()  # asking for it would make it
-        self.mlflow = None if new or self.fault else _start(_ASK_MLFLOW, MLFLOW_TRACKING_URI=self.uri)
-        self.dvc = _start(_ASK_DVC)
-
-    def findings(self) -> list[Finding]:
-        """A finding for the store of MLflow, for DVC's repository, its cache and its remote."""
-        return [self._mlflow(), *self._dvc()]
-
-    def _mlflow(self) -> Finding:
-        shown, fault = without_credentials(self.uri), self.fault
-        if self.mlflow is not None:
-            good, answer = _answer(self.mlflow)
-            fault = None if good else answer
-        if not fault:
-            found = "opened" if self.mlflow else "not there yet, the first import makes it"
-            return True, "mlflow store", f"{shown}: {found}"
-        secret = self.uri.split("//")[-1].rpartition("@")[0]
-        fault = fault.replace(f"{secret}@", "") if secret else fault
-        advice = "set MLFLOW_TRACKING_URI (or tracking.uri) to a store that can be written, or tracking.enabled: false"
-        return False, "mlflow store", f"{shown}: {fault[:500]}; {advice}"
-
-    def _dvc(self) -> list[Finding]:
-        good, answer = _answer(self.dvc)
-        if not good:
-            advice = "git init and dvc init make one, a clone of kairos is one"
-            return [(False, "dvc repository", f"{answer[:300]}; {advice}")]
-        found = json.loads(answer)
-        cache = Path(found["cache"])
-        fault = _cannot_write(cache)
-        how = "dvc cache dir --local PATH names a folder that can be written"
-        remote = "none: dvc remote add --local --default NAME PATH_OR_URL names where to share results"
-        if found["remote"]:
-            remote = f"{found['remote']}, {without_credentials(found['url'] or '')}"
-        return [
-            (True, "dvc repository", "dvc.yaml" if Path("dvc.yaml").exists() else "no dvc.yaml in this folder"),
-            (not fault, "dvc cache", f"{fault}; {how}" if fault else str(cache)),
-            (True, "dvc remote", remote),
-        ]
+def mlflow(configured: str | None) -> list[Finding]:
+    """The store of MLflow; `configured` is an experiment's tracking.uri."""
+    uri = tracking_uri(configured)
+    database = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri)
+    path = Path(database[1]).absolute() if database else None
+    fault, found = _why_read_only(path) if path else None, "opened"
+    if path and not path.exists():  # asking for it would make it
+        found = "not there yet, the first import makes it"
+    elif not fault:
+        good, answer = _ask(_ASK_MLFLOW, MLFLOW_TRACKING_URI=uri)
+        fault = None if good else answer
+    shown = without_credentials(uri)
+    if not fault:
+        return [(True, "mlflow store", f"{shown}: {found}")]
+    advice = "set MLFLOW_TRACKING_URI (or tracking.uri) to a store that can be written, or tracking.enabled: false"
+    return [(False, "mlflow store", f"{shown}: {uncredentialed(fault, uri)[:500]}; {advice}")]
 
 
-def _start(code: str, **environment: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", f"try:{code}{_IN_ONE_LINE}"],
-        env={**_QUIET, **os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def dvc() -> list[Finding]:
+    """DVC's repository, its cache and its remote."""
+    good, answer = _ask(_ASK_DVC)
+    if not good:
+        advice = "git init and dvc init make one, a clone of kairos is one"
+        return [(False, "dvc repository", f"{answer[:300]}; {advice}")]
+    found = json.loads(answer)
+    fault = _cannot_write(Path(found["cache"]))
+    how = "dvc cache dir --local PATH names a folder that can be written"
+    remote = "none: dvc remote add --local --default NAME PATH_OR_URL names where to share results"
+    if found["remote"]:
+        remote = f"{found['remote']}, {without_credentials(found['url'] or '')}"
+    return [
+        (True, "dvc repository", "dvc.yaml" if Path("dvc.yaml").exists() else "no dvc.yaml in this folder"),
+        (not fault, "dvc cache", f"{fault}; {how}" if fault else found["cache"]),
+        (True, "dvc remote", remote),
+    ]
 
 
-def _answer(process: "subprocess.Popen[str]") -> tuple[bool, str]:
+def _ask(code: str, **environment: str) -> tuple[bool, str]:
     """Whether a process could do what it was asked, and the last line of its output or of its complaint."""
+    command = [sys.executable, "-c", f"try:{code}{_IN_ONE_LINE}"]
+    own = {**_QUIET, **os.environ, **environment}
     try:
-        output, complaint = process.communicate(timeout=_PATIENCE)
+        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=_PATIENCE, check=False)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         return False, f"no answer within {_PATIENCE} s"
-    good = process.returncode == 0
-    lines = (output if good else complaint).strip().splitlines()
-    return good, lines[-1] if lines else f"exit status {process.returncode}"
+    good = done.returncode == 0
+    lines = (done.stdout if good else done.stderr).strip().splitlines()
+    return good, lines[-1] if lines else f"exit status {done.returncode}"
 
 
 def _why_read_only(database: Path) -> str | None:
@@ -125,10 +103,15 @@ def _why_read_only(database: Path) -> str | None:
 
 def _cannot_write(folder: Path) -> str | None:
     """Why no file can be made in a folder, or in the nearest one above it that is there; None where one can."""
-    while not folder.exists():
-        folder = folder.parent
+    folder = existing(folder)
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         return f"cannot write in {folder}: {error.strerror}"
     return None
+
+
+def existing(path: Path) -> Path:
+    """A path, or the nearest folder above it that is there."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())

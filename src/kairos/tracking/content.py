@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _POINTS = 500  # points per training curve: a database takes seconds for ten thousand; longer ones are thinned
 _PARAM_LIMIT = 6000
+COMMIT = "mlflow.source.git.commit"  # a tag that stays what the first import made it
 _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)  # start of a training whose clock was not kept
 
 
@@ -81,9 +82,7 @@ def moments(started: datetime, clock: Mapping[int, float]) -> Callable[[int], in
 
 def points(training: "Training") -> list[Point]:
     """All curves of a training: what metrics.jsonl holds (thinned) and the evaluation of every milestone."""
-    timing = training.timing
-    clock = {} if timing.empty else dict(zip(timing["step"], timing["seconds"]))
-    when = moments(training.started or _EPOCH, clock)
+    when = moments(training.started or _EPOCH, training.clock)
     return [Point(key, value, step, when(step)) for key, value, step in _values(training) if math.isfinite(value)]
 
 
@@ -112,16 +111,13 @@ def tags(results: "Results", training: "Training") -> dict[str, str]:
         **{f"kairos.provenance.{key}": str(value) for key, value in record["provenance"].items() if value is not None},
     }
     commit = record["provenance"].get("git_commit") or git_commit()
-    return found | ({"mlflow.source.git.commit": commit} if commit else {})
+    return found | ({COMMIT: commit} if commit else {})
 
 
 def identifying_tags(experiment: str, training: tuple[str, int, str] | None = None) -> dict[str, str]:
     """The tags that a run is found again by: those of a training (method, seed, identity) or of the parent run."""
     found = {"kairos.experiment": experiment, "kairos.role": "training" if training else "experiment"}
-    if training is None:
-        return found
-    method, seed, identity = training
-    return {**found, "kairos.identity": identity, "kairos.method": method, "kairos.seed": str(seed)}
+    return found | dict(zip(("kairos.method", "kairos.seed", "kairos.identity"), map(str, training or ())))
 
 
 def git_commit() -> str | None:

@@ -111,18 +111,17 @@ class Reporter(threading.Thread):
         progress = self._progress()
         if progress is None:  # waits for its turn, or another process of this training reports
             return
-        server = Server(self.uri)
         if self.run_id is None:
             if progress["state"] in ("stopped", "failed"):  # perhaps before it knew which training it is
                 return
-            self.run_id = self._open(server, progress["identity"])
+            self.run_id = self._open(progress["identity"])
         end = self._read(self.out / ".state" / progress["identity"][:16])
         while self.pending:
             part = self.pending[: store.METRICS_PER_BATCH]
-            server.post("runs/log-batch", run_id=self.run_id, metrics=[vars(point) for point in part])
+            _call(self.uri, "runs/log-batch", run_id=self.run_id, metrics=[vars(point) for point in part])
             del self.pending[: len(part)]
         if ended and progress["state"] in _STATUS:
-            server.post("runs/update", run_id=self.run_id, status=_STATUS[progress["state"]], end_time=end)
+            _call(self.uri, "runs/update", run_id=self.run_id, status=_STATUS[progress["state"]], end_time=end)
 
     def _progress(self) -> dict[str, Any] | None:
         """What the training says of itself, if it is this process that trains."""
@@ -133,14 +132,15 @@ class Reporter(threading.Thread):
         mine = (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
         return found if mine and found["updated"] >= self.begun else None
 
-    def _open(self, server: "Server", identity: str) -> str:
+    def _open(self, identity: str) -> str:
         """The id of this training's run, created where there is none; a run that had ended is running again."""
-        experiment = server.experiment(content.experiment_name(self.experiment))
+        experiment = _experiment_id(self.uri, content.experiment_name(self.experiment))
         tags = content.identifying_tags(self.experiment.experiment, (self.method, self.seed, identity))
         query = {"experiment_ids": [experiment], "filter": store.condition(tags), "order_by": [store.FIRST]}
-        runs = server.post("runs/search", **query).get("runs")
+        runs = _call(self.uri, "runs/search", **query).get("runs")
         if not runs:
-            created = server.post(
+            created = _call(
+                self.uri,
                 "runs/create",
                 experiment_id=experiment,
                 run_name=content.run_name(self.method, self.seed),
@@ -148,9 +148,9 @@ class Reporter(threading.Thread):
                 tags=_pairs(tags),
             )["run"]["info"]["run_id"]
             self.ended.wait(_SETTLING)
-            runs = server.post("runs/search", **query)["runs"]
+            runs = _call(self.uri, "runs/search", **query)["runs"]
             if runs[0]["info"]["run_id"] != created:
-                server.post("runs/delete", run_id=created)
+                _call(self.uri, "runs/delete", run_id=created)
         run_id: str = runs[0]["info"]["run_id"]
         data = runs[0].get("data", {})
         known = {item["key"] for item in data.get("params", [])}
@@ -158,9 +158,9 @@ class Reporter(threading.Thread):
         for part in store.batches(
             [item for item in _pairs(wanted) if item["key"] not in known], store.ENTRIES_PER_BATCH
         ):
-            server.post("runs/log-batch", run_id=run_id, params=part)
+            _call(self.uri, "runs/log-batch", run_id=run_id, params=part)
         if runs[0]["info"]["status"] != "RUNNING":
-            server.post("runs/update", run_id=run_id, status="RUNNING")
+            _call(self.uri, "runs/update", run_id=run_id, status="RUNNING")
         self.reported = max((int(item["step"]) for item in data.get("metrics", []) if item["key"] == "loss"), default=0)
         return run_id
 
@@ -187,52 +187,39 @@ class Reporter(threading.Thread):
         return when(reached)
 
 
-class Server:
-    """The few calls of MLflow's REST interface (mlflow.org/docs/latest/rest-api.html) that a training needs."""
-
-    def __init__(self, uri: str):
-        self.base = store.without_credentials(uri).rstrip("/")
-        self.authorization = _authorization(uri)
-
-    def experiment(self, name: str) -> str:
-        """Id of the experiment of that name, created where there is none."""
-        found = self._find(name)
-        if found is None:
-            try:
-                return str(self.post("experiments/create", name=name)["experiment_id"])
-            except urllib.error.HTTPError as error:
-                found = self._find(name)  # another training was faster
-                if found is None:
-                    raise error
-        if found["lifecycle_stage"] == "deleted":
-            raise RuntimeError(f"experiment {name!r} was deleted")
-        return str(found["experiment_id"])
-
-    def _find(self, name: str) -> dict[str, Any] | None:
+def _experiment_id(uri: str, name: str) -> str:
+    """Id of the experiment of that name, created where there is none."""
+    path = f"experiments/get-by-name?{urlencode({'experiment_name': name})}"
+    try:
+        found = _call(uri, path)["experiment"]
+    except urllib.error.HTTPError as error:
+        if error.code != http.client.NOT_FOUND:
+            raise
         try:
-            answer: dict[str, Any] = self._call(f"experiments/get-by-name?{urlencode({'experiment_name': name})}")
-        except urllib.error.HTTPError as error:
-            if error.code != http.client.NOT_FOUND:
+            return str(_call(uri, "experiments/create", name=name)["experiment_id"])
+        except urllib.error.HTTPError as refused:
+            if refused.code in _REFUSALS:
                 raise
-            return None
-        return answer["experiment"]
+        found = _call(uri, path)["experiment"]  # another training was faster
+    if found["lifecycle_stage"] == "deleted":
+        raise RuntimeError(f"experiment {name!r} was deleted")
+    return str(found["experiment_id"])
 
-    def post(self, path: str, **values: Any) -> Any:
-        """The answer to a request.
 
-        Raises:
-            OSError: the server cannot be reached, does not answer in time, or refuses (HTTPError).
-            ValueError: the answer is not of an MLflow server.
-        """
-        return self._call(path, json.dumps(values).encode())
+def _call(uri: str, path: str, **values: Any) -> Any:
+    """The answer of MLflow's REST interface (mlflow.org/docs/latest/rest-api.html): to a post where values are given.
 
-    def _call(self, path: str, body: bytes | None = None) -> Any:
-        request = urllib.request.Request(f"{self.base}/api/2.0/mlflow/{path}", body)
-        request.add_header("Content-Type", "application/json")
-        if self.authorization:
-            request.add_unredirected_header("Authorization", self.authorization)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
-            return json.load(answer)
+    Raises:
+        OSError: the server cannot be reached, does not answer in time, or refuses (HTTPError).
+        ValueError: the answer is not of an MLflow server.
+    """
+    address = f"{store.without_credentials(uri).rstrip('/')}/api/2.0/mlflow/{path}"
+    request = urllib.request.Request(address, json.dumps(values).encode() if values else None)
+    request.add_header("Content-Type", "application/json")
+    if authorization := _authorization(uri):
+        request.add_unredirected_header("Authorization", authorization)
+    with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+        return json.load(answer)
 
 
 def _authorization(uri: str) -> str | None:

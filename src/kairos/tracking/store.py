@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from kairos.errors import KairosError
-from kairos.tracking.content import Point
+from kairos.tracking.content import COMMIT, Point
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -35,6 +35,12 @@ def without_credentials(uri: str) -> str:
     if "@" not in parts.netloc:
         return uri
     return urlunsplit((parts.scheme, parts.netloc.rsplit("@", 1)[1], parts.path, "", ""))
+
+
+def uncredentialed(text: str, uri: str) -> str:
+    """A text without the user name and the password of a URI that it may quote."""
+    secret = uri.split("//")[-1].rpartition("@")[0]
+    return text.replace(f"{secret}@", "") if secret else text
 
 
 @contextmanager
@@ -98,25 +104,35 @@ def experiment_id(client: "MlflowClient", name: str, uri: str) -> str:
     return str(experiment.experiment_id)
 
 
-def find_or_create(
-    client: "MlflowClient", experiment: str, identifying: dict[str, str], name: str, extra: dict[str, str], start: int
-) -> "Run":
-    """The run with all `identifying` tags; else a new one, named, with `extra` tags and started at `start` (ms).
+def write_run(
+    client: "MlflowClient",
+    experiment: str,
+    name: str,
+    identifying: dict[str, str],
+    params: dict[str, str],
+    points: Sequence[Point],
+    tags: dict[str, str],
+) -> str:
+    """Id of the run with all `identifying` tags, which afterwards has what it lacked and has ended.
 
-    Of several (two that began at the same moment) the first is kept. The others are put into MLflow's trash: all they
-    can hold is in the results that the import reads.
+    Where there is none it is created. Of several (two that began at the same moment) the first is kept. The others are
+    put into MLflow's trash: all they can hold is in the results that the import reads.
     """
 
     def search() -> "list[Run]":
         return list(client.search_runs([experiment], condition(identifying), order_by=[FIRST]))
 
-    found = search()
-    if not found:
-        client.create_run(experiment, start_time=start, tags={**identifying, **extra}, run_name=name)
+    times = [point.timestamp for point in points]
+    if not (found := search()):
+        client.create_run(experiment, start_time=min(times), tags={**identifying, **tags}, run_name=name)
         found = search()
     for double in found[1:]:
         client.delete_run(double.info.run_id)
-    return found[0]
+    run = found[0]
+    _fill(client, run, params, points, {key: value for key, value in tags.items() if key != COMMIT})
+    if run.info.status != "FINISHED":
+        client.set_terminated(run.info.run_id, "FINISHED", max(times))
+    return str(run.info.run_id)
 
 
 def condition(identifying: dict[str, str]) -> str:
@@ -124,7 +140,7 @@ def condition(identifying: dict[str, str]) -> str:
     return " and ".join(f"tags.`{key}` = '{value}'" for key, value in identifying.items())
 
 
-def fill(
+def _fill(
     client: "MlflowClient", run: "Run", params: dict[str, str], points: Sequence[Point], tags: dict[str, str]
 ) -> None:
     """Log what the run does not have yet: nothing the second time.
@@ -144,12 +160,10 @@ def fill(
             metrics.append(Metric(point.key, point.value, point.timestamp, point.step))
         elif before[1] != point.value:
             metrics.append(Metric(point.key, point.value, max(point.timestamp, before[0] + 1), point.step))
-    for part in batches(new_params, ENTRIES_PER_BATCH):
-        client.log_batch(run_id, params=part)
-    for part in batches(new_tags, ENTRIES_PER_BATCH):
-        client.log_batch(run_id, tags=part)
-    for part in batches(metrics, METRICS_PER_BATCH):
-        client.log_batch(run_id, metrics=part)
+    lacking: dict[str, list[Any]] = {"params": new_params, "tags": new_tags, "metrics": metrics}
+    for kind, items in lacking.items():
+        for part in batches(items, METRICS_PER_BATCH if kind == "metrics" else ENTRIES_PER_BATCH):
+            client.log_batch(run_id, **{kind: part})
 
 
 def _latest(client: "MlflowClient", run_id: str, key: str) -> dict[int, tuple[int, float]]:

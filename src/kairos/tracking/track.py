@@ -17,7 +17,6 @@ from kairos.tracking import content, store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
 
 _ARTIFACTS = ("report.html", "summary.csv")
 
@@ -61,63 +60,42 @@ def _import(results: Results, uri: str) -> dict[str, Any]:
             progress = Progress(len(results.trainings), "track", "run")
             runs = {}
             for training in results.trainings:
-                run = _child(client, experiment, parent, results, training)
-                runs[f"{training.method}/seed{training.seed}"] = run.info.run_id
+                runs[f"{training.method}/seed{training.seed}"] = _child(client, experiment, parent, results, training)
                 progress.advance()
             progress.close()
     return {
         "imported": True,
         "uri": store.without_credentials(uri),
         "experiment": name,
-        "parent": parent.info.run_id,
+        "parent": parent,
         "runs": runs,
     }
 
 
-def _parent(client: "MlflowClient", experiment: str, results: Results) -> "Run":
-    points = content.reference_points(results)
-    start = min(point.timestamp for point in points)
-    identifying = content.identifying_tags(results.experiment.experiment)
-    run = store.find_or_create(client, experiment, identifying, results.experiment.experiment, {}, start)
-    tags = {"kairos.data": results.dataset["content_sha256"]}
+def _parent(client: "MlflowClient", experiment: str, results: Results) -> str:
+    folder, name = results.folder, results.experiment.experiment
     params = {"methods": ", ".join(results.methods), "model": results.experiment.model["name"]}
-    store.fill(client, run, params, points, tags)
-    run_id = run.info.run_id
-    if (results.folder / "figures").is_dir():
-        client.log_artifacts(run_id, str(results.folder / "figures"), "figures")
-    for name in _ARTIFACTS:
-        if (results.folder / name).exists():
-            client.log_artifact(run_id, str(results.folder / name))
-    _finish(client, run, max(point.timestamp for point in points))
+    points, tags = content.reference_points(results), {"kairos.data": results.dataset["content_sha256"]}
+    run = store.write_run(client, experiment, name, content.identifying_tags(name), params, points, tags)
+    if (folder / "figures").is_dir():
+        client.log_artifacts(run, str(folder / "figures"), "figures")
+    for artifact in _ARTIFACTS:
+        if (folder / artifact).exists():
+            client.log_artifact(run, str(folder / artifact))
     return run
 
 
-def _child(client: "MlflowClient", experiment: str, parent: "Run", results: Results, training: Training) -> "Run":
-    points = content.points(training)
+def _child(client: "MlflowClient", experiment: str, parent: str, results: Results, training: Training) -> str:
     method, seed = training.method, training.seed
     identifying = content.identifying_tags(results.experiment.experiment, (method, seed, training.record["identity"]))
-    tags = content.tags(results, training)
-    commit = {key: tags.pop(key) for key in ("mlflow.source.git.commit",) if key in tags}  # of the first import
-    start = min(point.timestamp for point in points)
-    run = store.find_or_create(client, experiment, identifying, content.run_name(method, seed), commit, start)
-    tags["mlflow.parentRunId"] = parent.info.run_id
-    store.fill(client, run, content.parameters(results.experiment, method, seed), points, tags)
-    _finish(client, run, max(point.timestamp for point in points))
-    return run
-
-
-def _finish(client: "MlflowClient", run: "Run", end: int) -> None:
-    if run.info.status != "FINISHED":
-        client.set_terminated(run.info.run_id, "FINISHED", end)
+    tags = {**content.tags(results, training), "mlflow.parentRunId": parent}
+    params, points = content.parameters(results.experiment, method, seed), content.points(training)
+    return store.write_run(client, experiment, content.run_name(method, seed), identifying, params, points, tags)
 
 
 def _explained(error: Exception, uri: str) -> str:
     """The cause in one line, without credentials."""
     if isinstance(error, KairosError):
         return str(error)
-    text = " ".join(str(error).split())
-    shown = store.without_credentials(uri)
-    secret = uri.split("//")[-1].rpartition("@")[0]
-    if secret:
-        text = text.replace(f"{secret}@", "")
-    return f"{shown}: {type(error).__name__}: {text[:300]}"
+    text = store.uncredentialed(" ".join(str(error).split()), uri)
+    return f"{store.without_credentials(uri)}: {type(error).__name__}: {text[:300]}"

@@ -20,8 +20,8 @@ AFTER = ("report", "track")
 
 
 def of(stage: str, plain: Plain, method: str | None = None) -> Plain:
-    """All that a stage's results depend on: its `settings`, and ``code``."""
-    return {**settings(stage, plain, method), "code": code(stage, plain, method)}
+    """All that a stage's results depend on: its `settings`, and ``code``, the fingerprint of what computes them."""
+    return {**settings(stage, plain, method), "code": fingerprint(_roots(stage, plain, method))}
 
 
 def settings(stage: str, plain: Plain, method: str | None = None) -> Plain:
@@ -33,79 +33,57 @@ def settings(stage: str, plain: Plain, method: str | None = None) -> Plain:
         method: for the stages of a training, which one.
     """
     dataset, autoencoder, evaluation = plain["dataset"], plain["autoencoder"], plain["evaluation"]
-    computing = _only(plain["training"], "threads", "deterministic")
-    kind = autoencoder["kind"]
-    match stage:
-        case "prepare":
-            return {"dataset": _without(dataset, "flips")}
-        case "autoencoder" if kind == "none":
-            return {"autoencoder": {"kind": kind}}
-        case "autoencoder" if kind == "pretrained":
-            return {"autoencoder": _only(autoencoder, "kind", "path"), "computing": computing}
-        case "autoencoder":
-            return {"autoencoder": _without(autoencoder, "path"), "flips": dataset["flips"], "computing": computing}
-        case "encode" if kind == "none":
-            return {"flips": dataset["flips"]}
-        case "encode":
-            batch_size = autoencoder["encode_batch_size"]
-            return {"flips": dataset["flips"], "batch_size": batch_size, "computing": computing}
-        case "train":
-            return {
-                "model": plain["model"],
-                "diffusion": plain["diffusion"],
-                "method": plain["methods"][method],
-                "training": trajectory_settings(plain["training"]),
-            }
-        case "sample":
-            num = evaluation["num_samples"] * evaluation["sets"]
-            return {"sampling": _without(plain["sampling"], "batch_size"), "num": num, "computing": computing}
-        case "extractor":
-            return {"extractor": evaluation["extractor"], "computing": computing}
-        case "reference":
-            return {"evaluation": _without(evaluation, "extractor"), "computing": computing}
-        case "evaluate":  # what the reference was made with
-            return {}
-        case "report":
-            return {"experiment": _without(plain, "tracking")}
-        case "track":
-            return {"tracking": plain["tracking"]}
-    raise ValueError(f"no stage {stage!r}")
-
-
-def code(stage: str, plain: Plain, method: str | None = None) -> str:
-    """Fingerprint of the code that computes a stage's results."""
-    return fingerprint(_roots(stage, plain, method))
+    computing, kind = _only(plain["training"], "threads", "deterministic"), autoencoder["kind"]
+    if stage == "train":
+        return {
+            "model": plain["model"],
+            "diffusion": plain["diffusion"],
+            "method": plain["methods"][method],
+            "training": trajectory_settings(plain["training"]),
+        }
+    encoded = {"flips": dataset["flips"]}
+    if kind != "none":
+        encoded |= {"batch_size": autoencoder["encode_batch_size"], "computing": computing}
+    made = {
+        "none": {"autoencoder": {"kind": kind}},
+        "pretrained": {"autoencoder": _only(autoencoder, "kind", "path"), "computing": computing},
+        "train": {"autoencoder": _without(autoencoder, "path"), "flips": dataset["flips"], "computing": computing},
+    }
+    images = {"num": evaluation["num_samples"] * evaluation["sets"], "computing": computing}
+    return {
+        "prepare": {"dataset": _without(dataset, "flips")},
+        "autoencoder": made[kind],
+        "encode": encoded,
+        "sample": {"sampling": _without(plain["sampling"], "batch_size"), **images},
+        "extractor": {"extractor": evaluation["extractor"], "computing": computing},
+        "reference": {"evaluation": _without(evaluation, "extractor"), "computing": computing},
+        "evaluate": {},  # what the reference was made with
+        "report": {"experiment": _without(plain, "tracking")},
+        "track": {"tracking": plain["tracking"]},
+    }[stage]
 
 
 def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
+    """The modules that compute a stage's results."""
+    if stage == "train":
+        assert method is not None
+        return code_roots(plain, method)
     model = MODELS.entry(plain["model"]["name"]).module
     process = PROCESSES.entry(plain["diffusion"]["process"]["name"]).module
     extractor = EXTRACTORS.entry(plain["evaluation"]["extractor"]["name"]).module
     metrics = [entry.module for entry in METRICS.values()]
-    match stage:
-        case "prepare":
-            return ["kairos.data.prepare", "kairos.data.sources"]
-        case "autoencoder":
-            return ["kairos.autoencoders.stage"]
-        case "encode":
-            return ["kairos.autoencoders.encode", "kairos.autoencoders.codec"]
-        case "train":
-            assert method is not None
-            return code_roots(plain, method)
-        case "sample":
-            scheduler = SCHEDULERS.entry(plain["sampling"]["scheduler"]["name"]).module
-            return ["kairos.sampling.sample", scheduler, model, process]
-        case "extractor":
-            return ["kairos.evaluation.extractors", extractor]
-        case "reference":
-            return ["kairos.evaluation.reference", extractor, *metrics]
-        case "evaluate":
-            return ["kairos.evaluation.evaluate", model, process, extractor, *metrics]
-        case "report":
-            return ["kairos.report.build"]
-        case "track":
-            return ["kairos.tracking.track"]
-    raise ValueError(f"no stage {stage!r}")
+    scheduler = SCHEDULERS.entry(plain["sampling"]["scheduler"]["name"]).module
+    return {
+        "prepare": ["kairos.data.prepare", "kairos.data.sources"],
+        "autoencoder": ["kairos.autoencoders.stage"],
+        "encode": ["kairos.autoencoders.encode", "kairos.autoencoders.codec"],
+        "sample": ["kairos.sampling.sample", scheduler, model, process],
+        "extractor": ["kairos.evaluation.extractors", extractor],
+        "reference": ["kairos.evaluation.reference", extractor, *metrics],
+        "evaluate": ["kairos.evaluation.evaluate", model, process, extractor, *metrics],
+        "report": ["kairos.report.build"],
+        "track": ["kairos.tracking.track"],
+    }[stage]
 
 
 def _only(values: Plain, *names: str) -> Plain:

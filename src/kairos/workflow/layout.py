@@ -22,14 +22,14 @@ class Segment:
 
     Attributes:
         steps: its milestones.
-        after: last milestone of the segment before; none for the first.
+        before: the milestone that it goes on from, as files name it; none for the first.
         number: from 1.
         name: of this segment in rule names and log files, with a leading ``_``; empty where it is the only one.
         last: whether the training is complete with it.
     """
 
     steps: tuple[int, ...]
-    after: tuple[int, ...]
+    before: list[str]
     number: int
     name: str
     last: bool
@@ -42,11 +42,6 @@ class Segment:
     def part(self, wildcards: Any, output: Any) -> str:
         """Argument of ``kairos train`` for a segment that another one follows."""
         return "" if self.last else "--part"
-
-    @property
-    def before(self) -> list[str]:
-        """The milestone that it goes on from."""
-        return names(self.after)
 
 
 @dataclass(frozen=True)
@@ -107,27 +102,18 @@ class Layout:
 
     def sampling_options(self, wildcards: Any, output: Any) -> str:
         """Arguments of ``kairos sample`` that state the whole sampling section; not compared either."""
-        sampling = self.plain["sampling"]
-        arguments = {
-            "--scheduler": json.dumps(sampling["scheduler"]),
-            "--steps": sampling["steps"],
-            "--weights": sampling["weights"],
-            "--guidance-scale": sampling["guidance_scale"],
-            "--precision": sampling["precision"],
-            "--batch-size": sampling["batch_size"],
-            "--grid-images": sampling["grid"],
-            "--seed": sampling["seed"],
-        }
-        return " ".join(f"{name} {shlex.quote(str(value))}" for name, value in arguments.items())
+        sampling = dict(self.plain["sampling"])
+        sampling |= {"scheduler": json.dumps(sampling["scheduler"]), "grid_images": sampling.pop("grid")}
+        return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in sampling.items())
 
     @cached_property
     def segments(self) -> list[Segment]:
         """The jobs of a training, in order."""
         parts = self.experiment.segments
-        before = [(), *((part[-1],) for part, _ in pairwise(parts))]
+        ends = [[], *(names(part[-1:]) for part, _ in pairwise(parts))]
         return [
-            Segment(part, after, number, f"_{number}" if len(parts) > 1 else "", number == len(parts))
-            for number, (part, after) in enumerate(zip(parts, before), 1)
+            Segment(steps, before, number, f"_{number}" if len(parts) > 1 else "", number == len(parts))
+            for number, (steps, before) in enumerate(zip(parts, ends), 1)
         ]
 
     def images(self, segment: Segment) -> str:
@@ -191,9 +177,14 @@ class Layout:
         """The folder of a training."""
         return f"{self.results}/{method}/seed{seed}"
 
-    def timing(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
-        """Where a job of a training leaves what time it took, on what machine: no output, since no two are the same."""
-        return f"{self.results}/timing/{stage}/{method}_seed{seed}/{segment.number}.json"
+    def params(self, stage: str, segment: Segment | None = None) -> dict[str, Any]:
+        """``params:`` of a computing stage: what it `depends` on, its configuration, and the file for the time it took.
+
+        That file is no output, since no two are the same: it names the machine too.
+        """
+        job = "" if segment is None else f"/{{method}}_seed{{seed}}/{segment.number}"
+        timing = f"{self.results}/timing/{stage}{job}.json"
+        return {**self.depends(stage), "timing": timing, "config": self.frozen}
 
     def sums(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
         """Checksums of what a job of a training has made: in one folder, which DVC's report stage can depend on."""

@@ -17,28 +17,24 @@ from kairos.workflow import dependencies
 from kairos.workflow.layout import Layout, lay_out
 from kairos.workflow.reproduction import machines, provenance
 
+_PYTHON = (sys.executable, "-m")
 RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
-_SNAKEMAKE = (sys.executable, "-m", "snakemake")
 _QUIET = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
-def dependency_table(layout: Layout) -> dict[str, Any]:
-    """Fields and code fingerprint of every stage, of the stages of a training by method: DVC's ``params``."""
-    table: dict[str, Any] = {}
-    for stage in (*dependencies.SHARED, "report"):
-        table[stage] = dependencies.of(stage, layout.plain)
+def write_dependencies(config: Path, out: Path) -> None:
+    """Write fields and code fingerprint of every stage as YAML, a training's stages by method: DVC's ``params``.
+
+    The file is left alone where nothing has changed.
+    """
+    layout = lay_out(load(config))
+    table: dict[str, Any] = {stage: dependencies.of(stage, layout.plain) for stage in (*dependencies.SHARED, "report")}
     for stage in dependencies.PER_TRAINING:
         table[stage] = {
             method: dependencies.of(stage, layout.plain, method) | {"milestones": list(layout.experiment.milestones)}
             for method in layout.methods
         }
-    return table
-
-
-def write_dependencies(config: Path, out: Path) -> None:
-    """Write the table as YAML; the file is left alone where nothing has changed."""
-    table = json.loads(json.dumps(dependency_table(lay_out(load(config)))))  # no value twice, so no YAML anchors
-    text = yaml.safe_dump(table, sort_keys=True)
+    text = yaml.safe_dump(json.loads(json.dumps(table)), sort_keys=True)  # no value twice, so no YAML anchors
     if not out.exists() or out.read_text(encoding="utf-8") != text:
         write_text(out, text)
 
@@ -72,29 +68,24 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
 def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:
     """Become a Snakemake that runs exactly one stage's jobs of the DAG: what DVC's stages call."""
     rules, files = targets(lay_out(load(config)), stage, method, seed)
-    command = [*_SNAKEMAKE, "--configfile", str(config), "--allowed-rules", *rules, "--", *files]
+    command = [*_PYTHON, "snakemake", "--configfile", str(config), "--allowed-rules", *rules, "--", *files]
     os.execve(command[0], command, _environment())
 
 
-def snakemake(*arguments: str) -> int:
-    """Run Snakemake of this environment; its exit status."""
-    return subprocess.run([*_SNAKEMAKE, *arguments], env=_environment()).returncode
+def _run(tool: str, *arguments: str, captured: bool = True) -> "subprocess.CompletedProcess[str]":
+    """Run a tool of this environment."""
+    return subprocess.run([*_PYTHON, tool, *arguments], env=_environment(), capture_output=captured, text=True)
 
 
-def stale_jobs(config: Path) -> str:
-    """What Snakemake would still run for an experiment, as it says it; empty where everything is up to date."""
-    command = [*_SNAKEMAKE, "--configfile", str(config), "--dry-run"]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+def _check_up_to_date(otherwise: str) -> None:
+    """Fail where Snakemake would still run something for the recorded experiment, and say what, after `otherwise`."""
+    done = _run("snakemake", "--configfile", RECORDED, "--dry-run")
     output = done.stdout + done.stderr
     if done.returncode:
         raise KairosError(f"snakemake --dry-run failed:\n{output.strip()}")
-    return "" if "Nothing to be done" in output else output[output.find("Job stats:") :].split("\n\n")[0].strip()
-
-
-def dvc(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run DVC of this environment, its output captured."""
-    command = [sys.executable, "-m", "dvc", *arguments]
-    return subprocess.run(command, env=_environment(), capture_output=True, text=True)
+    if "Nothing to be done" not in output:
+        jobs = output[output.find("Job stats:") :].split("\n\n")[0].strip()
+        raise KairosError(f"{otherwise} Snakemake would run:\n{jobs}")
 
 
 def git(*arguments: str) -> str:
@@ -127,12 +118,10 @@ def record() -> None:
             "record: the tree has changes that no commit holds, so the results could not be reproduced from one; "
             "commit them first:\n" + "\n".join(dirty[:20])
         )
-    stale = stale_jobs(Path(RECORDED))
-    if stale:
-        raise KairosError(f"record: results are stale; run `make demo` first. Snakemake would run:\n{stale}")
+    _check_up_to_date("record: results are stale; run `make demo` first.")
     found = lay_out(load(RECORDED))
     write_dependencies(Path(RECORDED), Path(found.results) / "dependencies.yaml")
-    done = dvc("commit", "--force")
+    done = _run("dvc", "commit", "--force")
     if done.returncode:
         raise KairosError(f"record: dvc commit failed:\n{done.stderr.strip()}")
     if known := machines(Path(found.results)):  # adopted results bring none: who computed them is on record
@@ -152,16 +141,15 @@ def adopt() -> None:
     if not Path("dvc.lock").exists():
         raise KairosError("adopt: no dvc.lock here, so nothing was recorded; `make demo` computes the results")
     _pull()
-    quiet, made = ("--quiet", "all", "--configfile", RECORDED), ("report.html", "summary.csv")
-    if snakemake("--touch", "--forceall", *quiet, "--", *(f"{found.results}/{name}" for name in made)):
+    quiet = ("--quiet", "all", "--configfile", RECORDED)
+    reports = [f"{found.results}/{name}" for name in ("report.html", "summary.csv")]
+    if _run("snakemake", "--touch", "--forceall", *quiet, "--", *reports, captured=False).returncode:
         raise KairosError("adopt: snakemake --touch failed, see above")
     if found.experiment.tracking.enabled:
-        snakemake(*quiet, "--allowed-rules", "track", "--", f"{found.results}/tracking.json")
-    stale = stale_jobs(Path(RECORDED))
-    if stale:
-        raise KairosError(f"adopt: the recorded results do not belong to this tree. Snakemake would run:\n{stale}")
+        _run("snakemake", *quiet, "--allowed-rules", "track", "--", f"{found.results}/tracking.json", captured=False)
+    _check_up_to_date("adopt: the recorded results do not belong to this tree.")
     if not _dvc_clean():  # code was edited since, in a way that changes no result
-        dvc("repro", "dependencies")
+        _run("dvc", "repro", "dependencies")
         say("dvc.lock brought up to date with code that computes the same")
     if not _dvc_clean():
         raise KairosError("adopt: dvc status is not clean; `dvc status` says what has changed since it was recorded")
@@ -169,15 +157,14 @@ def adopt() -> None:
 
 
 def _dvc_clean() -> bool:
-    status = dvc("status")
+    status = _run("dvc", "status")
     return status.returncode == 0 and "up to date" in status.stdout
 
 
 def _pull() -> None:
-    checkout = dvc("checkout")
-    if not checkout.returncode:  # everything is in this clone's cache
+    if not _run("dvc", "checkout").returncode:  # everything is in this clone's cache
         return
-    remotes = dvc("remote", "list")
+    remotes = _run("dvc", "remote", "list")
     how = (
         "Name where the recorded data lie, for this clone alone:\n"
         "  dvc remote add --local --default store PATH_OR_URL\n"
@@ -185,7 +172,7 @@ def _pull() -> None:
     )
     if not remotes.stdout.strip():
         raise KairosError(f"adopt: no DVC remote is configured. {how}")
-    if dvc("pull").returncode:
+    if _run("dvc", "pull").returncode:
         name, place = remotes.stdout.split()[:2]
         raise KairosError(
             f"adopt: the recorded data are not all at {place} (remote {name}): it cannot be reached from here, or "

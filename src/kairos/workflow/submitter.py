@@ -20,6 +20,7 @@ from kairos.slurm import ask, books, job_name
 _PATIENCE = 5  # seconds between looks at the queue
 _ENDING = 300  # seconds that a job may take to end
 ANSWER = 60  # seconds that SLURM may take to answer
+STATES = "%i %T"  # what the queue is asked for
 _FIRST, _LONGEST = 10.0, 60.0  # seconds until sbatch is called again
 # what sbatch says when the same call may succeed later: SLURM is away or busy, or limits how many jobs a user submits
 _LATER = re.compile(
@@ -102,14 +103,10 @@ class Submitter(Executor):  # type: ignore[misc]
         """Whether a job waits or runs; one that is just ending is waited for, but not for hours on a sick machine."""
         patience = time.monotonic() + _ENDING
         while True:
-            states = self._states()
+            states = self._queue(STATES)
             if states is not None and (states.get(number) != "COMPLETING" or time.monotonic() > patience):
                 return states.get(number, "COMPLETING") != "COMPLETING"
             self._pause(_PATIENCE)
-
-    def _states(self) -> dict[str, str] | None:
-        """States of this experiment's jobs that wait, run or are ending; None: the queue does not answer."""
-        return self._queue("%i %T")
 
     def _queue(self, what: str, *whose: str) -> dict[str, str] | None:
         """What the queue says of each of this experiment's jobs; None: it does not answer."""

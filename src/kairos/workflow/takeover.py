@@ -29,7 +29,7 @@ from kairos.slurm import WAITING, ask, books, plain_environment
 from kairos.training.job import last_word
 from kairos.workflow import batch_script
 from kairos.workflow.layout import Layout
-from kairos.workflow.submitter import ANSWER, Submitter
+from kairos.workflow.submitter import ANSWER, STATES, Submitter
 
 _HASHED_WHOLE = 1_000_000  # bytes; of a larger input size and time are compared
 _CLUSTERS = ("cluster", "clusters", "slurm_cluster")
@@ -181,7 +181,7 @@ class Takeover(Submitter):
         async for _ in super().check_active_jobs(active_jobs):
             pass
         left = [info for info in active_jobs if info.external_jobid not in self._ended]
-        states = self._states() if left else {}
+        states = self._queue(STATES) if left else {}
         for info in left:
             job = info.external_jobid
             if states is not None:
