@@ -8,9 +8,10 @@ import torch
 from PIL import Image
 
 from kairos import models
+from kairos.data import grid
 from kairos.diffusion.processes import build_process
 from kairos.errors import KairosError
-from kairos.sampling import draw, grid, sample
+from kairos.sampling import draw, sample
 from kairos.sampling.drawn_conditions import conditions_of
 from kairos.sampling.places import places, spaced_timesteps
 from kairos.sampling.registries import SCHEDULERS, resolved

@@ -7,7 +7,7 @@ import numpy as np
 
 from kairos.autoencoders.codec import Codec
 from kairos.data.dataset import PreparedDataset, to_uint8
-from kairos.sampling.grid import write_grid
+from kairos.data.grid import write_grid
 
 PICTURED = 16
 _SIDE = 64  # least side of an image in the picture

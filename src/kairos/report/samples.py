@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
+from kairos.data.grid import grid as tile
 from kairos.report.canvas import INK, MUTED, Look, figure
 from kairos.report.collect import Results, real_images
-from kairos.sampling.grid import grid as tile
 
 
 def samples(results: Results, looks: dict[str, Look]) -> Figure:

@@ -10,12 +10,12 @@ import torch
 
 from kairos import clock, compute
 from kairos.data.dataset import to_uint8
+from kairos.data.grid import write_grid
 from kairos.errors import ConfigError, KairosError
 from kairos.files import atomic, read_json
 from kairos.progress import Progress, say
 from kairos.sampling.draw import batches, estimate_of, guided, noise_of
 from kairos.sampling.drawn_conditions import conditions_of
-from kairos.sampling.grid import write_grid
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
 from kairos.sampling.settings import SamplingConfig
