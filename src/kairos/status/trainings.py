@@ -18,6 +18,7 @@ from typing import Any
 
 from kairos.slurm import Job, by_training
 from kairos.status.outline import Outline
+from kairos.training.job import last_word
 
 STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "complete")
 _TROUBLE = ("failed", "dead", "stopped")
@@ -67,7 +68,7 @@ def _look(
     results: Path, method: str, seed: int, of: int | None, job: Job | None, jobs: dict[str, Job], written: "_Logs"
 ) -> Training:
     folder = results / method / f"seed{seed}"
-    record, progress = _read(folder / "training.json"), _read(folder / ".state" / "progress.json")
+    record, progress = _read(folder / "training.json"), last_word(folder)
     done = record.get("steps", -1)
     of = progress.get("of", done if record else None) if of is None else max(of, done)
     said = progress.get("state", "")
@@ -145,12 +146,9 @@ def held(lock: Path) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     """A record, or nothing where there is none; records are written whole."""
-    try:
-        with open(path, "rb") as file:
-            content = json.loads(file.read())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    with suppress(OSError, ValueError, TypeError):
+        return dict(json.loads(path.read_bytes()))
+    return {}
 
 
 class _Logs:

@@ -131,14 +131,13 @@ class Store:
         if request.exists() and request.with_suffix(".start_over").exists():
             say(f"{self.out}: complete before and asked for again: starts from step 0")
             self.clear()
-        missing = [step for step in milestones if not self.has_milestone(step)]
+        missing = [step for step in milestones if not _whole(self.milestone(step))]
         if missing or part or self._reached(milestones[-1]):
             return missing
         return milestones[-1:]
 
     def _reached(self, step: int) -> bool:
-        newest = self.newest(step)
-        return newest is not None and newest["step"] == step
+        return (self.newest(step) or {}).get("step") == step
 
     def newest(self, at_most: int | None = None, device: Any = "cpu") -> dict[str, Any] | None:
         """The newest whole checkpoint (up to step `at_most`) that goes with the metrics; damaged ones are said."""
@@ -157,18 +156,6 @@ class Store:
 
     def _request(self, milestones: list[int]) -> Path:
         return self.folder / "complete" / ("-".join(str(step) for step in milestones) + ".json")
-
-    def has_milestone(self, step: int) -> bool:
-        """Whether a milestone is there and whole."""
-        folder = self.milestone(step)
-        if not (folder / "milestone.json").exists():
-            return False
-        try:
-            check_milestone(folder)
-        except KairosError as error:
-            say(f"{error}; it is made again")
-            return False
-        return True
 
     def milestone(self, step: int) -> Path:
         """Folder of a milestone."""
@@ -231,9 +218,8 @@ class Store:
         if self.metrics.exists():
             os.truncate(self.metrics, size)
         self._size, self._digest = 0, hashlib.sha256()
-        lines = read_timing(self.timing)
-        kept = [line for line in lines if line["step"] <= step]
-        write_lines(self.timing, kept)
+        kept = [line for line in read_timing(self.timing) if line["step"] <= step]
+        write_text(self.timing, "".join(json.dumps(line) + "\n" for line in kept))
         for newer in (self.folder / "checkpoints").glob("*.ckpt"):
             if int(newer.stem) > step:
                 newer.unlink()
@@ -282,9 +268,13 @@ def _same(source: Path, target: Path) -> bool:
 
 
 def _whole(folder: Path) -> bool:
+    """Whether a milestone is there and whole."""
+    if not (folder / "milestone.json").exists():
+        return False
     try:
         check_milestone(folder)
-    except KairosError:
+    except KairosError as error:
+        say(f"{error}; it is made again")
         return False
     return True
 
@@ -292,11 +282,6 @@ def _whole(folder: Path) -> bool:
 def read_timing(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a timing file."""
     return [json.loads(line) for line in read_lines(path)]
-
-
-def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Write a file of JSON lines atomically."""
-    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_training(out: Path) -> dict[str, Any]:
