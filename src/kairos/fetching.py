@@ -18,6 +18,7 @@ from kairos.config import Experiment
 from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import weights
 from kairos.files import read_json, sha256_file
+from kairos.progress import say
 
 OFFLINE = "HF_HUB_OFFLINE"
 _MODEL = ("config.json", "diffusion_pytorch_model.safetensors")
@@ -38,6 +39,18 @@ class Need:
     find: Callable[[], str | None]
     bring: Callable[[], None] | None
     by_hand: str
+
+    def look(self, bring: bool = False) -> tuple[str | None, str]:
+        """Where it is, brought if that is wanted and it is not here; or None and what is wrong."""
+        try:
+            place = self.find()
+            if place is None and bring and self.bring is not None:
+                say(f"fetch: {self.what}")
+                self.bring()
+                place = self.find()
+        except KairosError as error:
+            return None, str(error)
+        return place, ""
 
 
 def needs(experiment: Experiment) -> list[Need]:

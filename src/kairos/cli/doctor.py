@@ -96,23 +96,16 @@ def _weights() -> "Finding":
     from kairos.evaluation import weights
 
     path = weights.place()
-    fact = (
-        str(path) if path.is_file() else f"absent ({path}); only extractor inception needs it, kairos fetch brings it"
-    )
-    return True, "inception weights", fact
+    absent = f"absent ({path}); only extractor inception needs it, kairos fetch brings it"
+    return True, "inception weights", str(path) if path.is_file() else absent
 
 
 def _experiment(path: Path, experiment: "Experiment") -> "list[Finding]":
     from kairos import fetching
-    from kairos.errors import KairosError
 
     lines = [(True, "experiment file", f"{path}: {len(experiment.methods)} methods, {len(experiment.seeds)} seeds")]
     for need in fetching.needs(experiment):
-        try:
-            place = need.find()
-        except KairosError as error:
-            place, fault = None, str(error)
-        else:
-            fault = "not here; " + ("kairos fetch brings it" if need.bring else need.by_hand)
+        place, fault = need.look()
+        fault = fault or "not here; " + ("kairos fetch brings it" if need.bring else need.by_hand)
         lines.append((place is not None, "needs", f"{need.what}: {place or fault}"))
     return lines

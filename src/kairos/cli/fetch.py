@@ -16,7 +16,6 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos import fetching
     from kairos.config import load
     from kairos.errors import KairosError
-    from kairos.progress import say
 
     needs = fetching.needs(load(arguments.config))
     os.environ.pop(fetching.OFFLINE, None)  # the hub's client reads it when it is imported
@@ -24,17 +23,9 @@ def run(arguments: argparse.Namespace) -> None:
         print("nothing to fetch: the images are embedded and everything else is computed")
     failed = []
     for need in needs:
-        try:
-            place = need.find()
-            if place is None and need.bring is not None:
-                say(f"fetch: {need.what}")
-                need.bring()
-                place = need.find()
-            fault = "it is not there" if place is None else ""
-        except KairosError as error:
-            place, fault = None, str(error)
+        place, fault = need.look(bring=True)
         if place is None:
-            failed.append(f"{need.what}: {fault.rstrip('.')}; {need.by_hand}")
+            failed.append(f"{need.what}: {(fault or 'it is not there').rstrip('.')}; {need.by_hand}")
         else:
             print(f"{need.what}: {place}", flush=True)
     if failed:

@@ -20,10 +20,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     actions.add_parser("adopt", help="make recorded results this clone's own (make adopt)")
 
 
-_STAGES = (
-    *("prepare", "autoencoder", "encode", "extractor", "reference"),
-    *("train", "sample", "evaluate", "report"),
-)
+_STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate", "report")
 
 
 def run(arguments: argparse.Namespace) -> None:

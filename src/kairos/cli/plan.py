@@ -30,12 +30,6 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.costs.estimate import estimate
     from kairos.costs.text import text, values
 
-    found = estimate(
-        experiment,
-        x0=tuple(arguments.shape) if arguments.shape else None,
-        classes=arguments.classes,
-        steps_per_second=arguments.steps_per_second,
-        tflops=arguments.tflops,
-        utilisation=arguments.utilisation,
-    )
+    a, shape = arguments, tuple(arguments.shape) if arguments.shape else None
+    found = estimate(experiment, shape, a.classes, a.steps_per_second, a.tflops, a.utilisation)
     print(json.dumps(values(found), indent=1) if arguments.format == "json" else text(found))

@@ -38,13 +38,8 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.sampling import sample
 
     jobs = [sample.SamplingJob(*paths) for paths in pairs]
-    request = sample.Request(
-        num=arguments.num,
-        seed=arguments.seed,
-        overrides=_overrides(arguments),
-        autoencoder=arguments.autoencoder,
-        latents=arguments.latents,
-    )
+    a = arguments
+    request = sample.Request(a.num, a.seed, _overrides(a), a.autoencoder, a.latents)
     sample.run(jobs, request)
     write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))
 

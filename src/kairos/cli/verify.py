@@ -43,8 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     wrong = [name for name, digest in hashes.items() if record["components"][name] != digest]
     if wrong:
         raise DamagedError(f"{folder}: damaged or not of this training: {', '.join(wrong)}")
-    milestones = sorted((folder / "milestones").glob("[0-9]*"))
-    for milestone in milestones:
+    for milestone in sorted((folder / "milestones").glob("[0-9]*")):
         check_milestone(milestone)
 
 

@@ -39,13 +39,10 @@ def text(found: Estimate) -> str:
 
 
 def _jobs(found: Estimate) -> list[str]:
-    rows = [(stage.name, stage.jobs, _queued(stage.name, stage.queued), stage.gpus or "") for stage in found.stages]
+    elsewhere = {"evaluate": "with sample", "report": "here", "track": "here"}
+    rows = [(one.name, one.jobs, elsewhere.get(one.name, one.queued), one.gpus or "") for one in found.stages]
     totals = (sum(stage.jobs for stage in found.stages), sum(stage.queued for stage in found.stages))
     return _table([("stage", "jobs", "in the queue", "GPUs each"), *rows, ("all", *totals, "")])
-
-
-def _queued(stage: str, number: int) -> str | int:
-    return {"evaluate": "with sample", "report": "here", "track": "here"}.get(stage, number)
 
 
 def _network(found: Estimate) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from kairos.report.collect import Results
 from kairos.report.ranking import Row, curve, lower, moved, stands_still
@@ -119,12 +119,8 @@ def _of_evaluations(results: Results) -> list[str]:
 
 
 def _of_exactness(results: Results) -> list[str]:
-    reasons = [
-        reason
-        for training in results.trainings
-        for reason in training.record["provenance"].get("inexact_because") or []
-    ]
-    return [f"Not bit-exact: {reason}." for reason in dict.fromkeys(reasons)]
+    reasons = (training.record["provenance"].get("inexact_because") or [] for training in results.trainings)
+    return [f"Not bit-exact: {reason}." for reason in dict.fromkeys(chain.from_iterable(reasons))]
 
 
 def _of_extent(results: Results) -> list[str]:

@@ -63,13 +63,8 @@ def _import(results: Results, uri: str) -> dict[str, Any]:
                 runs[f"{training.method}/seed{training.seed}"] = _child(client, experiment, parent, results, training)
                 progress.advance()
             progress.close()
-    return {
-        "imported": True,
-        "uri": store.without_credentials(uri),
-        "experiment": name,
-        "parent": parent,
-        "runs": runs,
-    }
+    shown = store.without_credentials(uri)
+    return {"imported": True, "uri": shown, "experiment": name, "parent": parent, "runs": runs}
 
 
 def _parent(client: "MlflowClient", experiment: str, results: Results) -> str:

@@ -29,9 +29,8 @@ from kairos.workflow.layout import Layout, lay_out
 
 _FROZEN = "KAIROS_EXPERIMENT"  # how a job's own Snakemake process finds the controller's frozen experiment
 _DEFAULT = "params.yaml"
-_OFFLINE = dict.fromkeys(
-    ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1"
-)  # `kairos fetch` was on
+# on a cluster, whose jobs find what `kairos fetch` has brought
+_OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
 _held: list[Any] = []  # the lock file, open as long as this process lives
 _began = time.time()
 

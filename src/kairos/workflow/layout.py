@@ -120,12 +120,6 @@ class Layout:
         """The group in which a scheduler runs the sampling and evaluating of a segment as one job."""
         return f"images_{{method}}_seed{{seed}}{segment.name}"
 
-    @property
-    def exact(self) -> bool:
-        """Whether a training that is done again takes the same course."""
-        settings = self.experiment.training
-        return settings.deterministic and not settings.compile
-
     def sharing(self, segment: Segment) -> Callable[[Any], str] | None:
         """The group of the trainings that a scheduler runs as one job, by wildcards; the same ones in every run.
 
@@ -213,8 +207,8 @@ class Layout:
 
     def jobs(self) -> dict[str, int]:
         """Number of jobs of each stage."""
-        trainings = len(self.methods) * len(self.seeds) * len(self.segments)
-        counts = dict.fromkeys(dependencies.SHARED, 1) | dict.fromkeys(dependencies.PER_TRAINING, trainings)
+        parts = len(self.trainings) * len(self.segments)
+        counts = dict.fromkeys(dependencies.SHARED, 1) | dict.fromkeys(dependencies.PER_TRAINING, parts)
         return counts | {"report": 1} | ({"track": 1} if self.experiment.tracking.enabled else {})
 
 

@@ -16,11 +16,8 @@ CLOCKED = ("report.html", "summary.csv", "figures", "timing", "timing.jsonl")  #
 
 def machines(results: Path) -> list[dict[str, str]]:
     """Processor, instruction set and versions that the jobs of an experiment name beside their times."""
-    records = [read_json(path) for path in sorted(results.glob("timing/**/*.json"))]
-    named = {
-        json.dumps(record["machine"], sort_keys=True): record["machine"] for record in records if "machine" in record
-    }
-    return list(named.values())
+    found = [read_json(path).get("machine") for path in sorted(results.glob("timing/**/*.json"))]
+    return list({json.dumps(machine, sort_keys=True): machine for machine in found if machine is not None}.values())
 
 
 def provenance(lock: Path) -> Path:
@@ -93,10 +90,7 @@ def _other_machine(lock: Path, stage: dict[str, Any]) -> list[str]:
     here = machines(lock.parent / "/".join(Path(stage["outs"][0]["path"]).parts[:2]))
     reasons = []
     for fact in ("processor", "instruction_set", "torch", "numpy", "libc"):
-        before = {machine.get(fact, "?") for machine in recorded}
-        now = {machine.get(fact, "?") for machine in here}
-        if before != now:
-            reasons.append(
-                f"other {fact.replace('_', ' ')}: {'/'.join(sorted(before))} then, {'/'.join(sorted(now))} now"
-            )
+        then, now = ("/".join(sorted({one.get(fact, "?") for one in known})) for known in (recorded, here))
+        if then != now:
+            reasons.append(f"other {fact.replace('_', ' ')}: {then} then, {now} now")
     return reasons

@@ -47,13 +47,15 @@ def attach(workflow: Any, plugin: Any, layout: Layout) -> Any:
     workflow._build_dag = build_with_earlier
     for name in os.environ.keys() - plain_environment().keys():
         del os.environ[name]
-    return replace(plugin, executor=type("Executor", (Takeover,), {"results": layout.results, "exact": layout.exact}))
+    training = layout.experiment.training
+    exact = training.deterministic and not training.compile
+    return replace(plugin, executor=type("Executor", (Takeover,), {"results": layout.results, "exact": exact}))
 
 
 class Takeover(Submitter):
     """The plugin's executor, with a memory that survives it."""
 
-    exact: bool
+    exact: bool  # whether a training that is done again takes the same course
 
     def __post_init__(self, test_mode: bool = False) -> None:
         super().__post_init__(test_mode)
@@ -125,12 +127,8 @@ class Takeover(Submitter):
     def report_job_submission(self, job_info: SubmittedJobInfo, register_job: bool = True) -> None:
         """Write a job down when Snakemake has marked its outputs as begun."""
         super().report_job_submission(job_info, register_job=register_job)
-        record = {
-            "outputs": _outputs(job_info.job),
-            "work": _work(job_info.job),
-            "slurm_logfile": str(job_info.aux["slurm_logfile"]),
-        }
-        write_json(self._record(job_info), record)
+        job, log = job_info.job, str(job_info.aux["slurm_logfile"])
+        write_json(self._record(job_info), {"outputs": _outputs(job), "work": _work(job), "slurm_logfile": log})
 
     def report_job_success(self, job_info: SubmittedJobInfo) -> None:
         """Note that it has ended."""
