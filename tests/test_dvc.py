@@ -150,7 +150,7 @@ def recorded(tmp_path_factory):
     ended = copy.run("kairos", "ledger", "record")
     assert ended.returncode == 0, ended.stderr
     assert "git add dvc.lock" in ended.stderr
-    git(copy, "add", "dvc.lock")
+    git(copy, "add", "dvc.lock", "dvc.machines.json")
     subprocess.run(commit("recorded"), cwd=copy.folder, check=True, capture_output=True)
     return copy
 
