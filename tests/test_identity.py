@@ -10,7 +10,7 @@ from kairos.fingerprint import _text
 from kairos.strategies.registries import WEIGHTINGS
 from kairos.training.identity import code_roots
 from kairos.training.registries import AVERAGES, OPTIMIZERS, SCHEDULES, AdamOptions
-from kairos.workflow.dependencies import code
+from kairos.workflow import dependencies
 
 
 def test_a_component_that_another_one_names_belongs_to_the_code():
@@ -35,10 +35,10 @@ def test_optimisers_schedules_and_averages_belong_to_the_code(registry, field, m
 
 def test_metrics_belong_to_the_code_of_an_evaluation():
     plain = experiment()
-    before = {stage: code(stage, plain) for stage in ("evaluate", "reference", "sample")}
+    before = {stage: dependencies.of(stage, plain)["code"] for stage in ("evaluate", "reference", "sample")}
     METRICS.add("elsewhere", "colorsys:rgb_to_hls")
     try:
-        changed = {stage for stage, digest in before.items() if code(stage, plain) != digest}
+        changed = {stage for stage, digest in before.items() if dependencies.of(stage, plain)["code"] != digest}
     finally:
         del METRICS["elsewhere"]
     assert changed == {"evaluate", "reference"}

@@ -113,7 +113,7 @@ def test_every_strategy_on_a_continuous_process(columns, call, process):
     for name in (*SAMPLERS, *WEIGHTINGS, *COMBINATIONS):
         if ("official" in name and not name.startswith("adaptive")) or name.startswith("speed_v1"):
             status, out, err = call("show", name, "--process", process)
-            assert status == 2 and not out and f"process {process}" in err
+            assert status == 2 and not out and f"process: got {process}" in err
             continue
         found = columns(name, "--process", process)
         assert len(found["p"]) == 1000 and abs(found["p"].sum() - 1) < 1e-9 and np.isfinite(found["effective"]).all()

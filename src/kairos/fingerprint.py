@@ -18,7 +18,7 @@ _PACKAGE = "kairos"
 _LEFT_OUT = (
     *(f"kairos.{name}" for name in ("config", "registry", "options", "errors", "progress", "clock", "cli", "files")),
     *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.store", "training.checkpoint")),
-    *(f"kairos.{name}" for name in ("training.job", "training.launch", "section")),
+    *(f"kairos.{name}" for name in ("training.job", "training.launch", "training.provenance", "section")),
     "kairos.strategies.options",
 )
 _SAYING = ("say", "warn")  # functions that tell the user something

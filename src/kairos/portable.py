@@ -50,6 +50,7 @@ def machine() -> dict[str, str]:
         "processor": model[1] if model else platform.processor() or platform.machine(),
         "instruction_set": "AVX2 (portable)" if held else torch.backends.cpu.get_cpu_capability() if torch else "any",
         "libc": " ".join(platform.libc_ver()),
+        "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "numpy")},
     }
 

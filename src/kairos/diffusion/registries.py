@@ -44,7 +44,7 @@ class EdmOptions:
 class FlowOptions:
     """Rectified flow."""
 
-    shift: float = option(1.0, "fraction u is time shift u/(1 + (shift - 1) u), SD3's for larger images", gt=0)
+    shift: float = option(1.0, "fraction u is time shift u/(1 + (shift - 1) u), SD3's for larger images", gt=0, le=100)
     time_scale: float = option(1000.0, "factor of t that the network is shown", gt=0)
 
     predictions = ()

@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,8 +23,9 @@ from kairos.training.identity import code_roots, identity_of
 from kairos.training.job import Leave, Left, ProgressFile
 from kairos.training.loop import diverged, steps
 from kairos.training.memory import guarded
+from kairos.training.provenance import provenance, versions
 from kairos.training.state import Training
-from kairos.training.store import Store, exclusive, read_timing, version_of, versions
+from kairos.training.store import Store, exclusive, read_timing
 
 
 def import_components(plain: dict[str, Any], method: str) -> None:
@@ -284,37 +284,3 @@ class Run:
         }
         with open(self.store.timing, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-
-def provenance(
-    plain: dict[str, Any], device: torch.device, libraries: dict[str, str | None], earlier: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """What a result was computed with, its first steps maybe by `earlier` versions, and whether that is exact.
-
-    There is no clock and no host in it.
-    """
-    settings = plain["training"]
-    inexact = [
-        f"versions: torch {old['torch']}, diffusers {old['diffusers']} to step {old['steps']}" for old in earlier
-    ]
-    if settings["compile"]:
-        inexact.append("training.compile: autotuning may choose other kernels on another run")
-    if not settings["deterministic"]:
-        inexact.append("training.deterministic is off")
-    if distributed.ranks() > 1 and plain["model"].get("dropout") and settings["microbatch"] is None:
-        inexact.append(
-            "training.processes: dropout differs between numbers of processes; training.microbatch ends that"
-        )
-    return {
-        "kairos": version_of("kairos"),
-        "python": platform.python_version(),
-        "numpy": version_of("numpy"),
-        **libraries,
-        "resumed_under": earlier,
-        "machine": platform.machine(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": settings["threads"],
-        "processes": distributed.ranks(),
-        "exact": not inexact,
-        "inexact_because": inexact,
-    }

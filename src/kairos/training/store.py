@@ -18,17 +18,15 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
-
-import torch
 
 from kairos.errors import DamagedError, KairosError
 from kairos.files import link_file, link_tree, read_json, read_lines, sha256_bytes, write_json, write_text
 from kairos.milestones import check_milestone, step_name
 from kairos.progress import say
 from kairos.training import checkpoint
+from kairos.training.provenance import versions
 
 KEPT = 2  # checkpoints: a damaged last one leaves the one before it
 _SIGNS = 12  # seconds of watching for signs of life, which a training gives every 5
@@ -246,19 +244,6 @@ class Store:
             lines = [line for line in read_lines(path) if json.loads(line)["step"] <= record["steps"]]
             write_text(target, "".join(f"{line}\n" for line in lines))  # a copy: the state's own goes on growing
         write_json(self.out / "training.json", record)
-
-
-def versions() -> dict[str, str | None]:
-    """Of the libraries that decide the last digits of a trajectory."""
-    return {"torch": str(torch.__version__), "diffusers": version_of("diffusers")}
-
-
-def version_of(package: str) -> str | None:
-    """None where it runs from its source, or is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _same(source: Path, target: Path) -> bool:

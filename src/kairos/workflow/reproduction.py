@@ -89,7 +89,7 @@ def _other_machine(lock: Path, stage: dict[str, Any]) -> list[str]:
     recorded = read_json(provenance(lock))["machines"]
     here = machines(lock.parent / "/".join(Path(stage["outs"][0]["path"]).parts[:2]))
     reasons = []
-    for fact in ("processor", "instruction_set", "torch", "numpy", "libc"):
+    for fact in ("processor", "instruction_set", "torch", "numpy", "libc", "python"):
         then, now = ("/".join(sorted({one.get(fact, "?") for one in known})) for known in (recorded, here))
         if then != now:
             reasons.append(f"other {fact.replace('_', ' ')}: {then} then, {now} now")

@@ -1,0 +1,55 @@
+"""What a training was computed with, for its records."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from kairos import distributed
+
+
+def versions() -> dict[str, str | None]:
+    """Of the libraries that decide the last digits of a trajectory."""
+    return {"torch": str(torch.__version__), "diffusers": version_of("diffusers")}
+
+
+def version_of(package: str) -> str | None:
+    """None where it runs from its source, or is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def provenance(
+    plain: dict[str, Any], device: torch.device, libraries: dict[str, str | None], earlier: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What a result was computed with, its first steps maybe by `earlier` versions, and whether that is exact.
+
+    There is nothing in it that differs between machines with the same packages: the processor stands beside the times.
+    """
+    settings = plain["training"]
+    inexact = [
+        f"versions: torch {old['torch']}, diffusers {old['diffusers']} to step {old['steps']}" for old in earlier
+    ]
+    if settings["compile"]:
+        inexact.append("training.compile: autotuning may choose other kernels on another run")
+    if not settings["deterministic"]:
+        inexact.append("training.deterministic is off")
+    if distributed.ranks() > 1 and plain["model"].get("dropout") and settings["microbatch"] is None:
+        inexact.append(
+            "training.processes: dropout differs between numbers of processes; training.microbatch ends that"
+        )
+    return {
+        "kairos": version_of("kairos"),
+        "numpy": version_of("numpy"),
+        **libraries,
+        "resumed_under": earlier,
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": settings["threads"],
+        "processes": distributed.ranks(),
+        "exact": not inexact,
+        "inexact_because": inexact,
+    }
