@@ -92,6 +92,7 @@ def test_told_to_end(copy: Copy, way: str) -> None:
         snakemake = subprocess.Popen(
             template.format(line), shell=True, cwd=copy.folder, env=copy.environment, stdout=log, stderr=log,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # whatever these tests run under
         )  # fmt: skip
     try:
         while sum(word(copy, method)["state"] == "running" for method in methods) < 2:

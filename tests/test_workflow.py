@@ -84,7 +84,7 @@ def test_an_expression_of_the_training_loop_reruns_all_trainings(done):
 @pytest.mark.parametrize(
     ("file", "stages"),
     [
-        pytest.param("report/table.py", [], marks=pytest.mark.long),
+        pytest.param("report/ranking.py", [], marks=pytest.mark.long),
         ("evaluation/validation.py", ["evaluate"]),
         pytest.param("sampling/draw.py", ["sample", "evaluate"], marks=pytest.mark.long),
     ],
