@@ -30,7 +30,7 @@ for segment in layout.segments:
             part=segment.part,
             out=f"{TRAINING}",
         shell:
-            "trap : TERM INT; kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
+            "trap '' HUP; trap : TERM INT; kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"
             " --latents {params.latents} --milestones {params.steps} {params.part} --wait --timing {params.timing} 2>&1"
             " | (trap '' TERM INT; exec tee {log})"
             " && cksum {output.milestones} {output.end} > {output.sums}"
