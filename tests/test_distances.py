@@ -10,8 +10,9 @@ import torch
 
 from kairos.diffusion.processes import build_process
 from kairos.errors import KairosError
-from kairos.evaluation import distances, validation
-from kairos.evaluation.distances import Sample, Target
+from kairos.evaluation import metrics, validation
+from kairos.evaluation.metrics import Target
+from kairos.evaluation.moments import Measured, Moments, Score, Spool
 from kairos.evaluation.settings import LossSettings
 
 
@@ -19,42 +20,124 @@ def gaussian_features(mean, std, count=20_000, width=4, seed=0):
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * std + mean
 
 
+def measured(features: torch.Tensor, size: int = 777) -> Measured:
+    """As stage evaluate measures features: in batches."""
+    spool, moments = Spool(features.shape[1]), Moments()
+    for part in features.split(size):
+        spool.add(part)
+        moments.add(part)
+    return Measured(len(features), {"features": moments.mean_and_covariance}, spool)
+
+
+def target_of(features: torch.Tensor, *names: str, metric: str = "frechet_x") -> Target:
+    return Target(metric, metrics.statistics_of(measured(features)), tuple({"name": name} for name in names))
+
+
 def test_frechet_of_known_gaussians():
-    real = distances.statistics(gaussian_features(0.0, 1.0))
-    target = Target("frechet", real)
-    assert distances.frechet(None, Sample(gaussian_features(0.0, 1.0)), target)["frechet"] == pytest.approx(0, abs=1e-6)
-    other = distances.frechet(None, Sample(gaussian_features(0.0, 1.0, seed=1)), target)["frechet"]
-    assert 0 < other < 0.01
+    target = target_of(gaussian_features(0.0, 1.0), "frechet")
+    frechet = lambda *facts, **named: target.score(measured(gaussian_features(*facts, **named)))["frechet_x"]  # noqa: E731
+    assert frechet(0.0, 1.0) == pytest.approx(0, abs=1e-6)
+    assert 0 < frechet(0.0, 1.0, seed=1) < 0.01
     # d² = d (m² + (s - 1)²) = 4 (0.25 + 1)
-    moved = distances.frechet(None, Sample(gaussian_features(0.5, 2.0, seed=1)), target)["frechet"]
-    assert moved == pytest.approx(5.0, rel=0.03)
+    assert frechet(0.5, 2.0, seed=1) == pytest.approx(5.0, rel=0.03)
 
 
 def test_bias_of_two_equal_gaussians_is_the_published_one():
     # 1,347 and 450 samples of 32 dimensions: 0.9 (the project's own facts)
     values = []
     for seed in range(4):
-        target = Target("frechet", distances.statistics(gaussian_features(0.0, 1.0, 1347, 32, 2 * seed)))
-        values.append(distances.frechet(None, Sample(gaussian_features(0.0, 1.0, 450, 32, 2 * seed + 1)), target))
-    assert np.mean([value["frechet"] for value in values]) == pytest.approx(0.9, abs=0.15)
+        target = target_of(gaussian_features(0.0, 1.0, 1347, 32, 2 * seed), "frechet")
+        values.append(target.score(measured(gaussian_features(0.0, 1.0, 450, 32, 2 * seed + 1)))["frechet_x"])
+    assert np.mean(values) == pytest.approx(0.9, abs=0.15)
+
+
+@pytest.mark.parametrize("count,width,mean", [(3000, 64, 0.4), (500, 128, 300.0), (70, 100, 0.4)])
+def test_frechet_is_torch_fidelitys(count, width, mean):
+    """Also where features have a large mean, and where covariances have no full rank."""
+    from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+
+    mixing = torch.randn(width, width, generator=torch.Generator().manual_seed(9)) / width**0.5
+    sets = [(gaussian_features(0.0, 1.0, count, width, seed) @ mixing + mean).float() for seed in (0, 1)]
+    theirs = [fid_features_to_statistics(features.double()) for features in sets]
+    ours = [measured(features).moments["features"] for features in sets]
+    for (mean_, covariance), their in zip(ours, theirs):
+        np.testing.assert_allclose(mean_, their["mu"], rtol=1e-12)
+        np.testing.assert_allclose(covariance, their["sigma"], rtol=1e-7, atol=1e-9)
+    value = target_of(sets[1], "frechet").score(measured(sets[0]))["frechet_x"]
+    expected = fid_statistics_to_metric(*theirs, verbose=False)["frechet_inception_distance"]
+    assert value == pytest.approx(expected, rel=1e-6 if count > width else 1e-3)
+
+
+def test_inception_score_is_torch_fidelitys():
+    """In the splits of 5,000 in order of ADM's evaluator, what is left being the last."""
+    from torch_fidelity.metric_isc import isc_features_to_metric
+
+    logits = 3 * gaussian_features(0.0, 1.0, 50_000, 10).float()
+    score = Score()
+    for part in logits.split(997):
+        score.add(part)
+    theirs = isc_features_to_metric(logits, splits=10, shuffle=False)["inception_score_mean"]
+    assert score.value == pytest.approx(theirs, rel=1e-12)
+    short = Score()
+    short.add(logits[:7000])
+    parts = [isc_features_to_metric(part, 1, False)["inception_score_mean"] for part in logits[:7000].split(5000)]
+    assert short.value == pytest.approx(np.mean(parts), rel=1e-12)
+
+
+def test_precision_and_recall_are_torch_fidelitys(monkeypatch):
+    from torch_fidelity.metric_prc import prc_features_to_metric
+
+    monkeypatch.setattr(metrics, "ROWS", 150)
+    samples, real = gaussian_features(0.3, 0.8, 700, 8).float(), gaussian_features(0.0, 1.0, 500, 8, 1).float()
+    theirs = prc_features_to_metric(samples, real, verbose=False, save_cpu_ram=False)
+    found = target_of(real, "precision", "recall").score(measured(samples))
+    assert 0.2 < theirs["recall"] < theirs["precision"] < 1
+    assert found == {name: pytest.approx(theirs[name], abs=1e-6) for name in ("precision", "recall")}
+
+
+def test_kid_is_torch_fidelitys_on_inceptions_features():
+    from torch_fidelity.metric_kid import kid_features_to_metric
+
+    samples, real = gaussian_features(0.3, 0.8, 300, 8).float(), gaussian_features(0.0, 1.0, 400, 8, 1).float()
+    target = Target("fid", metrics.statistics_of(measured(real)), ({"name": "kid", "subsets": 9, "subset_size": 100},))
+    theirs = kid_features_to_metric(samples.double(), real.double(), kid_subsets=9, kid_subset_size=100, verbose=False)
+    assert target.score(measured(samples))["kid"] == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-12)
 
 
 def test_kid_fits_the_sample_and_ignores_the_scale_of_features():
     real, near, far = (gaussian_features(m, 1.0, 60, 8, seed) for seed, m in enumerate((0.0, 0.0, 1.0)))
     values = {}
     for scale in (1, 100):
-        target = Target("frechet_x", distances.statistics(real * scale))
-        values[scale] = [distances.kid(None, Sample(part * scale), target)["kid"] for part in (near, far)]
+        target = target_of(real * scale, "kid")
+        values[scale] = [target.score(measured(part * scale))["kid"] for part in (near, far)]
     assert values[1] == pytest.approx(values[100], rel=1e-4)
     assert abs(values[1][0]) < 0.2 < values[1][1]
-    assert distances.kid(None, Sample(near), Target("frechet_x", distances.statistics(real), kid=False)) == {}
+
+
+def test_features_on_disk():
+    spool, features = Spool(3), torch.arange(30.0).reshape(10, 3)
+    for part in features.split(4):
+        spool.add(part)
+    assert len(spool) == 10 and torch.equal(spool[:], features) and torch.equal(spool[3:7], features[3:7])
+    assert torch.equal(spool[np.array([9, 0, 0])], features[[9, 0, 0]])
+    assert torch.equal(torch.cat(list(spool.parts())), features) and len(spool.spread(4)) == 4
+
+
+def test_bootstrap_is_the_spread_of_sets():
+    """Over resamples of one set about what it is over fresh sets."""
+    real = gaussian_features(0.0, 1.0, 4000, 4, 99)
+    target = target_of(real, "frechet")
+    sets = [measured(gaussian_features(0.5, 1.0, 400, 4, seed)) for seed in range(40)]
+    fresh = np.std([target.score(one)["frechet_x"] for one in sets], ddof=1)
+    estimates = [metrics.bootstrap(one, target, 20, 0) for one in sets[:8]]
+    assert np.mean(estimates) == pytest.approx(fresh, rel=0.35)
 
 
 def test_number_of_images():
     with pytest.raises(KairosError, match="got 32 images, allowed: more than 32"):
-        distances.check_number(32, 32, "evaluation.num_samples")
-    assert "10 times" in distances.check_number(33, 32, "x")[0]
-    assert distances.check_number(320, 32, "x") == []
+        metrics.check_number(32, 32, "evaluation.num_samples")
+    assert "10 times" in metrics.check_number(33, 32, "x")[0]
+    assert metrics.check_number(320, 32, "x") == []
 
 
 def test_statistics_are_computed_once(tmp_path, monkeypatch, capsys):
@@ -63,17 +146,17 @@ def test_statistics_are_computed_once(tmp_path, monkeypatch, capsys):
 
     def compute():
         calls.append(1)
-        return distances.statistics(gaussian_features(0.0, 1.0, 100))
+        return metrics.statistics_of(measured(gaussian_features(0.0, 1.0, 100)))
 
-    first = distances.cached({"images": "a"}, compute)
-    second = distances.cached({"images": "a"}, compute)
+    first = metrics.cached({"images": "a"}, compute)
+    second = metrics.cached({"images": "a"}, compute)
     assert len(calls) == 1 and first.hash == second.hash and np.array_equal(first.features, second.features)
-    distances.cached({"images": "b"}, compute)
+    metrics.cached({"images": "b"}, compute)
     assert len(calls) == 2, "other images, other statistics"
     path = next(iter((tmp_path / ".kairos/cache").iterdir()))
     path.write_bytes(path.read_bytes()[:100])
     for name in "ab":
-        assert distances.cached({"images": name}, compute).hash == first.hash
+        assert metrics.cached({"images": name}, compute).hash == first.hash
     assert len(calls) == 3 and "damaged" in capsys.readouterr().err
 
 
@@ -84,9 +167,9 @@ def test_two_at_once_write_whole_files(tmp_path, monkeypatch):
 
     def compute():
         barrier.wait()
-        return distances.statistics(gaussian_features(0.0, 1.0, 2000, 32))
+        return metrics.statistics_of(measured(gaussian_features(0.0, 1.0, 2000, 32)))
 
-    threads = [threading.Thread(target=lambda: results.append(distances.cached("x", compute))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: results.append(metrics.cached("x", compute))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -78,10 +79,10 @@ def test_classifier(chain):
     assert manifest["features"] == 32 and manifest["accuracy"] > 0.97
     opened = extractors.open_extractor(chain / "extractor")
     images = open_dataset(chain / "dataset").images
-    features = extractors.extract(opened, images[:50])["features"]
+    features = opened.layers_of(images[:50])["features"]
     assert features.shape == (50, 32) and features.dtype == torch.float32
     with pytest.raises(KairosError, match="allowed"):
-        extractors.extract(opened, np.zeros((3, 8, 8, 3), np.uint8))
+        opened.layers_of(np.zeros((3, 8, 8, 3), np.uint8))
 
 
 def test_classifier_serves_torch_fidelity_itself(chain):
@@ -90,7 +91,8 @@ def test_classifier_serves_torch_fidelity_itself(chain):
     from kairos.evaluation.classifier import NAME
 
     dataset = open_dataset(chain / "dataset")
-    real, held = (extractors.as_dataset(dataset.images[part]) for part in (dataset.train, dataset.heldout[:330]))
+    parts = (torch.from_numpy(np.array(dataset.images[part])) for part in (dataset.train, dataset.heldout[:330]))
+    real, held = (torch.utils.data.Subset(part.permute(0, 3, 1, 2), range(len(part))) for part in parts)
     metrics = torch_fidelity.calculate_metrics(
         input1=held, input2=real, fid=True, cuda=False, cache=False, verbose=False, save_cpu_ram=True,
         feature_extractor=NAME, feature_extractor_weights_path=str(chain / "extractor"),
@@ -108,8 +110,6 @@ def test_classifier_is_deterministic(chain, tmp_path):
 
 
 def test_damaged_extractor(chain, tmp_path):
-    import shutil
-
     folder = shutil.copytree(chain / "extractor", tmp_path / "extractor")
     with open(folder / "model.safetensors", "r+b") as file:
         file.seek(500)
@@ -249,15 +249,103 @@ def test_images_from_outside(chain, tmp_path, monkeypatch, capsys):
     assert "--extractor" in capsys.readouterr().err
 
 
-def test_more_samples_than_held_out_images(chain, tmp_path, capsys):
-    config = write_config(tmp_path, num_samples=450)
-    arguments = ["reference", "--config", config, "--out", tmp_path / "reference"]
+def reference_of(chain, folder, **changes) -> dict:
+    """The record of a reference with another section `evaluation`."""
+    arguments = ["reference", "--config", write_config(folder, **changes), "--out", folder / "reference"]
     for part in ("dataset", "autoencoder", "latents", "extractor"):
         arguments += [f"--{part}", chain / part]
-    assert kairos(*arguments) == 1
-    message = capsys.readouterr().err
-    assert "evaluation.num_samples: got 450, allowed: at most 449" in message
-    assert not (tmp_path / "reference/reference.json").exists()
+    assert kairos(*arguments) == 0
+    return json.loads((folder / "reference/reference.json").read_text())
+
+
+def test_more_samples_than_held_out_images(chain, tmp_path, capsys):
+    """The rows of held-out images are of as many as there are."""
+    record = reference_of(chain, tmp_path, num_samples=600, sets=1)
+    assert "rows floor and reconstruction are of 449 images, all that are held out" in capsys.readouterr().err
+    assert {name: row["n_samples"] for name, row in record["rows"].items()} == {
+        "floor": 449, "reconstruction": 449, "gaussian": 600, "noise": 600,
+    }  # fmt: skip
+    evaluate.run(
+        [evaluate.EvaluationJob(chain / "1.npz", tmp_path / "x.json")], tmp_path / "reference", chain / "extractor"
+    )
+    assert json.loads((tmp_path / "x.json").read_text())["protocol"]["n_samples"] == 600
+
+
+def test_the_reference_is_a_choice(chain, tmp_path, monkeypatch):
+    """The training images, all, or a file of images or of moments: each as the same images measured otherwise."""
+    monkeypatch.chdir(tmp_path)
+    records = {which: reference_of(chain, tmp_path, reference=which, sets=1) for which in ("train", "all")}
+    assert [records[which]["real_images"] for which in ("train", "all")] == [1348, 1797]
+    images = open_dataset(chain / "dataset").images
+    np.savez(tmp_path / "adm.npz", arr_0=np.array(images))
+    np.savez_compressed(tmp_path / "own.npz", images=np.array(images))
+    with np.load(tmp_path / "reference/statistics.npz") as file:
+        np.savez(tmp_path / "edm.npz", mu=file["mu"], sigma=file["sigma"])
+    metric = "frechet_classifier32"
+    floor = records["all"]["rows"]["floor"][metric]
+    assert floor != records["train"]["rows"]["floor"][metric]
+    for name, kept in (("adm", {}), ("own", {}), ("edm", {"metrics": ["frechet", "validation"]})):
+        record = reference_of(chain, tmp_path, reference=f"{name}.npz", sets=1, **kept)
+        assert record["rows"]["floor"][metric] == pytest.approx(floor, rel=1e-9), name
+        assert record["reference"] == f"{name}.npz" and record["real_images"] == (0 if name == "edm" else 1797)
+        same = record["reference_hash"] == records["all"]["reference_hash"]
+        assert same == (name != "edm"), "what decides the distance: moments and the number of images, where it is known"
+
+
+@pytest.mark.parametrize(
+    "arrays,message",
+    [
+        ({"mu": np.zeros(8), "sigma": np.eye(8)}, r"sigma in x\.npz has shape \(8, 8\), allowed: \(32, 32\)"),
+        (
+            {"mu": np.zeros(32), "sigma": np.eye(32)},
+            r"x\.npz holds mu, sigma; the metrics need features of real images",
+        ),
+        ({"arr_0": np.zeros((40, 9, 9, 1), np.uint8)}, r"got \(9, 9, 1\).*allowed: \(8, 8, 1\)"),
+        ({"arr_0": np.zeros((20, 8, 8, 1), np.uint8)}, r"x\.npz: got 20 images, allowed: more than 32"),
+    ],
+)
+def test_references_from_outside_that_do_not_fit(chain, tmp_path, monkeypatch, arrays, message):
+    monkeypatch.chdir(tmp_path)
+    np.savez("x.npz", **arrays)
+    job = evaluate.EvaluationJob(chain / "1.npz", Path("x.json"))
+    with pytest.raises(KairosError, match=message):
+        evaluate.run([job], Path("x.npz"), chain / "extractor")
+    Path("x.npz").write_bytes(b"no zip")
+    with pytest.raises(KairosError, match=r"x\.npz: cannot be read as npz"):
+        evaluate.run([job], Path("x.npz"), chain / "extractor")
+
+
+def test_only_the_metrics_that_are_asked_for(chain, tmp_path):
+    named = ["frechet", {"name": "kid", "subsets": 5}, "precision", {"name": "recall", "neighbours": 5}, "mlperf8"]
+    record = reference_of(chain, tmp_path, metrics=named, sets=1)
+    columns, kinds = ("frechet_classifier32", "kid", "precision", "recall"), ("", "_spread", "_sets")
+    assert {*record["rows"]["gaussian"]} - {"n_samples"} == {name + kind for name in columns for kind in kinds}
+    assert record["rows"]["floor"]["precision"] > 0.7 > 0.1 > record["rows"]["noise"]["precision"]
+    milestone = chain / "uniform/seed0/milestones/0000002"
+    job = evaluate.EvaluationJob(chain / "1.npz", tmp_path / "x.json", milestone)
+    evaluate.run([job], tmp_path / "reference", chain / "extractor")
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert set(found["validation"]) == {"mlperf8"} and found["validation"]["mlperf8"] == pytest.approx(1, abs=0.2)
+    outside = ("--reference", chain / "0.npz", "--extractor", chain / "extractor", "--metrics", "frechet,recall")
+    assert kairos("evaluate", "--samples", chain / "1.npz", "--out", tmp_path / "y.json", *outside) == 0
+    assert {"frechet_classifier32", "recall"} <= set(json.loads((tmp_path / "y.json").read_text())["metrics"])
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"metrics": ["fid"]}, "evaluation.metrics: fid needs evaluation.extractor inception, got classifier"),
+        ({"metrics": ["frechet", "isc"]}, "isc needs evaluation.extractor inception"),
+        ({"metrics": ["kid"]}, "got kid, allowed: exactly one of frechet, fid, fd_dinov2, by which"),
+        ({"metrics": ["frechet", "kid", {"name": "kid", "subsets": 3}]}, "got kid twice"),
+        ({"metrics": ["frechet", "fids"]}, "unknown metric 'fids'; did you mean 'fid'"),
+        ({"metrics": ["frechet", {"name": "recall", "neighbours": 0}]}, "neighbours: got 0"),
+        ({"reference": "test"}, "evaluation.reference: got 'test', allowed: train, all or the path of an npz"),
+    ],
+)
+def test_metrics_without_what_they_need_are_refused_early(tmp_path, capsys, changes, message):
+    assert kairos("check", write_config(tmp_path, **changes)) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_samples_of_another_milestone_are_refused(chain, tmp_path):
@@ -269,15 +357,22 @@ def test_samples_of_another_milestone_are_refused(chain, tmp_path):
         evaluate.run([job], chain / "reference")
 
 
-def brightness(options, sample, target):
+def brightness(options, measured, target):
     """A metric that a later issue might add."""
-    return {"mean_feature": float(sample.features.mean())}
+    return {"mean_feature": float(measured.features[:].mean())}
 
 
 def test_a_metric_is_added_by_name(chain, tmp_path, monkeypatch):
-    monkeypatch.setitem(METRICS, "mean_feature", dataclasses.replace(METRICS["isc"], code=f"{__name__}:brightness"))
-    evaluate.run([evaluate.EvaluationJob(chain / "1.npz", tmp_path / "x.json")], chain / "reference")
+    METRICS.add("mean_feature", f"{__name__}:brightness", needs=["features"], extractor="")
+    reference = shutil.copytree(chain / "reference", tmp_path / "reference")
+    record = json.loads((reference / "reference.json").read_text())
+    (reference / "reference.json").write_text(
+        json.dumps({**record, "metrics": [{"name": "mean_feature"}, *record["metrics"]]})
+    )
+    job = evaluate.EvaluationJob(chain / "1.npz", tmp_path / "x.json")
+    evaluate.run([job], reference, chain / "extractor")
     metrics = json.loads((tmp_path / "x.json").read_text())["metrics"]
+    del METRICS["mean_feature"]
     assert metrics["mean_feature"] > 0 and len(metrics["mean_feature_sets"]) == 2
 
 
@@ -289,7 +384,7 @@ def blank(options, process, grid, estimate, noise):
 def test_a_sampling_scheme_is_added_by_name(chain, tmp_path, monkeypatch):
     from kairos.sampling.registries import SCHEDULERS
 
-    monkeypatch.setitem(SCHEDULERS, "blank", dataclasses.replace(METRICS["isc"], code=f"{__name__}:blank"))
+    monkeypatch.setitem(SCHEDULERS, "blank", dataclasses.replace(METRICS["isc"], code=f"{__name__}:blank", facts={}))
     milestone = chain / "uniform/seed0/milestones/0000002"
     arguments = ("--milestone", milestone, "--out", tmp_path / "x.npz", "--num", 3, "--scheduler", "blank")
     assert kairos("sample", *arguments) == 0
@@ -315,7 +410,7 @@ def load(folder, manifest):
             values = images.float().flatten(1)
             return (torch.stack([values.mean(1), values.std(1)], dim=1),)
 
-    return extractors.Extractor(manifest, Pixels("pixels", ["pixels"]), "pixels", None)
+    return extractors.Extractor(manifest, Pixels("pixels", ["pixels"]), ("features",))
 
 
 def test_an_extractor_is_added_by_name(chain, tmp_path, monkeypatch):

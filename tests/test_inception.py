@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from kairos.errors import DamagedError, KairosError
-from kairos.evaluation import distances, extractors
+from kairos.evaluation import extractors, metrics
+from kairos.evaluation.moments import in_batches, measure
 
 
 def test_missing_inception_weights(tmp_path):
@@ -23,6 +24,7 @@ def test_inception_download_that_fails_says_where_the_file_goes(tmp_path, monkey
 def test_inception_with_weights_of_the_right_form(tmp_path):
     """The real network with random weights: features of grey and colour images, logits, Inception score."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+    from torch_fidelity.metric_isc import isc_features_to_metric
 
     class Random(FeatureExtractorInceptionV3):
         def load_state_dict(self, *arguments, **keywords):
@@ -36,10 +38,25 @@ def test_inception_with_weights_of_the_right_form(tmp_path):
     assert manifest["metric"] == "fid" and manifest["features"] == 2048
     opened = extractors.open_extractor(tmp_path / "x")
     grey = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 1), dtype=np.uint8)
-    features = extractors.extract(opened, grey)
-    torch.testing.assert_close(features["2048"], extractors.extract(opened, grey.repeat(3, axis=3))["2048"])
-    assert features["2048"].shape == (12, 2048) and features["logits_unbiased"].shape == (12, 1008)
-    assert distances.isc(None, distances.sample_of(opened, features), None)["isc"] >= 1.0
+    layers = opened.layers_of(grey)
+    torch.testing.assert_close(layers["features"], opened.layers_of(grey.repeat(3, axis=3))["features"])
+    shapes = {name: tuple(values.shape) for name, values in layers.items()}
+    assert shapes == {"features": (12, 2048), "logits": (12, 1008), "spatial": (12, 17 * 17 * 7)}
+    assert layers["spatial"].min() == 0 < layers["spatial"].max(), "after the rectifier"
+    measured = measure(opened, in_batches(grey, range(12), 5), {"moments", "spatial", "logits"})
+    isc = isc_features_to_metric(layers["logits"], splits=1, shuffle=False)["inception_score_mean"]
+    assert measured.score == pytest.approx(isc, rel=1e-9) and isc >= 1.0
+    torch.testing.assert_close(measured.moments["spatial"][0], layers["spatial"].double().mean(0).numpy())
+    real = metrics.statistics_of(measured)
+    target = metrics.Target("fid", real, ({"name": "fid"}, {"name": "sfid"}, {"name": "isc"}))
+    assert target.score(measured) == {
+        "fid": pytest.approx(0, abs=1e-3),
+        "sfid": pytest.approx(0, abs=1e-3),
+        "isc": measured.score,
+    }
+    real.save(tmp_path / "VIRTUAL.npz")
+    again = metrics.Statistics.load(tmp_path / "VIRTUAL.npz")
+    assert set(again.moments) == {"features", "spatial"} and again.hash == real.hash
     torch.save({"nothing": torch.zeros(1)}, tmp_path / "x" / "weights-inception-2015-12-05-6726825d.pth")
     with pytest.raises(DamagedError):
         extractors.open_extractor(tmp_path / "x")

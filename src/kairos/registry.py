@@ -7,7 +7,7 @@ imports nothing heavy, and a job's code fingerprint covers the components it use
 import difflib
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kairos import options as _options
@@ -21,11 +21,12 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class Entry:
-    """A named component: its options dataclass, its code and, in one line, what it is."""
+    """A named component: its options dataclass, its code, in one line what it is, and facts that its kind states."""
 
     options: type
     code: str
     help: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
@@ -46,9 +47,9 @@ class Registry(dict[str, Entry]):
         self.kind = kind
         self.refused: dict[str, str] = {}
 
-    def add(self, name: str, code: str, options: type = NoOptions, help: str = "") -> None:
+    def add(self, name: str, code: str, options: type = NoOptions, help: str = "", **facts: Any) -> None:
         """Register a component; its `code` is called with its options first."""
-        self[name] = Entry(options, code, help)
+        self[name] = Entry(options, code, help, facts)
 
     def refuse(self, name: str, reason: str) -> None:
         """A name that people will ask for and that cannot be had, with the reason."""

@@ -1,6 +1,7 @@
 """How well an autoencoder gives images back: PSNR in numbers, and a picture."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,12 @@ PICTURED = 16
 _SIDE = 64  # least side of an image in the picture
 
 
-def reconstruct(codec: Codec, dataset: PreparedDataset, indices: np.ndarray, batch_size: int) -> np.ndarray:
-    """Images through the autoencoder and back, from the latents' means: uint8 (n, height, width, channels)."""
-    batches = np.split(indices, range(batch_size, len(indices), batch_size))
-    means = (codec.encode(dataset.tensor(batch))[0] for batch in batches)
-    return np.concatenate([to_uint8(codec.decode(codec.to_model_space(mean))) for mean in means])
+def reconstructions(
+    codec: Codec, dataset: PreparedDataset, indices: np.ndarray, batch_size: int
+) -> Iterator[np.ndarray]:
+    """Images to the latents' means and back: batches of uint8 (n, height, width, channels)."""
+    for batch in np.split(indices, range(batch_size, len(indices), batch_size)):
+        yield to_uint8(codec.decode(codec.to_model_space(codec.encode(dataset.tensor(batch))[0])))
 
 
 def psnr(images: np.ndarray, others: np.ndarray) -> float:

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kairos import clock
 from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_size, downsampling, wrap
-from kairos.autoencoders.quality import PICTURED, psnr, reconstruct, write_picture
+from kairos.autoencoders.quality import PICTURED, psnr, reconstructions, write_picture
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import ConfigError
@@ -84,7 +85,7 @@ def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
 def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:
     """Measure the autoencoder and save it; what the manifest says of that."""
     indices = dataset.heldout[:_PSNR_IMAGES]
-    images, others = dataset.images[indices], reconstruct(codec, dataset, indices, batch_size)
+    images, others = dataset.images[indices], np.concatenate(list(reconstructions(codec, dataset, indices, batch_size)))
     mean, _ = codec.encode(dataset.tensor(indices[:1]))
     write_picture(out / "reconstructions.png", images[:PICTURED], others[:PICTURED])
     _save(codec.model, out)

@@ -19,6 +19,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         beside = "folder, or inception; default: ../extractor of the reference"
         add("--extractor", type=Path, metavar="DIR", help=beside)
         add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents of the milestone")
+        add("--metrics", metavar="M,...", help="with an npz reference: names of metrics; default: those usual for it")
         add("--sets", type=int, default=1, metavar="K", help="with an npz reference: sets to split the samples into")
     else:
         add_config(parser)
@@ -74,5 +75,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from kairos.evaluation import evaluate
 
     jobs = [evaluate.EvaluationJob(*paths) for paths in pairs]
-    evaluate.run(jobs, arguments.reference, arguments.extractor, arguments.latents, arguments.sets)
+    wanted = arguments.metrics.split(",") if arguments.metrics else None
+    evaluate.run(jobs, arguments.reference, arguments.extractor, arguments.latents, arguments.sets, wanted)
     write_timing(arguments, files=len(jobs))

@@ -115,7 +115,7 @@ def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
     module = create_feature_extractor(
         NAME, ["features"], cuda=False, feature_extractor_weights_path=str(folder), verbose=False
     )
-    return Extractor(manifest, module, "features", None)
+    return Extractor(manifest, module, ("features",))
 
 
 class ClassifierExtractor(FeatureExtractorBase):

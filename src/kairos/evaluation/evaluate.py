@@ -4,17 +4,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from kairos import clock, compute
 from kairos.errors import ConfigError, KairosError
-from kairos.evaluation import distances
-from kairos.evaluation.distances import Target
-from kairos.evaluation.extractors import Extractor, extract, make, open_extractor
+from kairos.evaluation import external, metrics
+from kairos.evaluation.extractors import Extractor, make, open_extractor
+from kairos.evaluation.metrics import Target
+from kairos.evaluation.moments import in_batches, measure
 from kairos.evaluation.reference import Reference, open_reference, reference_hash
-from kairos.evaluation.validation import latents_folder, validation_loss
-from kairos.files import sha256_file, write_json
+from kairos.evaluation.registries import METRICS, default_metrics
+from kairos.evaluation.settings import check_metrics, named_metrics
+from kairos.evaluation.validation import latents_folder
+from kairos.files import write_json
 from kairos.progress import say
 from kairos.sampling.sample import read_samples, settings
 
@@ -40,6 +40,7 @@ def run(
     extractor: Path | None = None,
     latents: Path | None = None,
     sets: int = 1,
+    wanted: list[str] | None = None,
 ) -> None:
     """Evaluate every job.
 
@@ -49,6 +50,7 @@ def run(
         extractor: its folder, or ``inception``; None: ``../extractor``, seen from the reference's folder.
         latents: folder for the validation loss; None: ``../../../../latents``, seen from the milestone.
         sets: with an npz reference: sets that the samples are split into.
+        wanted: with an npz reference: names of metrics; None: those usual for the extractor.
 
     Raises:
         KairosError: a file is missing, damaged, or does not belong to the others.
@@ -57,13 +59,13 @@ def run(
     if outside and extractor is None:
         raise ConfigError("--extractor: got none, allowed where --reference is an npz: a folder, or inception")
     if extractor == Path("inception") and not extractor.exists():
-        extractor = distances.CACHE / "inception"
+        extractor = metrics.CACHE / "inception"
         make({"name": "inception", "path": None}, None, extractor)
     device = _setup(next((job.milestone for job in jobs if job.milestone), None))
     folder = reference if reference.is_dir() else reference.parent
     opened = open_extractor(extractor or folder / "../extractor", device)
     clock.work_begins()
-    known = outside_reference(reference, opened) if outside else open_reference(reference, opened)
+    known = outside_reference(reference, opened, wanted) if outside else open_reference(reference, opened)
     opened = replace(opened, precision=known.record["precision"])
     for job in jobs:
         evaluate(job, known, opened, sets if outside else None, latents, device)
@@ -74,34 +76,32 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate one samples file, write its record and return it."""
     images, protocol = read_samples(job.samples)
-    parts, warnings = split(images, reference.record["num_samples"], sets, str(job.samples))
-    warnings += distances.check_number(len(parts[0]), extractor.width, str(job.samples))
+    target = reference.target
+    parts, warnings = split(len(images), reference.record["num_samples"], sets, str(job.samples))
+    warnings += metrics.check_number(len(parts[0]), extractor.width, str(job.samples))
     for warning in warnings:
         say(f"warning: {job.samples}: {warning}")
-    with torch.inference_mode():
-        samples = [distances.sample_of(extractor, extract(extractor, part)) for part in parts]
-    metrics = distances.summarise([distances.score(sample, reference.target) for sample in samples])
+    measured = (measure(extractor, in_batches(images, part), target.needs) for part in parts)
+    found = metrics.summarise([target.score(one) for one in measured])
     record = {
         "step": protocol.get("step"),
-        "metrics": metrics,
+        "metrics": found,
         "protocol": _protocol(protocol, reference, extractor, len(parts), len(parts[0])),
         "warnings": warnings,
     }
-    if job.milestone is not None:
+    if job.milestone is not None and "milestone" in target.needs:
         record["validation"] = _validation(job, protocol, reference, latents, device)
     write_json(job.out, record)
-    metric = reference.target.metric
-    say(f"evaluate {job.samples}: {metric} {metrics[metric]:.4g} ± {metrics[metric + '_spread'] or 0:.2g}")
+    value, spread = found[target.metric], found[f"{target.metric}_spread"] or 0
+    say(f"evaluate {job.samples}: {target.metric} {value:.4g} ± {spread:.2g}")
     return record
 
 
-def split(
-    images: np.ndarray, num_samples: int | None, sets: int | None, where: str
-) -> tuple[list[np.ndarray], list[str]]:
+def split(images: int, num_samples: int | None, sets: int | None, where: str) -> tuple[list[range], list[str]]:
     """Sets of equal size in the order of the images, and the warnings.
 
     Args:
-        images: all of them.
+        images: how many there are.
         num_samples: images per set, as the reference fixes it; None: `sets` sets.
         sets: number of sets where the size is not fixed.
         where: the file, for the error.
@@ -109,26 +109,25 @@ def split(
     Raises:
         KairosError: fewer images than one set has.
     """
-    size = num_samples or len(images) // max(sets or 1, 1)
-    count = len(images) // size if size else 0
+    size = num_samples or images // max(sets or 1, 1)
+    count = images // size if size else 0
     if count == 0:
-        raise KairosError(f"{where}: got {len(images)} images, allowed: at least {num_samples or sets}, one full set")
-    rest = len(images) - count * size
+        raise KairosError(f"{where}: got {images} images, allowed: at least {num_samples or sets}, one full set")
+    rest = images - count * size
     warnings = [f"the last {rest} images fill no set of {size} and are not used"] if rest else []
-    return [images[k * size : (k + 1) * size] for k in range(count)], warnings
+    return [range(k * size, (k + 1) * size) for k in range(count)], warnings
 
 
-def outside_reference(path: Path, extractor: Extractor) -> Reference:
-    """A reference made of an npz file of real images; its statistics are cached by content hash.
+def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None) -> Reference:
+    """A reference made of an npz file of real images or of published moments; its statistics are cached by content.
 
     Raises:
-        KairosError: the file is no npz of images, or holds too few for the extractor.
+        KairosError: the file has not what the metrics need, or holds too few images for the extractor.
     """
-    images, _ = read_samples(path)
-    for warning in distances.check_number(len(images), extractor.width, str(path)):
-        say(f"warning: {path}: {warning}")
-    parts = {"images": sha256_file(path), "extractor": extractor.hash}
-    statistics = distances.cached(parts, lambda: distances.statistics(extract(extractor, images)[extractor.layer]))
+    kind = extractor.manifest["kind"]
+    named = named_metrics(wanted or default_metrics(kind, True))
+    check_metrics(named, kind)
+    statistics = external.statistics(path, extractor, metrics.needs_of(named))
     record = {
         "num_samples": None,
         "reference_hash": reference_hash(statistics, extractor),
@@ -136,7 +135,7 @@ def outside_reference(path: Path, extractor: Extractor) -> Reference:
         "precision": "fp32",
         "validation": {"images": 256, "strata": 32, "seed": 0},
     }
-    return Reference(record, Target(extractor.manifest["metric"], statistics))
+    return Reference(record, Target(extractor.manifest["metric"], statistics, tuple(named)))
 
 
 def _setup(milestone: Path | None) -> Any:
@@ -177,7 +176,7 @@ def _protocol(
 def _validation(
     job: EvaluationJob, protocol: dict[str, Any], reference: Reference, latents: Path | None, device: Any
 ) -> dict[str, Any]:
-    """The validation loss of the weights that were sampled, or of the EMA where that is unknown.
+    """The validation losses of the weights that were sampled, or of the EMA where that is unknown.
 
     Raises:
         KairosError: the samples were drawn from another milestone, or the latents are not those it was trained on.
@@ -198,4 +197,9 @@ def _validation(
             raise KairosError(
                 f"{folder}: {name} is not that of {job.milestone}; pass the latents it was trained on as --latents DIR"
             )
-    return validation_loss(milestone, opened, reference.loss_settings, device)
+    record = {}
+    for named in reference.target.metrics:
+        entry = METRICS.entry(named["name"])
+        if "milestone" in entry.facts["needs"]:
+            record |= entry.load()(milestone, opened, reference.loss_settings, device)
+    return record

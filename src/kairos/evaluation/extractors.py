@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Subset
 
 from kairos import compute
 from kairos.data.dataset import PreparedDataset
@@ -29,17 +28,15 @@ class Extractor:
 
     Attributes:
         manifest: kind, name, metric (column of the Fréchet distance), features (width), accuracy, sha256, shape.
-        module: torch-fidelity's feature extractor, which gives the layers by name.
-        layer: the layer whose statistics are compared.
-        logits: the layer that the Inception score is computed from, or None.
+        module: torch-fidelity's feature extractor.
+        layers: what it gives, in order: ``features``, which are compared, and maybe ``spatial`` and ``logits``.
         device: where features are computed.
         precision: what they are computed in, see `compute.precision`.
     """
 
     manifest: dict[str, Any]
     module: Any
-    layer: str
-    logits: str | None
+    layers: tuple[str, ...]
     device: torch.device = torch.device("cpu")
     precision: str = "fp32"
 
@@ -57,6 +54,23 @@ class Extractor:
     def width(self) -> int:
         """Number of features."""
         return self.manifest["features"]
+
+    def layers_of(self, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
+        """Features of images (n, height, width, channels) by layer, each float32 (n, width) on the CPU.
+
+        Raises:
+            KairosError: the extractor takes images of another size.
+        """
+        shape = self.manifest["shape"]
+        if shape is not None and list(images.shape[1:]) != shape:
+            raise KairosError(
+                f"images: got {images.shape[1:]} (height, width, channels), allowed: {tuple(shape)}, the images that "
+                f"{self.name} was trained on"
+            )
+        pixels = torch.from_numpy(np.require(images, requirements="W")).permute(0, 3, 1, 2).contiguous()
+        with compute.precision(self.precision, self.device), torch.inference_mode():
+            found = self.module(pixels.to(self.device))
+        return {name: values.float().flatten(1).cpu() for name, values in zip(self.layers, found)}
 
 
 def make(extractor: dict[str, Any], dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
@@ -84,32 +98,6 @@ def open_extractor(folder: Path, device: torch.device | str = "cpu", precision: 
     manifest = open_record(folder, f"extractor --config F --dataset DIR --out {folder}")
     check_files(folder, manifest["files"], "make it again with: kairos extractor")
     module = importlib.import_module(EXTRACTORS.entry(manifest["kind"]).module)
-    return dataclasses.replace(module.load(folder, manifest), device=torch.device(device), precision=precision)
-
-
-def as_dataset(images: NDArray[np.uint8]) -> Dataset:
-    """Images, uint8 (n, height, width, channels), as torch-fidelity reads them: uint8 (channels, height, width)."""
-    pixels = torch.from_numpy(np.require(images, requirements="W")).permute(0, 3, 1, 2)
-    return Subset(pixels, range(len(pixels)))
-
-
-def extract(extractor: Extractor, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
-    """Features of images by layer, each float32 (n, width).
-
-    Raises:
-        KairosError: the extractor takes images of another size.
-    """
-    from torch_fidelity.utils import get_featuresdict_from_dataset
-
-    shape = extractor.manifest["shape"]
-    if shape is not None and list(images.shape[1:]) != shape:
-        raise KairosError(
-            f"images: got {images.shape[1:]} (height, width, channels), allowed: {tuple(shape)}, the images that "
-            f"{extractor.name} was trained on"
-        )
-    cuda = extractor.device.type == "cuda"
-    module = extractor.module.to(extractor.device)
-    # save_cpu_ram: read in this process, no worker processes for small arrays
-    with compute.precision(extractor.precision, extractor.device):
-        layers = get_featuresdict_from_dataset(as_dataset(images), module, 64, cuda, save_cpu_ram=True, verbose=False)
-    return {name: values.float() for name, values in layers.items()}
+    opened: Extractor = module.load(folder, manifest)
+    opened.module.to(torch.device(device))
+    return dataclasses.replace(opened, device=torch.device(device), precision=precision)

@@ -60,11 +60,21 @@ def missing(path: Path, why: str) -> str:
 
 
 class Inception(FeatureExtractorInceptionV3):
-    """torch-fidelity's Inception, which takes grey images too, as RGB."""
+    """torch-fidelity's Inception, which takes grey images too, as RGB, and has the layer ``spatial``.
+
+    That layer is what ADM's evaluator takes sFID of: the first 7 channels of the convolution that mixed_6 begins with.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        self.Mixed_6d.branch1x1.register_forward_hook(self._keep)
+
+    def _keep(self, module: Any, inputs: Any, output: Tensor) -> None:
+        self.spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1)  # (batch, 17 * 17 * 7)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The requested layers of uint8 (batch, 1 or 3, height, width)."""
-        return super().forward(images.expand(-1, 3, -1, -1))
+        """The requested layers of uint8 (batch, 1 or 3, height, width), the spatial one last."""
+        return (*super().forward(images.expand(-1, 3, -1, -1)), self.spatial)
 
 
 register_feature_extractor(NAME, Inception)
@@ -83,4 +93,4 @@ def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
         )
     except Exception as error:  # unpickling and loading raise many kinds
         raise KairosError(f"{folder / WEIGHTS}: not torch-fidelity's Inception weights ({error})") from None
-    return Extractor(manifest, module, "2048", "logits_unbiased")
+    return Extractor(manifest, module, ("features", "logits", "spatial"))

@@ -1,9 +1,8 @@
 """Feature extractors and metrics by name.
 
 An extractor's code is called as ``code(options, dataset, folder)``, fills the folder and gives its manifest; its
-module also has ``load(folder, manifest)``, which opens it. A metric's code is called as ``code(options, sample,
-target)``, with the features of one set of images and the real ones, and gives columns: a dictionary of numbers, empty
-where it does not apply. Every registered metric is computed for every set.
+module also has ``load(folder, manifest)``, which opens it. A metric's code is called as ``code(options, measured,
+target)``, with what was measured of one set of images and of the real ones, and gives columns: a dictionary of numbers.
 """
 
 from dataclasses import dataclass
@@ -31,13 +30,77 @@ class InceptionOptions:
     path: str | None = option(None, "weights file; null: torch-fidelity's own, downloaded where there is a network")
 
 
+@dataclass(frozen=True)
+class DinoOptions:
+    """DINOv2 through transformers; the published distance is of ViT-L/14."""
+
+    path: str = option("facebook/dinov2-large", "folder or hub id of a Dinov2Model")
+
+
+@dataclass(frozen=True)
+class KidOptions:
+    """Kernel distance."""
+
+    subsets: int = option(50, "subsets that are drawn", ge=1)
+    subset_size: int = option(1000, "images in each, where there are twice as many", ge=2)
+
+
+@dataclass(frozen=True)
+class ManifoldOptions:
+    """Precision and recall."""
+
+    neighbours: int = option(3, "a ball reaches to this neighbour", ge=1)
+
+
 EXTRACTORS = Registry("extractor")
 EXTRACTORS.add("classifier", "kairos.evaluation.classifier:train", ClassifierOptions, "trained by the pipeline")
 EXTRACTORS.add("inception", "kairos.evaluation.inception:prepare", InceptionOptions, "Inception-v3 of torch-fidelity")
 
-METRICS = Registry("metric")
-METRICS.add("frechet", "kairos.evaluation.distances:frechet", help="Fréchet distance (Heusel et al. 2017)")
-METRICS.add("kid", "kairos.evaluation.distances:kid", help="kernel distance (Bińkowski et al. 2018)")
-METRICS.add("isc", "kairos.evaluation.distances:isc", help="Inception score (Salimans et al. 2016)")
+EXTRACTORS.add("dinov2", "kairos.evaluation.dinov2:prepare", DinoOptions, "DINOv2 (Oquab et al. 2023)")
 
-__all__ = ["EXTRACTORS", "METRICS", "ClassifierOptions", "InceptionOptions", "NoOptions"]
+METRICS = Registry("metric")
+
+
+def _metric(name: str, function: str, help: str, needs: str, options: type = NoOptions, extractor: str = "") -> None:
+    """Register a metric: what it needs (see `moments.measure`), and the only extractor that it is defined for."""
+    METRICS.add(name, f"kairos.evaluation.{function}", options, help, needs=needs.split(), extractor=extractor)
+
+
+_metric("frechet", "metrics:frechet", "Fréchet distance of the extractor's features (Heusel et al. 2017)", "moments")
+_metric("fid", "metrics:frechet", "the same of Inception's: FID", "moments", extractor="inception")
+_metric("fd_dinov2", "metrics:frechet", "the same of DINOv2's (Stein et al. 2023)", "moments", extractor="dinov2")
+_metric(
+    "sfid", "metrics:sfid", "FID of Inception's spatial features (Nash et al. 2021)", "spatial", extractor="inception"
+)
+_metric("kid", "metrics:kid", "kernel distance (Bińkowski et al. 2018)", "features", KidOptions)
+_metric("isc", "metrics:isc", "Inception score (Salimans et al. 2016)", "logits", extractor="inception")
+_metric(
+    "precision",
+    "metrics:precision",
+    "samples in the real manifold (Kynkäänniemi et al. 2019)",
+    "features",
+    ManifoldOptions,
+)
+_metric("recall", "metrics:recall", "real images in the samples' manifold", "features", ManifoldOptions)
+_metric("validation", "validation:validation_loss", "loss by time on held-out images", "milestone")
+_metric("mlperf8", "validation:mlperf8", "loss at eight equidistant times (MLPerf Training, Flux.1)", "milestone")
+FRECHET = ("frechet", "fid", "fd_dinov2")  # names of the distance that methods are ranked by
+
+
+def default_metrics(extractor: str, heldout: bool) -> list[str]:
+    """The metrics of an experiment that names none."""
+    first = {"inception": ["fid", "kid", "isc"], "dinov2": ["fd_dinov2", "kid"]}.get(extractor, ["frechet", "kid"])
+    return first + (["validation"] if heldout else [])
+
+
+__all__ = [
+    "EXTRACTORS",
+    "FRECHET",
+    "METRICS",
+    "ClassifierOptions",
+    "DinoOptions",
+    "InceptionOptions",
+    "KidOptions",
+    "ManifoldOptions",
+    "NoOptions",
+]

@@ -7,6 +7,8 @@ network predicts.
 """
 
 import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +54,59 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
         without the last stratum's part) and ``per_timestep``, a row per stratum: its fractions ``u``, the process' own
         time ``t`` at its centre, ``loss`` and ``vlb``.
     """
-    process, seed = milestone.process, settings.seed
-    order = Stream(seed, "validation images").permutation(len(latents.heldout))
-    chosen = latents.heldout[order[: settings.images].numpy()]
-    shape, c = latents.shape, torch.from_numpy(process.schedule.vlb)
-    x0 = latents.batch(chosen, noise=Stream(seed, "validation latents").normal(0, range(len(chosen)), shape))
-    conditions = {name: latents.conditions(chosen)[name] for name in milestone.record["conditions"]}
+    process, c = milestone.process, torch.from_numpy(milestone.process.schedule.vlb)
+    images = Heldout.choose(latents, settings, milestone.record["conditions"])
     rows = []
     for number, stratum in enumerate(strata_of(len(c), settings.strata)):
-        noise = Stream(seed, "validation noise").normal(number, range(len(chosen)), shape)
-        u = spread_over(stratum, len(chosen))
-        errors = []
-        with compute.precision(settings.precision, torch.device(device)):
-            for part in (slice(start, start + BATCH) for start in range(0, len(chosen), BATCH)):
-                told = {name: values[part].to(device) for name, values in conditions.items()}
-                errors.append(_squared_error(milestone, *(v[part].to(device) for v in (x0, noise, u)), told))
-        loss = torch.cat(errors)
+        u = spread_over(stratum, len(images.x0))
+        loss = images.errors(milestone, number, u, settings, device, of_epsilon=True)
         row = {"u": list(stratum), "t": process.times(torch.tensor(sum(stratum) / 2, dtype=torch.float64)).item()}
         vlb = c[(u * len(c)).long()] * loss
         rows.append({**row, "loss": float(loss.mean()), "vlb": float(vlb.mean())})
-    return {**summary(rows), "images": len(chosen), "per_timestep": rows}
+    return {**summary(rows), "images": len(images.x0), "per_timestep": rows}
+
+
+def mlperf8(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
+    """The loss at eight equidistant times, 0/8 to 7/8 of the process, in turn over the images; arguments as above.
+
+    After the validation of MLPerf Training's Flux.1: the plain squared error of what the network predicts.
+
+    Returns:
+        ``mlperf8``, the mean over images.
+    """
+    images = Heldout.choose(latents, settings, milestone.record["conditions"])
+    u = torch.arange(len(images.x0), dtype=torch.float64) % 8 / 8
+    return {"mlperf8": float(images.errors(milestone, 0, u, settings, device, of_epsilon=False).mean())}
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """The held-out images of the validation loss, the same for all methods: x0 (n, c, h, w) and conditions."""
+
+    x0: Tensor
+    conditions: dict[str, Tensor]
+
+    @staticmethod
+    def choose(latents: Latents, settings: LossSettings, conditions: Iterable[str]) -> "Heldout":
+        """As many as the settings say, or all."""
+        order = Stream(settings.seed, "validation images").permutation(len(latents.heldout))
+        chosen = latents.heldout[order[: settings.images].numpy()]
+        noise = Stream(settings.seed, "validation latents").normal(0, range(len(chosen)), latents.shape)
+        known = latents.conditions(chosen)
+        return Heldout(latents.batch(chosen, noise=noise), {name: known[name] for name in conditions})
+
+    def errors(
+        self, milestone: Any, number: int, u: Tensor, settings: LossSettings, device: Any, of_epsilon: bool
+    ) -> Tensor:
+        """Squared error of each image, float64 (n,), at its own fraction u (n,), with the noise of draw `number`."""
+        noise = Stream(settings.seed, "validation noise").normal(number, range(len(u)), tuple(self.x0.shape[1:]))
+        errors = []
+        with compute.precision(settings.precision, torch.device(device)):
+            for part in (slice(start, start + BATCH) for start in range(0, len(u), BATCH)):
+                told = {name: values[part].to(device) for name, values in self.conditions.items()}
+                batch = (values[part].to(device) for values in (self.x0, noise, u))
+                errors.append(_squared_error(milestone, *batch, told, of_epsilon))
+        return torch.cat(errors)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -82,13 +117,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def _squared_error(milestone: Any, x0: Tensor, noise: Tensor, u: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-    """Mean squared error of epsilon per image, float64 (batch,)."""
+def _squared_error(
+    milestone: Any, x0: Tensor, noise: Tensor, u: Tensor, conditions: dict[str, Tensor], of_epsilon: bool
+) -> Tensor:
+    """Mean squared error of epsilon, or of what the network predicts, per image, float64 (batch,)."""
     process, t = milestone.process, milestone.process.times(u)
     x_t = process.noised(x0, noise, t)
-    output = process.predict(milestone.model, x_t, t, conditions)
-    epsilon = process.epsilon(output.to(x_t.dtype), x_t, t)
-    return (epsilon - noise).double().square().flatten(1).mean(1).cpu()
+    output = process.predict(milestone.model, x_t, t, conditions).to(x_t.dtype)
+    found, wanted = (process.epsilon(output, x_t, t), noise) if of_epsilon else (output, process.target(x0, noise, t))
+    return (found - wanted).double().square().flatten(1).mean(1).cpu()
 
 
 def latents_folder(milestone: Path) -> Path:

@@ -71,7 +71,8 @@ def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
     model = MODELS.entry(plain["model"]["name"]).module
     process = PROCESSES.entry(plain["diffusion"]["process"]["name"]).module
     extractor = EXTRACTORS.entry(plain["evaluation"]["extractor"]["name"]).module
-    metrics = [entry.module for entry in METRICS.values()]
+    named = [metric["name"] for metric in plain["evaluation"]["metrics"] or []] or list(METRICS)
+    metrics = [METRICS.entry(name).module for name in named]
     scheduler = SCHEDULERS.entry(plain["sampling"]["scheduler"]["name"]).module
     return {
         "prepare": ["kairos.data.prepare", "kairos.data.sources"],

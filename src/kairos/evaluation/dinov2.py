@@ -1,0 +1,82 @@
+"""DINOv2 through transformers, for the Fréchet distance of its features (Stein et al. 2023, "Exposing flaws").
+
+Published are ViT-L/14, images resized to 224 x 224 by PIL's bicubic filter, ImageNet's mean and standard deviation, and
+the class token after the last normalisation: what transformers calls the pooled output. Its position embeddings are
+interpolated by transformers, not by the original code.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from kairos.data.dataset import PreparedDataset
+from kairos.errors import KairosError
+from kairos.evaluation.extractors import Extractor
+from kairos.evaluation.registries import DinoOptions
+from kairos.files import hash_folder, sha256_json
+
+SIDE = 224
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
+    """Put the network into the folder and return what the manifest says of the extractor.
+
+    Raises:
+        KairosError: there is no such network; the message says what goes where.
+    """
+    from transformers import AutoModel
+
+    try:
+        model = AutoModel.from_pretrained(options.path)
+    except (OSError, ValueError) as error:
+        raise KairosError(
+            f"evaluation.extractor: dinov2 needs a network in transformers' form (config.json, model.safetensors), and "
+            f"{options.path!r} cannot be read as one ({' '.join(str(error).split())}). `kairos fetch` brings it "
+            "where there is a network; or name a folder that holds the files of facebook/dinov2-large as "
+            "evaluation.extractor.path"
+        ) from None
+    kind = model.config.model_type
+    if kind != "dinov2":
+        raise KairosError(f"evaluation.extractor.path: got a {kind} in {options.path!r}, allowed: a dinov2")
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    model.save_pretrained(folder / "model")
+    files = {f"model/{name}": digest for name, digest in hash_folder(folder / "model").items()}
+    return {
+        "name": "dinov2",
+        "metric": "fd_dinov2",
+        "features": model.config.hidden_size,
+        "accuracy": None,
+        "shape": None,  # resizes images of any size
+        "sha256": sha256_json(files),
+        "dataset_sha256": None,
+        "files": files,
+    }
+
+
+def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
+    """Open the folder."""
+    from transformers import AutoModel
+
+    return Extractor(manifest, Dino(AutoModel.from_pretrained(folder / "model")), ("features",))
+
+
+class Dino(nn.Module):
+    """The network from pixels to features."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model.eval()
+
+    def forward(self, images: Tensor) -> tuple[Tensor]:
+        """uint8 (batch, 1 or 3, height, width) to (batch, width)."""
+        rgb = images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu().numpy()
+        resized = [np.asarray(Image.fromarray(image).resize((SIDE, SIDE), Image.Resampling.BICUBIC)) for image in rgb]
+        pixels = torch.from_numpy(np.stack(resized)).to(images.device) / 255
+        pixels = (pixels - pixels.new_tensor(MEAN)) / pixels.new_tensor(STD)
+        return (self.model(pixel_values=pixels.permute(0, 3, 1, 2)).pooler_output,)

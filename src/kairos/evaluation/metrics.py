@@ -1,0 +1,275 @@
+"""The formulas of all metrics of a set of images, each called as ``metric(options, measured, target)``.
+
+Each gives columns: a dictionary of numbers. What they need to be measured stands beside their names, in `registries`.
+"""
+
+import functools
+import statistics as stats
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
+
+from kairos.errors import KairosError
+from kairos.evaluation.moments import ROWS, Measured, Moments
+from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions
+from kairos.files import atomic, sha256_bytes, sha256_json
+from kairos.progress import say
+from kairos.section import build
+
+CACHE = Path(".kairos/cache")
+KEPT = 10_000  # real images whose features are kept, as many as ADM's reference has for precision and recall
+
+Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is kept of the real images.
+
+    Attributes:
+        moments: mean (d,) and covariance (d, d) by layer.
+        features: of at most `KEPT` evenly spread images, float32 (n, d); none where no metric needs them.
+        count: number of images; 0 where the moments came from a file that does not tell.
+    """
+
+    moments: dict[str, Gaussian]
+    features: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    count: int = 0
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """SHA-256 of the features' mean and covariance and of the number of images."""
+        mean, covariance = self.moments["features"]
+        return sha256_bytes(mean.tobytes() + covariance.tobytes() + str(self.count).encode())
+
+    @functools.cached_property
+    def roots(self) -> dict[str, NDArray[np.float64]]:
+        """The symmetric root of each covariance."""
+        return {name: _root(covariance) for name, (_, covariance) in self.moments.items()}
+
+    def save(self, path: Path) -> None:
+        """Write an npz file atomically; `mu` and `sigma`, `mu_s` and `sigma_s` are named as in published files."""
+        arrays: dict[str, Any] = {
+            f"{name}{_SUFFIX[layer]}": value for layer, pair in self.moments.items() for name, value in zip(_PAIR, pair)
+        }
+        with atomic(path) as file:
+            np.savez(file, **arrays, features=self.features, count=np.array(self.count))
+
+    @staticmethod
+    def load(path: Path) -> "Statistics":
+        """Read the npz file."""
+        with np.load(path, allow_pickle=False) as file:
+            return Statistics(moments_in(file), file["features"], int(file["count"]))
+
+
+_PAIR = ("mu", "sigma")
+_SUFFIX = {"features": "", "spatial": "_s"}
+
+
+def moments_in(file: Any) -> dict[str, Gaussian]:
+    """The moments by layer in an opened npz file, `mu_s` and `sigma_s` those of the spatial one, as ADM names them."""
+    pairs = {layer: [f"{name}{suffix}" for name in _PAIR] for layer, suffix in _SUFFIX.items()}
+    return {
+        layer: (file[mean].astype(np.float64), file[covariance].astype(np.float64))
+        for layer, (mean, covariance) in pairs.items()
+        if mean in file and covariance in file
+    }
+
+
+@dataclass(frozen=True)
+class Target:
+    """What samples are compared with.
+
+    Args:
+        metric: column of the Fréchet distance.
+        statistics: of the real images.
+        metrics: those that are computed, with their options.
+    """
+
+    metric: str
+    statistics: Statistics
+    metrics: tuple[dict[str, Any], ...]
+
+    @property
+    def needs(self) -> set[str]:
+        """What has to be measured of a set of images."""
+        return needs_of(self.metrics)
+
+    def score(self, measured: Measured) -> dict[str, float]:
+        """All columns of one set of images."""
+        columns: dict[str, float] = {}
+        for named in self.metrics:
+            if "milestone" not in METRICS.entry(named["name"]).facts["needs"]:
+                columns.update(build(METRICS, named, measured, self))
+        return columns
+
+
+def needs_of(metrics: Any) -> set[str]:
+    """What the named metrics need, all together."""
+    return {need for named in metrics for need in METRICS.entry(named["name"]).facts["needs"]}
+
+
+def statistics_of(measured: Measured) -> Statistics:
+    """What is kept of real images."""
+    if measured.features is None:
+        return Statistics(measured.moments, count=measured.count)
+    return Statistics(measured.moments, measured.features.spread(KEPT).numpy(), measured.count)
+
+
+def cached(parts: Any, compute: Callable[[], Statistics]) -> Statistics:
+    """Statistics by content hash: computed once, then read from `.kairos/cache`.
+
+    Two processes at once compute the same and the later rename wins, so neither sees half a file.
+
+    Args:
+        parts: JSON value that decides the statistics: hashes of the images and of the extractor, and what is needed.
+        compute: what to do where there is no whole file yet.
+    """
+    path = CACHE / f"statistics-{sha256_json(parts)[:32]}.npz"
+    try:
+        return Statistics.load(path)
+    except FileNotFoundError:
+        pass
+    except Exception:  # damaged: numpy and zipfile raise many kinds
+        say(f"{path}: damaged, computed again")
+    result = compute()
+    result.save(path)
+    return result
+
+
+def check_number(count: int, width: int, what: str) -> list[str]:
+    """Whether `what`, so many images, are enough for the covariance of `width` features; the warnings, if any.
+
+    Raises:
+        KairosError: as many images as features or fewer: the covariance has no full rank and the distance means little.
+    """
+    if count <= width:
+        raise KairosError(
+            f"{what}: got {count} images, allowed: more than {width}, the number of features "
+            "(fewer make the Fréchet distance meaningless; an extractor with fewer features needs fewer)"
+        )
+    if count < 10 * width:
+        return [f"{count} images are fewer than 10 times the {width} features: distances are biased upwards"]
+    return []
+
+
+def frechet(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
+    """Fréchet distance of Gaussians fitted to the features (Heusel et al. 2017)."""
+    return {target.metric: distance(measured.moments["features"], target.statistics, "features")}
+
+
+def sfid(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
+    """The same of Inception's spatial features (Nash et al. 2021; ADM's evaluator)."""
+    return {"sfid": distance(measured.moments["spatial"], target.statistics, "spatial")}
+
+
+def distance(own: Gaussian, real: Statistics, layer: str) -> float:
+    """|m1 - m2|² + tr(C1 + C2 - 2 (C1 C2)^½).
+
+    The trace of the root is that of the symmetric (R C1 R)^½ with R = C2^½, which needs no complex eigenvalues.
+    """
+    (mean, covariance), (real_mean, real_covariance) = own, real.moments[layer]
+    root = real.roots[layer]
+    values = np.linalg.eigvalsh(root @ covariance @ root)
+    difference = mean - real_mean
+    trace = np.trace(covariance) + np.trace(real_covariance) - 2 * np.sqrt(values.clip(0)).sum()
+    return float(difference @ difference + trace)
+
+
+def _root(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
+    values, vectors = np.linalg.eigh(covariance)
+    return np.asarray((vectors * np.sqrt(values.clip(0))) @ vectors.T)
+
+
+def kid(options: KidOptions, measured: Measured, target: Target) -> dict[str, float]:
+    """Unbiased kernel distance (Bińkowski et al. 2018), mean over subsets of at most half the images.
+
+    The kernel is (gamma x·y + 1)³. For Inception gamma is the published 1/d. Features of an extractor of our own have
+    any scale, so that gamma = 1 / mean |x|² of the real features takes its place: the distance is free of their scale.
+    """
+    assert measured.features is not None
+    real = torch.from_numpy(target.statistics.features).double()
+    own = measured.features.spread(KEPT).double()
+    size = min(options.subset_size, len(own) // 2, len(real) // 2)
+    if size < 2:
+        return {}
+    gamma = None if target.metric == "fid" else 1 / float(real.square().sum(1).mean())
+    result = kid_features_to_metric(
+        own, real, kid_subsets=options.subsets, kid_subset_size=size, kid_kernel_poly_gamma=gamma, verbose=False
+    )
+    return {"kid": result[KEY_METRIC_KID_MEAN]}
+
+
+def isc(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
+    """Inception score (Salimans et al. 2016), see `moments.Score`."""
+    assert measured.score is not None
+    return {"isc": measured.score}
+
+
+def precision(options: ManifoldOptions, measured: Measured, target: Target) -> dict[str, float]:
+    """Share of the samples inside the manifold of the real images (Kynkäänniemi et al. 2019)."""
+    real = torch.from_numpy(target.statistics.features)
+    return {"precision": inside(measured.features, real, options.neighbours)}
+
+
+def recall(options: ManifoldOptions, measured: Measured, target: Target) -> dict[str, float]:
+    """Share of the real images inside the manifold of the samples."""
+    real = torch.from_numpy(target.statistics.features)
+    return {"recall": inside(real, measured.features, options.neighbours)}
+
+
+def inside(points: Any, manifold: Any, neighbours: int) -> float:
+    """Share of points (n, d) in a ball around one of `manifold` (m, d) that reaches to its `neighbours`-th neighbour.
+
+    In blocks: neither all pairs nor all vectors are ever held.
+    """
+    radii = []
+    for own in _blocks(manifold):
+        nearest = torch.full((len(own), 0), torch.inf)
+        for other in _blocks(manifold):
+            both = torch.cat([nearest, torch.cdist(own, other)], 1)
+            nearest = both.topk(min(neighbours + 1, both.shape[1]), largest=False).values  # itself is one of them
+        radii.append(nearest[:, -1])
+    found = 0
+    for part in _blocks(points):
+        hit = torch.zeros(len(part), dtype=torch.bool)
+        for block, radius in zip(_blocks(manifold), radii):
+            hit |= (torch.cdist(part, block) <= radius).any(1)
+        found += int(hit.sum())
+    return found / len(points)
+
+
+def _blocks(vectors: Any) -> Any:
+    return (vectors[start : start + ROWS] for start in range(0, len(vectors), ROWS))
+
+
+def bootstrap(measured: Measured, target: Target, resamples: int, seed: int) -> float:
+    """Standard deviation of the Fréchet distance over resamples of one set's images, with replacement."""
+    assert measured.features is not None
+    random, values = np.random.default_rng(seed), []
+    for _ in range(resamples):
+        weights = torch.from_numpy(
+            np.bincount(random.integers(0, measured.count, measured.count), minlength=measured.count)
+        )
+        moments = Moments()
+        for part, weight in zip(measured.features.parts(), weights.split(ROWS)):
+            moments.add(part, weight)
+        values.append(distance(moments.mean_and_covariance, target.statistics, "features"))
+    return stats.stdev(values)
+
+
+def summarise(scores: list[dict[str, float]]) -> dict[str, Any]:
+    """Mean over sets of each column, its spread (standard deviation over sets, null for one) and the sets' values."""
+    result: dict[str, Any] = {}
+    for name in scores[0]:
+        values = [float(score[name]) for score in scores]
+        result[name] = stats.fmean(values)
+        result[f"{name}_spread"] = stats.stdev(values) if len(values) > 1 else None
+        result[f"{name}_sets"] = values
+    return result

@@ -1,0 +1,168 @@
+"""What is measured of a set of images while they come: moments summed up in float64, scores, and features on disk.
+
+No set of images and no set of features is ever held in memory, so a set may be of any size.
+"""
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BATCH = 64  # images whose features are computed at a time
+ROWS = 4096  # feature vectors read from disk at a time
+LAYERS = {"moments": "features", "spatial": "spatial"}  # what a metric needs, and the layer whose moments that is
+
+
+class Moments:
+    """Mean and covariance of vectors that come in batches, summed up in float64.
+
+    What is summed are differences from the first batch's mean, so that a large mean costs no digits.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0.0
+
+    def add(self, values: Tensor, weights: Tensor | None = None) -> None:
+        """Add vectors (n, d), each as often as its weight (n,) says."""
+        values = values.double()
+        if not self.count:
+            self._shift = values.mean(0)
+            self._sum = torch.zeros_like(self._shift)
+            self._products = torch.zeros(values.shape[1], values.shape[1], dtype=torch.float64)
+        values = values - self._shift
+        weighted = values if weights is None else weights.double()[:, None] * values
+        self._sum += weighted.sum(0)
+        self._products += weighted.T @ values
+        self.count += len(values) if weights is None else float(weights.sum())
+
+    @property
+    def mean_and_covariance(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Mean (d,) and unbiased covariance (d, d), as numpy.cov has it."""
+        mean = self._sum / self.count
+        covariance = (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
+        return (self._shift + mean).numpy(), covariance.numpy()
+
+
+class Score:
+    """The Inception score of logits that come in batches: mean over splits, in the order of the images.
+
+    exp of the mean divergence of p(y|x) from p(y), per split of 5,000 images or what is left (Salimans et al. 2016, in
+    the splits of ADM's evaluator).
+    """
+
+    SPLIT = 5000
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        self._sums: list[Tensor] = []  # of p(y|x), each (classes,)
+        self._negentropies: list[float] = []
+
+    def add(self, logits: Tensor) -> None:
+        """Add logits (n, classes)."""
+        while len(logits):
+            if not self._counts or self._counts[-1] == self.SPLIT:
+                self._counts.append(0)
+                self._sums.append(torch.zeros(logits.shape[1], dtype=torch.float64))
+                self._negentropies.append(0.0)
+            part = logits[: self.SPLIT - self._counts[-1]]
+            logits = logits[len(part) :]
+            log_p = part.double().log_softmax(1)
+            self._counts[-1] += len(part)
+            self._sums[-1] += log_p.exp().sum(0)
+            self._negentropies[-1] += float((log_p.exp() * log_p).sum())
+
+    @property
+    def value(self) -> float:
+        """The mean over splits."""
+        means = [total / count for total, count in zip(self._sums, self._counts)]
+        entropies = [-float(torch.xlogy(mean, mean).sum()) for mean in means]
+        pairs = zip(self._negentropies, self._counts, entropies)
+        return float(np.mean([np.exp(total / count + entropy) for total, count, entropy in pairs]))
+
+
+class Spool:
+    """Feature vectors in a file without a name: float32, appended, and read by slice or by numbers."""
+
+    def __init__(self, width: int):
+        self.width, self._count = width, 0
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as this object)
+
+    def add(self, values: Tensor) -> None:
+        """Append vectors (n, width)."""
+        self._file.seek(self._count * self.width * 4)
+        self._file.write(values.float().numpy().tobytes())
+        self._count += len(values)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, numbers: slice | NDArray[np.int64]) -> Tensor:
+        """Vectors (n, width), float32."""
+        if not isinstance(numbers, slice):
+            return torch.cat([self[int(number) : int(number) + 1] for number in numbers])
+        start, stop, _ = numbers.indices(self._count)
+        self._file.seek(start * self.width * 4)
+        content = bytearray(self._file.read(max(stop - start, 0) * self.width * 4))
+        return torch.frombuffer(content, dtype=torch.float32).reshape(-1, self.width)
+
+    def parts(self) -> Iterator[Tensor]:
+        """All vectors, at most `ROWS` at a time."""
+        return (self[start : start + ROWS] for start in range(0, self._count, ROWS))
+
+    def spread(self, count: int) -> Tensor:
+        """At most `count` vectors, evenly spread over all."""
+        return self[np.unique(np.linspace(0, self._count - 1, min(self._count, count)).astype(np.int64))]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a set of images.
+
+    Attributes:
+        count: number of images.
+        moments: mean (d,) and covariance (d, d) by layer, of the layers that were asked for.
+        features: all feature vectors, or None.
+        score: the Inception score, or None.
+    """
+
+    count: int
+    moments: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
+    features: Spool | None = None
+    score: float | None = None
+
+
+def measure(extractor: Any, images: Iterable[NDArray[np.uint8]], needs: set[str]) -> Measured:
+    """Look at every image once.
+
+    Args:
+        extractor: an opened extractor.
+        images: batches of uint8 (n, height, width, channels).
+        needs: of ``moments``, ``spatial``, ``features`` (all of them) and ``logits``.
+    """
+    moments = {LAYERS[need]: Moments() for need in LAYERS if need in needs}
+    spool = Spool(extractor.width) if "features" in needs else None
+    score = Score() if "logits" in needs else None
+    count = 0
+    for batch in images:
+        layers = extractor.layers_of(batch)
+        count += len(batch)
+        for name, sums in moments.items():
+            sums.add(layers[name])
+        if spool is not None:
+            spool.add(layers["features"])
+        if score is not None:
+            score.add(layers["logits"])
+    found = {name: sums.mean_and_covariance for name, sums in moments.items()}
+    return Measured(count, found, spool, score.value if score else None)
+
+
+def in_batches(images: Any, indices: NDArray[np.int64] | range, size: int = BATCH) -> Iterator[NDArray[np.uint8]]:
+    """Rows of `images` in the order of `indices`, at most `size` at a time."""
+    for start in range(0, len(indices), size):
+        part = indices[start : start + size]
+        yield images[slice(part.start, part.stop) if isinstance(part, range) else part]

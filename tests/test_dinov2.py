@@ -1,0 +1,61 @@
+"""DINOv2 as feature extractor: the published preprocessing and the class token, on random weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from kairos.errors import KairosError
+from kairos.evaluation import extractors, metrics
+from kairos.evaluation.moments import in_batches, measure
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    torch.manual_seed(0)
+    config = transformers.Dinov2Config(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=518, patch_size=14
+    )
+    folder = tmp_path_factory.mktemp("dinov2")
+    transformers.Dinov2Model(config).save_pretrained(folder)
+    return folder
+
+
+def test_features_are_the_class_token_of_what_is_published(network, tmp_path):
+    from torchvision.transforms import functional
+
+    manifest = extractors.make({"name": "dinov2", "path": str(network)}, None, tmp_path / "x")
+    assert (
+        manifest["metric"] == "fd_dinov2" and manifest["features"] == 24 and str(network) not in str(manifest["files"])
+    )
+    opened = extractors.open_extractor(tmp_path / "x")
+    images = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
+    pixels = [
+        functional.resize(functional.to_pil_image(image), [224, 224], functional.InterpolationMode.BICUBIC)
+        for image in images
+    ]
+    normal = [
+        functional.normalize(functional.to_tensor(p), [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]) for p in pixels
+    ]
+    with torch.no_grad():
+        model = transformers.Dinov2Model.from_pretrained(network).eval()
+        token = model.layernorm(model.encoder(model.embeddings(torch.stack(normal))).last_hidden_state)[:, 0]
+    torch.testing.assert_close(opened.layers_of(images)["features"], token, rtol=1e-4, atol=1e-5)
+    grey = images[..., :1]
+    both = [opened.layers_of(part)["features"] for part in (grey, grey.repeat(3, axis=3))]
+    torch.testing.assert_close(*both)
+    found = measure(opened, in_batches(np.concatenate([images] * 8), range(40)), {"moments"})
+    target = metrics.Target("fd_dinov2", metrics.statistics_of(found), ({"name": "fd_dinov2"},))
+    assert target.score(found) == {"fd_dinov2": pytest.approx(0, abs=1e-5)}
+
+
+def test_a_missing_network_says_what_goes_where(tmp_path):
+    with pytest.raises(KairosError, match=r"files of facebook/dinov2-large as evaluation\.extractor\.path"):
+        extractors.make({"name": "dinov2", "path": str(tmp_path / "nowhere")}, None, tmp_path / "x")
+    other = transformers.BertModel(
+        transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    )
+    other.save_pretrained(tmp_path / "bert")
+    with pytest.raises(KairosError, match=r"got a bert in .*, allowed: a dinov2"):
+        extractors.make({"name": "dinov2", "path": str(tmp_path / "bert")}, None, tmp_path / "x")
