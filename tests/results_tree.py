@@ -87,9 +87,13 @@ def _write_shared(results: Path) -> None:
         results / "reference" / "reference.json",
         {
             "extractor": "classifier32", "extractor_hash": EXTRACTOR_HASH, "metric": METRIC, "features": 32,
-            "accuracy": 0.981, "reference_hash": REFERENCE_HASH, "eval_seed": 0, "num_samples": 400, "sets": 3,
+            "accuracy": 0.981, "reference": "train", "reference_hash": REFERENCE_HASH, "eval_seed": 0,
+            "num_samples": 400, "sets": 3,
             "rows": {
-                name: {METRIC: value, f"{METRIC}_spread": value * 0.02, "kid": value / 1000, "kid_spread": 0.001}
+                name: {
+                    "n_samples": 400, METRIC: value, f"{METRIC}_spread": value * 0.02, "kid": value / 1000,
+                    "kid_spread": 0.001,
+                }
                 for name, value in rows.items()
             },
         },

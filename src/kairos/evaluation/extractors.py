@@ -67,7 +67,12 @@ class Extractor:
                 f"images: got {images.shape[1:]} (height, width, channels), allowed: {tuple(shape)}, the images that "
                 f"{self.name} was trained on"
             )
-        pixels = torch.from_numpy(np.require(images, requirements="W")).permute(0, 3, 1, 2).contiguous()
+        # strides of a grey image are ambiguous, and kernels choose by them
+        pixels = (
+            torch.from_numpy(np.require(images, requirements="W"))
+            .permute(0, 3, 1, 2)
+            .clone(memory_format=torch.contiguous_format)
+        )
         with compute.precision(self.precision, self.device), torch.inference_mode():
             found = self.module(pixels.to(self.device))
         return {name: values.float().flatten(1).cpu() for name, values in zip(self.layers, found)}

@@ -40,11 +40,16 @@ class Milestone:
     evaluation: Record
     grid: Path
 
-    def value(self, name: str) -> float | None:
-        """A metric, or one of val_loss, val_vlb, val_vlb_without_last; None where it was not measured."""
+    @property
+    def columns(self) -> Record:
+        """What was measured, by column: metrics with their spreads and sets, and validation losses as ``val_...``."""
         validation = self.evaluation.get("validation") or {}
-        found = validation if name.startswith("val_") else self.evaluation["metrics"]
-        return found.get(name.removeprefix("val_"))
+        losses = {f"val_{name}": value for name, value in validation.items() if isinstance(value, float)}
+        return {**self.evaluation["metrics"], **losses}
+
+    def value(self, name: str) -> float | None:
+        """The value of a column; None where it was not measured."""
+        return self.columns.get(name)
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,11 @@ class Results:
             if method.sampler["name"] == "uniform" and method.weighting["name"] == "none":
                 return name
         return None
+
+    @property
+    def validated(self) -> bool:
+        """Whether there is a validation loss by time."""
+        return all("per_timestep" in (one.final.evaluation.get("validation") or {}) for one in self.trainings)
 
     def of(self, method: str) -> list[Training]:
         """The trainings of a method, one per seed."""

@@ -22,10 +22,15 @@ FIGURES: dict[str, Callable[[Results, dict[str, canvas.Look]], Figure]] = {
 }
 
 
+def figures_of(results: Results) -> dict[str, Callable[[Results, dict[str, canvas.Look]], Figure]]:
+    """The figures that there are results for."""
+    return {name: draw for name, draw in FIGURES.items() if results.validated or name != "validation_loss"}
+
+
 def draw_all(results: Results, folder: Path) -> None:
     """Draw every figure into `folder` as PNG and SVG."""
     looks = canvas.looks(results.methods, results.baseline)
-    for name, draw in FIGURES.items():
+    for name, draw in figures_of(results).items():
         with matplotlib.rc_context(canvas.STYLE):
             drawing = draw(results, looks)
         canvas.save(drawing, folder / name)

@@ -11,7 +11,7 @@ from PIL import Image
 from kairos.report import findings, text
 from kairos.report.canvas import DPI, looks
 from kairos.report.collect import Record, Results, Training
-from kairos.report.figures import FIGURES
+from kairos.report.figures import figures_of
 from kairos.report.ranking import compare, curve, stands_still
 
 _STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate")
@@ -45,7 +45,7 @@ def page(results: Results, figures: Path) -> str:
         costs=_costs(results.jobs),
         shared=shared[~shared.isin(["None", "[]"])],
         varying=provenance.loc[:, ~same],
-        figures={name: _figure(figures, name) for name in FIGURES},
+        figures={name: _figure(figures, name) for name in figures_of(results)},
     )
 
 
@@ -57,7 +57,7 @@ def _final_metrics(trainings: list[Training]) -> "pd.Series[float]":
 
 def _further_metrics(results: Results, records: Iterable[Iterable[str]]) -> list[str]:
     """What was measured beside the distance."""
-    names = dict.fromkeys(name for record in records for name in record)
+    names = dict.fromkeys(name for record in records for name in record if name != "n_samples")
     return [name for name in names if name != results.metric and not name.endswith(("_spread", "_sets"))]
 
 

@@ -17,10 +17,10 @@ def columns(results: Results) -> list[str]:
     fixed = ["experiment", "method", "seed", "step", "images_seen", "train_seconds"]
     fixed += [metric, f"{metric}_spread", "val_loss", "val_vlb", *_PROTOCOL]
     milestones = [milestone for training in results.trainings for milestone in training.milestones]
-    records = [*(milestone.evaluation["metrics"] for milestone in milestones), *results.reference["rows"].values()]
+    records = [*(milestone.columns for milestone in milestones), *results.reference["rows"].values()]
     measured = [name for record in records for name in record]
     optional = [name for name in dict.fromkeys(measured) if name not in fixed and not name.endswith("_sets")]
-    return [*fixed, *optional, "val_vlb_without_last", *_OPTIONAL_PROTOCOL, "extractor", "identity"]
+    return [*fixed, *optional, *_OPTIONAL_PROTOCOL, "extractor", "identity"]
 
 
 def rows(results: Results) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ def rows(results: Results) -> list[dict[str, Any]]:
     table = [_row(results, training, milestone) for training in results.trainings for milestone in training.milestones]
     reference = results.reference
     shared = {key: reference.get(key) for key in ("extractor", "extractor_hash", "reference_hash", "sets", "eval_seed")}
-    shared |= {"experiment": results.experiment.experiment, "n_samples": reference["num_samples"]}
+    shared |= {"experiment": results.experiment.experiment}
     named = [name for name in REFERENCE_ROWS if name in reference["rows"]]
     return table + [{"method": name, **reference["rows"][name], **shared} for name in named]
 
@@ -40,7 +40,6 @@ def text(results: Results) -> str:
 
 
 def _row(results: Results, training: Training, milestone: Milestone) -> dict[str, Any]:
-    validation = ("val_loss", "val_vlb", "val_vlb_without_last")
     return {
         "experiment": results.experiment.experiment,
         "method": training.method,
@@ -48,8 +47,7 @@ def _row(results: Results, training: Training, milestone: Milestone) -> dict[str
         "step": milestone.step,
         "images_seen": milestone.images,
         "train_seconds": milestone.seconds,
-        **milestone.evaluation["metrics"],
-        **{name: milestone.value(name) for name in validation},
+        **milestone.columns,
         **milestone.evaluation["protocol"],
         "identity": milestone.record["identity"],
     }

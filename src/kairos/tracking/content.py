@@ -135,9 +135,7 @@ def _values(training: "Training") -> Iterator[tuple[str, float, int]]:
     for step, key, value in table.iloc[every - 1 :: every].melt("step").itertuples(index=False):
         yield str(key), float(value), int(step)
     for milestone in training.milestones:
-        measured = dict(milestone.evaluation["metrics"])
-        measured |= {name: milestone.value(name) for name in ("val_loss", "val_vlb", "val_vlb_without_last")}
-        for key, value in measured.items():
+        for key, value in milestone.columns.items():
             if isinstance(value, (int, float)):
                 yield key, float(value), milestone.step
 
