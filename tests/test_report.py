@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import html
 import io
 import json
 import re
@@ -10,25 +11,27 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import results_tree
 from PIL import Image
+from scipy import stats
 
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.errors import KairosError
 from kairos.files import hash_folder, read_json, sha256_file, write_json
-from kairos.report import canvas, curves, densities, findings, ranking
+from kairos.report import canvas, curves, densities, findings, ranking, text
 from kairos.report.build import build
 from kairos.report.canvas import _spread_out
 from kairos.report.collect import collect
 from kairos.report.page import page
 
 METRIC = results_tree.METRIC
+SEEDS = tuple(range(ranking.SEEDS))
 ISSUE_COLUMNS = [
     "experiment", "method", "seed", "step", "images_seen", "train_seconds", METRIC, f"{METRIC}_spread", "val_loss",
     "val_vlb", "n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed",
@@ -38,7 +41,7 @@ ISSUE_COLUMNS = [
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """A whole tree with its report, made by the command line; not to be changed."""
-    config, results = results_tree.write(tmp_path_factory.mktemp("built"))
+    config, results = results_tree.write(tmp_path_factory.mktemp("built"), seeds=SEEDS)
     assert main(["report", "--config", str(config), "--results", str(results)]) == 0
     return config, results
 
@@ -54,6 +57,11 @@ def page_of(small, built):
     return page(collect(load(small[0]), small[1]), built[1] / "figures")
 
 
+def html_of(built):
+    """The page, its characters as they are read."""
+    return html.unescape((built[1] / "report.html").read_text())
+
+
 def rows_of(path):
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
@@ -64,7 +72,7 @@ def test_summary_has_the_columns_and_rows_a_script_may_rely_on(built):
     columns, rows = rows_of(built[1] / "summary.csv")
     assert columns[: len(ISSUE_COLUMNS)] == ISSUE_COLUMNS
     assert {"kid", "kid_spread", "val_vlb_without_last", "sets", "spacing", "clip", "sample_seed"} <= set(columns)
-    assert len(rows) == 6 * 2 * 4 + 4
+    assert len(rows) == 6 * 5 * 4 + 4
     assert [row["method"] for row in rows[-4:]] == ["floor", "reconstruction", "gaussian", "noise"]
     for row in rows[-4:]:
         assert row["seed"] == row["step"] == row["val_loss"] == ""
@@ -80,40 +88,129 @@ def test_summary_numbers_are_read_back_exactly(built):
         assert int(row["images_seen"]) == 64 * step
 
 
-def test_ranks_only_where_they_are_beyond_the_spread(built):
-    rows = ranking.compare(collect(load(built[0]), built[1]))
+def test_ranks_only_where_the_tests_find_a_difference(built):
+    collected = collect(load(built[0]), built[1])
+    rows = ranking.compare(collected)
     ranks = {row.method: (row.first_rank, row.last_rank) for row in rows}
     assert ranks == {
         "min_snr": (1, 1), "speed": (2, 2), "p2": (3, 4), "uniform": (3, 4), "adaptive": (5, 5), "log_normal": (6, 6),
     }  # fmt: skip
     assert [row.method for row in rows if row.like_best] == ["min_snr"]
-    html = (built[1] / "report.html").read_text()
-    assert "Below uniform by more than the spread: min_snr and speed." in html
-    assert "Not distinguishable from uniform: p2." in html
+    verdict = findings.verdict(collected, rows)
+    assert verdict[0].startswith("min_snr ends with the lowest Fréchet distance, 17.")
+    assert re.fullmatch(r"Below uniform: min_snr \(−2\d\.\d %\) and speed \(−2\d\.\d %\)\.", verdict[1])
+    assert verdict[2].startswith("Above uniform: adaptive (+") and verdict[3].startswith(
+        "Not told apart from uniform: p2"
+    )
+    assert re.match(r"min_snr needs 1\.\d\d× fewer steps for uniform's final value \(95 % interval 1\.", verdict[4])
+    assert all(sentence in html_of(built) for sentence in verdict) and "corrected after Holm" in html_of(built)
 
 
-def test_methods_within_the_spread_of_the_best_are_marked_and_no_winner_is_named(tmp_path, built):
-    tree = results_tree.write(tmp_path, methods=("uniform", "p2"))
+def test_the_table_gives_difference_interval_and_p(built):
+    rows = {row.method: row for row in ranking.compare(collect(load(built[0]), built[1]))}
+    finals = {method: np.log([results_tree.distance(method, seed, 400) for seed in SEEDS]) for method in rows}
+    raw = [stats.ttest_rel(finals[one], finals[other]) for one, other in combinations(finals, 2)]
+    own = stats.ttest_rel(finals["p2"], finals["uniform"])
+    above = sum(test.pvalue >= own.pvalue for test in raw)  # Holm's step, where the larger do not exceed it
+    against = rows["p2"].against
+    assert against.p == pytest.approx(own.pvalue * above) and against.p > 0.05
+    assert [against.low, against.high] == pytest.approx(np.exp(own.confidence_interval()))
+    assert against.value == pytest.approx(np.exp(np.mean(finals["p2"] - finals["uniform"])))
+    for cell in (*text.change(against), text.probability(against)):
+        assert cell in html_of(built)
+
+
+def test_methods_that_are_not_told_apart_from_the_best_are_marked_and_no_winner_is_named(tmp_path, built):
+    tree = results_tree.write(tmp_path, seeds=SEEDS, methods=("uniform", "p2"))
     collected = collect(load(tree[0]), tree[1])
     rows = ranking.compare(collected)
-    assert all(row.like_best and not row.ranked for row in rows)
-    verdict = " ".join(findings.verdict(collected, rows))
-    assert "p2 and uniform end within the spread" in verdict and "not ranked" in verdict
-    assert "≈ best" in page_of(tree, built)
+    assert all(row.like_best and (row.first_rank, row.last_rank) == (1, 2) for row in rows)
+    assert findings.verdict(collected, rows)[0].startswith("p2 and uniform are not told apart, and none ends lower")
+    assert page_of(tree, built).count("≈ best") == 2
+
+
+def test_below_five_seeds_nothing_is_ranked_and_the_report_says_why(tmp_path, built):
+    tree = results_tree.write(tmp_path, seeds=SEEDS[:4], methods=("uniform", "min_snr"))
+    collected = collect(load(tree[0]), tree[1])
+    rows = ranking.compare(collected)
+    assert not any(row.judged or row.like_best for row in rows)
+    html = page_of(tree, built)
+    assert "Methods are ranked from 5 seeds on; this experiment has 4." in " ".join(html.split())
+    assert "not ranked" in html and text.change(rows[0].against)[1] in html  # an interval, and no p
+    assert not re.search("<th>rank|corrected|≈ best|Below|Above|told apart|fewer steps for", html)
+
+
+def holm(p):
+    """The textbook's procedure, one step after the other."""
+    corrected, largest = {}, 0.0
+    for k, index in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        largest = max(largest, min(1.0, (len(p) - k) * p[index]))
+        corrected[index] = largest
+    return [corrected[index] for index in range(len(p))]
+
+
+def test_paired_is_the_t_test_of_every_pair_corrected_by_holm():
+    logs = np.random.default_rng(0).normal(np.arange(5)[:, None] * 0.05, 0.05, (5, 7))
+    logs[4] = logs[3]  # two methods that are one: no difference, and no NaN
+    ratio, low, high, p = ranking.paired(logs)
+    pairs = list(combinations(range(5), 2))
+    tests = [stats.ttest_rel(logs[a], logs[b]) for a, b in pairs]
+    expected = holm([1.0 if np.isnan(test.pvalue) else test.pvalue for test in tests])
+    assert [p[a, b] for a, b in pairs] == pytest.approx(expected) == [p[b, a] for a, b in pairs]
+    assert ratio[0, 1] * ratio[1, 0] == pytest.approx(1) == low[0, 1] * high[1, 0]
+    assert p[3, 4] == ratio[3, 4] == 1 and 0 < sum(value < 0.05 for value in expected) < len(pairs)
+
+
+def tables(methods, seeds, noise, sets, heavy=False, effect=0.0, count=1000):
+    """Logarithms of final distances (count, methods, seeds): seeds move all methods alike, and each on its own.
+
+    Args:
+        noise: standard deviation of a method with a seed; that of a seed is 0.2.
+        sets: standard deviation over sets of samples relative to the distance, of which three are averaged.
+        heavy: sets from Student's t with two degrees of freedom instead of normal ones.
+        effect: by how much the first method ends lower.
+    """
+    rng = np.random.default_rng([methods, seeds])
+    logs = 3 + rng.normal(0, 0.2, (count, 1, seeds)) + rng.normal(0, noise, (count, methods, seeds))
+    logs[:, 0] -= effect
+    shape = (count, methods, seeds, 3)
+    drawn = rng.standard_t(2, shape) if heavy else rng.standard_normal(shape)
+    return logs + np.log(np.clip(1 + sets * drawn, 0.1, None).mean(axis=-1))
+
+
+@pytest.mark.parametrize(("methods", "seeds"), [(2, 5), (6, 5), (6, 20), (10, 8)])
+@pytest.mark.parametrize(
+    ("noise", "sets", "heavy"), [(0.02, 0.02, False), (0.1, 0.02, False), (0.01, 0.2, False), (0.01, 0.05, True)]
+)
+def test_at_most_one_table_of_equal_methods_in_twenty_names_a_difference(methods, seeds, noise, sets, heavy):
+    p = ranking.paired(tables(methods, seeds, noise, sets, heavy))[3]
+    named = int((p < ranking.LEVEL).any(axis=(1, 2)).sum())
+    assert named <= stats.binom.ppf(0.999, 1000, 0.05)  # 72
+
+
+def test_real_differences_are_found():
+    for methods, seeds, effect, least in ((6, 5, 0.15, 0.9), (10, 8, 0.1, 0.9), (2, 5, 0.06, 0.8)):
+        p = ranking.paired(tables(methods, seeds, 0.02, 0.02, effect=effect))[3]
+        assert (p[:, 0, 1:] < ranking.LEVEL).mean() > least  # the first method and each of the others
+        assert (p[:, 1:, 1:] < ranking.LEVEL).any(axis=(1, 2)).mean() <= 0.072  # and not the others among themselves
 
 
 def test_factors_against_uniform(built):
-    results = collect(load(built[0]), built[1])
-    rows = {row.method: row for row in ranking.compare(results)}
-    steps = [0, 100, 200, 400]
-    curve = [np.mean([results_tree.distance("min_snr", seed, step) for seed in (0, 1)]) for step in steps]
-    reached = np.interp(-24.0, -np.array(curve), steps)  # uniform ends at 24
-    assert rows["min_snr"].steps.value == pytest.approx(400 / reached)
-    assert rows["min_snr"].time.value == pytest.approx(400 / reached)  # its steps take as long as uniform's
-    assert rows["min_snr"].steps.hard < rows["min_snr"].steps.value < rows["min_snr"].steps.easy
-    assert rows["uniform"].steps == rows["uniform"].time == ranking.Factor(1.0, 1.0, 1.0)
-    assert rows["log_normal"].steps.value is None and rows["p2"].steps.hard is None
-    assert "not reached" in (built[1] / "report.html").read_text()
+    rows = {row.method: row for row in ranking.compare(collect(load(built[0]), built[1]))}
+    steps, logs = [0, 100, 200, 400], []
+    for seed in SEEDS:
+        curve = [results_tree.distance("min_snr", seed, step) for step in steps]
+        target = results_tree.distance("uniform", seed, 400)
+        logs.append(np.log(400 / np.interp(-target, -np.array(curve), steps)))
+    half = stats.t.ppf(0.975, len(SEEDS) - 1) * stats.sem(logs)
+    expected = np.exp([np.mean(logs), np.mean(logs) - half, np.mean(logs) + half])
+    for factor in (rows["min_snr"].steps, rows["min_snr"].time):  # its steps take as long as uniform's
+        assert [factor.value, factor.low, factor.high] == pytest.approx(expected)
+        assert text.times(factor)[1] in html_of(built)
+    assert text.times(rows["uniform"].steps) == text.times(rows["uniform"].time) == ("1.00×", "")
+    assert text.times(rows["log_normal"].steps) == ("not reached", "in 5 of 5 seeds")
+    assert 0 < rows["p2"].steps.missed < 5 and np.isnan(rows["p2"].steps.value)  # some seeds are no reason to leave out
+    assert f"in {rows['p2'].steps.missed} of 5 seeds" in html_of(built)
 
 
 def test_time_counts_what_a_step_costs(small):
@@ -130,7 +227,7 @@ def test_time_counts_what_a_step_costs(small):
 def test_crossing():
     steps, values = np.array([0.0, 10, 20]), np.array([100.0, 50, 60])
     assert ranking.crossing(steps, values, 75) == 5
-    assert ranking.crossing(steps, values, 49) is None
+    assert np.isnan(ranking.crossing(steps, values, 49))
     assert ranking.crossing(steps, values, 100) == 0
 
 
@@ -174,7 +271,7 @@ def test_a_method_that_ends_above_the_gaussian_or_gets_worse_is_warned_of(small,
     assert "<script" not in html and "&lt;script&gt;" in html
 
 
-def test_methods_of_unknown_spread_are_not_ranked_and_the_report_says_why(small):
+def test_without_spreads_and_clocks_nothing_is_not_a_number(small):
     config, results = small
     for training in ("uniform/seed0", "adaptive/seed0"):
         (results / training / "timing.jsonl").unlink()
@@ -188,12 +285,7 @@ def test_methods_of_unknown_spread_are_not_ranked_and_the_report_says_why(small)
     assert {row["train_seconds"] for row in rows[:-4] if row["step"] != "0"} == {""}
     html = (results / "report.html").read_text()
     assert "no timing.jsonl" in html and not re.search(r"\bnan\b", re.sub(r"base64,[^\"]+", "", html))
-    ranks = ranking.compare(collect(load(config), results))
-    assert not any(row.ranked or row.like_best for row in ranks)
-    assert html.count("spread unknown</span>") == 2
-    assert "uniform ends with the lowest number, 23.85, but the spread is unknown: nothing is ranked." in html
-    assert "spread of the final distance of uniform and adaptive is unknown" in html and "evaluation.sets" in html
-    assert "Below uniform" not in html and "Not distinguishable" not in html
+    assert "Not ranked: methods are ranked from 5 seeds on, and this experiment has 1." in html
 
 
 class _Page(HTMLParser):
