@@ -33,16 +33,14 @@ def verdict(results: Results, rows: list[Row]) -> list[str]:
     ends = [f"{plus_minus(row.mean, row.spread)} ({row.method})" for row in rows]
     if not best:
         sentences = [f"Not ranked: methods are ranked from {SEEDS} seeds on, and this experiment has {rows[0].seeds}."]
-        sentences.append(
-            f"Fréchet distances at the end: from {ends[0]} to {ends[-1]}; another seed may order them anew."
-        )
+        sentences.append(f"Fréchet distances at the end: from {ends[0]} to {ends[-1]}; another seed may reorder them.")
     elif len(best) == 1:
         sentences = [
             f"{best[0].method} ends with the lowest Fréchet distance, {plus_minus(best[0].mean, best[0].spread)}."
         ]
     else:
         names = listed([row.method for row in best])
-        sentences = [f"{names} are not told apart, and none ends lower; the lowest mean is {ends[0]}."]
+        sentences = [f"No test tells {names} apart or finds a method below them; the lowest mean is {ends[0]}."]
     if results.baseline is None:
         return [*sentences, "No method samples uniformly without weights, so there is no baseline for factors."]
     found: dict[str, list[tuple[Row, Ratio]]] = {"Below": [], "Above": [], "Not told apart from": []}

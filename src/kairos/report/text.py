@@ -23,7 +23,7 @@ def plus_minus(value: float | None, spread: float | None, digits: int = 4) -> st
     """``21.3 ± 0.9``: two digits of the spread, and as many decimals of the value."""
     if value is None or not math.isfinite(value):
         return NONE
-    if spread is None or not math.isfinite(spread) or spread == 0:
+    if spread is None or not 1e-9 * abs(value) < spread < math.inf:  # or none but rounding
         return number(value, digits)
     decimals = min(max(0, 1 - math.floor(math.log10(spread))), 8)
     return f"{value:,.{decimals}f} ± {spread:.{decimals}f}"
@@ -34,7 +34,7 @@ def times(factor: "Ratio | None") -> tuple[str, str]:
     if factor is None:
         return NONE, ""
     if factor.missed:
-        return "not reached", f"in {factor.missed} of {plural(factor.seeds, 'seed')}"
+        return "not reached", f"in {factor.missed} of {factor.seeds} seeds" if factor.seeds > 1 else ""
     return f"{factor.value:.2f}×", f"{factor.low:.2f}–{factor.high:.2f}" if factor.low < factor.high else ""
 
 
