@@ -59,10 +59,14 @@ def write(root: Path, seeds: tuple[int, ...] = (0, 1), methods: tuple[str, ...] 
 
 
 def distance(method: str, seed: int, step: int) -> float:
-    """The made-up distance: an exponential fall from 320 to the method's final value at step 400."""
+    """The made-up distance: an exponential fall from 320 to the method's final value at step 400, 0.8 % of noise.
+
+    A seed moves all methods alike, and each a little on its own.
+    """
     _, final, speed = METHODS[method]
+    noise = np.random.default_rng([seed, *method.encode()]).standard_normal() if step else 0.0
     share = (np.exp(-step * speed / 80) - np.exp(-400 * speed / 80)) / (1 - np.exp(-400 * speed / 80))
-    return float(final + (320 - final) * share + (0.3 * (seed - 0.5) if step else 0.0))
+    return float((final + (320 - final) * share + (0.3 * (seed - 0.5) if step else 0.0)) * (1 + 0.008 * noise))
 
 
 def _write_shared(results: Path) -> None:

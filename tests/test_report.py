@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import html
 import io
 import json
 import re
@@ -10,25 +11,27 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import results_tree
 from PIL import Image
+from scipy import stats
 
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.errors import KairosError
 from kairos.files import hash_folder, read_json, sha256_file, write_json
-from kairos.report import canvas, curves, densities, findings, ranking
+from kairos.report import canvas, curves, densities, findings, ranking, text
 from kairos.report.build import build
 from kairos.report.canvas import _spread_out
 from kairos.report.collect import collect
 from kairos.report.page import page
 
 METRIC = results_tree.METRIC
+SEEDS = tuple(range(ranking.SEEDS))
 ISSUE_COLUMNS = [
     "experiment", "method", "seed", "step", "images_seen", "train_seconds", METRIC, f"{METRIC}_spread", "val_loss",
     "val_vlb", "n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed",
@@ -38,7 +41,7 @@ ISSUE_COLUMNS = [
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """A whole tree with its report, made by the command line; not to be changed."""
-    config, results = results_tree.write(tmp_path_factory.mktemp("built"))
+    config, results = results_tree.write(tmp_path_factory.mktemp("built"), seeds=SEEDS)
     assert main(["report", "--config", str(config), "--results", str(results)]) == 0
     return config, results
 
@@ -54,6 +57,11 @@ def page_of(small, built):
     return page(collect(load(small[0]), small[1]), built[1] / "figures")
 
 
+def html_of(built):
+    """The page, its characters as they are read."""
+    return html.unescape((built[1] / "report.html").read_text())
+
+
 def rows_of(path):
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
@@ -64,7 +72,7 @@ def test_summary_has_the_columns_and_rows_a_script_may_rely_on(built):
     columns, rows = rows_of(built[1] / "summary.csv")
     assert columns[: len(ISSUE_COLUMNS)] == ISSUE_COLUMNS
     assert {"kid", "kid_spread", "val_vlb_without_last", "sets", "spacing", "clip", "sample_seed"} <= set(columns)
-    assert len(rows) == 6 * 2 * 4 + 4
+    assert len(rows) == 6 * 5 * 4 + 4
     assert [row["method"] for row in rows[-4:]] == ["floor", "reconstruction", "gaussian", "noise"]
     for row in rows[-4:]:
         assert row["seed"] == row["step"] == row["val_loss"] == ""
@@ -80,40 +88,74 @@ def test_summary_numbers_are_read_back_exactly(built):
         assert int(row["images_seen"]) == 64 * step
 
 
-def test_ranks_only_where_they_are_beyond_the_spread(built):
-    rows = ranking.compare(collect(load(built[0]), built[1]))
+def test_ranks_only_where_the_tests_find_a_difference(built):
+    collected = collect(load(built[0]), built[1])
+    rows = ranking.compare(collected)
     ranks = {row.method: (row.first_rank, row.last_rank) for row in rows}
     assert ranks == {
         "min_snr": (1, 1), "speed": (2, 2), "p2": (3, 4), "uniform": (3, 4), "adaptive": (5, 5), "log_normal": (6, 6),
     }  # fmt: skip
     assert [row.method for row in rows if row.like_best] == ["min_snr"]
-    html = (built[1] / "report.html").read_text()
-    assert "Below uniform by more than the spread: min_snr and speed." in html
-    assert "Not distinguishable from uniform: p2." in html
+    verdict = findings.verdict(collected, rows)
+    assert verdict[0].startswith("min_snr ends with the lowest Fréchet distance, 17.")
+    assert re.fullmatch(r"Below uniform: min_snr \(−2\d\.\d %\) and speed \(−2\d\.\d %\)\.", verdict[1])
+    assert verdict[2].startswith("Above uniform: adaptive (+") and verdict[3].startswith(
+        "Not told apart from uniform: p2"
+    )
+    assert re.match(r"min_snr needs 1\.\d\d× fewer steps for uniform's final value \(95 % interval 1\.", verdict[4])
+    assert all(sentence in html_of(built) for sentence in verdict) and "corrected after Holm" in html_of(built)
 
 
-def test_methods_within_the_spread_of_the_best_are_marked_and_no_winner_is_named(tmp_path, built):
-    tree = results_tree.write(tmp_path, methods=("uniform", "p2"))
+def test_the_table_gives_difference_interval_and_p(built):
+    rows = {row.method: row for row in ranking.compare(collect(load(built[0]), built[1]))}
+    finals = {method: np.log([results_tree.distance(method, seed, 400) for seed in SEEDS]) for method in rows}
+    raw = [stats.ttest_rel(finals[one], finals[other]) for one, other in combinations(finals, 2)]
+    own = stats.ttest_rel(finals["p2"], finals["uniform"])
+    above = sum(test.pvalue >= own.pvalue for test in raw)  # Holm's step, where the larger do not exceed it
+    against = rows["p2"].against
+    assert against.p == pytest.approx(own.pvalue * above) and against.p > 0.05
+    assert [against.low, against.high] == pytest.approx(np.exp(own.confidence_interval()))
+    assert against.value == pytest.approx(np.exp(np.mean(finals["p2"] - finals["uniform"])))
+    for cell in (*text.change(against), text.probability(against)):
+        assert cell in html_of(built)
+
+
+def test_methods_that_are_not_told_apart_from_the_best_are_marked_and_no_winner_is_named(tmp_path, built):
+    tree = results_tree.write(tmp_path, seeds=SEEDS, methods=("uniform", "p2"))
     collected = collect(load(tree[0]), tree[1])
     rows = ranking.compare(collected)
-    assert all(row.like_best and not row.ranked for row in rows)
-    verdict = " ".join(findings.verdict(collected, rows))
-    assert "p2 and uniform end within the spread" in verdict and "not ranked" in verdict
-    assert "≈ best" in page_of(tree, built)
+    assert all(row.like_best and (row.first_rank, row.last_rank) == (1, 2) for row in rows)
+    assert findings.verdict(collected, rows)[0].startswith("No test tells p2 and uniform apart")
+    assert page_of(tree, built).count("≈ best") == 2
+
+
+def test_below_five_seeds_nothing_is_ranked_and_the_report_says_why(tmp_path, built):
+    tree = results_tree.write(tmp_path, seeds=SEEDS[:4], methods=("uniform", "min_snr"))
+    collected = collect(load(tree[0]), tree[1])
+    rows = ranking.compare(collected)
+    assert not any(row.judged or row.like_best for row in rows)
+    html = page_of(tree, built)
+    assert "Not ranked: methods are ranked from 5 seeds on, and this experiment has 4." in html
+    assert "not ranked" in html and text.change(rows[0].against)[1] in html  # an interval, and no p
+    assert not re.search("<th>rank|Holm|≈ best|Below uniform|Above uniform|told apart|fewer steps for", html)
 
 
 def test_factors_against_uniform(built):
-    results = collect(load(built[0]), built[1])
-    rows = {row.method: row for row in ranking.compare(results)}
-    steps = [0, 100, 200, 400]
-    curve = [np.mean([results_tree.distance("min_snr", seed, step) for seed in (0, 1)]) for step in steps]
-    reached = np.interp(-24.0, -np.array(curve), steps)  # uniform ends at 24
-    assert rows["min_snr"].steps.value == pytest.approx(400 / reached)
-    assert rows["min_snr"].time.value == pytest.approx(400 / reached)  # its steps take as long as uniform's
-    assert rows["min_snr"].steps.hard < rows["min_snr"].steps.value < rows["min_snr"].steps.easy
-    assert rows["uniform"].steps == rows["uniform"].time == ranking.Factor(1.0, 1.0, 1.0)
-    assert rows["log_normal"].steps.value is None and rows["p2"].steps.hard is None
-    assert "not reached" in (built[1] / "report.html").read_text()
+    rows = {row.method: row for row in ranking.compare(collect(load(built[0]), built[1]))}
+    steps, logs = [0, 100, 200, 400], []
+    for seed in SEEDS:
+        curve = [results_tree.distance("min_snr", seed, step) for step in steps]
+        target = results_tree.distance("uniform", seed, 400)
+        logs.append(np.log(400 / np.interp(-target, -np.array(curve), steps)))
+    half = stats.t.ppf(0.975, len(SEEDS) - 1) * stats.sem(logs)
+    expected = np.exp([np.mean(logs), np.mean(logs) - half, np.mean(logs) + half])
+    for factor in (rows["min_snr"].steps, rows["min_snr"].time):  # its steps take as long as uniform's
+        assert [factor.value, factor.low, factor.high] == pytest.approx(expected)
+        assert text.times(factor)[1] in html_of(built)
+    assert text.times(rows["uniform"].steps) == text.times(rows["uniform"].time) == ("1.00×", "")
+    assert text.times(rows["log_normal"].steps) == ("not reached", "in 5 of 5 seeds")
+    assert 0 < rows["p2"].steps.missed < 5 and np.isnan(rows["p2"].steps.value)  # some seeds are no reason to leave out
+    assert f"in {rows['p2'].steps.missed} of 5 seeds" in html_of(built)
 
 
 def test_time_counts_what_a_step_costs(small):
@@ -125,13 +167,6 @@ def test_time_counts_what_a_step_costs(small):
         write_json(path, record)
     row = next(row for row in ranking.compare(collect(load(config), results)) if row.method == "adaptive")
     assert row.steps.value == pytest.approx(1.0) and row.time.value == pytest.approx(1 / 1.2)
-
-
-def test_crossing():
-    steps, values = np.array([0.0, 10, 20]), np.array([100.0, 50, 60])
-    assert ranking.crossing(steps, values, 75) == 5
-    assert ranking.crossing(steps, values, 49) is None
-    assert ranking.crossing(steps, values, 100) == 0
 
 
 def test_without_a_uniform_method_there_is_no_baseline(tmp_path, built):
@@ -174,7 +209,7 @@ def test_a_method_that_ends_above_the_gaussian_or_gets_worse_is_warned_of(small,
     assert "<script" not in html and "&lt;script&gt;" in html
 
 
-def test_methods_of_unknown_spread_are_not_ranked_and_the_report_says_why(small):
+def test_without_spreads_and_clocks_nothing_is_not_a_number(small):
     config, results = small
     for training in ("uniform/seed0", "adaptive/seed0"):
         (results / training / "timing.jsonl").unlink()
@@ -188,12 +223,7 @@ def test_methods_of_unknown_spread_are_not_ranked_and_the_report_says_why(small)
     assert {row["train_seconds"] for row in rows[:-4] if row["step"] != "0"} == {""}
     html = (results / "report.html").read_text()
     assert "no timing.jsonl" in html and not re.search(r"\bnan\b", re.sub(r"base64,[^\"]+", "", html))
-    ranks = ranking.compare(collect(load(config), results))
-    assert not any(row.ranked or row.like_best for row in ranks)
-    assert html.count("spread unknown</span>") == 2
-    assert "uniform ends with the lowest number, 23.85, but the spread is unknown: nothing is ranked." in html
-    assert "spread of the final distance of uniform and adaptive is unknown" in html and "evaluation.sets" in html
-    assert "Below uniform" not in html and "Not distinguishable" not in html
+    assert "Not ranked: methods are ranked from 5 seeds on, and this experiment has 1." in html
 
 
 class _Page(HTMLParser):

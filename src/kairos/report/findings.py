@@ -1,12 +1,11 @@
 """What came out, in sentences computed from the numbers, and what a reader has to be warned of."""
 
-import math
 from collections import defaultdict
 from itertools import chain, pairwise
 
 from kairos.report.collect import Results
-from kairos.report.ranking import Row, curve, lower, moved, stands_still
-from kairos.report.text import listed, number, plural, plus_minus
+from kairos.report.ranking import LEVEL, SEEDS, Ratio, Row, curve, moved, stands_still
+from kairos.report.text import change, listed, number, plural, plus_minus, times
 
 _SPACES = {
     "none": "in pixels",
@@ -29,40 +28,36 @@ def setting(results: Results) -> str:
 
 
 def verdict(results: Results, rows: list[Row]) -> list[str]:
-    """The outcome, in a few sentences that claim no more than the spread allows."""
-    baseline = next((row for row in rows if row.method == results.baseline), None)
-    alike = [row for row in rows if row.like_best]
-    low = f"{plus_minus(rows[0].mean, rows[0].spread)}"
-    if not all(row.judged for row in rows):
-        return [f"{rows[0].method} ends with the lowest number, {low}, but the spread is unknown: nothing is ranked."]
-    if len(alike) == 1:
-        first = f"{rows[0].method} ends with the lowest Fréchet distance, {low}"
-        if baseline is not None and baseline is not rows[0]:
-            first += f"; {baseline.method} ends at {plus_minus(baseline.mean, baseline.spread)}"
-        sentences = [first + "."]
+    """The outcome, in a few sentences that claim no more than the tests find."""
+    best = [row for row in rows if row.like_best]
+    ends = [f"{plus_minus(row.mean, row.spread)} ({row.method})" for row in rows]
+    if not best:
+        sentences = [f"Not ranked: methods are ranked from {SEEDS} seeds on, and this experiment has {rows[0].seeds}."]
+        sentences.append(f"Fréchet distances at the end: from {ends[0]} to {ends[-1]}; another seed may reorder them.")
+    elif len(best) == 1:
+        sentences = [
+            f"{best[0].method} ends with the lowest Fréchet distance, {plus_minus(best[0].mean, best[0].spread)}."
+        ]
     else:
-        names = listed([row.method for row in alike])
-        sentences = [f"{names} end within the spread of the lowest Fréchet distance, {low}, and are not ranked."]
-    if baseline is None:
+        names = listed([row.method for row in best])
+        sentences = [f"No test tells {names} apart or finds a method below them; the lowest mean is {ends[0]}."]
+    if results.baseline is None:
         return [*sentences, "No method samples uniformly without weights, so there is no baseline for factors."]
-    curves = {row.method: curve(results, row.method) for row in rows}
-    better = [method for method, own in curves.items() if lower(own, curves[baseline.method])]
-    worse = [method for method, own in curves.items() if lower(curves[baseline.method], own)]
-    alike_baseline = [row.method for row in rows if row is not baseline and row.method not in (*better, *worse)]
-    for words, methods in (
-        (f"Below {baseline.method} by more than the spread", better),
-        (f"Above {baseline.method} by more than the spread", worse),
-        (f"Not distinguishable from {baseline.method}", alike_baseline),
-    ):
-        sentences += [f"{words}: {listed(methods)}."] if methods else []
-    sure = [row for row in rows if row.method in better and row.steps and row.steps.value and row.steps.hard]
+    found: dict[str, list[tuple[Row, Ratio]]] = {"Below": [], "Above": [], "Not told apart from": []}
+    for row in rows:
+        if row.judged and row.against:
+            side = "Below" if row.against.value < 1 else "Above"
+            found[side if row.against.p < LEVEL else "Not told apart from"].append((row, row.against))
+    for words, members in found.items():
+        listing = [f"{row.method} ({change(against)[0]})" for row, against in members]
+        sentences += [f"{words} {results.baseline}: {listed(listing)}."] if listing else []
+    sure = [row for row, _ in found["Below"] if row.steps and row.steps.low > 1]
     if sure:
-        fastest = max(sure, key=lambda row: row.steps.value)  # type: ignore[union-attr, arg-type, return-value]
-        assert fastest.steps is not None and fastest.steps.value is not None
-        text = f"{fastest.method} reaches {baseline.method}'s final value in {fastest.steps.value:.2f}× fewer steps"
-        if fastest.time is not None and fastest.time.value is not None:
-            text += f" ({fastest.time.value:.2f}× less time)"
-        sentences.append(text + ".")
+        (steps, limits), (time, span) = times(sure[0].steps), times(sure[0].time)
+        text = (
+            f"{sure[0].method} needs {steps} fewer steps for {results.baseline}'s final value (95 % interval {limits})"
+        )
+        sentences.append(text + (f"; in time the factor is {time} ({span})." if sure[0].time else "."))
     return sentences
 
 
@@ -83,12 +78,6 @@ def _of_samplers(results: Results) -> list[str]:
 
 def _of_distances(results: Results) -> list[str]:
     messages = []
-    unknown = [method for method in results.methods if math.isnan(curve(results, method).spread[-1])]
-    if unknown:
-        messages.append(
-            f"The spread of the final distance of {listed(unknown)} is unknown, so nothing can be ranked by it: "
-            "two sets of samples (evaluation.sets) or two seeds give one."
-        )
     gaussian = results.reference["rows"].get("gaussian", {}).get(results.metric)
     for method in results.methods:
         own = curve(results, method)
@@ -126,7 +115,7 @@ def _of_exactness(results: Results) -> list[str]:
 def _of_extent(results: Results) -> list[str]:
     messages = []
     if len(results.experiment.seeds) == 1:
-        messages.append("One seed: how much another seed would change the numbers is not part of the spread.")
+        messages.append("One seed: how much another would change the numbers is unknown, and no part of the spread.")
     if any(training.timing.empty for training in results.trainings):
         messages.append("Some trainings have no timing.jsonl: their times and factors in time are missing.")
     return messages

@@ -12,7 +12,7 @@ from kairos.report import findings, text
 from kairos.report.canvas import DPI, looks
 from kairos.report.collect import Record, Results, Training
 from kairos.report.figures import figures_of
-from kairos.report.ranking import compare, curve, stands_still
+from kairos.report.ranking import SEEDS, compare, curve, stands_still
 
 _STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate")
 
@@ -29,6 +29,8 @@ def page(results: Results, figures: Path) -> str:
         text=text,
         results=results,
         rows=rows,
+        ranked=rows[0].judged,
+        least=SEEDS,
         looks=looks(results.methods, results.baseline),
         setting=findings.setting(results),
         verdict=findings.verdict(results, rows),

@@ -1,131 +1,180 @@
-"""The comparison: final values with their spread, which differences are real, and factors against uniform.
+"""The comparison: which differences between final distances the tests find, and factors against uniform.
 
-A method's uncertainty is the larger of two spreads: over its sets of samples (pooled over seeds) and over its seeds.
-Two methods differ when their intervals, mean ± uncertainty, do not overlap; those that do not differ are not ranked,
-nor are those of unknown uncertainty: with one set of samples and one seed there is none.
+All methods of a seed share initial weights, data order and noise, so methods are compared seed by seed: for every pair
+a two-sided paired t-test on the logarithm of the final distance, corrected after Holm (Scand. J. Statist. 6, 1979) over
+all pairs, so that at most 5 % of the tables of methods that are alike but for chance name any difference. Of methods
+whose logarithms are alike only in the mean, with skewed noise ten times larger for some, it was 9 to 13 %. Below five
+seeds nothing is tested.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
+from scipy import stats
 
 from kairos.report.collect import Results, Training
 
 NOT_MOVED = 0.01  # total variation distance from the start below which a learned sampler counts as not moved
+SEEDS = 5  # common to all methods, from which on they are ranked: fewer say little of how much seeds matter
+LEVEL = 0.05  # share of tables of methods alike that may name a difference; an interval misses as often
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A method's distance over training, mean over seeds; arrays of (milestones,)."""
+    """A method's distance over training; arrays of (milestones,), or (seeds, milestones) where it says so."""
 
     steps: np.ndarray
-    seconds: np.ndarray
-    mean: np.ndarray
+    clock: np.ndarray  # seconds (seeds, milestones), NaN where none was kept
+    values: np.ndarray  # (seeds, milestones)
     over_sets: np.ndarray
-    over_seeds: np.ndarray  # NaN with one seed
+
+    @property
+    def costs(self) -> np.ndarray:
+        """Steps, as `clock`."""
+        return np.broadcast_to(self.steps, self.values.shape)
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Training time, mean over seeds."""
+        return np.asarray(self.clock.mean(axis=0))
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Mean over seeds."""
+        return np.asarray(self.values.mean(axis=0))
+
+    @property
+    def over_seeds(self) -> np.ndarray:
+        """Standard deviation over seeds, NaN with one."""
+        return _over_seeds(self.values)
 
     @property
     def spread(self) -> np.ndarray:
-        """The uncertainty of each point: the larger of the two spreads; NaN where neither is known."""
+        """What is drawn around each point: the larger of the two spreads; NaN where neither is known."""
         return np.fmax(self.over_sets, self.over_seeds)
 
 
 @dataclass(frozen=True)
-class Factor:
-    """How many times fewer steps (or less time) a method needs for uniform's final value; None: not reached.
+class Ratio:
+    """A method against the baseline over common seeds: geometric mean of the ratios, and its 95 % interval.
 
-    `easy` and `hard` are the factors when the method's curve lies lower and higher by both methods' uncertainty; None
-    too where that is unknown.
+    Attributes:
+        value, low, high: the interval is of this ratio alone; NaN with one seed.
+        p: of distances, corrected over the table; NaN where nothing is tested.
+        missed: of factors, in how many of the `seeds` the baseline's final value is not reached; their value is NaN.
     """
 
-    value: float | None
-    easy: float | None
-    hard: float | None
+    value: float
+    low: float
+    high: float
+    p: float = math.nan
+    _: KW_ONLY
+    missed: int = 0
+    seeds: int = 0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method of the comparison; `spread` is the uncertainty that ranks are decided by, NaN where it is unknown."""
+    """One method of the comparison: its distance, the ranks that the tests leave it, and itself against uniform."""
 
     method: str
     mean: float
     spread: float
     over_sets: float
     over_seeds: float
+    seeds: int  # common to all methods
     first_rank: int
     last_rank: int
-    like_best: bool
+    against: Ratio | None  # final distance over the baseline's
     values: dict[str, tuple[float, float]]  # validation losses: mean and spread over seeds
-    steps: Factor | None
-    time: Factor | None
+    steps: Ratio | None  # the baseline's for its final value over the method's for the same
+    time: Ratio | None
     step_seconds: float
 
     @property
     def judged(self) -> bool:
-        """Whether its distance can be compared at all."""
-        return math.isfinite(self.spread)
+        """Whether there are enough seeds to rank methods at all."""
+        return self.seeds >= SEEDS
 
     @property
-    def ranked(self) -> bool:
-        """Whether its rank is beyond the spread."""
-        return self.judged and self.first_rank == self.last_rank
+    def like_best(self) -> bool:
+        """Whether no method is found to end lower."""
+        return self.judged and self.first_rank == 1
 
 
 def curve(results: Results, method: str) -> Curve:
     """The method's distance at every milestone."""
     trainings = results.of(method)
-    name = results.metric
-    values = _array(trainings, name)  # (seeds, milestones)
-    sets = _array(trainings, f"{name}_spread")
+    sets = _array(trainings, f"{results.metric}_spread")
     return Curve(
         steps=np.array([milestone.step for milestone in trainings[0].milestones], float),
-        seconds=np.array([[m.seconds for m in training.milestones] for training in trainings], float).mean(axis=0),
-        mean=values.mean(axis=0),
+        clock=np.array([[m.seconds for m in training.milestones] for training in trainings], float),
+        values=_array(trainings, results.metric),
         over_sets=np.sqrt((sets**2).mean(axis=0)),
-        over_seeds=_over_seeds(values),
     )
 
 
 def compare(results: Results) -> list[Row]:
     """All methods, the lowest distance first."""
-    curves = {method: curve(results, method) for method in results.methods}
-    best = min(curves.values(), key=lambda c: c.mean[-1])
-    baseline = curves.get(results.baseline) if results.baseline else None
-    rows = []
-    for method, own in curves.items():
-        others = [other for name, other in curves.items() if name != method]
-        rows.append(
-            Row(
-                method=method,
-                mean=float(own.mean[-1]),
-                spread=float(own.spread[-1]),
-                over_sets=float(own.over_sets[-1]),
-                over_seeds=float(own.over_seeds[-1]),
-                first_rank=1 + sum(lower(other, own) for other in others),
-                last_rank=len(curves) - sum(lower(own, other) for other in others),
-                like_best=not (math.isnan(own.spread[-1]) or lower(best, own)),
-                values={name: _final(results.of(method), name) for name in _VALIDATION},
-                steps=_factor(own, baseline, own.steps, baseline.steps) if baseline else None,
-                time=_factor(own, baseline, own.seconds, baseline.seconds) if baseline else None,
-                step_seconds=float(own.seconds[-1] / own.steps[-1]),
-            )
+    curves = [curve(results, method) for method in results.methods]
+    finals = np.array([own.values[:, -1] for own in curves])  # (methods, seeds)
+    finals = finals[:, (np.isfinite(finals) & (finals > 0)).all(axis=0)]  # the common ones
+    tests = paired(np.log(finals))
+    below = (tests[3] < LEVEL) & (tests[0] < 1)  # [a, b]: a ends below b
+    base = results.methods.index(results.baseline) if results.baseline else None
+    rows = [
+        Row(
+            method=method,
+            mean=float(own.mean[-1]),
+            spread=float(own.spread[-1]),
+            over_sets=float(own.over_sets[-1]),
+            over_seeds=float(own.over_seeds[-1]),
+            seeds=finals.shape[1],
+            first_rank=1 + int(below[:, k].sum()),
+            last_rank=len(curves) - int(below[k].sum()),
+            against=None if base in (None, k) else Ratio(*(float(part[k, base]) for part in tests)),
+            values={name: _final(results.of(method), name) for name in _VALIDATION},
+            steps=None if base is None else _factor(own, curves[base], "costs"),
+            time=None if base is None else _factor(own, curves[base], "clock"),
+            step_seconds=float(own.seconds[-1] / own.steps[-1]),
         )
+        for k, (method, own) in enumerate(zip(results.methods, curves))
+    ]
     return sorted(rows, key=lambda row: row.mean)
 
 
-def lower(one: Curve, other: Curve) -> bool:
-    """Whether `one` ends lower than `other`, their intervals apart; never where a spread is unknown."""
-    return bool(one.mean[-1] + one.spread[-1] < other.mean[-1] - other.spread[-1])
+def paired(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Every method against every other, over seeds; of one table, or of many at once.
+
+    Args:
+        logs: logarithm of the final distance, (..., methods, seeds).
+
+    Returns:
+        Geometric mean of a's distance over b's, the ends of its 95 % interval, and p corrected over all pairs: each
+        (..., methods, methods), [a, b]; p is NaN below five seeds.
+    """
+    ratio, low, high, raw = _ratio(logs[..., :, None, :] - logs[..., None, :, :])
+    if logs.shape[-1] < SEEDS:
+        return ratio, low, high, np.full(raw.shape, np.nan)
+    first, second = np.triu_indices(logs.shape[-2], 1)
+    p = np.nan_to_num(raw[..., first, second], nan=1.0)  # NaN: no seed tells the two apart
+    order = p.argsort(axis=-1)
+    stepped = np.take_along_axis(p, order, axis=-1) * np.arange(len(first), 0, -1)
+    stepped = np.maximum.accumulate(stepped, axis=-1).clip(max=1)
+    corrected = np.ones(raw.shape)
+    corrected[..., first, second] = np.take_along_axis(stepped, order.argsort(axis=-1), axis=-1)
+    corrected[..., second, first] = corrected[..., first, second]
+    return ratio, low, high, corrected
 
 
-def crossing(steps: np.ndarray, values: np.ndarray, target: float) -> float | None:
-    """The step at which a curve first is at `target` or below, linear between milestones; None: never."""
+def crossing(costs: np.ndarray, values: np.ndarray, target: float) -> float:
+    """The cost at which a curve first is at `target` or below, linear between milestones; NaN: never."""
     below = np.flatnonzero(values <= target)
     if not len(below):
-        return None
+        return math.nan
     span = slice(max(below[0] - 1, 0), below[0] + 1)  # the milestones before and after, or the first alone
-    return float(np.interp(-target, -values[span], steps[span]))
+    return float(np.interp(-target, -values[span], costs[span]))
 
 
 def moved(training: Training) -> float | None:
@@ -143,23 +192,26 @@ def stands_still(training: Training) -> bool:
 _VALIDATION = ("val_loss", "val_vlb", "val_vlb_without_last")
 
 
-def _factor(own: Curve, baseline: Curve, own_cost: np.ndarray, baseline_cost: np.ndarray) -> Factor | None:
-    target = float(baseline.mean[-1])
-    needed = crossing(baseline.steps, baseline.mean, target)
-    assert needed is not None  # its last value is at the target
-    needed = float(np.interp(needed, baseline.steps, baseline_cost))
-    if not needed > 0 or not np.isfinite(own_cost).all():  # no clock, or uniform never improved on its start
-        return None
-    margin = 0.0 if own is baseline else float(own.spread[-1] + baseline.spread[-1])
+def _factor(own: Curve, baseline: Curve, cost: str) -> Ratio | None:
+    """What the baseline spends for its final value over what the method spends for the same, seed by seed."""
+    targets = baseline.values[:, -1]
+    needed, spent = (
+        np.array(list(map(crossing, getattr(curve, cost), curve.values, targets))) for curve in (baseline, own)
+    )
+    if not np.isfinite(getattr(own, cost)).all() or not (needed > 0).all() or (spent == 0).any():
+        return None  # no clock, or uniform never improved on its start
+    value, low, high, _ = map(float, _ratio(np.log(needed / spent)))
+    return Ratio(value, low, high, missed=int(np.isnan(spent).sum()), seeds=len(spent))
 
-    def at(shift: float) -> float | None:
-        step = crossing(own.steps, own.mean + shift, target)
-        if step is None:
-            return None
-        spent = float(np.interp(step, own.steps, own_cost))
-        return needed / spent if spent > 0 else math.inf
 
-    return Factor(at(0.0), at(-margin), at(margin))
+def _ratio(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Geometric mean over the last axis, its 95 % interval, and p of its being 1; all but the mean NaN with one."""
+    if logs.shape[-1] < 2:
+        nothing = np.full(logs.shape[:-1], np.nan)
+        return np.exp(logs[..., 0]) if logs.shape[-1] else nothing, nothing, nothing, nothing
+    test = stats.ttest_1samp(logs, 0, axis=-1)
+    low, high = test.confidence_interval(1 - LEVEL)
+    return np.exp(logs.mean(axis=-1)), np.exp(low), np.exp(high), test.pvalue
 
 
 def _final(trainings: list[Training], name: str) -> tuple[float, float]:

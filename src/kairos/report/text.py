@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kairos.report.ranking import Factor
+    from kairos.report.ranking import Ratio
 
 NONE = "–"
 
@@ -23,21 +23,32 @@ def plus_minus(value: float | None, spread: float | None, digits: int = 4) -> st
     """``21.3 ± 0.9``: two digits of the spread, and as many decimals of the value."""
     if value is None or not math.isfinite(value):
         return NONE
-    if spread is None or not math.isfinite(spread) or spread == 0:
+    if spread is None or not 1e-9 * abs(value) < spread < math.inf:  # or none but rounding
         return number(value, digits)
     decimals = min(max(0, 1 - math.floor(math.log10(spread))), 8)
     return f"{value:,.{decimals}f} ± {spread:.{decimals}f}"
 
 
-def times(factor: "Factor | None") -> tuple[str, str]:
-    """A factor against uniform, and the range that the uncertainty leaves it."""
+def times(factor: "Ratio | None") -> tuple[str, str]:
+    """A factor against uniform and its interval, or in how many seeds there is none."""
     if factor is None:
         return NONE, ""
-    value = "not reached" if factor.value is None else f"{factor.value:.2f}×"
-    if factor.easy is None or factor.easy == factor.hard:
-        return value, ""
-    most = "∞" if math.isinf(factor.easy) else f"{factor.easy:.2f}×"
-    return value, f"at most {most}" if factor.hard is None else f"{factor.hard:.2f}–{most}"
+    if factor.missed:
+        return "not reached", f"in {factor.missed} of {factor.seeds} seeds" if factor.seeds > 1 else ""
+    return f"{factor.value:.2f}×", f"{factor.low:.2f}–{factor.high:.2f}" if factor.low < factor.high else ""
+
+
+def change(ratio: "Ratio | None") -> tuple[str, str]:
+    """A ratio as a difference in per cent, and its interval."""
+    if ratio is None or not math.isfinite(ratio.value):
+        return NONE, ""
+    value, low, high = (f"{100 * (part - 1):+,.1f}".replace("-", "−") for part in (ratio.value, ratio.low, ratio.high))
+    return f"{value} %", f"{low} to {high} %" if ratio.low < ratio.high else ""
+
+
+def probability(ratio: "Ratio | None") -> str:
+    """The corrected p of a ratio's being 1."""
+    return NONE if ratio is None or math.isnan(ratio.p) else "< 0.001" if ratio.p < 0.001 else f"{ratio.p:.3f}"
 
 
 def listed(names: Sequence[str]) -> str:

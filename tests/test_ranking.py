@@ -1,0 +1,71 @@
+"""The comparison's statistics: how often they name differences that are not there, and find those that are."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from kairos.report import ranking
+
+
+def holm(p):
+    """The textbook's procedure, one step after the other."""
+    corrected, largest = {}, 0.0
+    for k, index in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        largest = max(largest, min(1.0, (len(p) - k) * p[index]))
+        corrected[index] = largest
+    return [corrected[index] for index in range(len(p))]
+
+
+def test_paired_is_the_t_test_of_every_pair_corrected_by_holm():
+    logs = np.random.default_rng(0).normal(np.arange(5)[:, None] * 0.05, 0.05, (5, 7))
+    logs[4] = logs[3]  # two methods that are one: no difference, and no NaN
+    ratio, low, high, p = ranking.paired(logs)
+    pairs = list(combinations(range(5), 2))
+    tests = [stats.ttest_rel(logs[a], logs[b]) for a, b in pairs]
+    expected = holm([1.0 if np.isnan(test.pvalue) else test.pvalue for test in tests])
+    assert [p[a, b] for a, b in pairs] == pytest.approx(expected) == [p[b, a] for a, b in pairs]
+    assert ratio[0, 1] * ratio[1, 0] == pytest.approx(1) == low[0, 1] * high[1, 0]
+    assert p[3, 4] == ratio[3, 4] == 1 and 0 < sum(value < 0.05 for value in expected) < len(pairs)
+
+
+def tables(methods, seeds, noise, sets, heavy=False, effect=0.0, count=1000):
+    """Logarithms of final distances (count, methods, seeds): seeds move all methods alike, and each on its own.
+
+    Args:
+        noise: standard deviation of a method with a seed; that of a seed is 0.2.
+        sets: standard deviation over sets of samples relative to the distance, of which three are averaged.
+        heavy: sets from Student's t with two degrees of freedom instead of normal ones.
+        effect: by how much the first method ends lower.
+    """
+    rng = np.random.default_rng([methods, seeds])
+    logs = 3 + rng.normal(0, 0.2, (count, 1, seeds)) + rng.normal(0, noise, (count, methods, seeds))
+    logs[:, 0] -= effect
+    shape = (count, methods, seeds, 3)
+    drawn = rng.standard_t(2, shape) if heavy else rng.standard_normal(shape)
+    return logs + np.log(np.clip(1 + sets * drawn, 0.1, None).mean(axis=-1))
+
+
+@pytest.mark.parametrize(("methods", "seeds"), [(2, 5), (6, 5), (6, 20), (10, 8)])
+@pytest.mark.parametrize(
+    ("noise", "sets", "heavy"), [(0.02, 0.02, False), (0.1, 0.02, False), (0.01, 0.2, False), (0.01, 0.05, True)]
+)
+def test_at_most_one_table_of_equal_methods_in_twenty_names_a_difference(methods, seeds, noise, sets, heavy):
+    p = ranking.paired(tables(methods, seeds, noise, sets, heavy))[3]
+    named = int((p < ranking.LEVEL).any(axis=(1, 2)).sum())
+    assert named <= stats.binom.ppf(0.999, 1000, 0.05)  # 72
+
+
+def test_real_differences_are_found():
+    for methods, seeds, effect, least in ((6, 5, 0.15, 0.9), (10, 8, 0.1, 0.9), (2, 5, 0.06, 0.8)):
+        p = ranking.paired(tables(methods, seeds, 0.02, 0.02, effect=effect))[3]
+        assert (p[:, 0, 1:] < ranking.LEVEL).mean() > least  # the first method and each of the others
+        assert (p[:, 1:, 1:] < ranking.LEVEL).any(axis=(1, 2)).mean() <= 0.072  # and not the others among themselves
+
+
+def test_crossing():
+    steps, values = np.array([0.0, 10, 20]), np.array([100.0, 50, 60])
+    assert ranking.crossing(steps, values, 75) == 5
+    assert np.isnan(ranking.crossing(steps, values, 49))
+    assert ranking.crossing(steps, values, 100) == 0
