@@ -18,7 +18,7 @@ import pytest
 from kairos.cli import main
 from kairos.errors import KairosError
 from kairos.evaluation import weights
-from kairos.fetching import _model
+from kairos.fetching import _DIFFUSERS, _whole
 
 CONTENT = os.urandom(3 * 2**20 + 17)
 NAME = f"weights-{hashlib.sha256(CONTENT).hexdigest()[:8]}.pth"
@@ -211,7 +211,7 @@ def test_autoencoder_in_a_folder(folder: Path, capsys: pytest.CaptureFixture[str
     for content in (MODEL["diffusion_pytorch_model.safetensors"] + b"more", b"<html>not found</html>", b""):
         (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(content)
         with pytest.raises(KairosError, match="damaged"):
-            _model(folder / "vae")
+            _whole(folder / "vae", _DIFFUSERS)
 
 
 @pytest.mark.long

@@ -21,7 +21,9 @@ from kairos.files import read_json, sha256_file
 from kairos.progress import say
 
 OFFLINE = "HF_HUB_OFFLINE"
-_MODEL = ("config.json", "diffusion_pytorch_model.safetensors")
+_CONFIG = "config.json"
+_DIFFUSERS = ("diffusion_pytorch_model.safetensors", "_class_name")  # a network's weights, and what describes its kind
+_TRANSFORMERS = ("model.safetensors", "model_type")
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,12 @@ def needs(experiment: Experiment) -> list[Need]:
     """What an experiment's jobs read from outside of its results, in the order in which they read it."""
     found = [_dataset(experiment)] if experiment.dataset.source != "digits" else []
     if experiment.autoencoder.kind == "pretrained":
-        found.append(_autoencoder(str(experiment.autoencoder.path)))
-    if experiment.evaluation.extractor["name"] == "inception":
-        found.append(_inception(experiment.evaluation.extractor["path"]))
+        found.append(_network("autoencoder", experiment.autoencoder.path, "autoencoder.path", _DIFFUSERS))
+    extractor = experiment.evaluation.extractor
+    if extractor["name"] == "inception":
+        found.append(_inception(extractor["path"]))
+    if extractor["name"] == "dinov2":
+        found.append(_network("DINOv2", extractor["path"], "evaluation.extractor.path", _TRANSFORMERS))
     return found
 
 
@@ -113,37 +118,39 @@ def _rows(path: str, split: str, offline: bool) -> tuple[bool, str]:
     return done.returncode == 0, done.stdout.strip()
 
 
-def _autoencoder(path: str) -> Need:
-    what = f"autoencoder {path}"
-    advice = f"put {' and '.join(_MODEL)} into a folder that jobs can read and set autoencoder.path to it"
+def _network(kind: str, path: str | None, field: str, form: tuple[str, str]) -> Need:
+    """A network in a folder, or on the hub, in the form of diffusers or of transformers."""
+    path = str(path)
+    what, files = f"{kind} {path}", [_CONFIG, form[0]]
+    advice = f"put {' and '.join(files)} into a folder that jobs can read and set {field} to it"
     if Path(path).is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
-        return Need(what, lambda: _model(Path(path)) if Path(path).is_dir() else None, None, advice)
-    return Need(what, lambda: _hub_model(path), lambda: _bring_model(path), advice)
+        return Need(what, lambda: _whole(Path(path), form) if Path(path).is_dir() else None, None, advice)
+
+    def find() -> str | None:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            return _whole(Path(snapshot_download(path, allow_patterns=files, local_files_only=True)), form)
+        except LocalEntryNotFoundError:
+            return None
+
+    def bring() -> None:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            snapshot_download(path, allow_patterns=files)
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+            raise KairosError(" ".join(str(error).split())[:300]) from None
+
+    return Need(what, find, bring, advice)
 
 
-def _hub_model(name: str) -> str | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return _model(Path(snapshot_download(name, allow_patterns=list(_MODEL), local_files_only=True)))
-    except LocalEntryNotFoundError:
-        return None
-
-
-def _bring_model(name: str) -> None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        snapshot_download(name, allow_patterns=list(_MODEL))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise KairosError(" ".join(str(error).split())[:300]) from None
-
-
-def _model(folder: Path) -> str | None:
+def _whole(folder: Path, form: tuple[str, str]) -> str | None:
     """The folder, if configuration and weights are there and whole; a blob of the hub's cache is named by its hash."""
-    for name in _MODEL:
+    weights_file, described = form
+    for name in (_CONFIG, weights_file):
         file = (folder / name).resolve()
         if not file.is_file():
             return None
@@ -153,13 +160,13 @@ def _model(folder: Path) -> str | None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(folder / _MODEL[1], framework="numpy") as tensors:  # compares its head with its size
+        with safe_open(folder / weights_file, framework="numpy") as tensors:  # compares its head with its size
             empty = not tensors.keys()
-        described = "_class_name" in read_json(folder / _MODEL[0])
+        kind = read_json(folder / _CONFIG).get(described)
     except (SafetensorError, DamagedError) as error:
         raise KairosError(f"{folder}: damaged: {error}") from None
-    if empty or not described:
-        raise KairosError(f"{folder}: no autoencoder of diffusers, or a damaged one")
+    if empty or not kind:
+        raise KairosError(f"{folder}: no network with {described} in its {_CONFIG}, or a damaged one")
     return str(folder)
 
 

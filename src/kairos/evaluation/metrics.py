@@ -16,14 +16,18 @@ from numpy.typing import NDArray
 from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
 from kairos.errors import KairosError
-from kairos.evaluation.moments import ROWS, Measured, Moments
+from kairos.evaluation import external
+from kairos.evaluation.moments import LAYERS, ROWS, Measured, Moments
 from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions
 from kairos.files import atomic, sha256_bytes, sha256_json
 from kairos.progress import say
 from kairos.section import build
 
 CACHE = Path(".kairos/cache")
+UNREAL = {"logits", "milestone"}  # what metrics need of samples alone
 KEPT = 10_000  # real images whose features are kept, as many as ADM's reference has for precision and recall
+
+_NAMES = {layer: external.PUBLISHED[need] for need, layer in LAYERS.items()}  # of arrays in npz files
 
 Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]
 
@@ -55,9 +59,9 @@ class Statistics:
 
     def save(self, path: Path) -> None:
         """Write an npz file atomically; `mu` and `sigma`, `mu_s` and `sigma_s` are named as in published files."""
-        arrays: dict[str, Any] = {
-            f"{name}{_SUFFIX[layer]}": value for layer, pair in self.moments.items() for name, value in zip(_PAIR, pair)
-        }
+        arrays: dict[str, Any] = {}
+        for layer, pair in self.moments.items():
+            arrays |= dict(zip(_NAMES[layer], pair))
         with atomic(path) as file:
             np.savez(file, **arrays, features=self.features, count=np.array(self.count))
 
@@ -65,21 +69,8 @@ class Statistics:
     def load(path: Path) -> "Statistics":
         """Read the npz file."""
         with np.load(path, allow_pickle=False) as file:
-            return Statistics(moments_in(file), file["features"], int(file["count"]))
-
-
-_PAIR = ("mu", "sigma")
-_SUFFIX = {"features": "", "spatial": "_s"}
-
-
-def moments_in(file: Any) -> dict[str, Gaussian]:
-    """The moments by layer in an opened npz file, `mu_s` and `sigma_s` those of the spatial one, as ADM names them."""
-    pairs = {layer: [f"{name}{suffix}" for name in _PAIR] for layer, suffix in _SUFFIX.items()}
-    return {
-        layer: (file[mean].astype(np.float64), file[covariance].astype(np.float64))
-        for layer, (mean, covariance) in pairs.items()
-        if mean in file and covariance in file
-    }
+            moments = {layer: (file[mean], file[sigma]) for layer, (mean, sigma) in _NAMES.items() if mean in file}
+            return Statistics(moments, file["features"], int(file["count"]))
 
 
 @dataclass(frozen=True)

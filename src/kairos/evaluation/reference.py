@@ -123,7 +123,7 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
 
 def _real(which: str, dataset: PreparedDataset, extractor: Extractor, wanted: tuple[dict[str, Any], ...]) -> Statistics:
     """Statistics of the training images, of all, or of a file from outside; cached by content."""
-    needs = metrics.needs_of(wanted) - {"logits", "milestone"}
+    needs = metrics.needs_of(wanted) - metrics.UNREAL
     if which not in ("train", "all"):
         return external.statistics(Path(which), extractor, needs)
     parts = {"dataset": dataset.manifest["content_sha256"], "split": which, "extractor": extractor.hash}
