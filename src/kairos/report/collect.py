@@ -114,9 +114,10 @@ class Results:
 
     @property
     def baseline(self) -> str | None:
-        """The method that samples uniformly and weights nothing, which factors refer to."""
+        """The method that samples uniformly and weights nothing (EDM: by its own lambda), which factors refer to."""
+        plain = ("none", self.experiment.diffusion.process["name"])
         for name, method in self.experiment.methods.items():
-            if method.sampler["name"] == "uniform" and method.weighting["name"] == "none":
+            if method.sampler["name"] == "uniform" and method.weighting["name"] in plain:
                 return name
         return None
 
