@@ -1,0 +1,99 @@
+"""Time and peak memory of every stage for 10,000 and for 50,000 images, each stage a process of its own.
+
+    python benchmarks/any_size.py --data data/cifar10/train-*.parquet --out benchmarks/results/any_size.csv
+
+As many images are prepared, encoded, compared with and drawn; no image is held out, and all are the reference. The
+networks are small and hardly trained: they decide the time, not how memory grows. The table's last column is the larger
+peak over the smaller one.
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+SIZES = (10_000, 50_000)
+STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate")
+
+
+def experiment(data: str, size: int, metrics: list[str]) -> dict:
+    """An experiment on `size` images, all of them the reference, and as many samples."""
+    return {
+        "experiment": "size",
+        "dataset": {"source": "parquet", "path": data, "limit": size, "heldout": 0},
+        "autoencoder": {"kind": "train", "channels": [8, 16, 16], "steps": 100, "encode_batch_size": 128},
+        "model": {"name": "dit", "patch": 2, "width": 32, "depth": 1, "heads": 2},
+        "training": {"milestones": [50], "batch_size": 64, "device": "cpu"},
+        "methods": {"uniform": {}},
+        "sampling": {"steps": 2, "batch_size": 250},
+        "evaluation": {
+            "extractor": {"name": "classifier", "features": 64, "channels": 8, "steps": 100},
+            "reference": "all",
+            "num_samples": size,
+            "sets": 1,
+            "metrics": metrics,
+        },
+    }
+
+
+def run(folder: Path, size: int) -> dict[str, dict]:
+    """The record of every stage's time and memory."""
+    shared = ["--config", folder / "x.yaml", "--dataset", "dataset"]
+    parts = {name: [f"--{name}", name] for name in ("autoencoder", "latents", "extractor")}
+    milestone = ["--milestone", "u/seed0/milestones/0000050"]
+    calls = {
+        "prepare": ["--config", folder / "x.yaml", "--out", "dataset"],
+        "autoencoder": [*shared, "--out", "autoencoder"],
+        "encode": [*shared, *parts["autoencoder"], "--out", "latents"],
+        "extractor": [*shared, "--out", "extractor"],
+        "reference": [*shared, *parts["autoencoder"], *parts["latents"], *parts["extractor"], "--out", "reference"],
+        "train": [*shared[:2], "--method", "uniform", "--seed", "0", *parts["latents"], "--out", "u/seed0"],
+        "sample": [*milestone, "--num", str(size), *parts["autoencoder"], "--out", "samples.npz"],
+        "evaluate": ["--samples", "samples.npz", "--reference", "reference", *parts["extractor"], "--out", "x.json"],
+    }  # fmt: skip
+    records = {}
+    for stage, arguments in calls.items():
+        command = [sys.executable, "-m", "kairos", stage, *map(str, arguments), "--timing", f"{stage}.json"]
+        subprocess.run(command, cwd=folder, check=True)
+        records[stage] = json.loads((folder / f"{stage}.json").read_text())
+    return records
+
+
+def main() -> None:
+    """Run both sizes, print a table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", required=True, help="parquet file(s) of at least 50,000 images with labels")
+    parser.add_argument("--metrics", default="frechet,kid,precision,recall", metavar="M,...")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows = {stage: {"stage": stage} for stage in STAGES}
+    for size in SIZES:
+        with tempfile.TemporaryDirectory() as folder:
+            values = experiment(os.path.abspath(arguments.data), size, arguments.metrics.split(","))
+            Path(folder, "x.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+            for stage, record in run(Path(folder), size).items():
+                rows[stage][f"seconds_{size}"] = round(record["wall_seconds"], 1)
+                rows[stage][f"mib_{size}"] = round(record["peak_rss_bytes"] / 2**20)
+    small, large = (f"mib_{size}" for size in SIZES)
+    print(f"{'stage':12}" + "".join(f"{f'{size:,} images':>24}" for size in SIZES) + f"{'ratio':>8}")
+    for row in rows.values():
+        row["ratio"] = round(row[large] / row[small], 3)
+        cells = (f"{row[f'seconds_{size}']:10.1f} s {row[f'mib_{size}']:7} MiB" for size in SIZES)
+        print(f"{row['stage']:12}" + "".join(cells) + f"{row['ratio']:8.3f}")
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows["prepare"], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows.values())
+
+
+if __name__ == "__main__":
+    main()
