@@ -49,7 +49,7 @@ class Rows:
         count = max(1, _AT_ONCE // max(_AROUND, rows.itemsize * rows[:1].size))
         for start in range(0, len(rows), count):
             rows[start : start + count] = self._map().take(numbers.flat[start : start + count], axis=0)
-        return rows.reshape(*numbers.shape, *self.shape[1:])
+        return rows.reshape((*numbers.shape, *self.shape[1:]))
 
     def __setitem__(self, index: Any, rows: Any) -> None:
         """Write rows straight into the file, where it was opened for that."""

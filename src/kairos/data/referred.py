@@ -49,7 +49,7 @@ class ReferredImages:
         """
         chosen = numbered(index, len(self))
         images = np.fromiter(map(self._pixels, chosen.flat), np.dtype((np.uint8, self.shape[1:])), chosen.size)
-        return images.reshape(*chosen.shape, *self.shape[1:])
+        return images.reshape((*chosen.shape, *self.shape[1:]))
 
     def _pixels(self, row: int) -> np.ndarray:
         number, config = int(self._numbers[row]), self._config
