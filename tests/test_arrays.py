@@ -37,13 +37,14 @@ def test_a_row_that_is_not_there(tmp_path, array):
         Rows(tmp_path / "a.npy")[[3, 700]]
 
 
-def test_rows_larger_than_a_map_brings_and_rows_of_one_number(tmp_path):
-    large = np.arange(40 * 2**18, dtype=np.float32).reshape(40, 2**18)  # 16 rows at once
-    np.save(tmp_path / "large.npy", large)
-    np.save(tmp_path / "numbers.npy", np.arange(1000))
-    chosen = np.random.default_rng(1).permutation(40)
-    assert np.array_equal(Rows(tmp_path / "large.npy")[chosen], large[chosen])
-    assert np.array_equal(Rows(tmp_path / "numbers.npy")[:], np.arange(1000))
+@pytest.mark.parametrize(
+    "values", [np.arange(1000), np.array([b"one", b"three"]), np.empty((0, 3)), np.eye(9)], ids=len
+)
+def test_rows_of_other_kinds(tmp_path, values):
+    np.save(tmp_path / "values.npy", values)
+    rows = Rows(tmp_path / "values.npy")
+    chosen = np.random.default_rng(1).integers(0, len(values), min(len(values), 50))
+    assert len(rows) == len(values) and np.array_equal(rows[:], values) and np.array_equal(rows[chosen], values[chosen])
 
 
 def test_written_rows_are_a_file_of_numpy(tmp_path, array):
@@ -71,6 +72,13 @@ def test_missing_and_damaged(tmp_path, array):
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-1])
     with pytest.raises(DamagedError, match=r"a\.npy: damaged"):
         read_array(tmp_path / "a.npy", "prepare")
+    np.save(tmp_path / "a.npy", array)
+    rows = Rows(tmp_path / "a.npy")
+    with open(tmp_path / "a.npy", "r+b") as file:
+        file.truncate(4000)
+    assert np.array_equal(rows[:200], array[:200])
+    with pytest.raises(DamagedError, match=r"a\.npy: ends early"):
+        rows[600]
 
 
 _PEAKS = """

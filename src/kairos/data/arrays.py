@@ -10,16 +10,12 @@ import numpy as np
 
 from kairos.errors import DamagedError, KairosError
 
-_AT_ONCE = 2**24  # bytes that a map may bring into memory
-_AROUND = 2**16  # bytes that the kernel maps around each that is read
-
 
 class Rows:
     """The rows of a .npy file.
 
-    Pages of a map that is kept count as this process's memory once they are read, so that it would grow with the file.
-    Each access has a map of its own, which is gone when it ends; and unlike a read per row it gives up the interpreter
-    once, not once a row, to a training that is short of it.
+    They are read and not mapped: what is read of a map counts as this process's memory, which would grow with the file,
+    and a file that ends early would kill the process.
 
     Attributes:
         shape, dtype: of the whole array.
@@ -32,7 +28,6 @@ class Rows:
         opened = np.load(path, mmap_mode="r")
         self.shape, self.dtype, self._start = opened.shape, opened.dtype, opened.offset
         self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-        self._access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         weakref.finalize(self, os.close, self._file)
         self._opened = path, writable
 
@@ -43,32 +38,45 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """A copy of some rows: of one by its number, of a slice, or of numbers (n,) in their order."""
+        """A copy of some rows: of one by its number, of a slice, or of numbers (n,) in their order.
+
+        Raises:
+            DamagedError: the file has become shorter.
+        """
         numbers = numbered(index, len(self))
-        rows = np.empty((numbers.size, *self.shape[1:]), self.dtype)
-        count = max(1, _AT_ONCE // max(_AROUND, rows.itemsize * rows[:1].size))
-        for start in range(0, len(rows), count):
-            rows[start : start + count] = self._map().take(numbers.flat[start : start + count], axis=0)
-        return rows.reshape((*numbers.shape, *self.shape[1:]))
+        rows = np.empty((*numbers.shape, *self.shape[1:]), self.dtype)
+        content, numbers = rows.reshape(-1).view(np.uint8), numbers.reshape(-1)
+        size = content.size // max(1, numbers.size)  # bytes of a row
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)  # of each run of rows that lie side by side
+        for first, end, number in zip(firsts.tolist(), [*firsts[1:].tolist(), numbers.size], numbers[firsts].tolist()):
+            self._read(content[first * size : end * size], self._start + number * size)
+        return rows
 
     def __setitem__(self, index: Any, rows: Any) -> None:
         """Write rows straight into the file, where it was opened for that."""
-        self._map()[index] = rows
+        np.ndarray(self.shape, self.dtype, mmap.mmap(self._file, 0), self._start)[index] = rows
 
     def flush(self) -> None:
         """Make what was written durable."""
         os.fsync(self._file)
 
-    def _map(self) -> np.ndarray:
-        return np.ndarray(self.shape, self.dtype, mmap.mmap(self._file, 0, prot=self._access), self._start)
+    def _read(self, content: np.ndarray, place: int) -> None:
+        while content.size:
+            count = os.preadv(self._file, [content.data], place)
+            if not count:
+                raise DamagedError(f"{self._opened[0]}: ends early; make it again, or pull it with dvc")
+            content, place = content[count:], place + count
 
 
 def numbered(index: Any, count: int) -> np.ndarray:
-    """The numbers, () or (n,), of the rows that an index (or a mask) of an array with `count` rows means."""
+    """The numbers, () or (n,), from 0 of the rows that an index (or a mask) of an array with `count` rows means."""
     if isinstance(index, slice):
         return np.arange(*index.indices(count))
     index = np.asarray(index)
-    return np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
+    index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
+    if ((index < -count) | (index >= count)).any():
+        raise IndexError(f"row {index} of {count}")
+    return index % count
 
 
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Rows:

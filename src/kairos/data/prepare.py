@@ -6,7 +6,6 @@ without a manifest is no data set.
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from kairos.files import sha256_file, sha256_json, sync_folder, write_json
 from kairos.progress import Progress, say
 from kairos.randomness import derived_seed
 
+_ARRAYS = ("images", "train", "heldout", "numbers", "checksums", "names")
 _TEMPORARY = ".tmp-images.npy"
 
 
@@ -39,13 +39,13 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     """Write the images of an opened source, or what refers to them; see `prepare`."""
     (out / "conditions").mkdir(parents=True, exist_ok=True)
     (out / "manifest.json").unlink(missing_ok=True)
-    for old in (*out.glob("*.npy"), *out.glob("conditions/*.npy")):
-        old.unlink()
+    for old in (*(out / f"{name}.npy" for name in _ARRAYS), *out.glob("conditions/*.npy")):
+        old.unlink(missing_ok=True)
 
     first_heldout = source.count - source.heldout
     chosen = _lowest(range(first_heldout), config.limit or first_heldout, config.split_seed, "limit")
-    seen = _look_at(config, source, [*chosen, *range(first_heldout, source.count)], out)
-    kept = seen.kept
+    chosen += range(first_heldout, source.count)
+    kept, skipped, checksums, sums, shape = _look_at(config, source, chosen, out)
     is_heldout = kept >= first_heldout
     if not source.heldout:
         is_heldout = np.isin(kept, _lowest(kept.tolist(), config.held_out(len(kept)), config.split_seed, "heldout"))
@@ -59,7 +59,7 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
 
     arrays = {name: indices.astype(np.int64) for name, indices in split.items()}
     if config.store == "refer":
-        arrays |= {"numbers": kept, "checksums": seen.checksums}
+        arrays |= {"numbers": kept, "checksums": checksums}
         arrays["names"] = np.array([os.fsencode(source.name(number)) for number in kept.tolist()])
     else:
         os.replace(out / _TEMPORARY, out / "images.npy")
@@ -73,19 +73,20 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     for name in (*names, "."):
         sync_folder(out / name)
 
-    mean, std = seen.statistics(split["train"])
+    mean, square = sums[split["train"]].sum(axis=0) / (len(split["train"]) * shape[0] * shape[1])
+    std = np.sqrt(np.maximum(square - mean**2, 0.0))
     files = {name: sha256_file(out / name) for name in names}
     manifest = {
         "source": config.source,
         "count": len(kept),
-        **dict(zip(("height", "width", "channels"), seen.shape)),
+        **dict(zip(("height", "width", "channels"), shape)),
         "classes": source.classes,
         "train_count": len(split["train"]),
         "heldout_count": len(split["heldout"]),
-        "channel_mean": mean,
-        "channel_std": std,
+        "channel_mean": (mean / 255).tolist(),
+        "channel_std": (std / 255).tolist(),
         "conditions": conditions,
-        "skipped": seen.skipped,
+        "skipped": skipped,
         "content_sha256": sha256_json({"files": files, "conditions": conditions}),
         "files": files,
     }
@@ -102,35 +103,15 @@ def _lowest(numbers: Any, count: int, seed: int, stream: str) -> list[int]:
     return sorted(sorted(numbers, key=lambda number: derived_seed(seed, stream, number))[:count])
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What is kept of images that have been decoded once.
+def _look_at(
+    config: DatasetConfig, source: Source, chosen: list[int], out: Path
+) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Decode the images `chosen`, and write the usable ones where they are to be copied.
 
-    Attributes:
-        kept: numbers of the usable ones, int64 (n,).
-        skipped: names of the others.
-        shape: height, width and channels of each.
-        sums: of its pixels and of their squares by channel, int64 (n, 2, channels).
-        checksums: of each, where they are not copied.
+    Returns:
+        Numbers of the n usable images and names of the others; checksums (n, 16) where the images are not copied; sums
+        of each one's pixels and of their squares by channel, int64 (n, 2, channels); height, width and channels.
     """
-
-    kept: np.ndarray
-    skipped: list[str]
-    shape: tuple[int, ...]
-    sums: np.ndarray
-    checksums: np.ndarray
-
-    def statistics(self, indices: np.ndarray) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation per channel of the images at `indices`, pixels as 0..1; sums are exact."""
-        total, squares = self.sums[indices].sum(axis=0)
-        count = len(indices) * self.shape[0] * self.shape[1]
-        mean = total / count
-        std = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
-        return (mean / 255).tolist(), (std / 255).tolist()
-
-
-def _look_at(config: DatasetConfig, source: Source, chosen: list[int], out: Path) -> _Seen:
-    """Decode the images `chosen`, and write the usable ones where they are to be copied."""
     kept, checksums = np.empty(len(chosen), np.int64), np.empty((len(chosen), 16), np.uint8)
     skipped: list[str] = []
     images: Any = None
@@ -175,4 +156,4 @@ def _look_at(config: DatasetConfig, source: Source, chosen: list[int], out: Path
         images.flush()
         if skipped:
             shorten(out / _TEMPORARY, count)
-    return _Seen(kept[:count], skipped, shape, sums[:count], checksums[:count])
+    return kept[:count], skipped, checksums[:count], sums[:count], shape

@@ -19,7 +19,7 @@ from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError, KairosError
 
-_REOPENED = 2048  # images that are read before a table is opened anew
+_REOPENED = 512  # images that are read before a table is opened anew
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
