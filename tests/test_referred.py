@@ -21,6 +21,7 @@ from kairos.data.prepare import prepare
 from kairos.data.sources import open_source
 from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import check_files, sha256_file
+from kairos.staging import staged
 
 CPU = torch.device("cpu")
 
@@ -198,3 +199,16 @@ def test_classes_of_held_out_images_agree_by_name(tmp_path):
         open_source(folder_config(tmp_path / "flat", heldout=str(tmp_path / "test")))
     with pytest.raises(ConfigError, match=r"dataset\.heldout: got '.*nowhere', allowed: a folder that exists"):
         open_source(folder_config(tmp_path / "train", heldout=str(tmp_path / "nowhere")))
+
+
+def test_a_copy_on_a_local_disk_refers_to_the_same_images(tmp_path, monkeypatch):
+    folder = write_pictures(tmp_path / "in", 9)
+    _, referred = both(folder_config(folder), tmp_path)
+    settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=4)
+    make_autoencoder(settings, referred, tmp_path / "ae", CPU)
+    encode(referred, load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4)
+    monkeypatch.setenv("KAIROS_LOCAL", str(tmp_path))
+    with staged(tmp_path / "latents") as place:
+        copy = open_latents(place)
+        assert place != tmp_path / "latents" and np.array_equal(copy.dataset.images[:], referred.images[:])
+        assert torch.equal(copy.batch(copy.train), open_latents(tmp_path / "latents").batch(copy.train))
