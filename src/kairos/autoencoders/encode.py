@@ -100,7 +100,7 @@ def _encode_moments(dataset: PreparedDataset, codec: Codec, out: Path, flips: bo
         for suffix, batch in (("", images), ("_flipped", images.flip(3)))[: 1 + flips]:
             for name, values in zip(("mean", "logvar"), codec.encode(batch)):
                 if values is not None:
-                    arrays[name + suffix][indices] = values.float().cpu().numpy()
+                    arrays[name + suffix].write(start, values.float().cpu().numpy())
         progress.advance(len(indices))
         if time.monotonic() - saved > _SAVE_SECONDS:
             _save(partial, arrays, {"key": key, "done": int(indices[-1]) + 1})

@@ -1,6 +1,6 @@
 """Array files, read and written row by row; nothing of them stays in this process's memory."""
 
-import mmap
+import math
 import os
 import weakref
 from pathlib import Path
@@ -27,6 +27,7 @@ class Rows:
     def __init__(self, path: Path, writable: bool = False):
         opened = np.load(path, mmap_mode="r")
         self.shape, self.dtype, self._start = opened.shape, opened.dtype, opened.offset
+        self._size = opened.itemsize * math.prod(opened.shape[1:])  # bytes of a row
         self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         self._opened = path, writable
@@ -46,21 +47,25 @@ class Rows:
         numbers = numbered(index, len(self))
         rows = np.empty((*numbers.shape, *self.shape[1:]), self.dtype)
         content, numbers = rows.reshape(-1).view(np.uint8), numbers.reshape(-1)
-        size = content.size // max(1, numbers.size)  # bytes of a row
         firsts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)  # of each run of rows that lie side by side
         for first, end, number in zip(firsts.tolist(), [*firsts[1:].tolist(), numbers.size], numbers[firsts].tolist()):
-            self._read(content[first * size : end * size], self._start + number * size)
+            self._read(content[first * self._size : end * self._size], number)
         return rows
 
-    def __setitem__(self, index: Any, rows: Any) -> None:
-        """Write rows straight into the file, where it was opened for that."""
-        np.ndarray(self.shape, self.dtype, mmap.mmap(self._file, 0), self._start)[index] = rows
+    def write(self, first: int, rows: np.ndarray) -> None:
+        """Write rows from number `first` on straight into the file, where it was opened for that."""
+        content = np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8)
+        place = self._start + first * self._size
+        while content.size:
+            count = os.pwrite(self._file, content.data, place)
+            content, place = content[count:], place + count
 
     def flush(self) -> None:
         """Make what was written durable."""
         os.fsync(self._file)
 
-    def _read(self, content: np.ndarray, place: int) -> None:
+    def _read(self, content: np.ndarray, first: int) -> None:
+        place = self._start + first * self._size
         while content.size:
             count = os.preadv(self._file, [content.data], place)
             if not count:
@@ -82,7 +87,7 @@ def numbered(index: Any, count: int) -> np.ndarray:
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Rows:
     """A new .npy file of zeros, open for writing.
 
-    Its room on the disk is taken at once: writing through a memory map to a full disk would kill the process.
+    Its room on the disk is taken at once, so that a disk with too little is found before the work.
 
     Raises:
         OSError: the disk has no room (ENOSPC); the message names the file.
@@ -108,7 +113,7 @@ def _write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> int:
     """Write a header, as long as that of any other number of rows; gives the size of the whole file in bytes."""
     described = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
-    return file.tell() + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    return file.tell() + dtype.itemsize * math.prod(shape)
 
 
 def read_array(path: Path, command: str) -> Rows:

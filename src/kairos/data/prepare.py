@@ -144,7 +144,7 @@ def _look_at(
         if images is None:
             checksums[count] = checksum(pixels)
         else:
-            images[count] = pixels
+            images.write(count, pixels)
         wide = pixels.astype(np.int64)
         kept[count], sums[count] = number, (wide.sum(axis=(0, 1)), (wide**2).sum(axis=(0, 1)))
         count += 1
