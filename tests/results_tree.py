@@ -74,12 +74,13 @@ def _write_shared(results: Path) -> None:
     images = rng.integers(0, 256, (60, 8, 8, 1), dtype=np.uint8)
     (results / "dataset").mkdir(parents=True)
     np.save(results / "dataset" / "images.npy", images)
+    np.save(results / "dataset" / "train.npy", np.arange(40))
     np.save(results / "dataset" / "heldout.npy", np.arange(40, 60))
     write_json(
         results / "dataset" / "manifest.json",
         {
             "source": "digits", "count": 60, "height": 8, "width": 8, "channels": 1, "classes": ["0", "1"],
-            "train_count": 40, "heldout_count": 20, "content_sha256": "d" * 64, "skipped": [],
+            "train_count": 40, "heldout_count": 20, "content_sha256": "d" * 64, "skipped": [], "conditions": {},
         },
     )  # fmt: skip
     write_json(

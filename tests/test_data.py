@@ -53,8 +53,8 @@ def test_digits_are_the_scans(digits):
     scans = load_digits()
     assert digits.images.shape == (1797, 8, 8, 1)
     assert np.array_equal(digits.labels, scans.target)
-    assert np.array_equal((digits.images[:, :, :, 0] * (16 / 255)).round(), scans.images)
-    assert digits.images.max() == 255
+    assert np.array_equal((digits.images[:][..., 0] * (16 / 255)).round(), scans.images)
+    assert digits.images[:].max() == 255
     assert digits.manifest["classes"] == [str(k) for k in range(10)]
     assert digits.manifest["conditions"]["class"]["num_classes"] == 10
 

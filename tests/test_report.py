@@ -277,7 +277,7 @@ def test_same_results_give_the_same_bytes_and_a_failure_leaves_them(small):
     build(load(config), results)
     assert state_of(results) == first
     (results / "dataset/images.npy").unlink()  # noticed only while the figures are drawn
-    with pytest.raises(KairosError, match=r"images\.npy is missing"):
+    with pytest.raises(KairosError, match=r"images\.npy: is missing"):
         build(load(config), results)
     assert state_of(results) == first and not list(results.glob(".tmp-*"))
 

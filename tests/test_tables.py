@@ -63,6 +63,14 @@ def test_parquet(tmp_path, hub_cache):
         assert np.array_equal(dataset.images[row], np.asarray(picture(seed)))
 
 
+def test_a_table_is_opened_anew_now_and_then(tmp_path, hub_cache, monkeypatch):
+    monkeypatch.setattr("kairos.data.sources._REOPENED", 3)
+    path = write_parquet(tmp_path / "one.parquet", 10)
+    source = open_source(config(source="parquet", path=str(path)))
+    for seed in (*range(10), 4, 0):
+        assert np.array_equal(np.asarray(source.read(seed)), np.asarray(picture(seed)))
+
+
 def test_parquet_names_the_broken_row(tmp_path, hub_cache):
     write_parquet(tmp_path / "one.parquet", 5)
     write_parquet(tmp_path / "two.parquet", 4, broken=2)

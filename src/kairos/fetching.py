@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kairos.config import Experiment
+from kairos.data.settings import DatasetConfig
 from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import weights
 from kairos.files import read_json, sha256_file
@@ -57,7 +58,7 @@ class Need:
 
 def needs(experiment: Experiment) -> list[Need]:
     """What an experiment's jobs read from outside of its results, in the order in which they read it."""
-    found = [_dataset(experiment)] if experiment.dataset.source != "digits" else []
+    found = [_dataset(part) for part in experiment.dataset.parts if part.source != "digits"]
     if experiment.autoencoder.kind == "pretrained":
         found.append(_network("autoencoder", experiment.autoencoder.path, "autoencoder.path", _DIFFUSERS))
     extractor = experiment.evaluation.extractor
@@ -68,9 +69,9 @@ def needs(experiment: Experiment) -> list[Need]:
     return found
 
 
-def _dataset(experiment: Experiment) -> Need:
-    path, split = str(experiment.dataset.path), experiment.dataset.split
-    if experiment.dataset.source != "hub":
+def _dataset(dataset: DatasetConfig) -> Need:
+    path, split = str(dataset.path), dataset.split
+    if dataset.source != "hub":
 
         def find_files() -> str | None:
             return path if os.path.exists(path) or glob.glob(path, recursive=True) else None

@@ -94,7 +94,7 @@ def _line(item: Any, model: type[BaseModel]) -> str:
 
 
 def _is_type_tag(part: Any) -> bool:
-    return part in ("int", "str") or (isinstance(part, str) and part.startswith("function-"))
+    return part in ("int", "float", "str") or (isinstance(part, str) and part.startswith("function-"))
 
 
 def _short(value: Any) -> str:

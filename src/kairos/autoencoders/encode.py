@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kairos.autoencoders.codec import Codec
-from kairos.data.arrays import create_array
+from kairos.data.arrays import Rows, create_array
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import DamagedError, KairosError
 from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
@@ -86,7 +86,7 @@ def _encode_moments(dataset: PreparedDataset, codec: Codec, out: Path, flips: bo
     done = _done(partial, key, names, shape)
     if done:
         say(f"encode: goes on after image {done}")
-        arrays = {name: np.load(partial / f"{name}.npy", mmap_mode="r+") for name in names}
+        arrays = {name: Rows(partial / f"{name}.npy", writable=True) for name in names}
     else:
         shutil.rmtree(partial, ignore_errors=True)  # with it the record, so that no other encode trusts our arrays
         partial.mkdir()
@@ -100,7 +100,7 @@ def _encode_moments(dataset: PreparedDataset, codec: Codec, out: Path, flips: bo
         for suffix, batch in (("", images), ("_flipped", images.flip(3)))[: 1 + flips]:
             for name, values in zip(("mean", "logvar"), codec.encode(batch)):
                 if values is not None:
-                    arrays[name + suffix][indices] = values.float().cpu().numpy()
+                    arrays[name + suffix].write(start, values.float().cpu().numpy())
         progress.advance(len(indices))
         if time.monotonic() - saved > _SAVE_SECONDS:
             _save(partial, arrays, {"key": key, "done": int(indices[-1]) + 1})
@@ -126,7 +126,7 @@ def _done(partial: Path, key: str, names: list[str], shape: tuple[int, ...]) -> 
     """How many images a killed encode of exactly this has left whole."""
     try:
         record = read_json(partial / "progress.json")
-        shapes = {np.load(partial / f"{name}.npy", mmap_mode="r").shape for name in names}
-    except (OSError, DamagedError):
+        shapes = {Rows(partial / f"{name}.npy").shape for name in names}
+    except (OSError, ValueError, EOFError, DamagedError):
         return 0
     return record["done"] if record["key"] == key and shapes == {shape} else 0

@@ -14,7 +14,7 @@ from kairos.data.dataset import PreparedDataset
 from kairos.errors import ConfigError
 from kairos.files import sha256_file, sha256_json, write_json, write_text, write_weights
 
-_PSNR_IMAGES = 512  # of the held-out ones, at most
+_PSNR_IMAGES = 512  # of the held-out ones, at most; of the training images where none are held out
 _STATE = ".state.pt"  # checkpoint of a training that was killed
 
 
@@ -24,7 +24,7 @@ def make_autoencoder(
     """Train or fetch the autoencoder, write its folder and return its manifest.
 
     The manifest holds kind, class, scaling and shift factor, image_shape and latent_shape (channels, height, width),
-    the hash of weights and configuration, and the PSNR on held-out images in dB.
+    the hash of weights and configuration, and the PSNR in dB with what it is of.
 
     Raises:
         ConfigError: the autoencoder does not fit the images, or its path cannot be used.
@@ -84,7 +84,7 @@ def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
 
 def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:
     """Measure the autoencoder and save it; what the manifest says of that."""
-    indices = dataset.heldout[:_PSNR_IMAGES]
+    indices = (dataset.heldout if len(dataset.heldout) else dataset.train)[:_PSNR_IMAGES]
     images, others = dataset.images[indices], np.concatenate(list(reconstructions(codec, dataset, indices, batch_size)))
     mean, _ = codec.encode(dataset.tensor(indices[:1]))
     write_picture(out / "reconstructions.png", images[:PICTURED], others[:PICTURED])
@@ -94,6 +94,7 @@ def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_s
         "latent_shape": list(mean.shape[1:]),
         "sha256": sha256_json({name: files[name] for name in FILES}),
         "psnr": round(psnr(images, others), 3),
+        "psnr_of": "held-out images" if len(dataset.heldout) else "training images",
         "files": files,
     }
 

@@ -65,7 +65,7 @@ def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
     from kairos.autoencoders.stage import make_autoencoder
 
     manifest = make_autoencoder(experiment.autoencoder, dataset, out, device, experiment.dataset.flips)
-    quality = "" if manifest["psnr"] is None else f", PSNR {manifest['psnr']:.1f} dB on held-out images"
+    quality = "" if manifest["psnr"] is None else f", PSNR {manifest['psnr']:.1f} dB on {manifest['psnr_of']}"
     shape = "×".join(map(str, manifest["latent_shape"]))
     return f"{manifest['kind']}, x0 of shape {shape}{quality}", {"psnr": manifest["psnr"]}
 

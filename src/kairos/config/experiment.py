@@ -82,6 +82,16 @@ class Experiment(Section):
         return value
 
     @model_validator(mode="after")
+    def _images_stay_or_are_copied(self) -> "Experiment":
+        kind, store = self.autoencoder.kind, self.dataset.store
+        if store == "refer" and kind == "none":
+            raise ValueError("dataset.store: got refer, allowed: copy or auto where trainings read images, not latents")
+        if store == "auto":
+            store = "refer" if kind == "pretrained" and self.dataset.source != "digits" else "copy"
+            object.__setattr__(self, "dataset", self.dataset.model_copy(update={"store": store}))
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> "Experiment":
         steps = self.milestones
         if list(steps) != sorted(set(steps)):

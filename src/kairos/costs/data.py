@@ -94,9 +94,11 @@ def _images(experiment: Experiment, record: dict[str, Any]) -> tuple[Shape | Non
     image = (1 if dataset.color == "grey" else 3, side, side) if side else None
     if dataset.source == "digits":
         count = min(_DIGITS, dataset.limit or _DIGITS)
-        return image, count, count - min(max(round(dataset.heldout * count), 1), count - 1), "embedded"
+        return image, count, count - dataset.held_out(count), "embedded"
     if dataset.train_images is not None:
-        return image, round(dataset.train_images / (1 - dataset.heldout)), dataset.train_images, "dataset.train_images"
+        share = dataset.heldout
+        images = None if isinstance(share, str) else round(dataset.train_images / (1 - share))
+        return image, images, dataset.train_images, "dataset.train_images"
     return image, None, None, "unknown before kairos prepare; dataset.train_images would tell"
 
 

@@ -46,9 +46,9 @@ def storage(experiment: Experiment, data: Data, network: Network, states: list[i
     milestones = len(states) * seeds * len(steps)
     pictures = evaluation.num_samples * evaluation.sets + round(_PICTURE * experiment.sampling.grid)
     lines = len(states) * seeds * (steps[-1] // experiment.training.log_every)
-    image, images = data.image_bytes, data.images
+    image, images, referred = data.image_bytes, data.images, experiment.dataset.store == "refer"
     return {
-        "dataset": None if image is None or images is None else image * images,
+        "dataset": 0 if referred else None if image is None or images is None else image * images,
         "latents": 0 if not data.latent_bytes else None if images is None else data.latent_bytes * images,
         "checkpoints": seeds * _KEPT * sum(checkpoint_bytes(network) + state for state in states),
         "milestones": milestones * (2 * network.weights * network.value_bytes + _SMALL),

@@ -1,6 +1,8 @@
-"""Array files, read and written through memory maps."""
+"""Array files, read and written row by row; nothing of them stays in this process's memory."""
 
+import math
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +11,113 @@ import numpy as np
 from kairos.errors import DamagedError, KairosError
 
 
-def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.memmap:
+class Rows:
+    """The rows of a .npy file.
+
+    They are read and not mapped: what is read of a map counts as this process's memory, which would grow with the file,
+    and a file that ends early would kill the process.
+
+    Attributes:
+        shape, dtype: of the whole array.
+
+    Raises:
+        ValueError, EOFError: the file is no array, or ends early.
+    """
+
+    def __init__(self, path: Path, writable: bool = False):
+        opened = np.load(path, mmap_mode="r")
+        self.shape, self.dtype, self._start = opened.shape, opened.dtype, opened.offset
+        self._size = opened.itemsize * math.prod(opened.shape[1:])  # bytes of a row
+        self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._opened = path, writable
+
+    def __reduce__(self) -> Any:
+        return Rows, self._opened  # for another process
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """A copy of some rows: of one by its number, of a slice, or of numbers (n,) in their order.
+
+        Raises:
+            DamagedError: the file has become shorter.
+        """
+        numbers = numbered(index, len(self))
+        rows = np.empty((*numbers.shape, *self.shape[1:]), self.dtype)
+        content, numbers = rows.reshape(-1).view(np.uint8), numbers.reshape(-1)
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)  # of each run of rows that lie side by side
+        for first, end, number in zip(firsts.tolist(), [*firsts[1:].tolist(), numbers.size], numbers[firsts].tolist()):
+            self._read(content[first * self._size : end * self._size], number)
+        return rows
+
+    def write(self, first: int, rows: np.ndarray) -> None:
+        """Write rows from number `first` on straight into the file, where it was opened for that."""
+        content = np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8)
+        place = self._start + first * self._size
+        while content.size:
+            count = os.pwrite(self._file, content.data, place)
+            content, place = content[count:], place + count
+
+    def flush(self) -> None:
+        """Make what was written durable."""
+        os.fsync(self._file)
+
+    def _read(self, content: np.ndarray, first: int) -> None:
+        place = self._start + first * self._size
+        while content.size:
+            count = os.preadv(self._file, [content.data], place)
+            if not count:
+                raise DamagedError(f"{self._opened[0]}: ends early; make it again, or pull it with dvc")
+            content, place = content[count:], place + count
+
+
+def numbered(index: Any, count: int) -> np.ndarray:
+    """The numbers, () or (n,), from 0 of the rows that an index (or a mask) of an array with `count` rows means."""
+    if isinstance(index, slice):
+        return np.arange(*index.indices(count))
+    index = np.asarray(index)
+    index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
+    if ((index < -count) | (index >= count)).any():
+        raise IndexError(f"row {index} of {count}")
+    return index % count
+
+
+def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Rows:
     """A new .npy file of zeros, open for writing.
 
-    Its room on the disk is taken at once: writing through a memory map to a full disk would kill the process.
+    Its room on the disk is taken at once, so that a disk with too little is found before the work.
 
     Raises:
         OSError: the disk has no room (ENOSPC); the message names the file.
     """
-    array = np.lib.format.open_memmap(path, "w+", dtype, shape)
-    with open(path, "r+b") as file:
+    with open(path, "wb") as file:
+        size = _write_header(file, shape, np.dtype(dtype))
         try:
-            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+            os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             path.unlink()
             raise OSError(error.errno, error.strerror, str(path)) from None
-    return array
+    return Rows(path, writable=True)
 
 
-def read_array(path: Path, command: str) -> np.ndarray:
-    """A .npy file, mapped into memory.
+def shorten(path: Path, count: int) -> None:
+    """Cut a .npy file off after `count` rows."""
+    opened = Rows(path)
+    with open(path, "r+b") as file:
+        file.truncate(_write_header(file, (count, *opened.shape[1:]), opened.dtype))
+
+
+def _write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """Write a header, as long as that of any other number of rows; gives the size of the whole file in bytes."""
+    described = np.lib.format.dtype_to_descr(dtype)
+    np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
+    return file.tell() + dtype.itemsize * math.prod(shape)
+
+
+def read_array(path: Path, command: str) -> Rows:
+    """The rows of a .npy file.
 
     Raises:
         KairosError: it is missing; the message names the `command` of kairos that makes it.
@@ -37,6 +126,6 @@ def read_array(path: Path, command: str) -> np.ndarray:
     if not path.is_file():
         raise KairosError(f"{path}: is missing; make it with: kairos {command}")
     try:
-        return np.load(path, mmap_mode="r")
+        return Rows(path)
     except (ValueError, EOFError) as error:
         raise DamagedError(f"{path}: damaged ({error}); make it again, or pull it with dvc") from None

@@ -1,4 +1,4 @@
-"""The prepared data set: memory-mapped images, their conditions and the split, as stage prepare wrote them."""
+"""The prepared data set: images, their conditions and the split, as stage prepare wrote them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kairos.data.arrays import read_array
+from kairos.data.arrays import Rows, read_array
+from kairos.data.referred import ReferredImages
 from kairos.files import open_record
 
 if TYPE_CHECKING:
@@ -18,35 +19,36 @@ class PreparedDataset:
     """A prepared data set.
 
     Attributes:
-        images: uint8 (count, height, width, channels), memory-mapped.
+        images: uint8 (count, height, width, channels), read when they are asked for.
         train: int64 indices of the training images.
         heldout: int64 indices of the held-out images.
-        conditions: one memory-mapped array per condition, row i for image i.
+        conditions: an array file per condition, row i for image i.
         manifest: the record of stage prepare.
     """
 
     folder: Path
-    images: np.ndarray
+    images: Rows | ReferredImages
     train: np.ndarray
     heldout: np.ndarray
-    conditions: dict[str, np.ndarray]
+    conditions: dict[str, Rows]
     manifest: dict[str, Any]
 
     @property
     def labels(self) -> np.ndarray | None:
         """Class of each image, int64 (count,), or None where the data set has no classes."""
-        return self.conditions.get("class")
+        return self.conditions["class"][:] if "class" in self.conditions else None
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height and width of an image."""
-        return self.images.shape[3], self.images.shape[1], self.images.shape[2]
+        _, height, width, channels = self.images.shape
+        return channels, height, width
 
     def tensor(self, indices: Any) -> "torch.Tensor":
         """Images as float32 (n, channels, height, width) in [-1, 1]."""
         import torch
 
-        return scaled(torch.from_numpy(np.array(self.images[np.asarray(indices)])))  # a copy: memory maps are read-only
+        return scaled(torch.from_numpy(self.images[np.asarray(indices)]))
 
 
 def scaled(images: "torch.Tensor") -> "torch.Tensor":
@@ -70,5 +72,7 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
     command = f"prepare --config F --out {folder}"
     manifest = open_record(folder, command)
     conditions = {name: read_array(folder / item["file"], command) for name, item in manifest["conditions"].items()}
-    images, train, heldout = (read_array(folder / f"{name}.npy", command) for name in ("images", "train", "heldout"))
-    return PreparedDataset(folder, images, np.array(train), np.array(heldout), conditions, manifest)
+    train, heldout = (read_array(folder / f"{name}.npy", command)[:] for name in ("train", "heldout"))
+    if "refers" in manifest:
+        return PreparedDataset(folder, ReferredImages(folder, manifest, command), train, heldout, conditions, manifest)
+    return PreparedDataset(folder, read_array(folder / "images.npy", command), train, heldout, conditions, manifest)

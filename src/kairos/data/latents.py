@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kairos.data.arrays import read_array
+from kairos.data.arrays import Rows, read_array
 from kairos.data.dataset import PreparedDataset, open_dataset, scaled
 from kairos.errors import KairosError
 from kairos.files import open_record
@@ -27,13 +27,13 @@ class Latents:
     Attributes:
         manifest: the record of stage encode.
         dataset: the data set that was encoded.
-        moments: memory-mapped float32 (count, c, h, w) by name (mean, logvar, mean_flipped, logvar_flipped); empty for
+        moments: array files of float32 (count, c, h, w) by name (mean, logvar, mean_flipped, logvar_flipped); empty for
             pixels.
     """
 
     manifest: dict[str, Any]
     dataset: PreparedDataset
-    moments: dict[str, np.ndarray]
+    moments: dict[str, Rows]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -83,7 +83,7 @@ class Latents:
         if flips.any() and not self.can_flip:
             raise KairosError("dataset.flips: is false, so there are no flipped images to train on")
         if not self.moments:
-            pixels = np.array(self.dataset.images[indices])
+            pixels = self.dataset.images[indices]
             pixels[flips] = pixels[flips, :, ::-1]
             return {"pixels": torch.from_numpy(pixels)}
         rows = {}
@@ -118,7 +118,7 @@ class Latents:
 
         indices, found = np.asarray(indices), {}
         for name, values in self.dataset.conditions.items():
-            rows = np.array(values[indices])
+            rows = values[indices]
             if flips is not None and self.condition_kinds[name]["kind"] == "image":
                 rows[flips] = rows[flips][..., ::-1]
             found[name] = torch.from_numpy(rows)

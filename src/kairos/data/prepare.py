@@ -1,7 +1,8 @@
-"""Stage prepare: a data set becomes one uniform, memory-mappable folder with a manifest and a fixed split.
+"""Stage prepare: a data set becomes one uniform folder with a manifest and a fixed split.
 
-Images are written one by one into a memory-mapped file, so memory does not grow with the data set. Arrays get their
-names when they are whole and the manifest comes last; a folder without a manifest is no data set.
+Images are decoded one by one and written into a file, or only looked at where they stay where they are (`referred`), so
+memory does not grow with the data set. Arrays get their names when they are whole and the manifest comes last; a folder
+without a manifest is no data set.
 """
 
 import os
@@ -10,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kairos.data.arrays import create_array
+from kairos.data.arrays import create_array, shorten
 from kairos.data.decode import to_pixels
+from kairos.data.referred import checksum
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
 from kairos.errors import ConfigError, KairosError
@@ -19,7 +21,8 @@ from kairos.files import sha256_file, sha256_json, sync_folder, write_json
 from kairos.progress import Progress, say
 from kairos.randomness import derived_seed
 
-_CHUNK = 1024  # images per step of a pass over the whole array
+_ARRAYS = ("images", "train", "heldout", "numbers", "checksums", "names")
+_TEMPORARY = ".tmp-images.npy"
 
 
 def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
@@ -33,51 +36,62 @@ def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
 
 
 def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str, Any]:
-    """Write the images of an opened source; see `prepare`."""
+    """Write the images of an opened source, or what refers to them; see `prepare`."""
     (out / "conditions").mkdir(parents=True, exist_ok=True)
     (out / "manifest.json").unlink(missing_ok=True)
-    for old in (*(out / f"{name}.npy" for name in ("images", "train", "heldout")), *out.glob("conditions/*.npy")):
+    for old in (*(out / f"{name}.npy" for name in _ARRAYS), *out.glob("conditions/*.npy")):
         old.unlink(missing_ok=True)
 
-    chosen = _lowest(range(source.count), config.limit or source.count, config.split_seed, "limit")
-    kept, skipped, temporary = _write_images(config, source, chosen, out)
-    if len(kept) < 2:
-        raise KairosError(f"dataset: {len(kept)} usable image, allowed: at least 2 (one to train on, one held out)")
-    heldout_count = min(max(round(config.heldout * len(kept)), 1), len(kept) - 1)
-    heldout_numbers = set(_lowest(kept, heldout_count, config.split_seed, "heldout"))
-    is_heldout = np.array([number in heldout_numbers for number in kept])
+    first_heldout = source.count - source.heldout
+    chosen = _lowest(range(first_heldout), config.limit or first_heldout, config.split_seed, "limit")
+    chosen += range(first_heldout, source.count)
+    kept, skipped, checksums, sums, shape = _look_at(config, source, chosen, out)
+    is_heldout = kept >= first_heldout
+    if not source.heldout:
+        is_heldout = np.isin(kept, _lowest(kept.tolist(), config.held_out(len(kept)), config.split_seed, "heldout"))
     split = {"train": np.flatnonzero(~is_heldout), "heldout": np.flatnonzero(is_heldout)}
+    if len(kept) < 2 or not len(split["train"]):
+        raise KairosError(
+            f"dataset: {len(kept)} usable image, {len(split['heldout'])} held out, allowed: at least 2, one to train on"
+        )
     if config.train_images not in (None, len(split["train"])):
         raise ConfigError(f"dataset.train_images: got {config.train_images}, allowed: {len(split['train'])} (or null)")
 
-    os.replace(temporary, out / "images.npy")
-    for name, indices in split.items():
-        np.save(out / f"{name}.npy", indices.astype(np.int64))
+    arrays = {name: indices.astype(np.int64) for name, indices in split.items()}
+    if config.store == "refer":
+        arrays |= {"numbers": kept, "checksums": checksums}
+        arrays["names"] = np.array([os.fsencode(source.name(number)) for number in kept.tolist()])
+    else:
+        os.replace(out / _TEMPORARY, out / "images.npy")
     conditions: dict[str, dict[str, Any]] = {}
     for name, (description, values) in source.conditions.items():
         conditions[name] = {**description, "file": f"conditions/{name}.npy"}
-        np.save(out / conditions[name]["file"], values[kept])
-    names = ["images.npy", "train.npy", "heldout.npy", *(item["file"] for item in conditions.values())]
+        arrays[f"conditions/{name}"] = values[kept]
+    for name, values in arrays.items():
+        np.save(out / f"{name}.npy", values)
+    names = [*(["images.npy"] if config.store != "refer" else []), *(f"{name}.npy" for name in arrays)]
     for name in (*names, "."):
         sync_folder(out / name)
 
-    images = np.load(out / "images.npy", mmap_mode="r")
-    mean, std = channel_statistics(images, split["train"])
+    mean, square = sums[split["train"]].sum(axis=0) / (len(split["train"]) * shape[0] * shape[1])
+    std = np.sqrt(np.maximum(square - mean**2, 0.0))
     files = {name: sha256_file(out / name) for name in names}
     manifest = {
         "source": config.source,
         "count": len(kept),
-        **dict(zip(("height", "width", "channels"), images.shape[1:])),
+        **dict(zip(("height", "width", "channels"), shape)),
         "classes": source.classes,
         "train_count": len(split["train"]),
         "heldout_count": len(split["heldout"]),
-        "channel_mean": mean,
-        "channel_std": std,
+        "channel_mean": (mean / 255).tolist(),
+        "channel_std": (std / 255).tolist(),
         "conditions": conditions,
         "skipped": skipped,
         "content_sha256": sha256_json({"files": files, "conditions": conditions}),
         "files": files,
     }
+    if config.store == "refer":
+        manifest["refers"] = config.model_dump(mode="json")
     write_json(out / "manifest.json", manifest)
     return manifest
 
@@ -89,14 +103,20 @@ def _lowest(numbers: Any, count: int, seed: int, stream: str) -> list[int]:
     return sorted(sorted(numbers, key=lambda number: derived_seed(seed, stream, number))[:count])
 
 
-def _write_images(
+def _look_at(
     config: DatasetConfig, source: Source, chosen: list[int], out: Path
-) -> tuple[list[int], list[str], Path]:
-    """Write the usable images among `chosen`; gives their numbers, the names of those skipped and the file."""
-    kept: list[int] = []
+) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Decode the images `chosen`, and write the usable ones where they are to be copied.
+
+    Returns:
+        Numbers of the n usable images and names of the others; checksums (n, 16) where the images are not copied; sums
+        of each one's pixels and of their squares by channel, int64 (n, 2, channels); height, width and channels.
+    """
+    kept, checksums = np.empty(len(chosen), np.int64), np.empty((len(chosen), 16), np.uint8)
     skipped: list[str] = []
-    temporary = out / ".tmp-images.npy"
     images: Any = None
+    sums: Any = None
+    count = 0
     progress = Progress(len(chosen), f"prepare {config.source}", "image")
     for number in chosen:
         name = source.name(number)
@@ -112,36 +132,28 @@ def _write_images(
             progress.advance()
             continue
         pixels = to_pixels(image, config.color, config.crop, config.resolution, name)
-        if images is None:
-            images = create_array(temporary, (len(chosen), *pixels.shape), np.uint8)
-        elif pixels.shape != images.shape[1:]:
+        if sums is None:
+            shape, sums = pixels.shape, np.empty((len(chosen), 2, pixels.shape[2]), np.int64)
+            if config.store != "refer":
+                images = create_array(out / _TEMPORARY, (len(chosen), *shape), np.uint8)
+        elif pixels.shape != shape:
             raise ConfigError(
                 f"dataset.resolution: got null, but {name} has {pixels.shape[1]}×{pixels.shape[0]} pixels and those "
-                f"before it {images.shape[2]}×{images.shape[1]}; allowed: a resolution for all"
+                f"before it {shape[1]}×{shape[0]}; allowed: a resolution for all"
             )
-        images[len(kept)] = pixels
-        kept.append(number)
+        if images is None:
+            checksums[count] = checksum(pixels)
+        else:
+            images.write(count, pixels)
+        wide = pixels.astype(np.int64)
+        kept[count], sums[count] = number, (wide.sum(axis=(0, 1)), (wide**2).sum(axis=(0, 1)))
+        count += 1
         progress.advance()
     progress.close()
-    if images is None:
+    if not count:
         raise KairosError(f"dataset: none of the {len(chosen)} images is usable; the first is {skipped[0]}")
-    images.flush()
-    if skipped:
-        shorter = create_array(out / ".tmp-shorter.npy", (len(kept), *images.shape[1:]), np.uint8)
-        shorter[:] = images[: len(kept)]
-        shorter.flush()
-        os.replace(out / ".tmp-shorter.npy", temporary)
-    return kept, skipped, temporary
-
-
-def channel_statistics(images: np.ndarray, indices: np.ndarray) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation per channel of the images at `indices`, pixels as 0..1; sums are exact integers."""
-    total, squares = np.zeros((2, images.shape[3]), np.int64)
-    for start in range(0, len(indices), _CHUNK):
-        pixels = images[indices[start : start + _CHUNK]].astype(np.int64)
-        total += pixels.sum(axis=(0, 1, 2))
-        squares += (pixels**2).sum(axis=(0, 1, 2))
-    count = len(indices) * images.shape[1] * images.shape[2]
-    mean = total / count
-    std = np.sqrt(np.maximum(squares / count - mean**2, 0.0))
-    return (mean / 255).tolist(), (std / 255).tolist()
+    if images is not None:
+        images.flush()
+        if skipped:
+            shorten(out / _TEMPORARY, count)
+    return kept[:count], skipped, checksums[:count], sums[:count], shape

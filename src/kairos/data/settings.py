@@ -20,9 +20,19 @@ class DatasetConfig(Section):
         "center", description="centre crop to a square; pad: black around it up to resolution; none: images are square"
     )
     color: Literal["rgb", "grey"] = Field("rgb", description="colour channels kept")
-    heldout: float = Field(0.1, gt=0, lt=1, description="share of the images held out for evaluation")
+    heldout: float | str = Field(
+        0.1,
+        description="held out for evaluation: a share from 0, below 1; or a split (hub), a folder or parquet file(s)",
+    )
     split_seed: int = Field(0, ge=0, description="seed of the split into training and held-out images")
-    limit: int | None = Field(None, ge=2, description="use a random subset of that many images")
+    limit: int | None = Field(
+        None,
+        ge=2,
+        description="use a random subset of that many images (held-out ones with a path of their own not counted)",
+    )
+    store: Literal["auto", "copy", "refer"] = Field(
+        "auto", description="pixels are copied, or read again where they are; auto: refer for pretrained autoencoders"
+    )
     broken: Literal["refuse", "skip"] = Field("refuse", description="a broken image ends the job, or is counted")
     flips: bool = Field(False, description="train on horizontally flipped images too (never for digits or text)")
     train_images: int | None = Field(None, ge=1, description="number of training images, needed for lengths in epochs")
@@ -33,4 +43,20 @@ class DatasetConfig(Section):
             raise ValueError(f"dataset.path: got null, allowed: the path or hub id of source {self.source}")
         if self.source == "digits" and self.flips:
             raise ValueError("dataset.flips: got true, allowed: false for digits (a flipped digit is no digit)")
+        if self.source == "digits" if isinstance(self.heldout, str) else not 0 <= self.heldout < 1:
+            further = "" if self.source == "digits" else ", or where the images to hold out are"
+            raise ValueError(f"dataset.heldout: got {self.heldout!r}, allowed: a share from 0, below 1{further}")
         return self
+
+    @property
+    def parts(self) -> "tuple[DatasetConfig, ...]":
+        """The section itself and, where held-out images have a place of their own, the section that names it."""
+        if not isinstance(self.heldout, str):
+            return (self,)
+        field = "split" if self.source == "hub" else "path"
+        return self, self.model_copy(update={field: self.heldout, "heldout": 0.0})
+
+    def held_out(self, count: int) -> int:
+        """How many of `count` images a share holds out: at least one and not all, but none of a share of 0."""
+        share = float(self.heldout)
+        return min(max(round(share * count), 1), count - 1) if share else 0

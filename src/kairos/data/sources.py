@@ -6,6 +6,7 @@ decoded by us, not by the library that stores them, so that a broken one can be 
 
 import glob
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError, KairosError
 
+_REOPENED = 512  # images that are read before a table is opened anew
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
@@ -27,7 +29,8 @@ class Source:
 
     `read` raises ValueError with the reason where an image is broken; `name` says which file or row it is; `labels` is
     int64 (count,) with values below len(classes), or None. `further` holds conditions of other kinds by name: what
-    `conditions.CONDITIONS` needs to know of each, ``{"kind": ...}``, and an array with a row per image.
+    `conditions.CONDITIONS` needs to know of each, ``{"kind": ...}``, and an array with a row per image. The last
+    `heldout` images are held out, whatever the share.
     """
 
     count: int
@@ -36,6 +39,7 @@ class Source:
     labels: np.ndarray | None = None
     classes: list[str] | None = None
     further: dict[str, tuple[dict[str, Any], np.ndarray]] = field(default_factory=dict)
+    heldout: int = 0
 
     @property
     def conditions(self) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
@@ -49,9 +53,35 @@ def open_source(config: DatasetConfig) -> Source:
     """The source that an experiment's section `dataset` names.
 
     Raises:
-        ConfigError: the folder, file, data set or column does not exist, or holds no image.
+        ConfigError: the folder, file, data set or column does not exist, or holds no image; or the classes of held-out
+            images with a place of their own are no classes of the others.
     """
-    return {"digits": _digits, "folder": _folder, "parquet": _parquet, "hub": _hub}[config.source](config)
+    opener = {"digits": _digits, "folder": _folder, "parquet": _parquet, "hub": _hub}[config.source]
+    source, *heldout = config.parts
+    opened = opener(source)
+    try:
+        return _with_heldout(opened, opener(heldout[0])) if heldout else opened
+    except KairosError as error:
+        raise type(error)(str(error).replace("dataset.path", "dataset.heldout", 1)) from None
+
+
+def _with_heldout(one: Source, other: Source) -> Source:
+    """The images of one source, and those of another one that are all held out."""
+    if (unknown := set(other.classes or ()) - set(one.classes or ())) or (one.labels is None) != (other.labels is None):
+        raise ConfigError(
+            f"dataset.heldout: its images have the classes {other.classes}, allowed: classes of the training images "
+            f"({one.classes})" + (f"; theirs are not: {', '.join(sorted(unknown))}" if unknown else "")
+        )
+    labels = one.labels
+    if one.classes is not None and other.classes is not None and labels is not None:
+        numbers = np.array([one.classes.index(name) for name in other.classes], np.int64)
+        labels = np.concatenate([labels, numbers[other.labels]])
+
+    def either(first: Callable[[int], Any], second: Callable[[int], Any]) -> Callable[[int], Any]:
+        return lambda index: first(index) if index < one.count else second(index - one.count)
+
+    read, name = either(one.read, other.read), either(one.name, other.name)
+    return Source(one.count + other.count, read, name, labels, one.classes, heldout=other.count)
 
 
 def _digits(config: DatasetConfig) -> Source:
@@ -150,10 +180,15 @@ def _table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Sou
         table = table.cast_column(column, ImageFeature(decode=False))
     labels, classes = _labels(table, config)
     cells = table.select_columns(column)
+    closed, reads = pickle.dumps(cells), 0
     if len(table) == 0:
         raise ConfigError(f"dataset.path: {config.path!r} holds no rows")
 
     def read(index: int) -> Image.Image:
+        nonlocal cells, reads
+        reads += 1
+        if reads % _REOPENED == 0:  # it is mapped: what was read of it would stay in this process's memory
+            cells = pickle.loads(closed)
         cell = cells[index][column]
         if isinstance(cell, dict):  # Image(decode=False): the file's bytes, or where it lies
             cell = cell["bytes"] if cell.get("bytes") is not None else cell.get("path")

@@ -71,7 +71,7 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
     classes = len(dataset.manifest["classes"])
     name = f"classifier{options.features}"
     shape = tuple(dataset.images.shape[1:])
-    labels = torch.from_numpy(np.array(dataset.labels))
+    labels = torch.from_numpy(dataset.labels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(options.seed, "classifier weights"))
         model = Classifier(shape, classes, options.channels, options.features)
@@ -91,7 +91,8 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
     progress.close()
 
     accuracy = _accuracy(model.eval(), dataset, labels)
-    say(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images right")
+    if accuracy is not None:
+        say(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images right")
     from safetensors.torch import save
 
     with atomic(folder / WEIGHTS) as file:
@@ -160,12 +161,14 @@ register_feature_extractor(NAME, ClassifierExtractor)
 
 
 def _pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.array(dataset.images[indices])).permute(0, 3, 1, 2)
+    return torch.from_numpy(dataset.images[indices]).permute(0, 3, 1, 2)
 
 
 @torch.inference_mode()
-def _accuracy(model: Classifier, dataset: PreparedDataset, labels: Tensor) -> float:
-    """Share of the held-out images that are classified right."""
+def _accuracy(model: Classifier, dataset: PreparedDataset, labels: Tensor) -> float | None:
+    """Share of the held-out images that are classified right; None where there are none."""
+    if not len(dataset.heldout):
+        return None
     right = 0
     for chosen in np.split(dataset.heldout, range(BATCH, len(dataset.heldout), BATCH)):
         right += int((model(_pixels(dataset, chosen))[1].argmax(1) == labels[chosen]).sum())

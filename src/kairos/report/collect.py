@@ -1,6 +1,5 @@
 """An experiment's results folder as plain values: everything that the report and the tracking import read."""
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from kairos.config import Experiment
+from kairos.data.dataset import open_dataset
 from kairos.errors import KairosError
 from kairos.files import read_json, read_lines
 
@@ -159,12 +159,15 @@ def collect(experiment: Experiment, folder: Path | str) -> Results:
     return results
 
 
-def real_images(results: Results, count: int) -> np.ndarray:
-    """The first `count` held-out images, uint8 (count, height, width, channels)."""
-    dataset = results.folder / "dataset"
-    indices = _read(dataset / "heldout.npy", "prepare", np.load)[:count]
-    images = _read(dataset / "images.npy", "prepare", functools.partial(np.load, mmap_mode="r"))
-    return np.asarray(images[indices])
+def real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
+    """At most `count` held-out images, or training images where none are held out, and what to call them.
+
+    The images are uint8 (n, height, width, channels).
+    """
+    dataset = open_dataset(results.folder / "dataset")
+    if len(dataset.heldout):
+        return "real, held out", dataset.images[dataset.heldout[:count]]
+    return "real, trained on", dataset.images[dataset.train[:count]]
 
 
 def _training(folder: Path, experiment: Experiment, method: str, seed: int) -> Training:

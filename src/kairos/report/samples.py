@@ -30,8 +30,9 @@ def samples(results: Results, looks: dict[str, Look]) -> Figure:
 
 
 def final_samples(results: Results, looks: dict[str, Look]) -> Figure:
-    """Real held-out images and every method's last milestone (first seed), in one picture each."""
-    pictures = [("real, held out", tile(real_images(results, results.experiment.sampling.grid)))]
+    """Real images, held out where any are, and every method's last milestone (first seed), in one picture each."""
+    name, images = real_images(results, results.experiment.sampling.grid)
+    pictures = [(name, tile(images))]
     pictures += [(method, _picture(results.of(method)[0].final.grid)) for method in results.methods]
     columns = min(4, len(pictures))
     rows = -(-len(pictures) // columns)

@@ -139,24 +139,24 @@ def _forget_failed_import(results: Path, configured: str | None) -> None:
 
 def data_files(layout: Layout) -> list[str]:
     """The parquet files of a data set, as far as they exist; `kairos prepare` says what is missing."""
-    dataset = layout.experiment.dataset
-    if dataset.source != "parquet":
-        return []
-    path = str(dataset.path)
-    if os.path.isdir(path):
-        return sorted(str(file) for file in Path(path).rglob("*.parquet"))
-    return sorted(glob.glob(path, recursive=True))
+    found: list[str] = []
+    for part in layout.experiment.dataset.parts if layout.experiment.dataset.source == "parquet" else ():
+        path = str(part.path)
+        inside = os.path.isdir(path)
+        found += sorted(map(str, Path(path).rglob("*.parquet")) if inside else glob.glob(path, recursive=True))
+    return found
 
 
 def listing(layout: Layout) -> str | None:
-    """Hash of the names and sizes in a folder of images: too many files to be inputs each."""
+    """Hash of the names and sizes in folders of images: too many files to be inputs each."""
     dataset = layout.experiment.dataset
     if dataset.source != "folder":
         return None
-    root = Path(str(dataset.path))
-    found = sorted(
-        (file.relative_to(root).as_posix(), file.stat().st_size) for file in root.rglob("*") if file.is_file()
-    )
+    roots = [Path(str(part.path)) for part in dataset.parts]
+    found = [
+        sorted((file.relative_to(root).as_posix(), file.stat().st_size) for file in root.rglob("*") if file.is_file())
+        for root in roots
+    ]
     return sha256_json(found)
 
 

@@ -1,0 +1,110 @@
+"""Rows of array files: the same as numpy's, and nothing of the file stays in the process's memory."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kairos.data.arrays import Rows, create_array, read_array, shorten
+from kairos.errors import DamagedError, KairosError
+
+
+@pytest.fixture
+def array(tmp_path):
+    values = np.random.default_rng(0).integers(0, 256, (700, 5, 3), dtype=np.uint8)
+    np.save(tmp_path / "a.npy", values)
+    return values
+
+
+@pytest.mark.parametrize(
+    "index",
+    [7, -1, np.int64(3), slice(None), slice(2, 600, 7), slice(5, 5), [3, 1, 1, -2], np.array([], np.int64), "mask"],
+    ids=str,
+)
+def test_rows_are_those_of_numpy(tmp_path, array, index):
+    index = np.arange(700) % 3 == 0 if isinstance(index, str) else index
+    found = Rows(tmp_path / "a.npy")[index]
+    assert found.dtype == np.uint8 and found.shape == array[index].shape
+    assert np.array_equal(found, array[index])
+    found[...] = 0  # a copy
+    assert np.array_equal(np.load(tmp_path / "a.npy"), array)
+
+
+def test_a_row_that_is_not_there(tmp_path, array):
+    with pytest.raises(IndexError):
+        Rows(tmp_path / "a.npy")[[3, 700]]
+
+
+@pytest.mark.parametrize(
+    "values", [np.arange(1000), np.array([b"one", b"three"]), np.empty((0, 3)), np.eye(9)], ids=len
+)
+def test_rows_of_other_kinds(tmp_path, values):
+    np.save(tmp_path / "values.npy", values)
+    rows = Rows(tmp_path / "values.npy")
+    chosen = np.random.default_rng(1).integers(0, len(values), min(len(values), 50))
+    assert len(rows) == len(values) and np.array_equal(rows[:], values) and np.array_equal(rows[chosen], values[chosen])
+
+
+def test_written_rows_are_a_file_of_numpy(tmp_path, array):
+    rows = create_array(tmp_path / "new.npy", array.shape, np.uint8)
+    rows.write(3, array[3])
+    rows.write(100, array[100:300, ::-1].astype(np.int64)[:, ::-1])
+    rows.flush()
+    expected = np.zeros_like(array)
+    expected[3], expected[100:300] = array[3], array[100:300]
+    assert np.array_equal(rows[:], expected)
+    np.save(tmp_path / "expected.npy", expected)
+    assert (tmp_path / "new.npy").read_bytes() == (tmp_path / "expected.npy").read_bytes()
+    shorten(tmp_path / "new.npy", 101)
+    np.save(tmp_path / "expected.npy", expected[:101])
+    assert (tmp_path / "new.npy").read_bytes() == (tmp_path / "expected.npy").read_bytes()
+
+
+def test_another_process_opens_the_file_again(tmp_path, array):
+    assert np.array_equal(pickle.loads(pickle.dumps(Rows(tmp_path / "a.npy")))[:], array)
+
+
+def test_missing_and_damaged(tmp_path, array):
+    with pytest.raises(KairosError, match=r"b\.npy: is missing; make it with: kairos prepare"):
+        read_array(tmp_path / "b.npy", "prepare")
+    (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-1])
+    with pytest.raises(DamagedError, match=r"a\.npy: damaged"):
+        read_array(tmp_path / "a.npy", "prepare")
+    np.save(tmp_path / "a.npy", array)
+    rows = Rows(tmp_path / "a.npy")
+    with open(tmp_path / "a.npy", "r+b") as file:
+        file.truncate(4000)
+    assert np.array_equal(rows[:200], array[:200])
+    with pytest.raises(DamagedError, match=r"a\.npy: ends early"):
+        rows[600]
+
+
+_PEAKS = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from kairos.data.arrays import Rows, create_array
+
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before, path = peak(), Path(sys.argv[1])
+rows = create_array(path, (50_000, 3072), np.uint8)  # 150 MB
+for start in range(0, len(rows), 500):
+    rows.write(start, np.full((500, 3072), start % 256))
+written = peak()
+random = np.random.default_rng(0)
+for _ in range(300):
+    Rows(path)[random.integers(0, 50_000, 128)]
+for start in range(0, len(rows), 1000):
+    Rows(path)[start : start + 1000]
+print(written - before, peak() - written)
+"""
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAKS, tmp_path / "large.npy"], capture_output=True, text=True, check=True
+    )
+    written, read = map(float, done.stdout.split())
+    assert written < 40 and read < 40, (written, read)  # MiB, of a file of 146 and 2.3 times that read

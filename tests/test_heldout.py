@@ -1,0 +1,153 @@
+"""Held-out images: none, a share, or images with a place of their own."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_data import config, folder_config, write_pictures
+from test_tables import hub_cache, write_parquet  # noqa: F401  (a fixture)
+
+from kairos.autoencoders.codec import load_codec
+from kairos.autoencoders.encode import encode
+from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.autoencoders.stage import make_autoencoder
+from kairos.config import validate
+from kairos.costs.data import describe
+from kairos.data.dataset import open_dataset
+from kairos.data.latents import open_latents
+from kairos.data.prepare import prepare
+from kairos.errors import ConfigError, KairosError
+from kairos.evaluation import classifier
+from kairos.evaluation.registries import ClassifierOptions
+from kairos.fetching import needs
+from kairos.report.collect import real_images
+from kairos.workflow import controller
+
+CPU = torch.device("cpu")
+
+
+def layout(**dataset):
+    return SimpleNamespace(experiment=validate({"experiment": "e", "dataset": dataset, "methods": {"u": {}}}))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ({"heldout": 1}, r"dataset\.heldout: got 1\.0, allowed: a share from 0, below 1$"),
+        (
+            {"heldout": -0.1, "source": "folder", "path": "in"},
+            r"got -0\.1, allowed: .*or where the images to hold out are",
+        ),
+        ({"heldout": float("nan")}, r"dataset\.heldout"),
+        ({"heldout": "test"}, r"dataset\.heldout: got 'test', allowed: a share from 0, below 1$"),
+        ({"heldout": None}, r"dataset\.heldout: got None"),
+    ],
+    ids=str,
+)
+def test_refusals(dataset, message):
+    with pytest.raises(ConfigError, match=message):
+        layout(**dataset)
+
+
+def test_none(tmp_path, capsys):
+    """Through every stage that reads held-out images otherwise."""
+    manifest = prepare(config(color="grey", limit=120, heldout=0), tmp_path / "dataset")
+    dataset = open_dataset(tmp_path / "dataset")
+    assert (
+        (manifest["train_count"], manifest["heldout_count"]) == (len(dataset.train), len(dataset.heldout)) == (120, 0)
+    )
+    assert dataset.heldout.dtype == np.int64
+    settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=8)
+    made = make_autoencoder(settings, dataset, tmp_path / "autoencoder", CPU)
+    assert made["psnr"] > 0 and made["psnr_of"] == "training images"
+    encode(dataset, load_codec(tmp_path / "autoencoder"), tmp_path / "latents", False, 32)
+    assert len(open_latents(tmp_path / "latents").heldout) == 0
+    (tmp_path / "extractor").mkdir()
+    options = ClassifierOptions(features=8, channels=4, steps=3, batch_size=8)
+    assert classifier.train(options, dataset, tmp_path / "extractor")["accuracy"] is None
+    name, images = real_images(SimpleNamespace(folder=tmp_path), 9)
+    assert name == "real, trained on" and np.array_equal(images, dataset.images[dataset.train[:9]])
+
+
+def test_some_are_what_everything_is_measured_on(tmp_path):
+    prepare(config(color="grey", limit=40), tmp_path / "dataset")
+    dataset = open_dataset(tmp_path / "dataset")
+    settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=8)
+    assert make_autoencoder(settings, dataset, tmp_path / "autoencoder", CPU)["psnr_of"] == "held-out images"
+    name, images = real_images(SimpleNamespace(folder=tmp_path), 9)
+    assert name == "real, held out" and np.array_equal(images, dataset.images[dataset.heldout])
+
+
+def test_a_folder_of_their_own(tmp_path):
+    for split, classes in (("train", {"a": 6, "b": 6}), ("test", {"b": 2, "a": 3})):
+        for name, count in classes.items():
+            write_pictures(tmp_path / split / name, count)
+    settings = folder_config(tmp_path / "train", heldout=str(tmp_path / "test"))
+    prepare(settings, tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out")
+    assert dataset.train.tolist() == list(range(12)) and dataset.heldout.tolist() == list(range(12, 17))
+    assert dataset.labels.tolist() == [0] * 6 + [1] * 6 + [0] * 3 + [1] * 2
+    assert np.array_equal(dataset.images[12], dataset.images[0])
+    limited = prepare(settings.model_copy(update={"limit": 4, "train_images": 4}), tmp_path / "out")
+    assert (limited["train_count"], limited["heldout_count"]) == (4, 5)
+    for file in (tmp_path / "train").rglob("*.png"):
+        file.write_bytes(b"")
+    with pytest.raises(KairosError, match=r"5 usable image.*5 held out.*one to train on"):
+        prepare(settings.model_copy(update={"broken": "skip"}), tmp_path / "out")
+
+
+def test_parquet_files_of_their_own(tmp_path, hub_cache):  # noqa: F811
+    write_parquet(tmp_path / "train-0.parquet", 4)
+    write_parquet(tmp_path / "train-1.parquet", 3)
+    write_parquet(tmp_path / "test-0.parquet", 5, broken=1)
+    settings = config(
+        source="parquet",
+        path=str(tmp_path / "train-*.parquet"),
+        heldout=str(tmp_path / "test-*.parquet"),
+        broken="skip",
+    )
+    manifest = prepare(settings, tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out")
+    assert manifest["skipped"] == ["row 1 of test-0.parquet"]
+    assert dataset.labels.tolist() == [0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0]
+    assert (len(dataset.train), dataset.heldout.tolist()) == (7, [7, 8, 9, 10])
+
+
+def test_the_workflow_reads_them_too(tmp_path):
+    for name in ("train-0", "train-1", "test-0"):
+        (tmp_path / f"{name}.parquet").touch()
+    paths = {"path": str(tmp_path / "train-*.parquet"), "heldout": str(tmp_path / "test-*.parquet")}
+    found = layout(source="parquet", **paths)
+    assert [file.rsplit("/")[-1] for file in controller.data_files(found)] == [
+        *("train-0.parquet", "train-1.parquet", "test-0.parquet")
+    ]
+    assert [need.what.rsplit("/")[-1] for need in needs(found.experiment)[:2]] == ["train-*.parquet", "test-*.parquet"]
+    assert all(need.find() for need in needs(found.experiment)[:2])
+    write_pictures(tmp_path / "in", 2)
+    write_pictures(tmp_path / "held", 2)
+    whole = layout(source="folder", path=str(tmp_path / "in"), heldout=str(tmp_path / "held"))
+    before, alone = controller.listing(whole), controller.listing(layout(source="folder", path=str(tmp_path / "in")))
+    write_pictures(tmp_path / "held", 3)
+    assert controller.listing(whole) != before
+    assert controller.listing(layout(source="folder", path=str(tmp_path / "in"))) == alone
+
+
+def test_splits_of_a_hub_data_set_are_both_fetched():
+    found = needs(layout(source="hub", path="someone/images", heldout="test").experiment)
+    assert [need.what for need in found[:2]] == ["data set someone/images (train)", "data set someone/images (test)"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "images", "train"),
+    [
+        ({"heldout": 0}, 1797, 1797),
+        ({"heldout": 0.25, "limit": 100}, 100, 75),
+        ({"source": "folder", "path": "in", "resolution": 8, "train_images": 90}, 100, 90),
+        ({"source": "folder", "path": "in", "resolution": 8, "train_images": 90, "heldout": 0}, 90, 90),
+        ({"source": "folder", "path": "in", "resolution": 8, "train_images": 90, "heldout": "test"}, None, 90),
+    ],
+)
+def test_costs_know_how_many_there_are(tmp_path, dataset, images, train):
+    found = describe(layout(**dataset).experiment, tmp_path, None, None)
+    assert (found.images, found.train) == (images, train)

@@ -1,0 +1,214 @@
+"""Images that stay where they are: the same latents as of copies, and every change since stage prepare is named."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_data import folder_config, picture, write_pictures
+from test_tables import config, hub_cache, write_parquet  # noqa: F401  (a fixture)
+
+from kairos.autoencoders.codec import load_codec
+from kairos.autoencoders.encode import encode
+from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.autoencoders.stage import make_autoencoder
+from kairos.config import validate
+from kairos.data.dataset import open_dataset
+from kairos.data.latents import open_latents
+from kairos.data.prepare import prepare
+from kairos.data.sources import open_source
+from kairos.errors import ConfigError, DamagedError, KairosError
+from kairos.files import check_files, sha256_file
+from kairos.staging import staged
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A folder of 12 pictures in two classes, one of them broken."""
+    write_pictures(tmp_path / "in" / "a", 7)
+    write_pictures(tmp_path / "in" / "b", 5)
+    (tmp_path / "in" / "a" / "002.png").write_bytes(b"no image")
+    return tmp_path / "in"
+
+
+def both(settings, tmp_path):
+    """The data set of a section, copied and referred to."""
+    for store in ("copy", "refer"):
+        prepare(settings.model_copy(update={"store": store}), tmp_path / store)
+    return open_dataset(tmp_path / "copy"), open_dataset(tmp_path / "refer")
+
+
+def check_alike(copied, referred, tmp_path):
+    assert not (referred.folder / "images.npy").exists() and not (copied.folder / "names.npy").exists()
+    for index in (slice(None), [3, 0, 3], 2, np.array([], np.int64)):
+        assert np.array_equal(copied.images[index], referred.images[index])
+    assert copied.images.shape == referred.images.shape and len(copied.images) == len(referred.images)
+    different = {"content_sha256", "files", "refers"}
+    known = [{k: v for k, v in each.manifest.items() if k not in different} for each in (copied, referred)]
+    assert known[0] == known[1]
+    check_files(referred.folder, referred.manifest["files"], "")
+    make_autoencoder(
+        AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=4), copied, tmp_path / "ae", CPU
+    )
+    for each in (copied, referred):
+        encode(each, load_codec(tmp_path / "ae"), tmp_path / f"latents-{each.folder.name}", True, 4)
+    for name in ("mean", "logvar", "mean_flipped", "logvar_flipped"):
+        copy, refer = (sha256_file(tmp_path / f"latents-{kind}" / f"{name}.npy") for kind in ("copy", "refer"))
+        assert copy == refer
+
+
+def test_folder(pictures, tmp_path):
+    copied, referred = both(folder_config(pictures, broken="skip", heldout=0.3, flips=True), tmp_path)
+    assert len(referred.images) == 11 and referred.manifest["skipped"] == ["a/002.png"]
+    check_alike(copied, referred, tmp_path)
+
+
+def test_parquet_with_a_limit_and_a_split_of_its_own(tmp_path, hub_cache):  # noqa: F811
+    write_parquet(tmp_path / "train.parquet", 20)
+    write_parquet(tmp_path / "test.parquet", 5)
+    paths = {"path": str(tmp_path / "train.parquet"), "heldout": str(tmp_path / "test.parquet")}
+    copied, referred = both(config(source="parquet", limit=9, **paths), tmp_path)
+    assert (len(copied.train), len(copied.heldout)) == (9, 5)
+    check_alike(copied, referred, tmp_path)
+
+
+def test_an_autoencoder_trained_on_referred_images_has_the_same_weights(tmp_path):
+    write_pictures(tmp_path / "in", 9)
+    copied, referred = both(folder_config(tmp_path / "in"), tmp_path)
+    settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=3, batch_size=4)
+    one, other = (make_autoencoder(settings, each, tmp_path / "ae", CPU) for each in (copied, referred))
+    assert one == other
+
+
+def test_content_hash_follows_the_pixels(tmp_path):
+    write_pictures(tmp_path / "in", 6)
+    settings = folder_config(tmp_path / "in", store="refer")
+    before = prepare(settings, tmp_path / "out")["content_sha256"]
+    shutil.copytree(tmp_path / "in", tmp_path / "moved")
+    assert prepare(folder_config(tmp_path / "moved", store="refer"), tmp_path / "out")["content_sha256"] == before
+    picture(77).save(tmp_path / "in" / "004.png")
+    assert prepare(settings, tmp_path / "out")["content_sha256"] != before
+
+
+def damaged(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: picture(99).save(folder / "003.png"), r"003\.png, which has changed since kairos prepare"),
+        (lambda folder: picture(3, 16, 16).save(folder / "003.png"), r"003\.png, which has changed"),
+        (lambda folder: damaged(folder / "003.png"), r"003\.png, which cannot be read any more"),
+        (lambda folder: (folder / "003.png").unlink(), r"003\.png, which is not where.*\(004\.png is there\)"),
+        (lambda folder: (folder / "009.png").unlink(), r"009\.png, which is not where.*\(nothing is there\)"),
+        (lambda folder: picture(9).save(folder / "0025.png"), r"003\.png, which is not .*\(0025\.png is there\)"),
+        (lambda folder: folder.rename(folder.parent / "away"), r"cannot be read from here.*dataset\.store: copy"),
+    ],
+    ids=["pixels", "size", "truncated", "gone", "last one gone", "one more", "all gone"],
+)
+def test_what_has_changed_is_named(tmp_path, change, message):
+    folder = write_pictures(tmp_path / "in", 10)
+    prepare(folder_config(folder, store="refer"), tmp_path / "out")
+    change(folder)
+    images = open_dataset(tmp_path / "out").images  # opening alone reads no image
+    with pytest.raises(KairosError, match=message):
+        images[3]
+
+
+def test_an_image_that_goes_while_a_stage_reads(tmp_path):
+    folder = write_pictures(tmp_path / "in", 10)
+    prepare(folder_config(folder, store="refer"), tmp_path / "out")
+    images = open_dataset(tmp_path / "out").images
+    assert np.array_equal(images[2], np.asarray(picture(2)))
+    (folder / "003.png").unlink()
+    with pytest.raises(DamagedError, match=r"003\.png, which cannot be read any more \(.*No such file"):
+        images[3]
+
+
+def test_a_job_in_another_folder_is_told_so(tmp_path, monkeypatch):
+    write_pictures(tmp_path / "in", 5)
+    monkeypatch.chdir(tmp_path)
+    prepare(folder_config(Path("in"), store="refer"), tmp_path / "out")
+    assert len(open_dataset("out").images[:]) == 5
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir(tmp_path / "elsewhere")
+    with pytest.raises(
+        KairosError, match=r"out: refers to images that cannot be read from here \(dataset.path: got 'in'"
+    ):
+        open_dataset("../out").images[0]
+
+
+def test_a_training_reads_no_image(tmp_path):
+    folder = write_pictures(tmp_path / "in", 9)
+    _, referred = both(folder_config(folder), tmp_path)
+    make_autoencoder(
+        AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=4), referred, tmp_path / "ae", CPU
+    )
+    encode(referred, load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4)
+    shutil.rmtree(folder)
+    latents = open_latents(tmp_path / "latents")
+    assert latents.batch(latents.train).shape == (8, 4, 4, 4) and latents.conditions([0]) == {}
+
+
+def experiment(kind, **dataset):
+    autoencoder = {"kind": kind, **({"path": "some/where"} if kind == "pretrained" else {})}
+    methods = {"uniform": {}}
+    return {"experiment": "e", "dataset": dataset, "autoencoder": autoencoder, "methods": methods}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dataset", "store"),
+    [
+        ("pretrained", {"source": "folder", "path": "in"}, "refer"),
+        ("pretrained", {"source": "folder", "path": "in", "store": "copy"}, "copy"),
+        ("pretrained", {}, "copy"),
+        ("train", {"source": "hub", "path": "a/b"}, "copy"),
+        ("train", {"source": "hub", "path": "a/b", "store": "refer"}, "refer"),
+        ("none", {"source": "parquet", "path": "p"}, "copy"),
+    ],
+)
+def test_auto_is_resolved_with_the_experiment(kind, dataset, store):
+    checked = validate(experiment(kind, **dataset))
+    assert checked.dataset.store == checked.plain()["dataset"]["store"] == store
+    assert validate(checked.plain()) == checked
+
+
+def test_a_training_on_pixels_cannot_refer():
+    with pytest.raises(ConfigError, match=r"dataset\.store: got refer, allowed: copy or auto"):
+        validate(experiment("none", source="folder", path="in", store="refer"))
+
+
+def test_classes_of_held_out_images_agree_by_name(tmp_path):
+    for folder, classes in (("train", "abc"), ("test", "cb"), ("odd", "ad"), ("flat", "")):
+        for each in classes or [""]:
+            write_pictures(tmp_path / folder / each, 2)
+    opened = open_source(folder_config(tmp_path / "train", heldout=str(tmp_path / "test")))
+    assert opened.labels.tolist() == [0, 0, 1, 1, 2, 2, 1, 1, 2, 2] and opened.classes == ["a", "b", "c"]
+    with pytest.raises(
+        ConfigError, match=r"dataset\.heldout.*classes \['a', 'd'\].*\['a', 'b', 'c'\].*theirs are not: d"
+    ):
+        open_source(folder_config(tmp_path / "train", heldout=str(tmp_path / "odd")))
+    with pytest.raises(ConfigError, match=r"dataset\.heldout: its images have the classes None"):
+        open_source(folder_config(tmp_path / "train", heldout=str(tmp_path / "flat")))
+    with pytest.raises(ConfigError, match=r"dataset\.heldout: its images have the classes \['b', 'c'\], allowed.*None"):
+        open_source(folder_config(tmp_path / "flat", heldout=str(tmp_path / "test")))
+    with pytest.raises(ConfigError, match=r"dataset\.heldout: got '.*nowhere', allowed: a folder that exists"):
+        open_source(folder_config(tmp_path / "train", heldout=str(tmp_path / "nowhere")))
+
+
+def test_a_copy_on_a_local_disk_refers_to_the_same_images(tmp_path, monkeypatch):
+    folder = write_pictures(tmp_path / "in", 9)
+    _, referred = both(folder_config(folder), tmp_path)
+    settings = AutoencoderConfig(kind="train", channels=[8, 8], steps=2, batch_size=4)
+    make_autoencoder(settings, referred, tmp_path / "ae", CPU)
+    encode(referred, load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4)
+    monkeypatch.setenv("KAIROS_LOCAL", str(tmp_path))
+    with staged(tmp_path / "latents") as place:
+        copy = open_latents(place)
+        assert place != tmp_path / "latents" and np.array_equal(copy.dataset.images[:], referred.images[:])
+        assert torch.equal(copy.batch(copy.train), open_latents(tmp_path / "latents").batch(copy.train))
