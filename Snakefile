@@ -21,6 +21,7 @@ container: "kairos.sif"
 wildcard_constraints:
     method=layout.matching(layout.methods),
     seed=layout.matching(layout.seeds),
+    shard=r"\d+",
 
 
 localrules:

@@ -1,5 +1,5 @@
 # Images from all milestones of a segment of a training, and a grid picture of each. On a cluster one job with what
-# evaluates them.
+# evaluates them. Where sampling.shards asks for it, parts are drawn in jobs of their own, and here they are joined.
 
 
 for segment in layout.segments:
@@ -11,6 +11,11 @@ for segment in layout.segments:
             milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
             autoencoder=f"{RESULTS}/autoencoder/manifest.json",
             latents=f"{RESULTS}/latents/manifest.json",
+            parts=[
+                layout.part("sample", f"{TRAINING}/.parts/{step}", shard) + ".npz"
+                for step in segment.names
+                for shard in layout.shards("sample")
+            ],
         output:
             images=[f"{TRAINING}/samples/{step}.npz" for step in segment.names],
             grids=report(
@@ -37,9 +42,46 @@ for segment in layout.segments:
             milestones=repeated("--milestone", folders("milestones")),
             out=repeated("--out", files("images")),
             grid=repeated("--grid", files("grids")),
+            parts=repeated("--part", files("parts")),
             autoencoder=folder("autoencoder"),
             latents=folder("latents"),
         shell:
-            "kairos sample {params.milestones} {params.out} {params.grid} --num {params.num} {params.options}"
+            "kairos sample {params.milestones} {params.out} {params.grid} {params.parts} --num {params.num} {params.options}"
             " --autoencoder {params.autoencoder} --latents {params.latents} --timing {params.timing} 2>&1 | tee {log}"
             " && cksum {output.images} {output.grids} > {output.sums}"
+
+
+if layout.shards("sample"):
+
+    for segment in layout.segments:
+
+        rule:
+            name:
+                f"sample_parts{segment.name}"
+            input:
+                milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
+                autoencoder=f"{RESULTS}/autoencoder/manifest.json",
+                latents=f"{RESULTS}/latents/manifest.json",
+            output:
+                images=[temp(layout.part("sample", f"{TRAINING}/.parts/{step}") + ".npz") for step in segment.names],
+            log:
+                layout.part("sample", f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.name}") + ".log",
+            conda:
+                "../../envs/environment.yml"
+            threads: layout.threads
+            resources:
+                mem_mb=growing(6000),
+                runtime=growing(240),
+                gpu=layout.gpus,
+            params:
+                **layout.params("sample", segment, part=True),
+                options=layout.sampling_options,
+                milestones=repeated("--milestone", folders("milestones")),
+                out=repeated("--out", files("images")),
+                of=len(layout.shards("sample")),
+                autoencoder=folder("autoencoder"),
+                latents=folder("latents"),
+            shell:
+                "kairos sample {params.milestones} {params.out} --shard {wildcards.shard}/{params.of}"
+                " --num {params.num} {params.options} --autoencoder {params.autoencoder} --latents {params.latents}"
+                " --timing {params.timing} 2>&1 | tee {log}"

@@ -4,9 +4,11 @@ Moments are kept, never one frozen sample. Arrays grow in a private folder; ever
 are whole, and a killed encode goes on there. Batches are cut at the same places, so the result has the same bits.
 """
 
+import mmap
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +18,54 @@ import torch
 from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import create_array
 from kairos.data.dataset import PreparedDataset
-from kairos.errors import DamagedError, KairosError
-from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
+from kairos.errors import ConfigError, DamagedError, KairosError
+from kairos.files import (
+    atomic,
+    check_files,
+    open_record,
+    read_json,
+    sha256_file,
+    sha256_json,
+    sync_folder,
+    write_json,
+)
 from kairos.fingerprint import fingerprint
+from kairos.npy import Rows, write_rows
 from kairos.progress import Progress, say
+from kairos.shards import AGAIN, Shard, in_order
 
 _PARTIAL = ".partial"
 _SAVE_SECONDS = 2.0
 _ARRAYS = ("mean", "logvar", "mean_flipped", "logvar_flipped")
 
 
-def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int) -> dict[str, Any]:
+def encode(
+    dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int, parts: Sequence[Path] = ()
+) -> dict[str, Any]:
     """Encode a data set, write the folder and return its manifest.
 
     Args:
         flips: the horizontally flipped images too.
+        parts: folders of all shards, which are joined; none: the images are encoded.
 
     Raises:
-        KairosError: the autoencoder is for images of another shape.
+        KairosError: the autoencoder is for images of another shape, or a part cannot be used; the message names it.
     """
-    if list(dataset.shape) != codec.manifest["image_shape"]:
-        raise KairosError(
-            f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "
-            f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
-        )
+    _check_shape(dataset, codec)
     out.mkdir(parents=True, exist_ok=True)
     if (out / "manifest.json").exists():  # complete and asked for again: computed again
         shutil.rmtree(out / _PARTIAL, ignore_errors=True)
         (out / "manifest.json").unlink()
     for name in _ARRAYS:
         (out / f"{name}.npy").unlink(missing_ok=True)
-    latent = codec.manifest["kind"] != "none"
-    files = _encode_moments(dataset, codec, out, flips, batch_size) if latent else {}
+    files: dict[str, str] = {}
+    if parts:
+        files = _joined(parts, _identity(dataset, codec, flips, batch_size), out, len(dataset.images), batch_size)
+    elif codec.manifest["kind"] != "none":
+        files = _encode_moments(dataset, codec, out / _PARTIAL, flips, batch_size, range(len(dataset.images)))
+        for name in files:
+            os.replace(out / _PARTIAL / name, out / name)
+        sync_folder(out)
     manifest = {
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
@@ -66,26 +84,76 @@ def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch
     return manifest
 
 
-def _encode_moments(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int) -> dict[str, str]:
-    """Fill the arrays, give them their names and return the hash of each."""
-    partial = out / _PARTIAL
-    key = sha256_json(
-        {
-            "autoencoder": codec.manifest["sha256"],
-            "dataset": dataset.manifest["content_sha256"],
-            "flips": flips,
-            "batch_size": batch_size,
-            "threads": torch.get_num_threads(),
-            "code": fingerprint([__name__]),
-        }
-    )
+def encode_shard(
+    dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int, shard: Shard
+) -> range:
+    """Encode a part of a data set into a folder, whole or not at all, and return which images it holds.
+
+    Raises:
+        KairosError: the autoencoder is for images of another shape, or there is none.
+    """
+    _check_shape(dataset, codec)
+    if codec.manifest["kind"] == "none":
+        raise ConfigError("--shard: got one with autoencoder.kind none, allowed: none, since pixels are not encoded")
+    rows, partial = shard.rows(len(dataset.images), batch_size), out.with_name(f".{out.name}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    files = _encode_moments(dataset, codec, partial, flips, batch_size, rows)
+    said = {"shard": shard.record(len(dataset.images), batch_size), "files": files}
+    write_json(partial / "manifest.json", {**_identity(dataset, codec, flips, batch_size), **said})
+    if out.exists():
+        shutil.rmtree(out)
+    os.rename(partial, out)
+    sync_folder(out.parent)
+    return rows
+
+
+def _check_shape(dataset: PreparedDataset, codec: Codec) -> None:
+    if list(dataset.shape) != codec.manifest["image_shape"]:
+        raise KairosError(
+            f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "
+            f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
+        )
+
+
+def _identity(dataset: PreparedDataset, codec: Codec, flips: bool, batch_size: int) -> dict[str, Any]:
+    """What decides the moments."""
+    return {
+        "autoencoder": codec.manifest["sha256"],
+        "dataset": dataset.manifest["content_sha256"],
+        "flips": flips,
+        "batch_size": batch_size,
+        "threads": torch.get_num_threads(),
+        "code": fingerprint([__name__]),
+    }
+
+
+def _joined(parts: Sequence[Path], identity: dict[str, Any], out: Path, count: int, batch_size: int) -> dict[str, str]:
+    """Write the arrays from those of all parts and return the hash of each."""
+    records = [open_record(part, "encode --shard K/N") for part in parts]
+    order = in_order(list(zip(parts, records)), identity, count, batch_size)
+    for part, record in zip(parts, records):
+        check_files(part, record["files"], AGAIN)
+    for name in records[0]["files"]:
+        rows = (Rows(open(parts[place] / name, "rb")) for place in order)  # noqa: SIM115  (they close their files)
+        with atomic(out / name) as file:
+            write_rows(
+                file, count, (one[k : k + batch_size] for one in rows for k in range(0, len(one) or 1, batch_size))
+            )
+    return {name: sha256_file(out / name) for name in records[0]["files"]}
+
+
+def _encode_moments(
+    dataset: PreparedDataset, codec: Codec, partial: Path, flips: bool, batch_size: int, rows: range
+) -> dict[str, str]:
+    """Fill the arrays of the images `rows` in a private folder and return the hash of each."""
+    key = sha256_json({**_identity(dataset, codec, flips, batch_size), "rows": [rows.start, rows.stop]})
     first = zip(("mean", "logvar"), codec.encode(dataset.tensor([0])))
     moments = [name for name, values in first if values is not None]
     names = [name + suffix for suffix in ("", "_flipped")[: 1 + flips] for name in moments]
-    shape = (len(dataset.images), *codec.manifest["latent_shape"])
+    shape = (len(rows), *codec.manifest["latent_shape"])
     done = _done(partial, key, names, shape)
     if done:
-        say(f"encode: goes on after image {done}")
+        say(f"encode: goes on after image {rows.start + done}")
         arrays = {name: np.load(partial / f"{name}.npy", mmap_mode="r+") for name in names}
     else:
         shutil.rmtree(partial, ignore_errors=True)  # with it the record, so that no other encode trusts our arrays
@@ -95,30 +163,26 @@ def _encode_moments(dataset: PreparedDataset, codec: Codec, out: Path, flips: bo
     progress = Progress(shape[0], "encode", "image", start=done)
     saved = time.monotonic()
     for start in range(done, shape[0], batch_size):
-        indices = np.arange(start, min(start + batch_size, shape[0]))
-        images = dataset.tensor(indices)
+        places = np.arange(start, min(start + batch_size, shape[0]))
+        images = dataset.tensor(rows.start + places)
         for suffix, batch in (("", images), ("_flipped", images.flip(3)))[: 1 + flips]:
             for name, values in zip(("mean", "logvar"), codec.encode(batch)):
                 if values is not None:
-                    arrays[name + suffix][indices] = values.float().cpu().numpy()
-        progress.advance(len(indices))
+                    arrays[name + suffix][places] = values.float().cpu().numpy()
+        progress.advance(len(places))
         if time.monotonic() - saved > _SAVE_SECONDS:
-            _save(partial, arrays, {"key": key, "done": int(indices[-1]) + 1})
+            _save(partial, arrays, {"key": key, "done": int(places[-1]) + 1})
             saved = time.monotonic()
     _save(partial, arrays, {"key": key, "done": shape[0]})
     progress.close()
-
-    files = {f"{name}.npy": sha256_file(partial / f"{name}.npy") for name in names}
-    for name in files:
-        os.replace(partial / name, out / name)
-    sync_folder(out)
-    return files
+    return {f"{name}.npy": sha256_file(partial / f"{name}.npy") for name in names}
 
 
 def _save(partial: Path, arrays: dict[str, Any], record: dict[str, Any]) -> None:
     """Make what is in the arrays durable, then say so."""
     for array in arrays.values():
         array.flush()
+        array._mmap.madvise(mmap.MADV_DONTNEED)  # what is on the disk counts no longer as this process' memory
     write_json(partial / "progress.json", record)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from kairos import clock, portable
 from kairos.errors import ConfigError
+from kairos.shards import Shard
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +31,19 @@ def paired(arguments: argparse.Namespace, *options: str) -> list[tuple[Any, ...]
         names, counts = ", ".join(f"--{option}" for option in options), ", ".join(str(len(values)) for values in given)
         raise ConfigError(f"{names}: got {counts}; allowed: as many of each, or none of --{options[-1]}")
     return list(zip(*given[:-1], given[-1] or [None] * most))
+
+
+def parsed_shard(arguments: argparse.Namespace) -> Shard | None:
+    """The part that ``--shard`` asks for; None: all.
+
+    Raises:
+        ConfigError: it means none, or parts are to be joined besides.
+    """
+    if arguments.shard is None:
+        return None
+    if arguments.part:
+        raise ConfigError(f"--shard: got {arguments.shard} with --part, allowed: one of the two")
+    return Shard.parse(arguments.shard)
 
 
 def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:

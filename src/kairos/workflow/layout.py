@@ -15,6 +15,8 @@ from kairos.training.job import last_word
 from kairos.workflow import dependencies
 from kairos.workflow.resources import gpus
 
+PARTS = ".parts"  # folder of what is joined, in that of the results and in each training's
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -102,7 +104,7 @@ class Layout:
 
     def sampling_options(self, wildcards: Any, output: Any) -> str:
         """Arguments of ``kairos sample`` that state the whole sampling section; not compared either."""
-        sampling = dict(self.plain["sampling"])
+        sampling = {name: value for name, value in self.plain["sampling"].items() if name != "shards"}
         sampling |= {"scheduler": json.dumps(sampling["scheduler"]), "grid_images": sampling.pop("grid")}
         return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in sampling.items())
 
@@ -115,6 +117,16 @@ class Layout:
             Segment(steps, before, number, f"_{number}" if len(parts) > 1 else "", number == len(parts))
             for number, (steps, before) in enumerate(zip(parts, ends), 1)
         ]
+
+    def shards(self, stage: str) -> range:
+        """Numbers of the parts of a job of ``encode`` or ``sample``, each a job of its own; none where it is one."""
+        settings = self.experiment.sampling if stage == "sample" else self.experiment.autoencoder
+        count = 1 if stage == "encode" and self.experiment.autoencoder.kind == "none" else settings.shards
+        return range(1, count + 1 if count > 1 else 1)
+
+    def part(self, stage: str, name: str, shard: int | str = "{shard}") -> str:
+        """The name of a part of a stage's result; parts lie apart from results, and go when they are joined."""
+        return f"{name}.{shard}of{len(self.shards(stage))}"
 
     def images(self, segment: Segment) -> str:
         """The group in which a scheduler runs the sampling and evaluating of a segment as one job."""
@@ -171,13 +183,14 @@ class Layout:
         """The folder of a training."""
         return f"{self.results}/{method}/seed{seed}"
 
-    def params(self, stage: str, segment: Segment | None = None) -> dict[str, Any]:
+    def params(self, stage: str, segment: Segment | None = None, part: bool = False) -> dict[str, Any]:
         """``params:`` of a computing stage: what it `depends` on, its configuration, and the file for the time it took.
 
         That file is no output, since no two are the same: it names the machine too.
         """
         job = "" if segment is None else f"/{{method}}_seed{{seed}}/{segment.number}"
-        timing = f"{self.results}/timing/{stage}{job}.json"
+        name = self.part(stage, f"{PARTS}/{stage}{job}") if part else f"{stage}{job}"
+        timing = f"{self.results}/timing/{name}.json"
         return {**self.depends(stage), "timing": timing, "config": self.frozen}
 
     def sums(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
@@ -209,6 +222,8 @@ class Layout:
         """Number of jobs of each stage."""
         parts = len(self.trainings) * len(self.segments)
         counts = dict.fromkeys(dependencies.SHARED, 1) | dict.fromkeys(dependencies.PER_TRAINING, parts)
+        sharded = {f"{stage}_parts": counts[stage] * len(self.shards(stage)) for stage in ("encode", "sample")}
+        counts |= {name: jobs for name, jobs in sharded.items() if jobs}
         return counts | {"report": 1} | ({"track": 1} if self.experiment.tracking.enabled else {})
 
 
