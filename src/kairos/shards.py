@@ -19,16 +19,15 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
-        """The part that ``K/N`` means.
+        """The part that ``KofN`` means.
 
         Raises:
             ConfigError: it means none.
         """
-        found = re.fullmatch(r"(\d+)/(\d+)", text)
-        shard = cls(*map(int, found.groups())) if found else cls(0, 0)
-        if not 1 <= shard.number <= shard.of:
-            raise ConfigError(f"--shard: got {text!r}, allowed: K/N, part K of N, K from 1 to N")
-        return shard
+        found = re.fullmatch(r"(\d+)of(\d+)", text)
+        if not found or not 1 <= int(found[1]) <= int(found[2]):
+            raise ConfigError(f"--shard: got {text!r}, allowed: KofN, part K of N, such as 1of4")
+        return cls(int(found[1]), int(found[2]))
 
     def rows(self, count: int, batch_size: int) -> range:
         """Its images of `count`: as many batches as the other parts have or one less; none where batches are few."""
@@ -57,22 +56,17 @@ def in_order(parts: list[tuple[Path, dict[str, Any]]], whole: dict[str, Any], co
     places: dict[int, int] = {}
     for place, (path, said) in enumerate(parts):
         shard = said.get("shard") or {}
+        number = shard.get("number", 0)
         if shard.get("of", len(parts)) != len(parts):
             raise KairosError(f"{path}: is one of {shard['of']} parts, but {len(parts)} are given; give all of them")
-        number = shard.get("number", 1)
-        wanted = {**whole, "shard": Shard(number, len(parts)).record(count, batch_size)}
-        for name, value in wanted.items():
+        for name, value in {**whole, "shard": Shard(number, len(parts)).record(count, batch_size)}.items():
             if said.get(name) != value:
                 raise KairosError(
                     f"{path}: is no part of this job: {name}: got {said.get(name)!r}, allowed: {value!r}; {AGAIN}"
                 )
         if number in places:
-            missing = sorted(
-                {*range(1, len(parts) + 1)} - {one["shard"]["number"] for _, one in parts if "shard" in one}
-            )
             raise KairosError(
-                f"{path}: holds part {number} of {len(parts)}, as {parts[places[number]][0]} does; missing: "
-                f"{missing}; {AGAIN}"
+                f"{path}: holds part {number} of {len(parts)}, as {parts[places[number]][0]} does; {AGAIN}"
             )
         places[number] = place
     return [places[number] for number in sorted(places)]

@@ -19,16 +19,7 @@ from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import create_array
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import ConfigError, DamagedError, KairosError
-from kairos.files import (
-    atomic,
-    check_files,
-    open_record,
-    read_json,
-    sha256_file,
-    sha256_json,
-    sync_folder,
-    write_json,
-)
+from kairos.files import atomic, check_files, open_record, read_json, sha256_file, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
 from kairos.npy import Rows, write_rows
 from kairos.progress import Progress, say
@@ -40,18 +31,39 @@ _ARRAYS = ("mean", "logvar", "mean_flipped", "logvar_flipped")
 
 
 def encode(
-    dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int, parts: Sequence[Path] = ()
+    dataset: PreparedDataset,
+    codec: Codec,
+    out: Path,
+    flips: bool,
+    batch_size: int,
+    shard: Shard | None = None,
+    parts: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Encode a data set, write the folder and return its manifest.
 
     Args:
         flips: the horizontally flipped images too.
+        shard: the part that is encoded; None: all images.
         parts: folders of all shards, which are joined; none: the images are encoded.
 
     Raises:
         KairosError: the autoencoder is for images of another shape, or a part cannot be used; the message names it.
     """
-    _check_shape(dataset, codec)
+    if list(dataset.shape) != codec.manifest["image_shape"]:
+        raise KairosError(
+            f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "
+            f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
+        )
+    identity = {
+        "autoencoder": codec.manifest["sha256"],
+        "dataset": dataset.manifest["content_sha256"],
+        "flips": flips,
+        "batch_size": batch_size,
+        "threads": torch.get_num_threads(),
+        "code": fingerprint([__name__]),
+    }
+    if shard is not None:
+        return _encode_shard(dataset, codec, out, identity, shard)
     out.mkdir(parents=True, exist_ok=True)
     if (out / "manifest.json").exists():  # complete and asked for again: computed again
         shutil.rmtree(out / _PARTIAL, ignore_errors=True)
@@ -60,9 +72,9 @@ def encode(
         (out / f"{name}.npy").unlink(missing_ok=True)
     files: dict[str, str] = {}
     if parts:
-        files = _joined(parts, _identity(dataset, codec, flips, batch_size), out, len(dataset.images), batch_size)
+        files = _joined(parts, identity, out, len(dataset.images))
     elif codec.manifest["kind"] != "none":
-        files = _encode_moments(dataset, codec, out / _PARTIAL, flips, batch_size, range(len(dataset.images)))
+        files = _encode_moments(dataset, codec, out / _PARTIAL, identity, range(len(dataset.images)))
         for name in files:
             os.replace(out / _PARTIAL / name, out / name)
         sync_folder(out)
@@ -84,69 +96,42 @@ def encode(
     return manifest
 
 
-def encode_shard(
-    dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int, shard: Shard
-) -> range:
-    """Encode a part of a data set into a folder, whole or not at all, and return which images it holds.
-
-    Raises:
-        KairosError: the autoencoder is for images of another shape, or there is none.
-    """
-    _check_shape(dataset, codec)
+def _encode_shard(
+    dataset: PreparedDataset, codec: Codec, out: Path, identity: dict[str, Any], shard: Shard
+) -> dict[str, Any]:
+    """Write a part's folder, whole or not at all, and return what it says of itself."""
     if codec.manifest["kind"] == "none":
         raise ConfigError("--shard: got one with autoencoder.kind none, allowed: none, since pixels are not encoded")
-    rows, partial = shard.rows(len(dataset.images), batch_size), out.with_name(f".{out.name}")
+    partial, how = out.with_name(f".{out.name}"), (len(dataset.images), identity["batch_size"])
     out.parent.mkdir(parents=True, exist_ok=True)
-    files = _encode_moments(dataset, codec, partial, flips, batch_size, rows)
-    said = {"shard": shard.record(len(dataset.images), batch_size), "files": files}
-    write_json(partial / "manifest.json", {**_identity(dataset, codec, flips, batch_size), **said})
-    if out.exists():
-        shutil.rmtree(out)
+    files = _encode_moments(dataset, codec, partial, identity, shard.rows(*how))
+    manifest = {**identity, "shard": shard.record(*how), "files": files}
+    write_json(partial / "manifest.json", manifest)
+    shutil.rmtree(out, ignore_errors=True)
     os.rename(partial, out)
     sync_folder(out.parent)
-    return rows
+    return manifest
 
 
-def _check_shape(dataset: PreparedDataset, codec: Codec) -> None:
-    if list(dataset.shape) != codec.manifest["image_shape"]:
-        raise KairosError(
-            f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "
-            f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
-        )
-
-
-def _identity(dataset: PreparedDataset, codec: Codec, flips: bool, batch_size: int) -> dict[str, Any]:
-    """What decides the moments."""
-    return {
-        "autoencoder": codec.manifest["sha256"],
-        "dataset": dataset.manifest["content_sha256"],
-        "flips": flips,
-        "batch_size": batch_size,
-        "threads": torch.get_num_threads(),
-        "code": fingerprint([__name__]),
-    }
-
-
-def _joined(parts: Sequence[Path], identity: dict[str, Any], out: Path, count: int, batch_size: int) -> dict[str, str]:
+def _joined(parts: Sequence[Path], identity: dict[str, Any], out: Path, count: int) -> dict[str, str]:
     """Write the arrays from those of all parts and return the hash of each."""
-    records = [open_record(part, "encode --shard K/N") for part in parts]
-    order = in_order(list(zip(parts, records)), identity, count, batch_size)
+    records, size = [open_record(part, "encode --shard KofN") for part in parts], identity["batch_size"]
+    order = in_order(list(zip(parts, records)), identity, count, size)
     for part, record in zip(parts, records):
         check_files(part, record["files"], AGAIN)
     for name in records[0]["files"]:
-        rows = (Rows(open(parts[place] / name, "rb")) for place in order)  # noqa: SIM115  (they close their files)
-        with atomic(out / name) as file:
-            write_rows(
-                file, count, (one[k : k + batch_size] for one in rows for k in range(0, len(one) or 1, batch_size))
-            )
+        arrays = (Rows(open(parts[place] / name, "rb")) for place in order)  # noqa: SIM115  (they close their files)
+        with atomic(out / name) as file:  # of a part without images its empty array says what rows are like
+            write_rows(file, count, (rows[k : k + size] for rows in arrays for k in range(0, len(rows) or 1, size)))
     return {name: sha256_file(out / name) for name in records[0]["files"]}
 
 
 def _encode_moments(
-    dataset: PreparedDataset, codec: Codec, partial: Path, flips: bool, batch_size: int, rows: range
+    dataset: PreparedDataset, codec: Codec, partial: Path, identity: dict[str, Any], rows: range
 ) -> dict[str, str]:
     """Fill the arrays of the images `rows` in a private folder and return the hash of each."""
-    key = sha256_json({**_identity(dataset, codec, flips, batch_size), "rows": [rows.start, rows.stop]})
+    key = sha256_json({**identity, "rows": [rows.start, rows.stop]})
+    flips, batch_size = identity["flips"], identity["batch_size"]
     first = zip(("mean", "logvar"), codec.encode(dataset.tensor([0])))
     moments = [name for name, values in first if values is not None]
     names = [name + suffix for suffix in ("", "_flipped")[: 1 + flips] for name in moments]

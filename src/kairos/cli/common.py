@@ -33,17 +33,12 @@ def paired(arguments: argparse.Namespace, *options: str) -> list[tuple[Any, ...]
     return list(zip(*given[:-1], given[-1] or [None] * most))
 
 
-def parsed_shard(arguments: argparse.Namespace) -> Shard | None:
-    """The part that ``--shard`` asks for; None: all.
-
-    Raises:
-        ConfigError: it means none, or parts are to be joined besides.
-    """
-    if arguments.shard is None:
-        return None
-    if arguments.part:
-        raise ConfigError(f"--shard: got {arguments.shard} with --part, allowed: one of the two")
-    return Shard.parse(arguments.shard)
+def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
+    """``--shard KofN`` or ``--part``: a part of a job's images alone, or all parts joined."""
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--shard", type=Shard.parse, metavar="KofN", help="part K of N alone, whole batches of its own")
+    joined = "join the parts of each --out, made with --shard (repeatable)"
+    either.add_argument("--part", type=Path, action="append", default=[], metavar=metavar, help=joined)
 
 
 def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:

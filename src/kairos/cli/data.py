@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos import clock
-from kairos.cli.common import add_config, add_timing, parsed_shard, write_timing
+from kairos.cli.common import add_config, add_shards, add_timing, write_timing
 
 Done = tuple[str, dict[str, Any]]  # what to say of the folder that was written, and facts for the record of the time
 _WRITES = {"prepare": "dataset", "autoencoder": "autoencoder", "encode": "latents"}  # where in an experiment's results
@@ -20,8 +20,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         default = f"{what} (default: results/<experiment>/{stage})"
         parser.add_argument(f"--{option}", type=Path, metavar="DIR", help=default)
     if name == "encode":
-        parser.add_argument("--shard", metavar="K/N", help="encode part K of N alone: the batches that are its own")
-        parser.add_argument("--part", type=Path, action="append", metavar="DIR", help="join the N parts (repeatable)")
+        add_shards(parser, "DIR")
     add_timing(parser)
 
 
@@ -46,8 +45,8 @@ def run(arguments: argparse.Namespace) -> None:
         if command == "autoencoder":
             said, facts = _autoencoder(experiment, dataset, out, device)
         else:
-            folder, parts = arguments.autoencoder or results / "autoencoder", tuple(arguments.part or ())
-            said, facts = _encode(experiment, dataset, folder, out, device, parsed_shard(arguments), parts)
+            folder = arguments.autoencoder or results / "autoencoder"
+            said, facts = _encode(experiment, dataset, folder, out, device, arguments.shard, arguments.part)
     say(f"{out}: {said}")
     write_timing(arguments, **facts)
 
@@ -75,18 +74,17 @@ def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
 
 
 def _encode(
-    experiment: Any, dataset: Any, autoencoder: Path, out: Path, device: Any, shard: Any, parts: tuple[Path, ...]
+    experiment: Any, dataset: Any, autoencoder: Path, out: Path, device: Any, shard: Any, parts: list[Path]
 ) -> Done:
     from kairos.autoencoders.codec import load_codec
-    from kairos.autoencoders.encode import encode, encode_shard
+    from kairos.autoencoders.encode import encode
 
     codec = load_codec(autoencoder, device)
     clock.work_begins()
-    how = (experiment.dataset.flips, experiment.autoencoder.encode_batch_size)
+    size = experiment.autoencoder.encode_batch_size
+    manifest = encode(dataset, codec, out, experiment.dataset.flips, size, shard, parts)
     if shard is not None:
-        rows = encode_shard(dataset, codec, out, *how, shard)
-        return f"images {rows.start} to {rows.stop}, {shard.number} of {shard.of} parts", {"images": len(rows)}
-    manifest = encode(dataset, codec, out, *how, parts)
+        return "images {first} to {end}, part {number} of {of}".format(**manifest["shard"]), {}
     shape, flipped = "×".join(map(str, manifest["shape"])), ", flipped ones too" if manifest["flips"] else ""
     said = f"{manifest['kind']} of {manifest['count']} images, x0 of shape {shape}{flipped}"
     return said, {"images": manifest["count"]}

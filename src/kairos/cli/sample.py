@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.common import add_timing, paired, parsed_shard, write_timing
+from kairos.cli.common import add_shards, add_timing, paired, write_timing
 from kairos.errors import ConfigError
 
 
@@ -29,24 +29,25 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=("fp32", "tf32", "bf16"), help="of the network")
     add("--batch-size", type=int, metavar="N", help="images per network evaluation")
     add("--labels", choices=("balanced", "data"), help="classes alike, or as often as in the training data")
-    add("--shard", metavar="K/N", help="draw part K of N alone: the batches that are its own")
-    add("--part", type=Path, action="append", metavar="F", help="join the N parts of each --out, in order of --out")
     add("--autoencoder", type=Path, metavar="DIR", help="default: results/<experiment>/autoencoder of the milestone")
     add("--latents", type=Path, metavar="DIR", help="for conditions as in the training data; default likewise")
+    add_shards(parser, "F")
     add_timing(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw the images."""
     pairs = paired(arguments, "milestone", "out", "grid")
-    shard = parsed_shard(arguments)
-    a, parts, each = arguments, tuple(arguments.part or ()), len(arguments.part or ()) // len(pairs)
-    if len(parts) != each * len(pairs):
-        raise ConfigError(f"--part: got {len(parts)}, allowed: as many for each of {len(pairs)} --out")
+    a, each = arguments, len(arguments.part) // len(pairs)
+    if len(a.part) != each * len(pairs):
+        raise ConfigError(f"--part: got {len(a.part)}, allowed: as many for each of {len(pairs)} --out")
     from kairos.sampling import sample
 
-    jobs = [sample.SamplingJob(*pair, parts[n * each : (n + 1) * each]) for n, pair in enumerate(pairs)]  # type: ignore[call-arg]
-    request = sample.Request(a.num, a.seed, _overrides(a), a.autoencoder, a.latents, shard)
+    jobs = [
+        sample.SamplingJob(folder, out, grid, tuple(a.part[n * each : (n + 1) * each]))
+        for n, (folder, out, grid) in enumerate(pairs)
+    ]
+    request = sample.Request(a.num, a.seed, _overrides(a), a.autoencoder, a.latents, a.shard)
     sample.run(jobs, request)
     write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))
 

@@ -1,6 +1,6 @@
 """Stage `sample`: images from milestones, with everything that decides them read from the milestone itself."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,8 @@ def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig
 
 def sample_milestone(job: SamplingJob, request: Request) -> None:
     """Write the images of one milestone, or a shard of them: drawn and decoded, or joined from their parts."""
+    from kairos.milestones import open_milestone
+
     options, config = settings(job.milestone, request.overrides)
     record = read_json(job.milestone / "milestone.json")
     seed = options.seed if request.seed is None else request.seed
@@ -122,61 +124,44 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         "num": request.num,
     }
     label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
-    rows, size = range(request.num), options.batch_size
-    if job.parts:
-        images = joined(job.parts, protocol, request.num, size)
-    else:
-        if request.shard is not None:
-            protocol["shard"] = request.shard.record(request.num, size)
-            rows = request.shard.rows(request.num, size)
-            if not rows:
-                raise ConfigError(f"--shard: got part {request.shard.number} of {request.shard.of}, allowed: no more "
-                                  f"parts than there are batches of {size} in {request.num} images")  # fmt: skip
-            label += f" shard {request.shard.number} of {request.shard.of}"
-        images = _drawn(job.milestone, request, options, config["training"], scheduler, seed, conditions, rows, label)
+    num, size, shard = request.num, options.batch_size, request.shard
+    rows = shard.rows(num, size) if shard else range(num)
+    if shard:
+        protocol["shard"] = shard.record(num, size)
+        label += f" part {shard.number} of {shard.of}"
+        if not rows:
+            raise ConfigError(f"{label}: got no batch of {size}, allowed: at most as many parts as batches")
 
-    def of_all(name: str) -> Iterator[np.ndarray]:
+    def drawn() -> Iterator[np.ndarray]:
+        training = config["training"]
+        device = compute.setup(training["threads"], training["device"], training["deterministic"])
+        milestone = open_milestone(job.milestone, options.weights, device)
+        codec = open_codec(job.milestone, record, request.autoencoder, device)
+        process, shape = milestone.process, tuple(record["shape"])
+        grid, clip = places(process, options.steps, scheduler), scheduler.get("clip", False)
+        clock.work_begins()
+        progress = Progress(len(rows), label, "image")
+        for indices, kept in batches(rows, size):
+            with torch.inference_mode():
+                told = {name: values.to(device) for name, values in conditions(indices).items()}
+                predict = guided(process, milestone.model, told, record["conditions"], options.guidance_scale)
+                estimate = estimate_of(process, predict, clip, options.precision)
+                noise = noise_of(seed, indices, shape, device)
+                x0 = build(SCHEDULERS, scheduler, process, grid, estimate, noise)  # (batch, c, h, w)
+                images = to_uint8(codec.decode(x0.float()))[:kept]
+            yield images
+            progress.advance(kept)
+        progress.close()
+
+    def all_of(name: str) -> Iterator[np.ndarray]:
         starts = range(rows.start, rows.stop, size)
         return (conditions(range(start, min(start + size, rows.stop)))[name].numpy() for start in starts)
 
-    write_samples(job.out, images, protocol, {name: of_all(name) for name in names}, len(rows))
+    images = joined(job.parts, protocol, num, size) if job.parts else drawn()
+    write_samples(job.out, images, protocol, {name: all_of(name) for name in names}, len(rows))
     if job.grid is not None:
         write_grid(job.grid, open_samples(job.out).images[: options.grid])
     say(f"{label}: {len(rows)} images in {job.out}")
-
-
-def _drawn(
-    folder: Path,
-    request: Request,
-    options: SamplingConfig,
-    training: dict[str, Any],
-    scheduler: dict[str, Any],
-    seed: int,
-    conditions: Callable[[range], dict[str, torch.Tensor]],
-    rows: range,
-    label: str,
-) -> Iterator[np.ndarray]:
-    """The images `rows` of a milestone, a batch at a time, uint8 (n, height, width, channels)."""
-    from kairos.milestones import open_milestone
-
-    device = compute.setup(training["threads"], training["device"], training["deterministic"])
-    milestone = open_milestone(folder, options.weights, device)
-    record, process = milestone.record, milestone.process
-    codec = open_codec(folder, record, request.autoencoder, device)
-    grid, clip = places(process, options.steps, scheduler), scheduler.get("clip", False)
-    clock.work_begins()
-    progress = Progress(len(rows), label, "image")
-    for indices, kept in batches(rows, options.batch_size):
-        with torch.inference_mode():
-            told = {name: values.to(device) for name, values in conditions(indices).items()}
-            predict = guided(process, milestone.model, told, record["conditions"], options.guidance_scale)
-            estimate = estimate_of(process, predict, clip, options.precision)
-            noise = noise_of(seed, indices, tuple(record["shape"]), device)
-            x0 = build(SCHEDULERS, scheduler, process, grid, estimate, noise)  # (batch, c, h, w)
-            images = to_uint8(codec.decode(x0.float()))[:kept]
-        yield images
-        progress.advance(kept)
-    progress.close()
 
 
 def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, device: torch.device | str) -> Any:

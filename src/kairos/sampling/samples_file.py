@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kairos import clock
 from kairos.errors import KairosError
 from kairos.files import atomic
 from kairos.npy import Rows, write_rows
@@ -120,6 +121,7 @@ def joined(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size
         KairosError: a part is missing, damaged, of another job or there twice; the message names it.
     """
     opened = []
+    clock.work_begins()
     for path in paths:
         try:
             opened.append(open_samples(path))

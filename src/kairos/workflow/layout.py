@@ -118,15 +118,16 @@ class Layout:
             for number, (steps, before) in enumerate(zip(parts, ends), 1)
         ]
 
-    def shards(self, stage: str) -> range:
-        """Numbers of the parts of a job of ``encode`` or ``sample``, each a job of its own; none where it is one."""
-        settings = self.experiment.sampling if stage == "sample" else self.experiment.autoencoder
-        count = 1 if stage == "encode" and self.experiment.autoencoder.kind == "none" else settings.shards
-        return range(1, count + 1 if count > 1 else 1)
+    def shards(self, stage: str) -> list[str]:
+        """The parts that a job of a stage joins, as files name them: ``1of2`` ...; none where it is not split."""
+        latent = self.experiment.autoencoder.kind != "none"
+        counts = {"sample": self.experiment.sampling.shards, "encode": self.experiment.autoencoder.shards * latent}
+        count = counts.get(stage, 0)
+        return [f"{number}of{count}" for number in range(1, count + 1)] if count > 1 else []
 
-    def part(self, stage: str, name: str, shard: int | str = "{shard}") -> str:
-        """The name of a part of a stage's result; parts lie apart from results, and go when they are joined."""
-        return f"{name}.{shard}of{len(self.shards(stage))}"
+    def rules(self, stage: str) -> list[str]:
+        """The rules of a stage: its own, and the one of its parts, whose results lie apart and go when joined."""
+        return [stage, f"{stage}_parts"] if self.shards(stage) else [stage]
 
     def images(self, segment: Segment) -> str:
         """The group in which a scheduler runs the sampling and evaluating of a segment as one job."""
@@ -183,15 +184,15 @@ class Layout:
         """The folder of a training."""
         return f"{self.results}/{method}/seed{seed}"
 
-    def params(self, stage: str, segment: Segment | None = None, part: bool = False) -> dict[str, Any]:
-        """``params:`` of a computing stage: what it `depends` on, its configuration, and the file for the time it took.
+    def params(self, rule: str, segment: Segment | None = None) -> dict[str, Any]:
+        """``params:`` of a rule: what its stage `depends` on, its configuration, and the file for the time it took.
 
         That file is no output, since no two are the same: it names the machine too.
         """
+        stage = rule.removesuffix("_parts")
         job = "" if segment is None else f"/{{method}}_seed{{seed}}/{segment.number}"
-        name = self.part(stage, f"{PARTS}/{stage}{job}") if part else f"{stage}{job}"
-        timing = f"{self.results}/timing/{name}.json"
-        return {**self.depends(stage), "timing": timing, "config": self.frozen}
+        timing = f"{stage}{job}" if rule == stage else f"{PARTS}/{stage}{job}.{{shard}}"
+        return {**self.depends(stage), "timing": f"{self.results}/timing/{timing}.json", "config": self.frozen}
 
     def sums(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
         """Checksums of what a job of a training has made: in one folder, which DVC's report stage can depend on."""
@@ -221,9 +222,10 @@ class Layout:
     def jobs(self) -> dict[str, int]:
         """Number of jobs of each stage."""
         parts = len(self.trainings) * len(self.segments)
-        counts = dict.fromkeys(dependencies.SHARED, 1) | dict.fromkeys(dependencies.PER_TRAINING, parts)
-        sharded = {f"{stage}_parts": counts[stage] * len(self.shards(stage)) for stage in ("encode", "sample")}
-        counts |= {name: jobs for name, jobs in sharded.items() if jobs}
+        counts: dict[str, int] = {}
+        for stage in (*dependencies.SHARED, *dependencies.PER_TRAINING):
+            number = parts if stage in dependencies.PER_TRAINING else 1
+            counts |= dict(zip(self.rules(stage), (number, number * len(self.shards(stage)))))
         return counts | {"report": 1} | ({"track": 1} if self.experiment.tracking.enabled else {})
 
 

@@ -45,8 +45,7 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
     Raises:
         ConfigError: the stage needs a method and a seed of the experiment, or has none.
     """
-    results, sharded = layout.results, stage in ("encode", "sample") and len(layout.shards(stage)) > 0
-    rules = [stage, f"{stage}_parts"][: 1 + sharded]
+    results, rules = layout.results, layout.rules(stage)
     if stage in dependencies.PER_TRAINING:
         if method not in layout.methods or seed not in layout.seeds:
             raise ConfigError(
