@@ -217,7 +217,7 @@ def test_files_as_adm_writes_them(tmp_path, save):
 def test_files_that_hold_no_images(tmp_path):
     np.savez(tmp_path / "none.npz", mu=np.zeros(3))
     np.savez(tmp_path / "turned.npz", images=np.asfortranarray(np.zeros((5, 4, 4, 3), np.uint8)))
-    for name, message in (("none.npz", "neither `images` nor `arr_0`"), ("turned.npz", "Fortran")):
+    for name, message in (("none.npz", "`images` or `arr_0` .*no item"), ("turned.npz", "Fortran")):
         with pytest.raises(KairosError, match=f"{name}: .*{message}"):
             open_samples(tmp_path / name)
 

@@ -85,14 +85,12 @@ def open_samples(path: Path) -> Samples:
         raise KairosError(f"{path}: no such file; allowed: an npz file with `images` or `arr_0`, uint8, N×H×W×C")
     try:
         with zipfile.ZipFile(path) as archive:
-            images = _rows(path, archive, next(n for n in ("images", "arr_0") if f"{n}.npy" in archive.namelist()))
+            images = _rows(path, archive, "images.npy" if "images.npy" in archive.namelist() else "arr_0.npy")
         with np.load(path, allow_pickle=False) as file:
             protocol = json.loads(str(file["protocol"])) if "protocol" in file else {}
             conditions = {n.removeprefix(_CONDITION): file[n] for n in file.files if n.startswith(_CONDITION)}
             if "arr_0" in file and "arr_1" in file:
                 conditions["class"] = file["arr_1"].astype(np.int64)
-    except StopIteration:
-        raise KairosError(f"{path}: holds neither `images` nor `arr_0`, allowed: one of them") from None
     except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
         raise KairosError(f"{path}: cannot be read as npz with `images` or `arr_0` ({error})") from None
     if images.dtype != np.uint8 or len(images.shape) != 4 or images.shape[-1] not in (1, 3):
@@ -134,7 +132,7 @@ def joined(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size
 
 def _rows(path: Path, archive: zipfile.ZipFile, name: str) -> Rows:
     """A member, where it lies in its file; a compressed one in a nameless file of its own."""
-    info = archive.getinfo(f"{name}.npy")
+    info = archive.getinfo(name)
     stored = info.compress_type == zipfile.ZIP_STORED
     file: Any = open(path, "rb") if stored else tempfile.TemporaryFile()  # noqa: SIM115  (open as long as its rows)
     with archive.open(info) as member:
