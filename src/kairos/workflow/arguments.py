@@ -14,7 +14,7 @@ def files(name: str) -> Paths:
     """The files of an input or output by its name in the rule."""
 
     def value(wildcards: Any, input: Any, output: Any) -> list[str]:
-        found = output.get(name) or input.get(name)
+        found = output.get(name) or input.get(name) or []
         return [found] if isinstance(found, str) else list(found)
 
     return value
