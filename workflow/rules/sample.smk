@@ -1,6 +1,8 @@
 # Images from all milestones of a segment of a training, and a grid picture of each. On a cluster one job with what
 # evaluates them; parts that sampling.shards asks for are jobs of their own, and joined there.
 
+PARTS = f"{TRAINING}/.parts/batch{layout.experiment.sampling.batch_size}"  # they are cut between batches
+
 
 for segment in layout.segments:
     for name in layout.rules("sample"):
@@ -14,14 +16,14 @@ for segment in layout.segments:
                 autoencoder=f"{RESULTS}/autoencoder/manifest.json",
                 latents=f"{RESULTS}/latents/manifest.json",
                 parts=[
-                    f"{TRAINING}/.parts/{step}.{shard}.npz"
+                    f"{PARTS}/{step}.{shard}.npz"
                     for step in segment.names
                     for shard in layout.shards("sample")
                     if not part
                 ],
             output:
                 images=[
-                    temp(f"{TRAINING}/.parts/{step}.{{shard}}.npz") if part else f"{TRAINING}/samples/{step}.npz"
+                    temp(f"{PARTS}/{step}.{{shard}}.npz") if part else f"{TRAINING}/samples/{step}.npz"
                     for step in segment.names
                 ],
                 grids=report(
