@@ -32,7 +32,11 @@ for segment in layout.segments:
                     category="Samples",
                     labels={"method": "{method}", "seed": "{seed}"},
                 ),
-                sums=[] if part else layout.sums("sample", "{method}", "{seed}", segment),
+                sums=(
+                    temp(f"{PARTS}/{segment.number}.{{shard}}.txt")
+                    if part
+                    else layout.sums("sample", "{method}", "{seed}", segment)
+                ),
             log:
                 f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.name}{'.{shard}' * part}.log",
             group:
@@ -56,5 +60,4 @@ for segment in layout.segments:
             shell:
                 "kairos sample {params.milestones} {params.out} {params.grid} {params.shards} --num {params.num}"
                 " {params.options} --autoencoder {params.autoencoder} --latents {params.latents}"
-                " --timing {params.timing} 2>&1 | tee {log}"
-                + ("" if part else " && cksum {output.images} {output.grids} > {output.sums}")
+                " --timing {params.timing} 2>&1 | tee {log} && cksum {output.images} {output.grids} > {output.sums}"
