@@ -320,7 +320,7 @@ def test_a_pipeline_in_shards_makes_the_same(tmp_path_factory):
         ended = copy.run("kairos", "ledger", "run", *stage.split())
         said += ended.stdout + ended.stderr
         assert ended.returncode == 0, said
-    assert said.count("part 2 of 2") == 4  # of the latents, of three milestones
+    assert said.count("part 2 of 2") == 7  # of the latents, twice of each of three milestones
     ended = copy.snakemake(config="params.yaml")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert hashes() == before and len(before) > 12
