@@ -4,7 +4,7 @@
 from snakemake.utils import min_version
 
 from kairos.workflow import controller
-from kairos.workflow.arguments import files, folder, folders, repeated
+from kairos.workflow.arguments import files, folder, folders, repeated, shards
 from kairos.workflow.resources import growing, of_training, processes_per_node
 
 min_version("9.19")
@@ -21,6 +21,7 @@ container: "kairos.sif"
 wildcard_constraints:
     method=layout.matching(layout.methods),
     seed=layout.matching(layout.seeds),
+    shard=r"\d+of\d+",
 
 
 localrules:

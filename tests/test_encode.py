@@ -19,6 +19,7 @@ from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.errors import KairosError
+from kairos.shards import Shard
 
 CPU = torch.device("cpu")
 
@@ -166,6 +167,52 @@ def test_partial_encode_of_something_else_is_not_used(results, latents, capsys):
     capsys.readouterr()
     assert encode_into(results, "foreign", flips=True) == latents.manifest
     assert "goes on" not in capsys.readouterr().err
+
+
+def encode_part(results, text, batch_size=16, **changes):
+    dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
+    options = {"flips": True, "shard": Shard.parse(text), **changes}
+    folder = results / f"part{text}"
+    encode(dataset, codec, folder, batch_size=batch_size, **options)
+    return folder
+
+
+def join_parts(results, parts):
+    dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
+    return encode(dataset, codec, results / "joined", True, 16, parts=parts)
+
+
+@pytest.mark.parametrize("count", [2, 3, 9])
+def test_joined_shards_are_the_bits_of_one_job(results, latents, count):
+    """Seven batches, the last one of 4 images; of nine parts two are empty."""
+    parts = [encode_part(results, f"{number}of{count}") for number in range(1, count + 1)]
+    assert join_parts(results, parts[::-1]) == latents.manifest
+    for name in latents.manifest["files"]:
+        assert (results / "joined" / name).read_bytes() == (results / "latents" / name).read_bytes()
+
+
+def test_a_part_that_cannot_be_joined_is_named(results):
+    first, second = (encode_part(results, text) for text in ("1of2", "2of2"))
+    with pytest.raises(KairosError, match=r"part1of2: holds part 1 of 2, as .*part1of2 does; delete"):
+        join_parts(results, [first, first])
+    with pytest.raises(KairosError, match=r"part1of2: is one of 2 parts, but 1 are given"):
+        join_parts(results, [first])
+    with open(second / "logvar_flipped.npy", "r+b") as file:
+        file.truncate(500)
+    with pytest.raises(KairosError, match=r"part2of2/logvar_flipped\.npy: damaged.*delete this part"):
+        join_parts(results, [first, second])
+    (second / "logvar_flipped.npy").unlink()
+    with pytest.raises(KairosError, match=r"part2of2/logvar_flipped\.npy: is missing; delete this part"):
+        join_parts(results, [first, second])
+    for changes, message in (({"flips": False}, "flips: got False"), ({"batch_size": 8}, "batch_size: got 8")):
+        encode_part(results, "2of2", **changes)
+        with pytest.raises(KairosError, match=f"part2of2: is no part of this job: {message}"):
+            join_parts(results, [first, second])
+    shutil.rmtree(second)
+    with pytest.raises(KairosError, match=r"part2of2: does not exist; make it with: kairos encode --shard"):
+        join_parts(results, [first, second])
+    with pytest.raises(KairosError, match="kind none"):
+        encode(open_dataset(results / "dataset"), load_codec(results / "none"), results / "p", True, 16, Shard(1, 2))
 
 
 def test_missing_and_mismatched_folders(results, latents, tmp_path):

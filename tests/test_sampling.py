@@ -358,7 +358,7 @@ def draw_all(model, batch_size, num, scheduler="ddpm", process_name="discrete", 
     process, scheduler = process_of(process_name), completed(scheduler, options, process_name)
     parts = []
     with torch.inference_mode():
-        for indices, kept in draw.batches(num, batch_size):
+        for indices, kept in draw.batches(range(num), batch_size):
             predict = draw.guided(process, model, {}, {}, 1.0)
             estimate = draw.estimate_of(process, predict, False, precision)
             noise = draw.noise_of(seed, indices, (4, 4, 4), "cpu")
@@ -415,7 +415,7 @@ def test_guidance(process_name):
 
 def test_classes_go_round():
     description = {"class": {"kind": "class", "num_classes": 3}}
-    assert conditions_of(range(4, 9), ["class"], description, None)["class"].tolist() == [1, 2, 0, 1, 2]
+    assert conditions_of(["class"], description, None)(range(4, 9))["class"].tolist() == [1, 2, 0, 1, 2]
 
 
 def test_grid_is_large_enough_to_see(tmp_path):

@@ -37,10 +37,12 @@ Path("sent.json").write_text(json.dumps(list(zip(rules, asked))))
 """
 
 
-def sent(copy: Copy, **training: str) -> list[tuple[list[str], dict]]:
+def sent(copy: Copy, shards: int = 1, **training: str) -> list[tuple[list[str], dict]]:
     """The jobs that a scheduler would get for tests/tiny.yaml with other fields of a training: rules, resources."""
     lines = "".join(f"\n  {field}: {value}" for field, value in training.items())
     text = (copy.folder / "tests/tiny.yaml").read_text().replace("\n  segments: 2", lines)
+    text = text.replace("sampling:\n", f"sampling:\n  batch_size: 50\n  shards: {shards}\n")
+    text = text.replace("autoencoder: {", f"autoencoder: {{shards: {shards}, ")
     (copy.folder / "sent.yaml").write_text(text.replace("experiment: tiny", "experiment: sent"))
     ended = copy.run(sys.executable, "-c", GROUPS, "sent.yaml")
     assert ended.returncode == 0, ended.stderr
@@ -53,6 +55,15 @@ def test_jobs_as_a_scheduler_gets_them(done):
     on_gpu = {rule for rules, resources in jobs if resources.get("gpu") for rule in rules}
     assert on_gpu == {"autoencoder", "encode", "reference", "train", "sample", "evaluate"}
     assert all(resources["mem_mb"] and resources["runtime"] for rules, resources in jobs if rules != ["all"])
+
+
+def test_shards_are_jobs_of_their_own_and_what_joins_images_evaluates_them(done):
+    jobs = sent(done, shards=3)
+    assert sorted(rules for rules, _ in jobs if "sample" in rules) == [["evaluate", "sample"]] * 2
+    assert [rules for rules, _ in jobs if "sample_parts" in rules] == [["sample_parts"]] * 6
+    assert [rules for rules, _ in jobs if "encode_parts" in rules] == [["encode_parts"]] * 3
+    on_gpu = {rule for rules, resources in jobs if resources.get("gpu") for rule in rules}
+    assert on_gpu == {"autoencoder", "encode_parts", "reference", "train", "sample", "sample_parts", "evaluate"}
 
 
 def test_trainings_that_share_a_gpu_are_one_job_that_asks_for_one(done):

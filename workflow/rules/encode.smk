@@ -1,26 +1,40 @@
-# Latent moments of every image; in pixel space only a record that points to the data set.
+# Latent moments of every image; in pixel space only a record that points to the data set. Parts that autoencoder.shards
+# asks for are jobs of their own, and joined by the other.
 
 
-rule encode:
-    input:
-        dataset=f"{RESULTS}/dataset/manifest.json",
-        autoencoder=f"{RESULTS}/autoencoder/manifest.json",
-    output:
-        record=f"{RESULTS}/latents/manifest.json",
-    log:
-        f"{RESULTS}/logs/encode.log",
-    conda:
-        "../../envs/environment.yml"
-    threads: layout.threads
-    resources:
-        mem_mb=growing(6000),
-        runtime=growing(240),
-        gpu=layout.gpus if layout.experiment.autoencoder.kind != "none" else 0,
-    params:
-        **layout.params("encode"),
-        dataset=folder("dataset"),
-        autoencoder=folder("autoencoder"),
-        out=folder("record"),
-    shell:
-        "kairos encode --config {params.config} --dataset {params.dataset} --autoencoder {params.autoencoder}"
-        " --out {params.out} --timing {params.timing} 2>&1 | tee {log}"
+for name in layout.rules("encode"):
+    part = name != "encode"
+
+    rule:
+        name:
+            name
+        input:
+            dataset=f"{RESULTS}/dataset/manifest.json",
+            autoencoder=f"{RESULTS}/autoencoder/manifest.json",
+            parts=[f"{RESULTS}/.parts/latents.{shard}" for shard in layout.shards("encode") if not part],
+        output:
+            record=(
+                temp(directory(f"{RESULTS}/.parts/latents.{{shard}}")) if part else f"{RESULTS}/latents/manifest.json"
+            ),
+        log:
+            f"{RESULTS}/logs/encode{'.{shard}' * part}.log",
+        conda:
+            "../../envs/environment.yml"
+        threads: layout.threads
+        resources:
+            mem_mb=growing(6000),
+            runtime=growing(240),
+            gpu=(
+                layout.gpus
+                if layout.experiment.autoencoder.kind != "none" and name == layout.rules("encode")[-1]
+                else 0
+            ),
+        params:
+            **layout.params(name),
+            dataset=folder("dataset"),
+            autoencoder=folder("autoencoder"),
+            out=files("record") if part else folder("record"),
+            shards=shards,
+        shell:
+            "kairos encode --config {params.config} --dataset {params.dataset} --autoencoder {params.autoencoder}"
+            " {params.shards} --out {params.out} --timing {params.timing} 2>&1 | tee {log}"

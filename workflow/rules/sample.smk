@@ -1,45 +1,63 @@
 # Images from all milestones of a segment of a training, and a grid picture of each. On a cluster one job with what
-# evaluates them.
+# evaluates them; parts that sampling.shards asks for are jobs of their own, and joined there.
+
+PARTS = f"{TRAINING}/.parts/batch{layout.experiment.sampling.batch_size}"  # they are cut between batches
 
 
 for segment in layout.segments:
+    for name in layout.rules("sample"):
+        part = name != "sample"
 
-    rule:
-        name:
-            f"sample{segment.name}"
-        input:
-            milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
-            autoencoder=f"{RESULTS}/autoencoder/manifest.json",
-            latents=f"{RESULTS}/latents/manifest.json",
-        output:
-            images=[f"{TRAINING}/samples/{step}.npz" for step in segment.names],
-            grids=report(
-                [f"{TRAINING}/samples/{step}.png" for step in segment.names],
-                caption="../report/samples.rst",
-                category="Samples",
-                labels={"method": "{method}", "seed": "{seed}"},
-            ),
-            sums=layout.sums("sample", "{method}", "{seed}", segment),
-        log:
-            f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.name}.log",
-        group:
-            layout.images(segment)
-        conda:
-            "../../envs/environment.yml"
-        threads: layout.threads
-        resources:
-            mem_mb=growing(6000),
-            runtime=growing(240),
-            gpu=layout.gpus,
-        params:
-            **layout.params("sample", segment),
-            options=layout.sampling_options,
-            milestones=repeated("--milestone", folders("milestones")),
-            out=repeated("--out", files("images")),
-            grid=repeated("--grid", files("grids")),
-            autoencoder=folder("autoencoder"),
-            latents=folder("latents"),
-        shell:
-            "kairos sample {params.milestones} {params.out} {params.grid} --num {params.num} {params.options}"
-            " --autoencoder {params.autoencoder} --latents {params.latents} --timing {params.timing} 2>&1 | tee {log}"
-            " && cksum {output.images} {output.grids} > {output.sums}"
+        rule:
+            name:
+                f"{name}{segment.name}"
+            input:
+                milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
+                autoencoder=f"{RESULTS}/autoencoder/manifest.json",
+                latents=f"{RESULTS}/latents/manifest.json",
+                parts=[
+                    f"{PARTS}/{step}.{shard}.npz"
+                    for step in segment.names
+                    for shard in layout.shards("sample")
+                    if not part
+                ],
+            output:
+                images=[
+                    temp(f"{PARTS}/{step}.{{shard}}.npz") if part else f"{TRAINING}/samples/{step}.npz"
+                    for step in segment.names
+                ],
+                grids=report(
+                    [f"{TRAINING}/samples/{step}.png" for step in segment.names if not part],
+                    caption="../report/samples.rst",
+                    category="Samples",
+                    labels={"method": "{method}", "seed": "{seed}"},
+                ),
+                sums=(
+                    temp(f"{PARTS}/{segment.number}.{{shard}}.txt")
+                    if part
+                    else layout.sums("sample", "{method}", "{seed}", segment)
+                ),
+            log:
+                f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.name}{'.{shard}' * part}.log",
+            group:
+                None if part else layout.images(segment)
+            conda:
+                "../../envs/environment.yml"
+            threads: layout.threads
+            resources:
+                mem_mb=growing(6000),
+                runtime=growing(240),
+                gpu=layout.gpus,
+            params:
+                **layout.params(name, segment),
+                options=layout.sampling_options,
+                milestones=repeated("--milestone", folders("milestones")),
+                out=repeated("--out", files("images")),
+                grid=repeated("--grid", files("grids")),
+                shards=shards,
+                autoencoder=folder("autoencoder"),
+                latents=folder("latents"),
+            shell:
+                "kairos sample {params.milestones} {params.out} {params.grid} {params.shards} --num {params.num}"
+                " {params.options} --autoencoder {params.autoencoder} --latents {params.latents}"
+                " --timing {params.timing} 2>&1 | tee {log} && cksum {output.images} {output.grids} > {output.sums}"

@@ -7,6 +7,7 @@ are whole, and a killed encode goes on there. Batches are cut at the same places
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +17,68 @@ import torch
 from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import Rows, create_array
 from kairos.data.dataset import PreparedDataset
-from kairos.errors import DamagedError, KairosError
-from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
+from kairos.errors import ConfigError, DamagedError, KairosError
+from kairos.files import check_files, open_record, read_json, sha256_file, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
 from kairos.progress import Progress, say
+from kairos.shards import AGAIN, Shard, in_order
 
 _PARTIAL = ".partial"
 _SAVE_SECONDS = 2.0
 _ARRAYS = ("mean", "logvar", "mean_flipped", "logvar_flipped")
 
 
-def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int) -> dict[str, Any]:
+def encode(
+    dataset: PreparedDataset,
+    codec: Codec,
+    out: Path,
+    flips: bool,
+    batch_size: int,
+    shard: Shard | None = None,
+    parts: Sequence[Path] = (),
+) -> dict[str, Any]:
     """Encode a data set, write the folder and return its manifest.
 
     Args:
         flips: the horizontally flipped images too.
+        shard: the part that is encoded; None: all images.
+        parts: folders of all shards, which are joined; none: the images are encoded.
 
     Raises:
-        KairosError: the autoencoder is for images of another shape.
+        KairosError: the autoencoder is for images of another shape, or a part cannot be used; the message names it.
     """
     if list(dataset.shape) != codec.manifest["image_shape"]:
         raise KairosError(
             f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "
             f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
         )
+    identity = {
+        "autoencoder": codec.manifest["sha256"],
+        "dataset": dataset.manifest["content_sha256"],
+        "flips": flips,
+        "batch_size": batch_size,
+        "threads": torch.get_num_threads(),
+        "code": fingerprint([__name__]),
+    }
+    if shard is not None:
+        return _encode_shard(dataset, codec, out, identity, shard)
     out.mkdir(parents=True, exist_ok=True)
     if (out / "manifest.json").exists():  # complete and asked for again: computed again
         shutil.rmtree(out / _PARTIAL, ignore_errors=True)
         (out / "manifest.json").unlink()
     for name in _ARRAYS:
         (out / f"{name}.npy").unlink(missing_ok=True)
-    latent = codec.manifest["kind"] != "none"
-    files = _encode_moments(dataset, codec, out, flips, batch_size) if latent else {}
+    files: dict[str, str] = {}
+    if codec.manifest["kind"] != "none":
+        rows, partial = range(len(dataset.images)), out / _PARTIAL
+        files = (
+            _joined(parts, identity, partial, rows)
+            if parts
+            else _encode_moments(dataset, codec, partial, identity, rows)
+        )
+        for name in files:
+            os.replace(partial / name, out / name)
+        sync_folder(out)
     manifest = {
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
@@ -66,26 +97,54 @@ def encode(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch
     return manifest
 
 
-def _encode_moments(dataset: PreparedDataset, codec: Codec, out: Path, flips: bool, batch_size: int) -> dict[str, str]:
-    """Fill the arrays, give them their names and return the hash of each."""
-    partial = out / _PARTIAL
-    key = sha256_json(
-        {
-            "autoencoder": codec.manifest["sha256"],
-            "dataset": dataset.manifest["content_sha256"],
-            "flips": flips,
-            "batch_size": batch_size,
-            "threads": torch.get_num_threads(),
-            "code": fingerprint([__name__]),
-        }
-    )
+def _encode_shard(
+    dataset: PreparedDataset, codec: Codec, out: Path, identity: dict[str, Any], shard: Shard
+) -> dict[str, Any]:
+    """Write a part's folder, whole or not at all, and return what it says of itself."""
+    if codec.manifest["kind"] == "none":
+        raise ConfigError("--shard: got one with autoencoder.kind none, allowed: none, since pixels are not encoded")
+    partial, how = out.with_name(f".{out.name}"), (len(dataset.images), identity["batch_size"])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    files = _encode_moments(dataset, codec, partial, identity, shard.rows(*how))
+    manifest = {**identity, "shard": shard.record(*how), "files": files}
+    write_json(partial / "manifest.json", manifest)
+    shutil.rmtree(out, ignore_errors=True)
+    os.rename(partial, out)
+    sync_folder(out.parent)
+    return manifest
+
+
+def _joined(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows: range) -> dict[str, str]:
+    """Fill the arrays from those of all parts and return the hash of each."""
+    records, size = [open_record(part, "encode --shard KofN") for part in parts], identity["batch_size"]
+    order = in_order(list(zip(parts, records)), identity, len(rows), size)
+    for part, record in zip(parts, records):
+        check_files(part, record["files"], AGAIN)
+    partial.mkdir(exist_ok=True)
+    for name in records[0]["files"]:
+        read = [Rows(parts[place] / name) for place in order]
+        whole, first = create_array(partial / name, (len(rows), *read[0].shape[1:]), read[0].dtype), 0
+        for part_rows in read:
+            for start in range(0, len(part_rows), size):
+                whole.write(first + start, part_rows[start : start + size])
+            first += len(part_rows)
+        whole.flush()
+    return {name: sha256_file(partial / name) for name in records[0]["files"]}
+
+
+def _encode_moments(
+    dataset: PreparedDataset, codec: Codec, partial: Path, identity: dict[str, Any], rows: range
+) -> dict[str, str]:
+    """Fill the arrays of the images `rows` in a private folder and return the hash of each."""
+    key = sha256_json({**identity, "rows": [rows.start, rows.stop]})
+    flips, batch_size = identity["flips"], identity["batch_size"]
     first = zip(("mean", "logvar"), codec.encode(dataset.tensor([0])))
     moments = [name for name, values in first if values is not None]
     names = [name + suffix for suffix in ("", "_flipped")[: 1 + flips] for name in moments]
-    shape = (len(dataset.images), *codec.manifest["latent_shape"])
+    shape = (len(rows), *codec.manifest["latent_shape"])
     done = _done(partial, key, names, shape)
     if done:
-        say(f"encode: goes on after image {done}")
+        say(f"encode: goes on after image {rows.start + done}")
         arrays = {name: Rows(partial / f"{name}.npy", writable=True) for name in names}
     else:
         shutil.rmtree(partial, ignore_errors=True)  # with it the record, so that no other encode trusts our arrays
@@ -95,24 +154,19 @@ def _encode_moments(dataset: PreparedDataset, codec: Codec, out: Path, flips: bo
     progress = Progress(shape[0], "encode", "image", start=done)
     saved = time.monotonic()
     for start in range(done, shape[0], batch_size):
-        indices = np.arange(start, min(start + batch_size, shape[0]))
-        images = dataset.tensor(indices)
+        places = np.arange(start, min(start + batch_size, shape[0]))
+        images = dataset.tensor(rows.start + places)
         for suffix, batch in (("", images), ("_flipped", images.flip(3)))[: 1 + flips]:
             for name, values in zip(("mean", "logvar"), codec.encode(batch)):
                 if values is not None:
                     arrays[name + suffix].write(start, values.float().cpu().numpy())
-        progress.advance(len(indices))
+        progress.advance(len(places))
         if time.monotonic() - saved > _SAVE_SECONDS:
-            _save(partial, arrays, {"key": key, "done": int(indices[-1]) + 1})
+            _save(partial, arrays, {"key": key, "done": int(places[-1]) + 1})
             saved = time.monotonic()
     _save(partial, arrays, {"key": key, "done": shape[0]})
     progress.close()
-
-    files = {f"{name}.npy": sha256_file(partial / f"{name}.npy") for name in names}
-    for name in files:
-        os.replace(partial / name, out / name)
-    sync_folder(out)
-    return files
+    return {f"{name}.npy": sha256_file(partial / f"{name}.npy") for name in names}
 
 
 def _save(partial: Path, arrays: dict[str, Any], record: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ class AutoencoderConfig(Section):
     kl_weight: float = Field(1e-4, ge=0, description="train: weight of the KL term per dimension")
     seed: int = Field(0, ge=0, description="train: seed")
     encode_batch_size: int = Field(64, ge=1, description="images per encoding step")
+    shards: int = Field(1, ge=1, description="jobs that the images are encoded in; does not change the latents")
 
     @model_validator(mode="after")
     def _path_where_needed(self) -> "AutoencoderConfig":

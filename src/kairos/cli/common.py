@@ -6,6 +6,7 @@ from typing import Any
 
 from kairos import clock, portable
 from kairos.errors import ConfigError
+from kairos.shards import Shard
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +31,14 @@ def paired(arguments: argparse.Namespace, *options: str) -> list[tuple[Any, ...]
         names, counts = ", ".join(f"--{option}" for option in options), ", ".join(str(len(values)) for values in given)
         raise ConfigError(f"{names}: got {counts}; allowed: as many of each, or none of --{options[-1]}")
     return list(zip(*given[:-1], given[-1] or [None] * most))
+
+
+def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
+    """``--shard KofN`` or ``--part``: a part of a job's images alone, or all parts joined."""
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--shard", type=Shard.parse, metavar="KofN", help="part K of N alone, whole batches of its own")
+    joined = "join the parts of each --out, made with --shard (repeatable)"
+    either.add_argument("--part", type=Path, action="append", default=[], metavar=metavar, help=joined)
 
 
 def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:

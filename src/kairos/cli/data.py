@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos import clock
-from kairos.cli.common import add_config, add_timing, write_timing
+from kairos.cli.common import add_config, add_shards, add_timing, write_timing
 
 Done = tuple[str, dict[str, Any]]  # what to say of the folder that was written, and facts for the record of the time
 _WRITES = {"prepare": "dataset", "autoencoder": "autoencoder", "encode": "latents"}  # where in an experiment's results
@@ -19,6 +19,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         what = "folder to write" if option == "out" else f"folder that holds the {stage}"
         default = f"{what} (default: results/<experiment>/{stage})"
         parser.add_argument(f"--{option}", type=Path, metavar="DIR", help=default)
+    if name == "encode":
+        add_shards(parser, "DIR")
     add_timing(parser)
 
 
@@ -37,13 +39,14 @@ def run(arguments: argparse.Namespace) -> None:
         dataset = open_dataset(arguments.dataset or results / "dataset")
         from kairos.compute import setup
 
-        training = experiment.training  # pixels need no GPU, and are given none
-        device = "cpu" if experiment.autoencoder.kind == "none" else training.device
+        training = experiment.training  # neither pixels nor joining need a GPU, and are given none
+        device = "cpu" if experiment.autoencoder.kind == "none" or getattr(arguments, "part", None) else training.device
         device = setup(training.threads, device, training.deterministic)
         if command == "autoencoder":
             said, facts = _autoencoder(experiment, dataset, out, device)
         else:
-            said, facts = _encode(experiment, dataset, arguments.autoencoder or results / "autoencoder", out, device)
+            folder = arguments.autoencoder or results / "autoencoder"
+            said, facts = _encode(experiment, dataset, folder, out, device, arguments.shard, arguments.part)
     say(f"{out}: {said}")
     write_timing(arguments, **facts)
 
@@ -70,13 +73,18 @@ def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
     return f"{manifest['kind']}, x0 of shape {shape}{quality}", {"psnr": manifest["psnr"]}
 
 
-def _encode(experiment: Any, dataset: Any, autoencoder: Path, out: Path, device: Any) -> Done:
+def _encode(
+    experiment: Any, dataset: Any, autoencoder: Path, out: Path, device: Any, shard: Any, parts: list[Path]
+) -> Done:
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode
 
     codec = load_codec(autoencoder, device)
     clock.work_begins()
-    manifest = encode(dataset, codec, out, experiment.dataset.flips, experiment.autoencoder.encode_batch_size)
+    size = experiment.autoencoder.encode_batch_size
+    manifest = encode(dataset, codec, out, experiment.dataset.flips, size, shard, parts)
+    if shard is not None:
+        return "images {first} to {end}, part {number} of {of}".format(**manifest["shard"]), {}
     shape, flipped = "×".join(map(str, manifest["shape"])), ", flipped ones too" if manifest["flips"] else ""
     said = f"{manifest['kind']} of {manifest['count']} images, x0 of shape {shape}{flipped}"
     return said, {"images": manifest["count"]}

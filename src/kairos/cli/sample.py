@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.common import add_timing, paired, write_timing
+from kairos.cli.common import add_shards, add_timing, paired, write_timing
+from kairos.errors import ConfigError
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -27,19 +28,26 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1: none")
     add("--precision", choices=("fp32", "tf32", "bf16"), help="of the network")
     add("--batch-size", type=int, metavar="N", help="images per network evaluation")
+    add("--labels", choices=("balanced", "data"), help="classes alike, or as often as in the training data")
     add("--autoencoder", type=Path, metavar="DIR", help="default: results/<experiment>/autoencoder of the milestone")
-    add("--latents", type=Path, metavar="DIR", help="for conditions other than classes; default likewise")
+    add("--latents", type=Path, metavar="DIR", help="for conditions as in the training data; default likewise")
+    add_shards(parser, "F")
     add_timing(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw the images."""
     pairs = paired(arguments, "milestone", "out", "grid")
+    a, each = arguments, len(arguments.part) // len(pairs)
+    if len(a.part) != each * len(pairs):
+        raise ConfigError(f"--part: got {len(a.part)}, allowed: as many for each of {len(pairs)} --out")
     from kairos.sampling import sample
 
-    jobs = [sample.SamplingJob(*paths) for paths in pairs]
-    a = arguments
-    request = sample.Request(a.num, a.seed, _overrides(a), a.autoencoder, a.latents)
+    jobs = [
+        sample.SamplingJob(folder, out, grid, tuple(a.part[n * each : (n + 1) * each]))
+        for n, (folder, out, grid) in enumerate(pairs)
+    ]
+    request = sample.Request(a.num, a.seed, _overrides(a), a.autoencoder, a.latents, a.shard)
     sample.run(jobs, request)
     write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))
 
@@ -47,9 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     import yaml
 
-    from kairos.errors import ConfigError
-
-    same = ("weights", "scheduler", "steps", "guidance_scale", "precision", "batch_size")
+    same = ("weights", "scheduler", "steps", "guidance_scale", "precision", "batch_size", "labels")
     values = {name: getattr(arguments, name) for name in same} | {"grid": arguments.grid_images}
     if arguments.scheduler is not None:
         try:

@@ -101,6 +101,12 @@ class Experiment(Section):
                 f"training.segments: got {self.training.segments}, "
                 f"allowed: at most the number of milestones ({len(steps) - 1})"
             )
+        images, size = self.evaluation.num_samples * self.evaluation.sets, self.sampling.batch_size
+        if self.sampling.shards > -(-images // size):
+            raise ValueError(
+                f"sampling.shards: got {self.sampling.shards}, allowed: at most {-(-images // size)}, the batches "
+                f"(sampling.batch_size {size}) that the {images} images of a milestone are drawn in"
+            )
         process = self.diffusion.process
         timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
         conditions = self.model.get("conditions") or []

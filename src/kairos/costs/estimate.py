@@ -157,11 +157,14 @@ def _stages(layout: Layout) -> list[Stage]:
     experiment, jobs = layout.experiment, layout.jobs()
     training, gpu = experiment.training, gpus(experiment)
     shared = len(layout.segments) * -(-len(layout.methods) * len(layout.seeds) // training.trainings_per_gpu)
+    latent = gpu * (experiment.autoencoder.kind != "none")
     asked = {
-        "autoencoder": gpu * (experiment.autoencoder.kind != "none"),
-        "encode": gpu * (experiment.autoencoder.kind != "none"),
+        "autoencoder": latent,
+        "encode": latent * (not layout.shards("encode")),
+        "encode_parts": latent,
         "train": gpu * training.processes,
         "sample": gpu,
+        "sample_parts": gpu,
         "reference": gpu,
     }
     queued = {**jobs, "train": shared, "evaluate": 0, "report": 0, "track": 0}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 
 from kairos.errors import DamagedError, KairosError
 
@@ -24,13 +25,21 @@ class Rows:
         ValueError, EOFError: the file is no array, or ends early.
     """
 
-    def __init__(self, path: Path, writable: bool = False):
-        opened = np.load(path, mmap_mode="r")
-        self.shape, self.dtype, self._start = opened.shape, opened.dtype, opened.offset
-        self._size = opened.itemsize * math.prod(opened.shape[1:])  # bytes of a row
+    def __init__(self, path: Path, writable: bool = False, start: int = 0):
+        with open(path, "rb") as file:
+            file.seek(start)  # where the array begins in a file of several
+            version = npy.read_magic(file)
+            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            self.shape, fortran, self.dtype = read(file)
+            self._start, end = file.tell(), file.seek(0, os.SEEK_END)
+        self._size = self.dtype.itemsize * math.prod(self.shape[1:])  # bytes of a row
+        if fortran or self.dtype.hasobject or not self.shape:
+            raise ValueError(f"got {self.dtype} {self.shape} in Fortran's order, of objects, or without rows")
+        if end < self._start + self.shape[0] * self._size:
+            raise ValueError(f"ends after {end} bytes")
         self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        self._opened = path, writable
+        self._opened = path, writable, start
 
     def __reduce__(self) -> Any:
         return Rows, self._opened  # for another process
@@ -93,7 +102,7 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Rows:
         OSError: the disk has no room (ENOSPC); the message names the file.
     """
     with open(path, "wb") as file:
-        size = _write_header(file, shape, np.dtype(dtype))
+        size = write_header(file, shape, np.dtype(dtype))
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
@@ -106,13 +115,13 @@ def shorten(path: Path, count: int) -> None:
     """Cut a .npy file off after `count` rows."""
     opened = Rows(path)
     with open(path, "r+b") as file:
-        file.truncate(_write_header(file, (count, *opened.shape[1:]), opened.dtype))
+        file.truncate(write_header(file, (count, *opened.shape[1:]), opened.dtype))
 
 
-def _write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> int:
+def write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> int:
     """Write a header, as long as that of any other number of rows; gives the size of the whole file in bytes."""
-    described = np.lib.format.dtype_to_descr(dtype)
-    np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
+    described = npy.dtype_to_descr(dtype)
+    npy.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
     return file.tell() + dtype.itemsize * math.prod(shape)
 
 

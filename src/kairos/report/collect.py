@@ -200,11 +200,13 @@ def _milestone(folder: Path, step: int, clock: dict[int, float]) -> Milestone:
 def _jobs(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
     """Time records of the jobs that the report depends on: of this experiment's methods and seeds, none of its own."""
     trainings = {f"{method}_seed{seed}" for method in experiment.methods for seed in experiment.seeds}
+    parts, drawn = "timing/.parts", experiment.sampling.shards
     paths = [
         path
-        for path in sorted(folder.glob("timing/*/*/*.json"))
-        if path.parent.name in trainings and int(path.stem) <= len(experiment.segments)
+        for path in sorted([*folder.glob("timing/*/*/*.json"), *folder.glob(f"{parts}/*/*/*of{drawn}.json")])
+        if path.parent.name in trainings and int(path.stem.split(".")[0]) <= len(experiment.segments)
     ]
+    paths += sorted(folder.glob(f"{parts}/encode.*of{experiment.autoencoder.shards}.json"))
     records = [_json(path, "--timing") for path in [*sorted(folder.glob("timing/*.json")), *paths]]
     return tuple(record for record in records if record["stage"] not in ("report", "track"))
 

@@ -23,10 +23,10 @@ SMALLEST_BATCH = 16
 Predict = Callable[[Tensor, Tensor], Tensor]
 
 
-def batches(num: int, batch_size: int) -> Iterator[tuple[range, int]]:
-    """Batches of image indices, with the number of images in each that are kept."""
-    for start in range(0, num, batch_size):
-        kept = min(batch_size, num - start)
+def batches(rows: range, batch_size: int) -> Iterator[tuple[range, int]]:
+    """Batches of image indices for the images `rows`, with the number of images in each that are kept."""
+    for start in range(rows.start, rows.stop, batch_size):
+        kept = min(batch_size, rows.stop - start)
         yield range(start, start + max(kept, min(SMALLEST_BATCH, batch_size))), kept
 
 

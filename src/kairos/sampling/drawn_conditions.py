@@ -1,5 +1,6 @@
 """What a conditional model is told about each image that it draws, as a function of the image's index alone."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,33 +8,37 @@ import torch
 from torch import Tensor
 
 from kairos.errors import KairosError
+from kairos.randomness import Stream
 
 
 def conditions_of(
-    indices: range, names: list[str], descriptions: dict[str, dict[str, Any]], latents: Path
-) -> dict[str, Tensor]:
-    """Conditions of the images `indices`, for the names that the model takes.
+    names: list[str], descriptions: dict[str, dict[str, Any]], latents: Path, labels: str = "balanced", seed: int = 0
+) -> Callable[[range], dict[str, Tensor]]:
+    """Conditions of the images with some indices, each (n, ...), for the names that the model takes.
 
-    Classes go round: image i has class i mod K, so that every set of images holds all classes alike. Other conditions
-    repeat those of the training images in their order, read from the latents.
+    Where labels are ``balanced``, classes go round: image i has class i mod K, so that every set of images holds all
+    classes alike; other conditions repeat those of the training images in their order. Where they are as in the
+    ``data``, image i has all its conditions from one training image, drawn by the seed and i.
 
     Raises:
         KairosError: a condition is needed from latents that are not there.
     """
-    result = {}
-    for name in names:
-        description = descriptions[name]
-        if description["kind"] == "class":
-            result[name] = torch.arange(indices.start, indices.stop) % description["num_classes"]
-        else:
-            if not latents.is_dir():
-                raise KairosError(
-                    f"condition {name!r} is repeated from the training images, but {latents} is no folder; "
-                    "pass --latents DIR, the latents that the model was trained on"
-                )
-            from kairos.data.latents import open_latents
+    read = [name for name in names if labels == "data" or descriptions[name]["kind"] != "class"]
+    if read and not latents.is_dir():
+        raise KairosError(
+            f"condition {read[0]!r} is that of the training images, but {latents} is no folder; "
+            "pass --latents DIR, the latents that the model was trained on"
+        )
+    from kairos.data.latents import open_latents
 
-            opened = open_latents(latents)
-            chosen = opened.train[torch.arange(indices.start, indices.stop).numpy() % len(opened.train)]
-            result[name] = opened.conditions(chosen)[name]
-    return result
+    opened = open_latents(latents) if read else None
+
+    def conditions(indices: range) -> dict[str, Tensor]:
+        numbers, known = torch.arange(indices.start, indices.stop), {}
+        if opened is not None:
+            count = len(opened.train)
+            drawn = Stream(seed, "sample_conditions").integers(0, count, indices) if labels == "data" else numbers
+            known = opened.conditions(opened.train[drawn.numpy() % count])
+        return {name: known[name] if name in read else numbers % descriptions[name]["num_classes"] for name in names}
+
+    return conditions

@@ -1,6 +1,6 @@
 """Stage `sample`: images from milestones, with everything that decides them read from the milestone itself."""
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,17 @@ from kairos import clock, compute
 from kairos.data.dataset import to_uint8
 from kairos.data.grid import write_grid
 from kairos.errors import ConfigError, KairosError
-from kairos.files import atomic, read_json
+from kairos.files import read_json
 from kairos.progress import Progress, say
 from kairos.sampling.draw import batches, estimate_of, guided, noise_of
 from kairos.sampling.drawn_conditions import conditions_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
+from kairos.sampling.samples_file import joined, open_samples, write_samples
+from kairos.sampling.samples_file import read_samples as read_samples
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import build, check
+from kairos.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,13 @@ class SamplingJob:
         milestone: its folder.
         out: the npz file that is written.
         grid: the picture that is written, or None.
+        parts: files of all shards, which are joined; none: the images are drawn.
     """
 
     milestone: Path
     out: Path
     grid: Path | None = None
+    parts: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,9 @@ class Request:
         seed: seed of the images.
         overrides: fields of section `sampling` that replace the milestone's.
         autoencoder: folder of the autoencoder; None: ``../../../../autoencoder``, seen from the milestone.
-        latents: folder of the latents, needed for conditions other than classes; None: likewise.
+        latents: folder of the latents, needed for labels as in the data and conditions other than classes; None:
+            likewise.
+        shard: the part of the images that is drawn; None: all.
     """
 
     num: int
@@ -54,6 +61,7 @@ class Request:
     overrides: dict[str, Any] = field(default_factory=dict)
     autoencoder: Path | None = None
     latents: Path | None = None
+    shard: Shard | None = None
 
 
 def run(jobs: list[SamplingJob], request: Request) -> None:
@@ -86,39 +94,16 @@ def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig
 
 
 def sample_milestone(job: SamplingJob, request: Request) -> None:
-    """Draw, decode and write the images of one milestone."""
+    """Write the images of one milestone, or a shard of them: drawn and decoded, or joined from their parts."""
     from kairos.milestones import open_milestone
 
     options, config = settings(job.milestone, request.overrides)
-    training = config["training"]
-    device = compute.setup(training["threads"], training["device"], training["deterministic"])
-    milestone = open_milestone(job.milestone, options.weights, device)
-    record = milestone.record
-    codec = open_codec(job.milestone, record, request.autoencoder, device)
+    record = read_json(job.milestone / "milestone.json")
     seed = options.seed if request.seed is None else request.seed
-    process, shape = milestone.process, tuple(record["shape"])
     scheduler = resolved(options.scheduler, config["diffusion"]["process"])
-    grid, clip = places(process, options.steps, scheduler), scheduler.get("clip", False)
-    clock.work_begins()
-
-    names = milestone.config["model"].get("conditions") or []
+    names = config["model"].get("conditions") or []
     latents = request.latents or job.milestone / "../../../../latents"
-    label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
-    progress = Progress(request.num, label, "image")
-    parts = []
-    with torch.inference_mode():
-        for indices, kept in batches(request.num, options.batch_size):
-            conditions = conditions_of(indices, names, record["conditions"], latents)
-            conditions = {name: values.to(device) for name, values in conditions.items()}
-            predict = guided(process, milestone.model, conditions, record["conditions"], options.guidance_scale)
-            estimate = estimate_of(process, predict, clip, options.precision)
-            noise = noise_of(seed, indices, shape, device)
-            x0 = build(SCHEDULERS, scheduler, process, grid, estimate, noise)  # (batch, c, h, w)
-            parts.append(to_uint8(codec.decode(x0.float()))[:kept])
-            progress.advance(kept)
-    progress.close()
-    images = np.concatenate(parts)  # (num, height, width, channels)
-
+    conditions = conditions_of(names, record["conditions"], latents, options.labels, seed)
     protocol = {
         "identity": record["identity"],
         "method": record["method"],
@@ -134,13 +119,49 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         "nfe": options.nfe,
         "precision": options.precision,
         "guidance_scale": options.guidance_scale,
+        "labels": options.labels if names else None,
         "seed": seed,
         "num": request.num,
     }
-    write_samples(job.out, images, protocol)
+    label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
+    num, size, shard = request.num, options.batch_size, request.shard
+    rows = shard.rows(num, size) if shard else range(num)
+    if shard:
+        protocol["shard"] = shard.record(num, size)
+        label += f" part {shard.number} of {shard.of}"
+        if not rows:
+            raise ConfigError(f"{label}: got no batch of {size}, allowed: at most as many parts as batches")
+
+    def drawn() -> Iterator[np.ndarray]:
+        training = config["training"]
+        device = compute.setup(training["threads"], training["device"], training["deterministic"])
+        milestone = open_milestone(job.milestone, options.weights, device)
+        codec = open_codec(job.milestone, record, request.autoencoder, device)
+        process, shape = milestone.process, tuple(record["shape"])
+        grid, clip = places(process, options.steps, scheduler), scheduler.get("clip", False)
+        clock.work_begins()
+        progress = Progress(len(rows), label, "image")
+        for indices, kept in batches(rows, size):
+            with torch.inference_mode():
+                told = {name: values.to(device) for name, values in conditions(indices).items()}
+                predict = guided(process, milestone.model, told, record["conditions"], options.guidance_scale)
+                estimate = estimate_of(process, predict, clip, options.precision)
+                noise = noise_of(seed, indices, shape, device)
+                x0 = build(SCHEDULERS, scheduler, process, grid, estimate, noise)  # (batch, c, h, w)
+                images = to_uint8(codec.decode(x0.float()))[:kept]
+            yield images
+            progress.advance(kept)
+        progress.close()
+
+    def all_of(name: str) -> Iterator[np.ndarray]:
+        starts = range(rows.start, rows.stop, size)
+        return (conditions(range(start, min(start + size, rows.stop)))[name].numpy() for start in starts)
+
+    images = joined(job.parts, protocol, num, size) if job.parts else drawn()
+    write_samples(job.out, images, protocol, {name: all_of(name) for name in names}, len(rows))
     if job.grid is not None:
-        write_grid(job.grid, images[: options.grid])
-    say(f"{label}: {request.num} images in {job.out}")
+        write_grid(job.grid, open_samples(job.out).images[: options.grid])
+    say(f"{label}: {len(rows)} images in {job.out}")
 
 
 def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, device: torch.device | str) -> Any:
@@ -163,30 +184,3 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
             f"({record['autoencoder_sha256'][:12]}); pass that one as --autoencoder DIR, or train again"
         )
     return codec
-
-
-def write_samples(path: Path, images: np.ndarray, protocol: dict[str, Any]) -> None:
-    """Write images and how they came about, atomically."""
-    with atomic(path) as file:
-        np.savez(file, images=images, protocol=np.array(json.dumps(protocol, sort_keys=True)))
-
-
-def read_samples(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """Images (uint8, N×H×W×C) of an npz file and their protocol, empty where the file holds none.
-
-    Raises:
-        KairosError: no such file, or not images as `kairos sample` writes them.
-    """
-    if not path.is_file():
-        raise KairosError(f"{path}: no such file; allowed: an npz file with `images`, uint8, N×H×W×C")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            images = file["images"]
-            protocol = json.loads(str(file["protocol"])) if "protocol" in file else {}
-    except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
-        raise KairosError(f"{path}: cannot be read as npz with `images` ({error})") from None
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] not in (1, 3):
-        raise KairosError(
-            f"{path}: images: got {images.dtype} {images.shape}, allowed: uint8, N×H×W×C with 1 or 3 channels"
-        )
-    return images, protocol

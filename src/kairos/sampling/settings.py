@@ -20,6 +20,8 @@ class SamplingConfig(Section):
     guidance_scale: float = Field(1.0, ge=0, description="classifier-free guidance; 1: none")
     precision: Literal["fp32", "tf32", "bf16"] = Field("fp32", description="of the network; images are decoded in fp32")
     batch_size: int = Field(128, ge=1, description="images per network evaluation; does not change the images")
+    shards: int = Field(1, ge=1, description="jobs that a segment's images are drawn in; does not change the images")
+    labels: Literal["balanced", "data"] = Field("balanced", description="classes alike, or as often as in the data")
     grid: int = Field(64, ge=1, le=400, description="images on the grid picture")
     seed: int = Field(0, ge=0, description="seed of the noise, which is a function of it and the image's index")
 

@@ -14,7 +14,7 @@ def files(name: str) -> Paths:
     """The files of an input or output by its name in the rule."""
 
     def value(wildcards: Any, input: Any, output: Any) -> list[str]:
-        found = output.get(name) or input.get(name)
+        found = output.get(name) or input.get(name) or []
         return [found] if isinstance(found, str) else list(found)
 
     return value
@@ -33,3 +33,10 @@ def folder(name: str) -> Paths:
 def repeated(option: str, paths: Paths) -> Paths:
     """An option that is repeated for each path."""
     return lambda wildcards, input, output: " ".join(f"{option} {path}" for path in paths(wildcards, input, output))
+
+
+def shards(wildcards: Any, input: Any, output: Any) -> str:
+    """Which part a job makes, or the parts that it joins, if there are any."""
+    if "shard" in wildcards.keys():  # noqa: SIM118  (no dictionary)
+        return f"--shard {wildcards.shard}"
+    return str(repeated("--part", files("parts"))(wildcards, input, output))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from snakemake.persistence import PersistenceBase
 
 from kairos.config import load, validate
 from kairos.errors import KairosError
@@ -25,7 +26,7 @@ from kairos.progress import duration, say
 from kairos.tracking.store import tracking_uri, without_credentials
 from kairos.training.job import last_word
 from kairos.workflow import interrupts, start_over
-from kairos.workflow.layout import Layout, lay_out
+from kairos.workflow.layout import PARTS, Layout, lay_out
 
 _FROZEN = "KAIROS_EXPERIMENT"  # how a job's own Snakemake process finds the controller's frozen experiment
 _DEFAULT = "params.yaml"
@@ -66,7 +67,9 @@ def _before_execution(workflow: Any, layout: Layout) -> None:
     Its own hook (onstart) comes after its locks; and while the Snakefile is read it is not known yet whether anything
     will be executed: a dry run, a summary or a lint must work beside a run.
     """
-    execute = workflow.execute
+    execute, listed = workflow.execute, PersistenceBase._input
+    # of what a result was made from, its books leave the parts out: it is the same from many, few or none
+    PersistenceBase._input = lambda books, job: [path for path in listed(books, job) if PARTS not in path.split("/")]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it
 
     def locked(*arguments: Any, executor_plugin: Any, **keywords: Any) -> Any:

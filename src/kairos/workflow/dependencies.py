@@ -1,7 +1,8 @@
 """What each stage's results depend on: fields of the experiment and the code that computes them.
 
 Both ledgers use this: Snakemake in its ``params:``, DVC through the file that `kairos ledger fingerprints` writes. A
-field that is not named here, such as a batch size that does not change the images, makes nothing run again.
+field that is not named here, such as a batch size or a number of shards that does not change the images, makes nothing
+run again.
 """
 
 from typing import Any
@@ -47,14 +48,18 @@ def settings(stage: str, plain: Plain, method: str | None = None) -> Plain:
     made = {
         "none": {"autoencoder": {"kind": kind}},
         "pretrained": {"autoencoder": _only(autoencoder, "kind", "path"), "computing": computing},
-        "train": {"autoencoder": _without(autoencoder, "path"), "flips": dataset["flips"], "computing": computing},
+        "train": {
+            "autoencoder": _without(autoencoder, "path", "shards"),
+            "flips": dataset["flips"],
+            "computing": computing,
+        },
     }
     images = {"num": evaluation["num_samples"] * evaluation["sets"], "computing": computing}
     return {
         "prepare": {"dataset": _without(dataset, "flips")},
         "autoencoder": made[kind],
         "encode": encoded,
-        "sample": {"sampling": _without(plain["sampling"], "batch_size"), **images},
+        "sample": {"sampling": _without(plain["sampling"], "batch_size", "shards"), **images},
         "extractor": {"extractor": evaluation["extractor"], "computing": computing},
         "reference": {"evaluation": _without(evaluation, "extractor"), "computing": computing},
         "evaluate": {},  # what the reference was made with

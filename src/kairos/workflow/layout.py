@@ -15,6 +15,8 @@ from kairos.training.job import last_word
 from kairos.workflow import dependencies
 from kairos.workflow.resources import gpus
 
+PARTS = ".parts"  # folder of what is joined, in that of the results and in each training's
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -102,7 +104,7 @@ class Layout:
 
     def sampling_options(self, wildcards: Any, output: Any) -> str:
         """Arguments of ``kairos sample`` that state the whole sampling section; not compared either."""
-        sampling = dict(self.plain["sampling"])
+        sampling = {name: value for name, value in self.plain["sampling"].items() if name != "shards"}
         sampling |= {"scheduler": json.dumps(sampling["scheduler"]), "grid_images": sampling.pop("grid")}
         return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in sampling.items())
 
@@ -115,6 +117,17 @@ class Layout:
             Segment(steps, before, number, f"_{number}" if len(parts) > 1 else "", number == len(parts))
             for number, (steps, before) in enumerate(zip(parts, ends), 1)
         ]
+
+    def shards(self, stage: str) -> list[str]:
+        """The parts that a job of a stage joins, as files name them: ``1of2`` ...; none where it is not split."""
+        latent = self.experiment.autoencoder.kind != "none"
+        counts = {"sample": self.experiment.sampling.shards, "encode": self.experiment.autoencoder.shards * latent}
+        count = counts.get(stage, 0)
+        return [f"{number}of{count}" for number in range(1, count + 1)] if count > 1 else []
+
+    def rules(self, stage: str) -> list[str]:
+        """The rules of a stage: its own, and the one of its parts, whose results lie apart and go when joined."""
+        return [stage, f"{stage}_parts"] if self.shards(stage) else [stage]
 
     def images(self, segment: Segment) -> str:
         """The group in which a scheduler runs the sampling and evaluating of a segment as one job."""
@@ -171,14 +184,15 @@ class Layout:
         """The folder of a training."""
         return f"{self.results}/{method}/seed{seed}"
 
-    def params(self, stage: str, segment: Segment | None = None) -> dict[str, Any]:
-        """``params:`` of a computing stage: what it `depends` on, its configuration, and the file for the time it took.
+    def params(self, rule: str, segment: Segment | None = None) -> dict[str, Any]:
+        """``params:`` of a rule: what its stage `depends` on, its configuration, and the file for the time it took.
 
         That file is no output, since no two are the same: it names the machine too.
         """
+        stage = rule.removesuffix("_parts")
         job = "" if segment is None else f"/{{method}}_seed{{seed}}/{segment.number}"
-        timing = f"{self.results}/timing/{stage}{job}.json"
-        return {**self.depends(stage), "timing": timing, "config": self.frozen}
+        timing = f"{stage}{job}" if rule == stage else f"{PARTS}/{stage}{job}.{{shard}}"
+        return {**self.depends(stage), "timing": f"{self.results}/timing/{timing}.json", "config": self.frozen}
 
     def sums(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
         """Checksums of what a job of a training has made: in one folder, which DVC's report stage can depend on."""
@@ -208,7 +222,10 @@ class Layout:
     def jobs(self) -> dict[str, int]:
         """Number of jobs of each stage."""
         parts = len(self.trainings) * len(self.segments)
-        counts = dict.fromkeys(dependencies.SHARED, 1) | dict.fromkeys(dependencies.PER_TRAINING, parts)
+        counts: dict[str, int] = {}
+        for stage in (*dependencies.SHARED, *dependencies.PER_TRAINING):
+            number = parts if stage in dependencies.PER_TRAINING else 1
+            counts |= dict(zip(self.rules(stage), (number, number * len(self.shards(stage)))))
         return counts | {"report": 1} | ({"track": 1} if self.experiment.tracking.enabled else {})
 
 

@@ -45,7 +45,7 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
     Raises:
         ConfigError: the stage needs a method and a seed of the experiment, or has none.
     """
-    results = layout.results
+    results, rules = layout.results, layout.rules(stage)
     if stage in dependencies.PER_TRAINING:
         if method not in layout.methods or seed not in layout.seeds:
             raise ConfigError(
@@ -55,14 +55,14 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
         made = {"train": "milestones/{}/milestone.json", "sample": "samples/{}.npz", "evaluate": "evaluation/{}.json"}
         files = [f"{layout.training(method, seed)}/{made[stage].format(step)}" for step in layout.steps]
         sums = [layout.sums(stage, method, seed, segment) for segment in layout.segments]
-        return [f"{stage}{segment.name}" for segment in layout.segments], [*files, *sums]
+        return [f"{rule}{segment.name}" for rule in rules for segment in layout.segments], [*files, *sums]
     if method is not None or seed is not None:
         raise ConfigError(f"ledger run {stage}: has neither --method nor --seed")
     if stage == "report":  # the import into MLflow is this machine's own, so no stage of DVC's, and goes with it
         track = layout.experiment.tracking.enabled
         return ["report", "track"][: 1 + track], [f"{results}/report.html", f"{results}/tracking.json"][: 1 + track]
     folder = {"prepare": "dataset", "encode": "latents"}.get(stage, stage)
-    return [stage], [f"{results}/{folder}/{'reference' if stage == 'reference' else 'manifest'}.json"]
+    return rules, [f"{results}/{folder}/{'reference' if stage == 'reference' else 'manifest'}.json"]
 
 
 def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:

@@ -1,0 +1,158 @@
+"""Files of images and how they came about: npz, written as the images come and read a few at a time.
+
+The members are ``images``, ``protocol`` (JSON) and ``condition_<name>``; of files from elsewhere, such as ADM's,
+``arr_0`` stands for images and ``arr_1`` for classes.
+"""
+
+import json
+import struct
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kairos import clock
+from kairos.data.arrays import Rows, write_header
+from kairos.errors import KairosError
+from kairos.files import atomic
+from kairos.shards import AGAIN, in_order
+
+_BLOCK = 1 << 20
+_CONDITION = "condition_"
+Parts = Iterable[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """An open file of images.
+
+    Attributes:
+        images: uint8 (N, height, width, channels); ``images[slice or int array]`` reads those.
+        protocol: how they came about, empty where the file does not say.
+        conditions: what the model was told of each, (N, ...) by name.
+    """
+
+    images: Rows
+    protocol: dict[str, Any]
+    conditions: dict[str, np.ndarray]
+
+
+def write_samples(
+    path: Path,
+    images: np.ndarray | Parts,
+    protocol: dict[str, Any],
+    conditions: dict[str, Parts] | None = None,
+    num: int | None = None,
+) -> None:
+    """Write images and how they came about, atomically; equal arguments give equal bytes.
+
+    Args:
+        path: the file.
+        images: uint8 (num, height, width, channels), whole or in parts.
+        protocol: JSON values.
+        conditions: (num, ...) by name, in parts.
+        num: number of images, needed for those in parts.
+    """
+    if isinstance(images, np.ndarray):
+        images, num = [images], len(images)
+    assert num is not None
+    stated = np.array(json.dumps(protocol, sort_keys=True))
+    with atomic(path) as file, zipfile.ZipFile(file, "w") as archive:
+
+        def member(name: str) -> Any:
+            return archive.open(f"{name}.npy", "w", force_zip64=True)  # without a date
+
+        with member("images") as opened:
+            _write_rows(opened, num, images)
+        with member("protocol") as opened:
+            np.lib.format.write_array(opened, stated, allow_pickle=False)
+        for name, parts in (conditions or {}).items():
+            with member(_CONDITION + name) as opened:
+                _write_rows(opened, num, parts)
+
+
+def open_samples(path: Path) -> Samples:
+    """Open a file of images; all of it is read once, against its checksums, and nothing is kept in memory.
+
+    Raises:
+        KairosError: no such file, a damaged one, or no images as `kairos sample` or ADM write them.
+    """
+    if not path.is_file():
+        raise KairosError(f"{path}: no such file; allowed: an npz file with `images` or `arr_0`, uint8, N×H×W×C")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            images = _rows(path, archive, "images.npy" if "images.npy" in archive.namelist() else "arr_0.npy")
+        with np.load(path, allow_pickle=False) as file:
+            protocol = json.loads(str(file["protocol"])) if "protocol" in file else {}
+            conditions = {n.removeprefix(_CONDITION): file[n] for n in file.files if n.startswith(_CONDITION)}
+            if "arr_0" in file and "arr_1" in file:
+                conditions["class"] = file["arr_1"].astype(np.int64)
+    except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
+        raise KairosError(f"{path}: cannot be read as npz with `images` or `arr_0` ({error})") from None
+    if images.dtype != np.uint8 or len(images.shape) != 4 or images.shape[-1] not in (1, 3):
+        raise KairosError(
+            f"{path}: images: got {images.dtype} {images.shape}, allowed: uint8, N×H×W×C with 1 or 3 channels"
+        )
+    return Samples(images, protocol, conditions)
+
+
+def read_samples(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """All images (uint8, N×H×W×C) of a file and their protocol, see `open_samples`."""
+    opened = open_samples(path)
+    return opened.images[:], opened.protocol
+
+
+def joined(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[np.ndarray]:
+    """The images of all parts of a job in their order, a batch at a time, after all parts have been looked at.
+
+    Args:
+        paths: files of the parts, in any order.
+        protocol: of the whole.
+        num: images of the whole.
+        batch_size: images per batch.
+
+    Raises:
+        KairosError: a part is missing, damaged, of another job or there twice; the message names it.
+    """
+    opened = []
+    clock.work_begins()
+    for path in paths:
+        try:
+            opened.append(open_samples(path))
+        except KairosError as error:
+            raise KairosError(f"{error}; {AGAIN}") from None
+    said = [(path, one.protocol) for path, one in zip(paths, opened)]
+    order = [opened[place].images for place in in_order(said, protocol, num, batch_size)]
+    return (images[start : start + batch_size] for images in order for start in range(0, len(images), batch_size))
+
+
+def _write_rows(file: Any, count: int, parts: Parts) -> None:
+    """Write an array of `count` rows in .npy form from its parts, each (n, ...)."""
+    written = 0
+    for part in parts:
+        if not written:
+            write_header(file, (count, *part.shape[1:]), part.dtype)
+        file.write(part.tobytes())
+        written += len(part)
+    assert written == count
+
+
+def _rows(path: Path, archive: zipfile.ZipFile, name: str) -> Rows:
+    """A member, where it lies in its file; a compressed one in a file of its own that goes with its rows."""
+    info = archive.getinfo(name)
+    stored = info.compress_type == zipfile.ZIP_STORED
+    with archive.open(info) as member, tempfile.NamedTemporaryFile() as unpacked:
+        for block in iter(lambda: member.read(_BLOCK), b""):  # compared with its checksum at the end
+            if not stored:
+                unpacked.write(block)
+        unpacked.flush()
+        if not stored:
+            return Rows(Path(unpacked.name))
+    with open(path, "rb") as file:
+        file.seek(info.header_offset + 26)
+        name_and_fields = struct.unpack("<HH", file.read(4))
+    return Rows(path, start=info.header_offset + 30 + sum(name_and_fields))

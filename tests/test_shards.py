@@ -1,0 +1,328 @@
+"""Samples and latents in parts: the bytes of one job, every fault of a part named, conditions, memory, the DAG."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from workflow_copy import finished
+
+from kairos.cli import main
+from kairos.config import load, validate
+from kairos.data.latents import open_latents
+from kairos.errors import ConfigError, KairosError
+from kairos.files import read_json
+from kairos.sampling.samples_file import open_samples, write_samples
+from kairos.shards import Shard
+from kairos.workflow.dependencies import of
+from kairos.workflow.layout import Layout
+from kairos.workflow.ledger import targets
+
+EXPERIMENT = {
+    "experiment": "r",
+    "dataset": {"source": "digits", "color": "grey", "heldout": 0.25},
+    "model": {"name": "dit", "patch": 2, "width": 32, "depth": 1, "heads": 2, "conditions": ["class"]},
+    "training": {"batch_size": 16, "milestones": [2], "device": "cpu", "condition_dropout": 0.1},
+    "methods": {"uniform": {}},
+    "sampling": {"steps": 3, "batch_size": 32, "grid": 9},
+    "evaluation": {"num_samples": 150, "sets": 1, "extractor": {"name": "classifier", "features": 32}},
+}
+NUM = 150  # four batches of 32 and a ragged fifth
+
+
+def kairos(*arguments) -> int:
+    torch.set_num_threads(1)
+    return main([str(argument) for argument in arguments])
+
+
+def chain(root: Path, **changes) -> Path:
+    """Milestones in pixel space as the workflow's rules make them; the folder of the milestones."""
+    values = json.loads(json.dumps(EXPERIMENT))
+    for section, fields in changes.items():
+        values[section].update(fields)
+    config, r = root / "experiment.yaml", root / "r"
+    config.write_text(yaml.safe_dump(values))
+    shared = ("--config", config, "--dataset", r / "dataset")
+    assert kairos("prepare", "--config", config, "--out", r / "dataset") == 0
+    assert kairos("autoencoder", *shared, "--out", r / "autoencoder") == 0
+    assert kairos("encode", *shared, "--autoencoder", r / "autoencoder", "--out", r / "latents") == 0
+    out = r / "uniform" / "seed0"
+    job = ("--config", config, "--method", "uniform", "--seed", 0, "--out", out, "--latents", r / "latents")
+    assert kairos("train", *job, "--milestones", 0, 2) == 0
+    return out / "milestones"
+
+
+@pytest.fixture(scope="module")
+def milestones(tmp_path_factory) -> Path:
+    return chain(tmp_path_factory.mktemp("chain"))
+
+
+def draw(milestones: Path, out: Path, *options, step: int = 2, num: int = NUM) -> int:
+    return kairos("sample", "--milestone", milestones / f"{step:07d}", "--out", out, "--num", num, *options)
+
+
+def parts_of(milestones: Path, folder: Path, count: int, *options) -> list[Path]:
+    paths = [folder / f"{number}of{count}.npz" for number in range(1, count + 1)]
+    for path in paths:
+        assert draw(milestones, path, "--shard", path.stem, *options) == 0
+    return paths
+
+
+def join(milestones: Path, out: Path, parts: list[Path], *options) -> int:
+    return draw(milestones, out, *(word for path in parts for word in ("--part", path)), *options)
+
+
+@pytest.mark.parametrize("labels", ["balanced", "data"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_joined_shards_are_the_bytes_of_one_job(milestones, tmp_path, count, labels):
+    options = ("--labels", labels)
+    assert draw(milestones, tmp_path / "whole.npz", "--grid", tmp_path / "whole.png", *options) == 0
+    parts = parts_of(milestones, tmp_path, count, *options)
+    assert sum(len(open_samples(path).images) for path in parts) == NUM
+    assert join(milestones, tmp_path / "joined.npz", parts[::-1], "--grid", tmp_path / "joined.png", *options) == 0
+    for suffix in (".npz", ".png"):
+        assert (tmp_path / f"joined{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
+def test_several_milestones_are_joined_in_one_call(milestones, tmp_path):
+    both = [word for step in (0, 2) for word in ("--milestone", milestones / f"{step:07d}")]
+    for number in (1, 2):
+        outs = [word for step in (0, 2) for word in ("--out", tmp_path / f"{step}.{number}.npz")]
+        assert kairos("sample", *both, *outs, "--num", NUM, "--shard", f"{number}of2") == 0
+    parts = [word for step in (0, 2) for n in (1, 2) for word in ("--part", tmp_path / f"{step}.{n}.npz")]
+    outs = [word for step in (0, 2) for word in ("--out", tmp_path / f"{step}.npz")]
+    assert kairos("sample", *both, *outs, "--num", NUM, *parts) == 0
+    for step in (0, 2):
+        assert draw(milestones, tmp_path / "whole.npz", step=step) == 0
+        assert (tmp_path / f"{step}.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
+    assert kairos("sample", *both, *outs, "--num", NUM, *parts[:-2]) == 2
+
+
+def spoiled(path: Path, how: str, milestones: Path, parts: list[Path]) -> None:
+    path.unlink()
+    if how == "truncated":
+        path.write_bytes(parts[0].read_bytes()[:3000])
+    elif how == "flipped":
+        content = bytearray(parts[1].read_bytes())
+        content[2000] ^= 1
+        path.write_bytes(content)
+    elif how == "twice":
+        shutil.copy(parts[0], path)
+    elif how == "whole":
+        assert draw(milestones, path) == 0
+    elif how != "missing":
+        options = {"seed": ("--seed", 7), "batch size": ("--batch-size", 50), "sampling": ("--steps", 2)}.get(how, ())
+        shard = "2of3" if how == "other number" else "2of2"
+        num, step = 200 if how == "number of images" else NUM, 0 if how == "milestone" else 2
+        assert draw(milestones, path, "--shard", shard, *options, step=step, num=num) == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "no such file"),
+        ("truncated", "cannot be read"),
+        ("flipped", "Bad CRC-32"),
+        ("twice", "holds part 1 of 2, as .*1of2.npz does"),
+        ("whole", "shard: got None, allowed"),
+        ("seed", "seed: got 7, allowed: 0"),
+        ("batch size", "shard: got .*'batch_size': 50"),
+        ("sampling", "steps: got 2, allowed: 3"),
+        ("milestone", "step: got 0, allowed: 2"),
+        ("number of images", "num: got 200, allowed: 150"),
+        ("other number", "is one of 3 parts, but 2 are given"),
+    ],
+)
+def test_a_part_that_cannot_be_joined_is_named(milestones, tmp_path, capsys, how, message):
+    parts = parts_of(milestones, tmp_path, 2)
+    spoiled(parts[1], how, milestones, [parts[0], shutil.copy(parts[1], tmp_path / "copy.npz")])
+    capsys.readouterr()
+    assert join(milestones, tmp_path / "joined.npz", parts) == 1
+    said = capsys.readouterr().err
+    assert re.search(rf"2of2\.npz: .*{message}.*(delete this part|give all of them)", said, re.S), said
+    assert not (tmp_path / "joined.npz").exists() and not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("text", ["0of2", "3of2", "1/2", "of", "2"])
+def test_a_shard_that_is_none(milestones, tmp_path, text, capsys):
+    assert draw(milestones, tmp_path / "x.npz", "--shard", text) == 2
+    assert "allowed: KofN" in capsys.readouterr().err
+
+
+def test_more_shards_than_batches(milestones, tmp_path, capsys):
+    assert draw(milestones, tmp_path / "x.npz", "--shard", "1of6") == 2
+    assert "at most as many parts as batches" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"sampling.shards: got 6, allowed: at most 5, the batches"):
+        validate({**EXPERIMENT, "sampling": {"batch_size": 32, "shards": 6}})
+
+
+@pytest.mark.parametrize(("count", "size", "of"), [(150, 32, 2), (150, 32, 3), (150, 32, 5), (64, 32, 5), (7, 100, 3)])
+def test_shards_are_whole_batches_and_all_images(count, size, of):
+    rows = [Shard(number, of).rows(count, size) for number in range(1, of + 1)]
+    assert [index for part in rows for index in part] == list(range(count))
+    assert all(part.start % size == 0 for part in rows if part)
+
+
+# Conditions
+
+
+def test_samples_carry_their_conditions(milestones, tmp_path):
+    latents = open_latents(milestones / "../../../latents")
+    known = latents.conditions(latents.train)["class"].numpy()
+    for labels in ("balanced", "data"):
+        assert draw(milestones, tmp_path / labels, "--labels", labels, num=400) == 0
+    balanced, data = (open_samples(tmp_path / labels) for labels in ("balanced", "data"))
+    assert (balanced.conditions["class"] == np.arange(400) % 10).all()
+    assert data.conditions["class"].dtype == np.int64 and data.conditions["class"].shape == (400,)
+    share, drawn = (np.bincount(values, minlength=10) / len(values) for values in (known, data.conditions["class"]))
+    assert np.abs(share - drawn).max() < 4 * (0.1 * 0.9 / 400) ** 0.5 and len(set(drawn)) > 1
+    assert (balanced.protocol["labels"], data.protocol["labels"]) == ("balanced", "data")
+    assert draw(milestones, tmp_path / "fewer", "--labels", "data", "--batch-size", 17, num=70) == 0
+    assert (open_samples(tmp_path / "fewer").conditions["class"] == data.conditions["class"][:70]).all()
+    assert draw(milestones, tmp_path / "other", "--labels", "data", "--seed", 1, num=70) == 0
+    assert (open_samples(tmp_path / "other").conditions["class"] != data.conditions["class"][:70]).any()
+
+
+# The file
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_files_as_adm_writes_them(tmp_path, save):
+    images = np.random.default_rng(0).integers(0, 256, (20, 4, 6, 3), dtype=np.uint8)
+    save(tmp_path / "x.npz", images, np.arange(20) % 3)
+    opened = open_samples(tmp_path / "x.npz")
+    assert opened.protocol == {} and (opened.conditions["class"] == np.arange(20) % 3).all()
+    for which in (
+        slice(3, 9),
+        slice(None, None, -2),
+        np.array([5, 6, 7, 2, 2, 19]),
+        [0],
+        slice(0, 0),
+        4,
+        images[:, 0, 0, 0] > 99,
+    ):
+        assert np.array_equal(opened.images[which], images[which])
+    assert (opened.images.shape, opened.images.dtype, len(opened.images)) == ((20, 4, 6, 3), np.uint8, 20)
+    with pytest.raises(IndexError):
+        opened.images[np.array([20])]
+
+
+def test_files_that_hold_no_images(tmp_path):
+    np.savez(tmp_path / "none.npz", mu=np.zeros(3))
+    np.savez(tmp_path / "turned.npz", images=np.asfortranarray(np.zeros((5, 4, 4, 3), np.uint8)))
+    for name, message in (("none.npz", "`images` or `arr_0` .*no item"), ("turned.npz", "Fortran")):
+        with pytest.raises(KairosError, match=f"{name}: .*{message}"):
+            open_samples(tmp_path / name)
+
+
+def test_a_file_is_numpys_own_and_too_few_images_leave_none(tmp_path):
+    images = np.arange(2 * 4 * 4, dtype=np.uint8).reshape(2, 4, 4, 1)
+    write_samples(tmp_path / "a.npz", (images[n : n + 1] for n in range(2)), {"seed": 1}, num=2)
+    np.savez(tmp_path / "b.npz", images=images, protocol=np.array(json.dumps({"seed": 1})))
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+    with pytest.raises(ValueError, match="got 2 rows, allowed: 3"):
+        write_samples(tmp_path / "c.npz", iter([images]), {}, num=3)
+    assert not (tmp_path / "c.npz").exists()
+
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+from kairos.cli import main
+status = main(sys.argv[1:])
+print("peak", re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+sys.exit(status)
+"""
+
+
+def peak(*arguments) -> int:
+    """Peak memory of a call of kairos in a process of its own, bytes; ru_maxrss would begin with this process' own."""
+    command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return 1024 * int(ended.stdout.split("peak")[1])
+
+
+@pytest.mark.long
+def test_memory_does_not_grow_with_the_images(tmp_path):
+    """Images of 12 KB: 8,000 more of them are 98 MB."""
+    model = {"name": "dit", "patch": 32, "width": 16, "depth": 1, "heads": 1, "conditions": []}
+    milestones = chain(tmp_path, model=model, dataset={"color": "rgb", "resolution": 64, "limit": 100})
+    call = ("sample", "--milestone", milestones / "0000000", "--steps", 1, "--batch-size", 128)
+    peaks = {}
+    for num in (2000, 10000):
+        peaks[num] = peak(*call, "--num", num, "--out", tmp_path / f"{num}.npz")
+    part = peak(*call, "--num", 10000, "--shard", "1of2", "--out", tmp_path / "1.npz")
+    peak(*call, "--num", 10000, "--shard", "2of2", "--out", tmp_path / "2.npz")
+    joined = ("--part", tmp_path / "1.npz", "--part", tmp_path / "2.npz", "--out", tmp_path / "joined.npz")
+    peaks["joined"] = peak(*call, "--num", 10000, *joined)
+    print({name: f"{value / 2**20:.0f} MiB" for name, value in (peaks | {"part": part}).items()})
+    assert peaks[10000] == pytest.approx(peaks[2000], rel=0.1)
+    assert peaks["joined"] < 1.1 * peaks[2000]
+    assert (tmp_path / "joined.npz").read_bytes() == (tmp_path / "10000.npz").read_bytes()
+
+
+# The workflow
+
+
+def layout(**changes) -> Layout:
+    return Layout(validate({**EXPERIMENT, **changes}), Path("x.yaml"))
+
+
+def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
+    sharded = layout(sampling={"shards": 2, "batch_size": 32}, autoencoder={"kind": "train", "shards": 3}, seeds=[0, 1])
+    jobs = sharded.jobs()
+    assert {name: jobs[name] for name in ("encode", "encode_parts", "sample", "sample_parts", "evaluate")} == {
+        "encode": 1, "encode_parts": 3, "sample": 2, "sample_parts": 4, "evaluate": 2,
+    }  # fmt: skip
+    assert targets(sharded, "encode", None, None)[0] == ["encode", "encode_parts"]
+    assert targets(sharded, "sample", "uniform", 0)[0] == ["sample", "sample_parts"]
+    assert targets(sharded, "train", "uniform", 0)[0] == ["train"]
+    pixels = layout(autoencoder={"shards": 3})
+    assert "encode_parts" not in pixels.jobs() and "sample_parts" not in pixels.jobs()
+    one = layout(autoencoder={"kind": "train"}, sampling={"batch_size": 32}, seeds=[0, 1])
+    for stage in ("autoencoder", "encode", "sample"):  # what is complete is not made again for a number of shards
+        method = "uniform" if stage == "sample" else None
+        assert of(stage, one.plain, method) == of(stage, sharded.plain, method)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_pipeline_in_shards_makes_the_same(tmp_path_factory):
+    copy = finished(tmp_path_factory)
+    results, file = copy.folder / "results/tiny", copy.folder / "params.yaml"
+    made = ("sums/*/*/*.txt", "latents/*", "*/seed*/samples/*", "*/seed*/evaluation/*")
+
+    def hashes() -> dict[str, str]:
+        found = sorted(path for pattern in made for path in results.glob(pattern))
+        return {str(path.relative_to(results)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+    before, text = hashes(), file.read_text()
+    text = text.replace("steps: 30}\n\nmodel", "steps: 30, shards: 2}\n\nmodel")
+    file.write_text(text.replace("sampling:\n", "sampling:\n  shards: 2\n  batch_size: 64\n"))
+    assert load(file).autoencoder.shards == load(file).sampling.shards == 2
+    assert copy.to_do(config="params.yaml") == {"report": 1, "track": 1}  # its settings are shown there
+    shutil.rmtree(results / "latents")
+    for folder in (*results.glob("*/seed*/samples"), *results.glob("*/seed*/evaluation")):
+        shutil.rmtree(folder)
+    to_do = copy.to_do(config="params.yaml")
+    assert to_do["encode_parts"] == 2 and to_do["encode"] == 1
+    assert to_do["sample_parts_1"] == to_do["sample_parts_2"] == 2
+    said = ""
+    for stage in ("encode", "sample --method adaptive --seed 0"):  # as DVC runs its stages
+        ended = copy.run("kairos", "ledger", "run", *stage.split())
+        said += ended.stdout + ended.stderr
+        assert ended.returncode == 0, said
+    assert said.count("part 2 of 2") == 7  # of the latents, twice of each of three milestones
+    ended = copy.snakemake(config="params.yaml")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert hashes() == before and len(before) > 12
+    assert copy.to_do(config="params.yaml") == {} and not list(results.glob("**/.parts/**/*.np?"))
+    assert read_json(results / "timing/.parts/encode.1of2.json")["stage"] == "encode"
