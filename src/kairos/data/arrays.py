@@ -102,9 +102,9 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Rows:
         OSError: the disk has no room (ENOSPC); the message names the file.
     """
     with open(path, "wb") as file:
-        size = write_header(file, shape, np.dtype(dtype))
+        write_header(file, shape, np.dtype(dtype))
         try:
-            os.posix_fallocate(file.fileno(), 0, size)
+            os.posix_fallocate(file.fileno(), 0, file.tell() + np.dtype(dtype).itemsize * math.prod(shape))
         except OSError as error:
             path.unlink()
             raise OSError(error.errno, error.strerror, str(path)) from None
@@ -114,15 +114,16 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Rows:
 def shorten(path: Path, count: int) -> None:
     """Cut a .npy file off after `count` rows."""
     opened = Rows(path)
+    shape = (count, *opened.shape[1:])
     with open(path, "r+b") as file:
-        file.truncate(write_header(file, (count, *opened.shape[1:]), opened.dtype))
+        write_header(file, shape, opened.dtype)  # as long as that of any other number of rows
+        file.truncate(file.tell() + opened.dtype.itemsize * math.prod(shape))
 
 
-def write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Write a header, as long as that of any other number of rows; gives the size of the whole file in bytes."""
+def write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Write what a .npy file begins with."""
     described = npy.dtype_to_descr(dtype)
     npy.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
-    return file.tell() + dtype.itemsize * math.prod(shape)
 
 
 def read_array(path: Path, command: str) -> Rows:
