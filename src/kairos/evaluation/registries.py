@@ -25,6 +25,11 @@ class ClassifierOptions:
 
 
 @dataclass(frozen=True)
+class SelfsupervisedOptions(ClassifierOptions):
+    """The same network, trained on the training images without labels: which way up is a part of an image?"""
+
+
+@dataclass(frozen=True)
 class InceptionOptions:
     """torch-fidelity's Inception-v3 (2,048 features): FID, IS and KID proper."""
 
@@ -33,6 +38,8 @@ class InceptionOptions:
 
 EXTRACTORS = Registry("extractor")
 EXTRACTORS.add("classifier", "kairos.evaluation.classifier:train", ClassifierOptions, "trained by the pipeline")
+EXTRACTORS.add("selfsupervised", "kairos.evaluation.selfsupervised:train", SelfsupervisedOptions, "needs no labels")
+EXTRACTORS.add("auto", "kairos.evaluation.choice:choose", help="what the images allow; settled before any job")
 EXTRACTORS.add("inception", "kairos.evaluation.inception:prepare", InceptionOptions, "Inception-v3 of torch-fidelity")
 
 METRICS = Registry("metric")

@@ -12,7 +12,7 @@ from kairos.section import Section, component
 class EvaluationConfig(Section):
     """How images are compared with real ones."""
 
-    extractor: component(EXTRACTORS) = Field("classifier", validate_default=True, description="features of images")  # type: ignore[valid-type]
+    extractor: component(EXTRACTORS) = Field("auto", validate_default=True, description="features of images")  # type: ignore[valid-type]
     num_samples: int = Field(450, ge=2, description="images per set")
     sets: int = Field(3, ge=1, description="sets of samples; their spread is the uncertainty of a distance")
     kid: bool = Field(True, description="kernel distance beside the Fréchet distance")

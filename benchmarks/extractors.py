@@ -1,0 +1,242 @@
+"""Whether features order known damage: those of the self-supervised extractor beside a classifier's.
+
+    python benchmarks/extractors.py --data ../shared/data --out benchmarks/results/extractors.csv
+
+Every extractor is trained on the same 20,000 images of CIFAR-10 or of Fashion-MNIST (padded to 32×32), by default for
+three seeds. Compared with their statistics are sets of 900 held-out images: as they are (``floor``), blurred (standard
+deviation in pixels), with noise (standard deviation of 255 grey levels), and of 8, 5 or 2 of the ten classes. Which
+classes are left out matters beside how many (a classifier's distance has the same trouble), so these are means over ten
+choices, in each of which the classes follow another one in a circle: every class is left out equally often.
+
+Columns: ``distance``, and ``ratio`` to the floor's; the file's rows with damage ``order`` say whether all damages of a
+kind rise strictly from the floor, and ``rank`` is Spearman's correlation with the classifier's order of the same seed.
+
+The other tasks are those that were tried: ``turns``, which way up a whole image is; ``turned parts``, the same of a
+part of an image; ``contrastive``, NT-Xent of two parts with other brightness and contrast (Chen et al. 2020); ``untrained``.
+"""
+
+import argparse
+import csv
+import io
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+from scipy.ndimage import gaussian_filter
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from kairos.data.dataset import PreparedDataset
+from kairos.evaluation import classifier, distances, extractors, selfsupervised
+from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
+from kairos.files import write_json
+from kairos.randomness import Stream
+
+FILES = {
+    "cifar10": "cifar10/train-00000-of-00001.parquet",
+    "fashion_mnist": "fashion_mnist/train-00000-of-00001.parquet",
+}
+BLUR = (0.4, 0.6, 1.0, 1.5, 2.5)
+NOISE = (4, 8, 16, 32, 64)
+MODES = (8, 5, 2)
+KINDS = ("blur", "noise", "modes")
+Train = Callable[[Any, PreparedDataset, Path], dict[str, Any]]
+
+
+def load(folder: Path, name: str, train: int, heldout: int) -> PreparedDataset:
+    """A data set of that many images, chosen at random, as stage prepare would give it."""
+    table = pq.read_table(folder / FILES[name])
+    chosen = Stream(0, "benchmark images").permutation(len(table))[: train + heldout].numpy()
+    table = table.take(chosen)
+    column = next(column for column in table.column_names if column != "label")
+    images = np.stack([np.asarray(Image.open(io.BytesIO(cell["bytes"]))) for cell in table[column].to_pylist()])
+    if images.ndim == 3:
+        images = np.pad(images, ((0, 0), (2, 2), (2, 2)))[..., None]
+    labels, split = np.array(table["label"].to_pylist()), np.split(np.arange(len(table)), [train])
+    manifest = {"classes": [str(label) for label in range(10)], "content_sha256": name}
+    return PreparedDataset(folder, images, *split, {"class": labels}, manifest)
+
+
+def damaged(images: np.ndarray) -> dict[str, np.ndarray]:
+    """Blurred and noisy images by kind and strength, uint8; the noise is the same, but for its strength."""
+    pixels, noise = images.astype(np.float64), np.random.default_rng(0).normal(size=images.shape)
+    found = {f"blur {sigma}": gaussian_filter(pixels, (0, sigma, sigma, 0)) for sigma in BLUR}
+    found |= {f"noise {sigma}": pixels + sigma * noise for sigma in NOISE}
+    return {name: values.round().clip(0, 255).astype(np.uint8) for name, values in found.items()}
+
+
+def measure(extractor: extractors.Extractor, dataset: PreparedDataset, count: int) -> dict[str, float]:
+    """Distance of every damage from the training images, and of `floor`; sets have `count` images."""
+
+    def features(images: np.ndarray) -> Tensor:
+        with torch.inference_mode():
+            return extractors.extract(extractor, images)[extractor.layer]
+
+    target = distances.Target("d", distances.statistics(features(dataset.images[dataset.train])))
+
+    def distance(values: Tensor) -> float:
+        return distances.frechet(distances.NoOptions(), distances.Sample(values), target)["d"]
+
+    heldout = dataset.images[dataset.heldout]
+    whole, labels = features(heldout), dataset.conditions["class"][dataset.heldout]
+    found = {"floor": distance(whole[:count])}
+    found |= {name: distance(features(images)) for name, images in damaged(heldout[:count]).items()}
+    for modes in MODES:
+        sets = [whole[(labels - first) % 10 < modes][:count] for first in range(10)]
+        assert {len(each) for each in sets} == {count}, f"too few held-out images for {count} of {modes} classes"
+        found[f"modes {modes}"] = float(np.mean([distance(each) for each in sets]))
+    return found
+
+
+def ordered(found: dict[str, float], kind: str) -> bool:
+    """Whether the distances of a kind of damage rise strictly with its strength, from the floor."""
+    values = [found["floor"], *(value for name, value in found.items() if name.startswith(kind))]
+    return all(low < high for low, high in pairwise(values))
+
+
+def turns(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path, part: bool = False) -> dict[str, Any]:
+    """Another task: which way up an image is, or a part of it."""
+
+    def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+        images = classifier.pixels(dataset, chosen)
+        if part:
+            quarters = Stream(options.seed, "quarters").integers(step, 4, range(len(chosen)))
+            images = selfsupervised.parts(images, quarters, _places(options.seed, step, len(chosen)))
+        classes = Stream(options.seed, "turns").integers(step, 4, range(len(chosen)))
+        return selfsupervised.turned(images, classes), classes
+
+    return classifier.fit("turns", options, dataset, 4, task, folder)
+
+
+def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
+    """Another task: which two of all parts of all images of a batch are of one image; half the steps, as dear."""
+    model = {}
+
+    class Pairs(nn.Module):
+        """The head's outputs as similarities: the classes are the other parts of the batch."""
+
+        def __init__(self, *arguments: Any):
+            super().__init__()
+            self.inner = model["it"] = classifier.Classifier(*arguments)
+
+        def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+            features, projected = self.inner(images)
+            unit = nn.functional.normalize(projected, dim=1)
+            return features, (unit @ unit.T / 0.2).fill_diagonal_(-1e9)
+
+    torch.manual_seed(options.seed)
+    pairs = Pairs(tuple(dataset.images.shape[1:]), 64, options.channels, options.features)
+    steps = max(1, options.steps // 2)
+    optimizer = torch.optim.AdamW(pairs.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=steps)
+    size = options.batch_size
+    classes = torch.arange(2 * size).roll(size)
+    for step in range(steps):
+        chosen = dataset.train[Stream(options.seed, "pairs").integers(step, len(dataset.train), range(size)).numpy()]
+        images = classifier.pixels(dataset, chosen).repeat(2, 1, 1, 1)
+        quarters = Stream(options.seed, "quarters").integers(step, 4, range(2 * size))
+        images = selfsupervised.parts(images, quarters, _places(options.seed, step, 2 * size))
+        light = Stream(options.seed, "light").uniform(step, range(2 * size), (2, 1, 1, 1)).float()
+        images = (images - 127.5) * (0.6 + 0.8 * light[:, 0]) + 127.5 + 76 * (light[:, 1] - 0.5)
+        loss = nn.functional.cross_entropy(pairs(images)[1], classes)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return _write(model["it"], "contrastive", dataset, options, 64, folder)
+
+
+def untrained(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
+    """The network as it is initialised."""
+    torch.manual_seed(options.seed)
+    shape = tuple(dataset.images.shape[1:])
+    model = classifier.Classifier(shape, 4, options.channels, options.features)
+    return _write(model, "untrained", dataset, options, 4, folder)
+
+
+def _write(model: nn.Module, kind: str, dataset: PreparedDataset, options: Any, classes: int, folder: Path) -> dict:
+    from safetensors.torch import save_file
+
+    save_file(model.state_dict(), folder / classifier.WEIGHTS)
+    shape = list(dataset.images.shape[1:])
+    return {"name": kind, "metric": "d", "features": options.features, "classes": classes, "shape": shape}
+
+
+def _places(seed: int, step: int, count: int) -> Tensor:
+    return Stream(seed, "places").uniform(step, range(count), (3,))
+
+
+TRAINED: dict[str, Train] = {
+    "classifier": classifier.train,
+    "selfsupervised": selfsupervised.train,
+    "turns": turns,
+    "turned parts": lambda options, dataset, folder: turns(options, dataset, folder, part=True),
+    "contrastive": contrastive,
+    "untrained": untrained,
+}
+
+
+def trained(name: str, dataset: PreparedDataset, **options: Any) -> tuple[extractors.Extractor, float]:
+    """An extractor and the CPU seconds that its training took."""
+    chosen = (ClassifierOptions if name == "classifier" else SelfsupervisedOptions)(**options)
+    with TemporaryDirectory() as folder:
+        begun = time.process_time()
+        manifest = {"options": vars(chosen), **TRAINED[name](chosen, dataset, Path(folder))}
+        seconds = time.process_time() - begun
+        write_json(Path(folder) / "manifest.json", manifest)
+        return classifier.load(Path(folder), manifest), seconds
+
+
+def main() -> None:
+    """Measure, print a line per extractor, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with cifar10/, fashion_mnist/")
+    parser.add_argument("--out", type=Path, required=True, metavar="F", help="CSV file to write")
+    parser.add_argument("--sets", nargs="+", default=list(FILES), choices=FILES, metavar="NAME", help="data sets")
+    parser.add_argument("--extractors", nargs="+", default=list(TRAINED), choices=TRAINED, metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="trainings of each extractor")
+    parser.add_argument(
+        "--images", type=int, nargs=3, default=(20_000, 5000, 900), metavar="N", help="train, held, set"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    train, heldout, count = arguments.images
+    rows = []
+    for data in arguments.sets:
+        dataset = load(arguments.data, data, train, heldout)
+        for seed in range(arguments.seeds):
+            by_classifier: dict[str, float] = {}
+            for name in arguments.extractors:
+                extractor, seconds = trained(name, dataset, seed=seed)
+                found = measure(extractor, dataset, count)
+                by_classifier = by_classifier or found
+                rank = float(spearmanr(list(found.values()), [by_classifier[key] for key in found])[0])
+                key = {"data": data, "extractor": name, "seed": seed}
+                for damage, value in found.items():
+                    rows.append(key | {"damage": damage, "distance": value, "ratio": value / found["floor"]})
+                right = {kind: ordered(found, kind) for kind in KINDS}
+                rows.append(key | {"damage": "order", "rank": rank, "seconds": round(seconds, 1), **right})
+                ratios = "  ".join(f"{damage} {value / found['floor']:.2f}" for damage, value in found.items())
+                print(
+                    f"{data} {name} seed {seed}: {seconds:.0f} s, rank {rank:.3f}, ordered {right}\n  {ratios}",
+                    flush=True,
+                )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with open(arguments.out, "w", newline="", encoding="utf-8") as file:
+        file.write(f"# python benchmarks/extractors.py --seeds {arguments.seeds} --images {train} {heldout} {count}\n")
+        columns = ["data", "extractor", "seed", "damage", "distance", "ratio", "rank", "seconds", *KINDS]
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+if __name__ == "__main__":
+    main()
