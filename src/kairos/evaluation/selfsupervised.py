@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation import classifier
 from kairos.evaluation.registries import SelfsupervisedOptions
 from kairos.randomness import Stream
 
-SIDES = (0.6, 0.75)  # of a part, in those of the image: parts of neighbouring quarters overlap
+PART = 0.8  # of an image's side
 load = classifier.load
 
 
@@ -26,30 +26,30 @@ def train(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path
 
     def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
         classes = Stream(options.seed, "selfsupervised classes").integers(step, 16, range(len(chosen)))
-        places = Stream(options.seed, "selfsupervised places").uniform(step, range(len(chosen)), (3,))
-        seen = parts(classifier.pixels(dataset, chosen), classes % 4, places)
-        return turned(seen, classes // 4), classes
+        places = Stream(options.seed, "selfsupervised places").uniform(step, range(len(chosen)), (2,))
+        return turned(parts(classifier.pixels(dataset, chosen), classes % 4, places), classes // 4), classes
 
     return classifier.fit("selfsupervised", options, dataset, 16, task, folder)
 
 
 def parts(images: Tensor, quarters: Tensor, places: Tensor) -> Tensor:
-    """A square of each image, enlarged to all of it.
+    """A square of each image in the middle of an image of the same size, whose borders mirror it.
+
+    No pixel is interpolated: a network that knows enlarged parts alone takes blurred images for usual ones.
 
     Args:
-        images: uint8 (n, channels, height, width).
-        quarters: which of four each square's middle lies in, int64 (n,).
-        places: the square's side and place within those allowed, (n, 3) in [0, 1).
-
-    Returns:
-        float32 of the images' shape and range.
+        images: (n, channels, side, side).
+        quarters: towards which corner each square lies, int64 (n,).
+        places: where in that quarter of all places, (n, 2) in [0, 1).
     """
-    side = SIDES[0] + (SIDES[1] - SIDES[0]) * places[:, :1]  # (n, 1)
-    corner = torch.stack([quarters % 2, quarters // 2], dim=1)  # (n, 2): across, down
-    middle = (1 - side) * (corner + places[:, 1:] - 1)  # (n, 2): coordinates of an image go from -1 to 1
-    affine = torch.cat([side[:, :, None] * torch.eye(2), middle[:, :, None]], dim=2).float()  # (n, 2, 3)
-    grid = nn.functional.affine_grid(affine, list(images.shape), align_corners=False)
-    return nn.functional.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
+    side = images.shape[-1]
+    last = round(PART * side) - 1
+    inside = last - (last - (torch.arange(side) - (side - last - 1) // 2).abs()).abs()  # (side,): row of the square
+    corners = torch.stack([quarters // 2, quarters % 2], dim=1)  # (n, 2): down, across
+    offsets = ((side - last) / 2 * (corners + places)).long()  # (n, 2): half of the side - last places each
+    rows, columns = (offsets[:, :, None] + inside).unbind(1)  # (n, side) each
+    each = torch.arange(len(images))[:, None, None]
+    return images[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def turned(images: Tensor, turns: Tensor) -> Tensor:
