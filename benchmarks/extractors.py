@@ -12,9 +12,8 @@ Columns: ``distance``, and ``ratio`` to the floor's. Rows with damage ``order`` 
 of damage rise strictly from the floor, and ``rank`` is Spearman's correlation, over all damages, with the first
 extractor's order of the same seed; ``seconds`` is the CPU time of the training.
 
-The other tasks are those that were tried: ``turns``, which way up a whole image is; ``turned parts``, the same of a
-part of an image; ``contrastive``, NT-Xent of two parts with other brightness and contrast (Chen et al. 2020);
-``untrained``.
+The other tasks are those that were tried: ``parts``, which quarter of an image a part is from and which way up it is;
+``contrastive``, NT-Xent of two parts with other brightness and contrast (Chen et al. 2020); ``untrained``.
 """
 
 import argparse
@@ -48,6 +47,7 @@ FILES = {
 BLUR = (0.4, 0.6, 1.0, 1.5, 2.5)
 NOISE = (4, 8, 16, 32, 64)
 MODES = (8, 5, 2)
+PART = 0.8  # of an image's side
 KINDS = ("blur", "noise", "modes")
 Train = Callable[[Any, PreparedDataset, Path], dict[str, Any]]
 
@@ -103,18 +103,36 @@ def ordered(found: dict[str, float], kind: str) -> bool:
     return all(low < high for low, high in pairwise(values))
 
 
-def turns(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path, part: bool = False) -> dict[str, Any]:
-    """Another task: which way up an image is, or a part of it."""
+def parts(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
+    """Another task: which quarter of an image a part of it is from, and which way up it is."""
 
     def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
-        images = classifier.pixels(dataset, chosen)
-        if part:
-            quarters = Stream(options.seed, "quarters").integers(step, 4, range(len(chosen)))
-            images = selfsupervised.parts(images, quarters, _places(options.seed, step, len(chosen)))
-        classes = Stream(options.seed, "turns").integers(step, 4, range(len(chosen)))
-        return selfsupervised.turned(images, classes), classes
+        classes = Stream(options.seed, "classes").integers(step, 16, range(len(chosen)))
+        places = Stream(options.seed, "places").uniform(step, range(len(chosen)), (2,))
+        seen = mirrored(classifier.pixels(dataset, chosen), classes % 4, places)
+        return selfsupervised.turned(seen, classes // 4), classes
 
-    return classifier.fit("turns", options, dataset, 4, task, folder)
+    return classifier.fit("parts", options, dataset, 16, task, folder)
+
+
+def mirrored(images: Tensor, quarters: Tensor, places: Tensor) -> Tensor:
+    """A square of each image in the middle of an image of the same size, whose borders mirror it.
+
+    No pixel is interpolated: a network that knows enlarged parts alone takes blurred images for usual ones.
+
+    Args:
+        images: (n, channels, side, side).
+        quarters: towards which corner each square lies, int64 (n,).
+        places: where in that quarter of all places, (n, 2) in [0, 1).
+    """
+    side = images.shape[-1]
+    last = round(PART * side) - 1
+    inside = last - (last - (torch.arange(side) - (side - last - 1) // 2).abs()).abs()  # (side,): row of the square
+    corners = torch.stack([quarters // 2, quarters % 2], dim=1)  # (n, 2): down, across
+    offsets = ((side - last) / 2 * (corners + places)).long()  # (n, 2): half of the side - last places each
+    rows, columns = (offsets[:, :, None] + inside).unbind(1)  # (n, side) each
+    each = torch.arange(len(images))[:, None, None]
+    return images[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
@@ -144,7 +162,7 @@ def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder
         chosen = dataset.train[Stream(options.seed, "pairs").integers(step, len(dataset.train), range(size)).numpy()]
         images = classifier.pixels(dataset, chosen).repeat(2, 1, 1, 1)
         quarters = Stream(options.seed, "quarters").integers(step, 4, range(2 * size))
-        images = selfsupervised.parts(images, quarters, _places(options.seed, step, 2 * size))
+        images = mirrored(images, quarters, Stream(options.seed, "places").uniform(step, range(2 * size), (2,)))
         light = Stream(options.seed, "light").uniform(step, range(2 * size), (2, 1, 1, 1)).float()
         images = (images.float() - 127.5) * (0.6 + 0.8 * light[:, 0]) + 127.5 + 76 * (light[:, 1] - 0.5)
         loss = nn.functional.cross_entropy(pairs(images)[1], classes)
@@ -171,15 +189,10 @@ def _write(model: nn.Module, kind: str, dataset: PreparedDataset, options: Any, 
     return {"name": kind, "metric": "d", "features": options.features, "classes": classes, "shape": shape}
 
 
-def _places(seed: int, step: int, count: int) -> Tensor:
-    return Stream(seed, "places").uniform(step, range(count), (2,))
-
-
 TRAINED: dict[str, Train] = {
     "classifier": classifier.train,
     "selfsupervised": selfsupervised.train,
-    "turns": turns,
-    "turned parts": lambda options, dataset, folder: turns(options, dataset, folder, part=True),
+    "parts": parts,
     "contrastive": contrastive,
     "untrained": untrained,
 }
@@ -210,8 +223,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     train, heldout, count = arguments.images
-    head = f"# python benchmarks/extractors.py --seeds {arguments.seeds} --images {train} {heldout} {count}: torch "
-    head += f"{torch.__version__}, cpu, 1 thread\n"
+    names = " ".join(f"'{name}'" if " " in name else name for name in arguments.extractors)
+    head = f"# python benchmarks/extractors.py --extractors {names} --seeds {arguments.seeds} "
+    head += f"--images {train} {heldout} {count}: torch {torch.__version__}, cpu, 1 thread\n"
     sets = {data: load(arguments.data, data, train, heldout) for data in arguments.sets}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with open(arguments.out, "w", newline="", encoding="utf-8") as file:

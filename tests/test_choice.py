@@ -173,6 +173,7 @@ def test_a_dry_run_refuses_and_settles(tmp_path, tmp_path_factory):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_flat_folder_to_its_report(tmp_path, tmp_path_factory):
     """Images without labels, as they lie in a folder."""
     from sklearn.datasets import load_digits

@@ -43,27 +43,23 @@ def test_the_same_each_time_and_without_labels(digits, tmp_path):
 
 def test_it_learns_its_task(digits, tmp_path):
     made = extractors.make({"name": "selfsupervised", "features": 32, "steps": 300}, digits, tmp_path)
-    assert made["accuracy"] > 4 / made["classes"]
+    assert made["accuracy"] > 0.7
 
 
-def test_parts_and_turns():
+def test_turns():
     images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(4, -1, -1, -1)
-    seen = selfsupervised.parts(images, torch.arange(4), torch.rand(4, 2))
-    assert seen.shape == images.shape and seen.dtype == torch.uint8
-    for quarter, part in enumerate(seen[:, 0]):
-        row, column = divmod(int(part[1, 1]), 16)  # 13 by 13 pixels, within a border of one and one of two
-        assert torch.equal(part[1:14, 1:14], images[0, 0, row : row + 13, column : column + 13])
-        assert (row // 2, column // 2) == divmod(quarter, 2)
-        assert torch.equal(part[0], part[2]) and torch.equal(part[:, 15], part[:, 11])
     turned = selfsupervised.turned(images, torch.arange(4))
+    assert torch.equal(turned[0], images[0])
     assert np.array_equal(turned[1, 0].numpy(), np.rot90(images[0, 0].numpy()))
 
 
 @pytest.mark.skipif(not (DATA / "fashion_mnist").is_dir(), reason="shared/data beside the project is absent")
 def test_known_damage_is_in_order(monkeypatch):
+    """A third of the steps, and none of the weakest blur, which takes all of them; the benchmark has the whole."""
     torch.set_num_threads(1)
-    dataset = benchmark.load(DATA, "fashion_mnist", 3000, 1500)
-    extractor, _ = benchmark.trained("selfsupervised", dataset, steps=200)
-    found = benchmark.measure(extractor, dataset, 230)
+    monkeypatch.setattr(benchmark, "BLUR", benchmark.BLUR[1:])
+    dataset = benchmark.load(DATA, "fashion_mnist", 3000, 2400)
+    extractor, _ = benchmark.trained("selfsupervised", dataset, features=32, steps=200)
+    found = benchmark.measure(extractor, dataset, 400)
     assert min(found, key=found.__getitem__) == "floor", found
     assert all(benchmark.ordered(found, kind) for kind in benchmark.KINDS), found

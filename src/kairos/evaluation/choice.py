@@ -51,7 +51,11 @@ def _fitting(evaluation: EvaluationConfig, known: Survey | str) -> tuple[str, st
     if place.is_file() and fewest > WIDTHS["inception"]:
         return "inception", f"its weights are {place}"
     why = f"{fewest} images are too few for Inception" if place.is_file() else f"no Inception weights at {place}"
-    lack = _no_classes(known) if isinstance(known, Survey) else "assumed, since the images are not known yet"
+    lack = (
+        _no_classes(known)
+        if isinstance(known, Survey)
+        else "assumed, for the images are not known yet: name one, so that it does not change later"
+    )
     return ("selfsupervised", f"{why}; {lack}") if lack else ("classifier", f"{why}; the images have labels")
 
 

@@ -26,7 +26,7 @@ class ClassifierOptions:
 
 @dataclass(frozen=True)
 class SelfsupervisedOptions(ClassifierOptions):
-    """The same network, trained on the training images without labels: which way up is a part of an image?"""
+    """The same network, trained on the training images without labels: which way up is an image?"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class InceptionOptions:
 EXTRACTORS = Registry("extractor")
 EXTRACTORS.add("classifier", "kairos.evaluation.classifier:train", ClassifierOptions, "trained by the pipeline")
 EXTRACTORS.add("selfsupervised", "kairos.evaluation.selfsupervised:train", SelfsupervisedOptions, "needs no labels")
-EXTRACTORS.add("auto", "kairos.evaluation.choice:choose", help="what the images allow; settled before any job")
+EXTRACTORS.add("auto", "kairos.evaluation.choice:choose", help="settled before any job, so never made")
 EXTRACTORS.add("inception", "kairos.evaluation.inception:prepare", InceptionOptions, "Inception-v3 of torch-fidelity")
 
 METRICS = Registry("metric")
