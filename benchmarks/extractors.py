@@ -12,7 +12,7 @@ Columns: ``distance``, and ``ratio`` to the floor's. Rows with damage ``order`` 
 of damage rise strictly from the floor, and ``rank`` is Spearman's correlation, over all damages, with the first
 extractor's order of the same seed; ``seconds`` is the CPU time of the training.
 
-The other tasks are those that were tried: ``parts``, which quarter of an image a part is from and which way up it is;
+Other tasks to compare with: ``parts``, which quarter of an image a part is from and which way up it is;
 ``contrastive``, NT-Xent of two parts with other brightness and contrast (Chen et al. 2020); ``untrained``.
 """
 
