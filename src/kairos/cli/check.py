@@ -16,11 +16,12 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.report.text import component
     from kairos.workflow.layout import Layout
 
-    layout = Layout(load(arguments.file), arguments.file)
+    given = load(arguments.file)
     if arguments.folder:
-        print(layout.results)
+        print(Layout(given, arguments.file).results)
         return
-    experiment = layout.experiment
+    experiment, said = given.settled()
+    layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
     _table([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())])
     print()
@@ -36,6 +37,9 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"seeds: {', '.join(map(str, experiment.seeds))}")
     print(f"milestones: {steps} (of {experiment.training.batch_size} images a step){segments}")
     print(f"evaluated with {images} images a milestone, {experiment.evaluation.sets} sets")
+    if given == experiment:
+        print(f"extractor: {component(experiment.evaluation.extractor)}")
+    print(*said, sep="\n", end="\n" if said else "")
 
 
 def _table(rows: list[tuple[str, ...]]) -> None:

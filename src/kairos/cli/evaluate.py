@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _extractor(arguments: argparse.Namespace) -> None:
     from kairos.config.experiment import load
 
-    config = load(arguments.config)
+    config, _ = load(arguments.config).settled()
     from kairos import clock, compute
     from kairos.data.dataset import open_dataset
     from kairos.evaluation import extractors

@@ -17,6 +17,7 @@ from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
 from kairos.diffusion.registries import CELLS
 from kairos.errors import ConfigError
+from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
 from kairos.models.registries import MODELS
@@ -137,6 +138,11 @@ class Experiment(Section):
         bounds = [round(len(rest) * k / count) for k in range(count + 1)]
         parts = [tuple(rest[a:b]) for a, b in pairwise(bounds)]
         return ((first, *parts[0]), *parts[1:])
+
+    def settled(self) -> tuple["Experiment", list[str]]:
+        """The experiment with a definite extractor, and what is to be said of it; see `choice.choose`."""
+        evaluation, said = choose(self.evaluation, self.dataset)
+        return self.model_copy(update={"evaluation": evaluation}), said
 
     def plain(self) -> dict[str, Any]:
         """The whole configuration as plain values, defaults included."""

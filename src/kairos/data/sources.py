@@ -96,15 +96,25 @@ def _digits(config: DatasetConfig) -> Source:
 def _folder(config: DatasetConfig) -> Source:
     """All images below a folder; where all lie in two or more subfolders, those are the classes."""
     root = Path(str(config.path))
+    names, kinds = folder_files(config)
+    labels, classes = _numbered(kinds) if kinds else (None, None)
+    return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__, labels, classes)
+
+
+def folder_files(config: DatasetConfig) -> tuple[list[str], list[str]]:
+    """The images below the folder by their paths in it, and the class of each; no classes where they are none.
+
+    Raises:
+        ConfigError: there is no such folder, or no image in it.
+    """
+    root = Path(str(config.path))
     if not root.is_dir():
         raise ConfigError(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
     names = sorted(name for name in glob.iglob("**/*", root_dir=root, recursive=True) if _is_image(root / name))
     if not names:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
-    labels = classes = None
-    if all("/" in name for name in names) and len({name.split("/")[0] for name in names}) > 1:
-        labels, classes = _numbered([name.split("/")[0] for name in names])
-    return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__, labels, classes)
+    kinds = [name.split("/")[0] for name in names]
+    return names, kinds if all("/" in name for name in names) and len(set(kinds)) > 1 else []
 
 
 def _numbered(names: list[str]) -> tuple[np.ndarray, list[str]]:
@@ -117,13 +127,23 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.is_dir()
 
 
-def _parquet(config: DatasetConfig) -> Source:
+def parquet_files(config: DatasetConfig) -> list[str]:
+    """The files that `dataset.path` names: one, a glob or a folder.
+
+    Raises:
+        ConfigError: there are none.
+    """
     path = str(config.path)
     files = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
     if os.path.isdir(path):
         files = sorted(str(file) for file in Path(path).rglob("*.parquet"))
     if not files or not all(os.path.isfile(file) for file in files):
         raise ConfigError(f"dataset.path: got {path!r}, allowed: parquet file(s) that exist, a glob or their folder")
+    return files
+
+
+def _parquet(config: DatasetConfig) -> Source:
+    path, files = str(config.path), parquet_files(config)
     from datasets.exceptions import DatasetGenerationError
 
     starts = np.cumsum([0, *(_rows(file) for file in files)])

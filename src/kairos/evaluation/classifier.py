@@ -4,6 +4,7 @@ Trained on the labelled training split; its features are the layer before the cl
 one machine and takes seconds on small images.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kairos.randomness import Stream, derived_seed
 WEIGHTS = "model.safetensors"
 NAME = "kairos-classifier"
 BATCH = 256  # images classified at a time
+Task = Callable[[np.ndarray, int], tuple[Tensor, Tensor]]
 SMALLEST_SIDE = 4  # convolutions halve the image until it is no larger
 
 
@@ -66,23 +68,42 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
     if dataset.labels is None:
         raise KairosError(
             "evaluation.extractor: got classifier, but the data set has no classes to train it on; "
-            "allowed: inception, or a data set with labels"
+            "allowed: selfsupervised, inception, or a data set with labels"
         )
-    classes = len(dataset.manifest["classes"])
-    name = f"classifier{options.features}"
-    shape = tuple(dataset.images.shape[1:])
     labels = torch.from_numpy(dataset.labels)
+    classes = len(dataset.manifest["classes"])
+    return fit(
+        "classifier", options, dataset, classes, lambda chosen, _: (pixels(dataset, chosen), labels[chosen]), folder
+    )
+
+
+def fit(
+    kind: str, options: ClassifierOptions, dataset: PreparedDataset, classes: int, task: Task, folder: Path
+) -> dict[str, Any]:
+    """Train the network on a task, write its weights into the folder and return what the manifest says of it.
+
+    Args:
+        kind: what it is called.
+        options: its size and its training.
+        dataset: whose training images it sees.
+        classes: how many the task has.
+        task: uint8 images (n, channels, height, width) and their classes (n,), made of the images with given indices
+            for a given step.
+        folder: where the weights go.
+    """
+    name = f"{kind}{options.features}"
+    shape = tuple(dataset.images.shape[1:])
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derived_seed(options.seed, "classifier weights"))
+        torch.manual_seed(derived_seed(options.seed, f"{kind} weights"))
         model = Classifier(shape, classes, options.channels, options.features)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps)
-    order = Stream(options.seed, "classifier order")
+    order = Stream(options.seed, f"{kind} order")
     progress = Progress(options.steps, f"train {name}", "step")
     for step in range(options.steps):
         chosen = dataset.train[order.integers(step, len(dataset.train), range(options.batch_size)).numpy()]
-        _, logits = model(_pixels(dataset, chosen))
-        loss = nn.functional.cross_entropy(logits, labels[chosen])
+        images, labels = task(chosen, step)
+        loss = nn.functional.cross_entropy(model(images)[1], labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -90,7 +111,7 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
         progress.advance(1, f"loss {loss.item():.3f}")
     progress.close()
 
-    accuracy = _accuracy(model.eval(), dataset, labels)
+    accuracy = _accuracy(model.eval(), dataset.heldout, task)
     if accuracy is not None:
         say(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images right")
     from safetensors.torch import save
@@ -160,16 +181,16 @@ class ClassifierExtractor(FeatureExtractorBase):
 register_feature_extractor(NAME, ClassifierExtractor)
 
 
-def _pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:
+def pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:
+    """Images as uint8 (n, channels, height, width)."""
     return torch.from_numpy(dataset.images[indices]).permute(0, 3, 1, 2)
 
 
 @torch.inference_mode()
-def _accuracy(model: Classifier, dataset: PreparedDataset, labels: Tensor) -> float | None:
+def _accuracy(model: Classifier, heldout: np.ndarray, task: Task) -> float | None:
     """Share of the held-out images that are classified right; None where there are none."""
-    if not len(dataset.heldout):
-        return None
     right = 0
-    for chosen in np.split(dataset.heldout, range(BATCH, len(dataset.heldout), BATCH)):
-        right += int((model(_pixels(dataset, chosen))[1].argmax(1) == labels[chosen]).sum())
-    return right / len(dataset.heldout)
+    for step, chosen in enumerate(np.split(heldout, range(BATCH, len(heldout), BATCH))):
+        images, labels = task(chosen, step)
+        right += int((model(images)[1].argmax(1) == labels).sum())
+    return right / len(heldout) if len(heldout) else None

@@ -8,10 +8,10 @@ from kairos import clock, compute
 from kairos.errors import ConfigError, KairosError
 from kairos.evaluation import external, metrics
 from kairos.evaluation.extractors import Extractor, make, open_extractor
-from kairos.evaluation.metrics import UNREAL, Target
+from kairos.evaluation.metrics import Target
 from kairos.evaluation.moments import in_batches, measure
 from kairos.evaluation.reference import Reference, open_reference, reference_hash
-from kairos.evaluation.registries import METRICS, default_metrics
+from kairos.evaluation.registries import METRICS, UNREAL, default_metrics, needs_of
 from kairos.evaluation.settings import check_metrics, named_metrics
 from kairos.evaluation.validation import latents_folder
 from kairos.files import write_json
@@ -127,7 +127,7 @@ def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None
     kind = extractor.manifest["kind"]
     named = named_metrics(wanted or default_metrics(kind, True))
     check_metrics(named, kind)
-    statistics = external.statistics(path, extractor, metrics.needs_of(named) - UNREAL)
+    statistics = external.statistics(path, extractor, needs_of(named) - UNREAL)
     record = {
         "num_samples": None,
         "reference_hash": reference_hash(statistics, extractor),

@@ -1,6 +1,5 @@
 """Inception-v3 as torch-fidelity has it: FID, Inception score and KID proper, where its weights are present."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,12 @@ def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: 
     Raises:
         KairosError: there are no weights; the message says which file goes where.
     """
-    path = Path(options.path) if options.path else weights.place()
-    if not path.is_file():
-        if options.path:
-            raise KairosError(missing(path, "there is no such file"))
-        if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-            raise KairosError(missing(path, "it is not there, and HF_HUB_OFFLINE says that there is no network"))
+    path, here = weights.find(options.path)
+    if not here:
         try:
             weights.download(URL_INCEPTION_V3, path)
         except (KairosError, OSError) as error:
-            raise KairosError(missing(path, f"the download failed ({error})")) from None
+            raise KairosError(weights.missing(path, f"the download failed ({error})")) from None
     link_file(path, folder / WEIGHTS)
     digest = sha256_file(folder / WEIGHTS)
     return {
@@ -48,15 +43,6 @@ def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: 
         "dataset_sha256": None,
         "files": {WEIGHTS: digest},
     }
-
-
-def missing(path: Path, why: str) -> str:
-    """What a user without the weights is told."""
-    return (
-        f"evaluation.extractor: inception needs the weights {path}, but {why}. `kairos fetch` brings it where there is "
-        f"a network; or put the file from {URL_INCEPTION_V3} there, or name it as evaluation.extractor.path; "
-        "evaluation.extractor: classifier needs none"
-    )
 
 
 class Inception(FeatureExtractorInceptionV3):

@@ -18,13 +18,12 @@ from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metri
 from kairos.errors import KairosError
 from kairos.evaluation import external
 from kairos.evaluation.moments import LAYERS, ROWS, Measured, Moments
-from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions
+from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions, needs_of
 from kairos.files import atomic, sha256_bytes, sha256_json
 from kairos.progress import say
 from kairos.section import build
 
 CACHE = Path(".kairos/cache")
-UNREAL = {"logits", "milestone"}  # what metrics need of samples alone
 KEPT = 10_000  # real images whose features are kept, as many as ADM's reference has for precision and recall
 
 _NAMES = {layer: external.PUBLISHED[need] for need, layer in LAYERS.items()}  # of arrays in npz files
@@ -99,11 +98,6 @@ class Target:
             if "milestone" not in METRICS.entry(named["name"]).facts["needs"]:
                 columns.update(build(METRICS, named, measured, self))
         return columns
-
-
-def needs_of(metrics: Any) -> set[str]:
-    """What the named metrics need, all together."""
-    return {need for named in metrics for need in METRICS.entry(named["name"]).facts["needs"]}
 
 
 def statistics_of(measured: Measured) -> Statistics:

@@ -14,6 +14,7 @@ from kairos.evaluation import external, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.evaluation.metrics import Statistics, Target
 from kairos.evaluation.moments import in_batches, measure
+from kairos.evaluation.registries import UNREAL, needs_of
 from kairos.evaluation.rows import SPREADS, Gaussian, rows_of
 from kairos.evaluation.settings import EvaluationConfig, LossSettings
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
@@ -123,7 +124,7 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
 
 def _real(which: str, dataset: PreparedDataset, extractor: Extractor, wanted: tuple[dict[str, Any], ...]) -> Statistics:
     """Statistics of the training images, of all, or of a file from outside; cached by content."""
-    needs = metrics.needs_of(wanted) - metrics.UNREAL
+    needs = needs_of(wanted) - UNREAL
     if which not in ("train", "all"):
         return external.statistics(Path(which), extractor, needs)
     parts = {"dataset": dataset.manifest["content_sha256"], "split": which, "extractor": extractor.hash}

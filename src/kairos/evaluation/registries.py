@@ -5,7 +5,9 @@ module also has ``load(folder, manifest)``, which opens it. A metric's code is c
 target)``, with what was measured of one set of images and of the real ones, and gives columns: a dictionary of numbers.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kairos.options import option
 from kairos.registry import NoOptions, Registry
@@ -21,6 +23,11 @@ class ClassifierOptions:
     batch_size: int = option(128, "images per step", ge=2)
     learning_rate: float = option(2e-3, "peak learning rate", gt=0)
     seed: int = option(0, "seed", ge=0)
+
+
+@dataclass(frozen=True)
+class SelfsupervisedOptions(ClassifierOptions):
+    """The same network, trained on the training images without labels: which way up is an image?"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ class ManifoldOptions:
 
 EXTRACTORS = Registry("extractor")
 EXTRACTORS.add("classifier", "kairos.evaluation.classifier:train", ClassifierOptions, "trained by the pipeline")
+EXTRACTORS.add("selfsupervised", "kairos.evaluation.selfsupervised:train", SelfsupervisedOptions, "needs no labels")
+EXTRACTORS.add("auto", "kairos.evaluation.choice:choose", help="settled before any job, so never made")
 EXTRACTORS.add("inception", "kairos.evaluation.inception:prepare", InceptionOptions, "Inception-v3 of torch-fidelity")
 
 EXTRACTORS.add("dinov2", "kairos.evaluation.dinov2:prepare", DinoOptions, "DINOv2 (Oquab et al. 2023)")
@@ -85,6 +94,14 @@ _metric("recall", "metrics:recall", "real images in the samples' manifold", "fea
 _metric("validation", "validation:validation_loss", "loss by time on held-out images", "milestone")
 _metric("mlperf8", "validation:mlperf8", "loss at eight equidistant times (MLPerf Training, Flux.1)", "milestone")
 FRECHET = ("frechet", "fid", "fd_dinov2")  # names of the distance that methods are ranked by
+
+
+UNREAL = {"logits", "milestone"}  # what metrics need of samples alone
+
+
+def needs_of(metrics: Iterable[Mapping[str, Any]]) -> set[str]:
+    """What the named metrics need, all together."""
+    return {need for named in metrics for need in METRICS.entry(named["name"]).facts["needs"]}
 
 
 def default_metrics(extractor: str, heldout: bool) -> list[str]:

@@ -14,7 +14,7 @@ from kairos.section import Section, component
 class EvaluationConfig(Section):
     """How images are compared with real ones."""
 
-    extractor: component(EXTRACTORS) = Field("classifier", validate_default=True, description="features of images")  # type: ignore[valid-type]
+    extractor: component(EXTRACTORS) = Field("auto", validate_default=True, description="features of images")  # type: ignore[valid-type]
     reference: str = Field("train", description="real images: train, all (with the held-out ones), or an npz's path")
     metrics: list[component(METRICS)] | None = Field(None, description="metrics; null: those usual for the extractor")  # type: ignore[valid-type]
     num_samples: int = Field(450, ge=2, description="images per set")

@@ -24,6 +24,29 @@ def place() -> Path:
     return home / "hub" / "checkpoints" / NAME
 
 
+def find(configured: str | None) -> tuple[Path, bool]:
+    """Where the weights are or will be downloaded to, and whether they are there; `configured` names another file.
+
+    Raises:
+        KairosError: they are not there and cannot be downloaded; the message says which file goes where.
+    """
+    path = Path(configured) if configured else place()
+    if not path.is_file() and configured:
+        raise KairosError(missing(path, "there is no such file"))
+    if not path.is_file() and os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        raise KairosError(missing(path, "it is not there, and HF_HUB_OFFLINE says that there is no network"))
+    return path, path.is_file()
+
+
+def missing(path: Path, why: str) -> str:
+    """What a user without the weights is told."""
+    return (
+        f"evaluation.extractor: inception needs the weights {path}, but {why}. `kairos fetch` brings it where there is "
+        f"a network; or put the file from {URL} there, or name it as evaluation.extractor.path; "
+        "evaluation.extractor: classifier needs none, nor does selfsupervised"
+    )
+
+
 def whole(path: Path, name: str = "") -> bool:
     """Whether a file has the hash that its name (or `name`) begins or ends with; true where a name tells of none."""
     digest = re.search(r"-([0-9a-f]{8,})\.", name or path.name)

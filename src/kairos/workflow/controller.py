@@ -45,6 +45,8 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
         if workflow.is_main_process:
             os.environ[_FROZEN] = str(found.config.resolve())
             _before_execution(workflow, found)
+            for line in found.said:
+                say(line)
         return found
 
 

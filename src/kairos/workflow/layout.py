@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -53,10 +53,12 @@ class Layout:
     Attributes:
         experiment: the checked experiment.
         config: its frozen copy, which all jobs read.
+        said: what a user should know before anything runs.
     """
 
     experiment: Experiment
     config: Path
+    said: list[str] = field(default_factory=list)
 
     @cached_property
     def plain(self) -> dict[str, Any]:
@@ -235,5 +237,6 @@ def names(steps: tuple[int, ...]) -> list[str]:
 
 
 def lay_out(experiment: Experiment) -> Layout:
-    """Freeze an experiment and lay it out."""
-    return Layout(experiment, freeze(experiment))
+    """Settle what an experiment leaves open, freeze it and lay it out."""
+    settled, said = experiment.settled()
+    return Layout(settled, freeze(settled), said)

@@ -1,0 +1,256 @@
+"""Whether features order known damage: those of the self-supervised extractor beside a classifier's.
+
+    python benchmarks/extractors.py --data ../shared/data --out benchmarks/results/extractors.csv
+
+Every extractor is trained on the same 10,000 images of CIFAR-10 or of Fashion-MNIST (padded to 32×32), by default for
+two seeds. Compared with their statistics are sets of 900 held-out images: as they are (``floor``), blurred (standard
+deviation in pixels), with noise (standard deviation of 255 grey levels), and of 8, 5 or 2 of the ten classes. Which
+classes are left out matters beside how many (a classifier's distance has the same trouble), so these are means over ten
+choices, in each of which the classes follow another one in a circle: every class is left out equally often.
+
+Columns: ``distance``, and ``ratio`` to the floor's. Rows with damage ``order`` say whether the distances of each kind
+of damage rise strictly from the floor, and ``rank`` is Spearman's correlation, over all damages, with the first
+extractor's order of the same seed; ``seconds`` is the CPU time of the training.
+
+Other tasks to compare with: ``parts``, which quarter of an image a part is from and which way up it is;
+``contrastive``, NT-Xent of two parts with other brightness and contrast (Chen et al. 2020); ``untrained``.
+"""
+
+import argparse
+import csv
+import io
+import time
+from collections.abc import Callable
+from itertools import pairwise, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+from scipy.ndimage import gaussian_filter
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from kairos.data.dataset import PreparedDataset
+from kairos.evaluation import classifier, distances, extractors, selfsupervised
+from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
+from kairos.files import write_json
+from kairos.randomness import Stream
+
+FILES = {
+    "cifar10": "cifar10/train-00000-of-00001.parquet",
+    "fashion_mnist": "fashion_mnist/train-00000-of-00001.parquet",
+}
+BLUR = (0.4, 0.6, 1.0, 1.5, 2.5)
+NOISE = (4, 8, 16, 32, 64)
+MODES = (8, 5, 2)
+PART = 0.8  # of an image's side
+KINDS = ("blur", "noise", "modes")
+Train = Callable[[Any, PreparedDataset, Path], dict[str, Any]]
+
+
+def load(folder: Path, name: str, train: int, heldout: int) -> PreparedDataset:
+    """A data set of that many images, chosen at random, as stage prepare would give it."""
+    table = pq.read_table(folder / FILES[name])
+    chosen = Stream(0, "benchmark images").permutation(len(table))[: train + heldout].numpy()
+    table = table.take(chosen)
+    column = next(column for column in table.column_names if column != "label")
+    images = np.stack([np.asarray(Image.open(io.BytesIO(cell["bytes"]))) for cell in table[column].to_pylist()])
+    if images.ndim == 3:
+        images = np.pad(images, ((0, 0), (2, 2), (2, 2)))[..., None]
+    labels, split = np.array(table["label"].to_pylist()), np.split(np.arange(len(table)), [train])
+    manifest = {"classes": [str(label) for label in range(10)], "content_sha256": name}
+    return PreparedDataset(folder, images, *split, {"class": labels}, manifest)
+
+
+def damaged(images: np.ndarray) -> dict[str, np.ndarray]:
+    """Blurred and noisy images by kind and strength, uint8; the noise is the same, but for its strength."""
+    pixels, noise = images.astype(np.float64), np.random.default_rng(0).normal(size=images.shape)
+    found = {f"blur {sigma}": gaussian_filter(pixels, (0, sigma, sigma, 0)) for sigma in BLUR}
+    found |= {f"noise {sigma}": pixels + sigma * noise for sigma in NOISE}
+    return {name: values.round().clip(0, 255).astype(np.uint8) for name, values in found.items()}
+
+
+def measure(extractor: extractors.Extractor, dataset: PreparedDataset, count: int) -> dict[str, float]:
+    """Distance of every damage from the training images, and of `floor`; sets have `count` images."""
+
+    def features(images: np.ndarray) -> Tensor:
+        with torch.inference_mode():
+            return extractors.extract(extractor, images)[extractor.layer]
+
+    target = distances.Target("d", distances.statistics(features(dataset.images[dataset.train])))
+
+    def distance(values: Tensor) -> float:
+        return distances.frechet(distances.NoOptions(), distances.Sample(values), target)["d"]
+
+    heldout = dataset.images[dataset.heldout]
+    whole, labels = features(heldout), dataset.conditions["class"][dataset.heldout]
+    found = {"floor": distance(whole[:count])}
+    found |= {name: distance(features(images)) for name, images in damaged(heldout[:count]).items()}
+    for modes in MODES:
+        sets = [whole[(labels - first) % 10 < modes][:count] for first in range(10)]
+        assert {len(each) for each in sets} == {count}, f"too few held-out images for {count} of {modes} classes"
+        found[f"modes {modes}"] = float(np.mean([distance(each) for each in sets]))
+    return found
+
+
+def ordered(found: dict[str, float], kind: str) -> bool:
+    """Whether the distances of a kind of damage rise strictly with its strength, from the floor."""
+    values = [found["floor"], *(value for name, value in found.items() if name.startswith(kind))]
+    return all(low < high for low, high in pairwise(values))
+
+
+def parts(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
+    """Another task: which quarter of an image a part of it is from, and which way up it is."""
+
+    def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+        classes = Stream(options.seed, "classes").integers(step, 16, range(len(chosen)))
+        places = Stream(options.seed, "places").uniform(step, range(len(chosen)), (2,))
+        seen = mirrored(classifier.pixels(dataset, chosen), classes % 4, places)
+        return selfsupervised.turned(seen, classes // 4), classes
+
+    return classifier.fit("parts", options, dataset, 16, task, folder)
+
+
+def mirrored(images: Tensor, quarters: Tensor, places: Tensor) -> Tensor:
+    """A square of each image in the middle of an image of the same size, whose borders mirror it.
+
+    No pixel is interpolated: a network that knows enlarged parts alone takes blurred images for usual ones.
+
+    Args:
+        images: (n, channels, side, side).
+        quarters: towards which corner each square lies, int64 (n,).
+        places: where in that quarter of all places, (n, 2) in [0, 1).
+    """
+    side = images.shape[-1]
+    last = round(PART * side) - 1
+    inside = last - (last - (torch.arange(side) - (side - last - 1) // 2).abs()).abs()  # (side,): row of the square
+    corners = torch.stack([quarters // 2, quarters % 2], dim=1)  # (n, 2): down, across
+    offsets = ((side - last) / 2 * (corners + places)).long()  # (n, 2): half of the side - last places each
+    rows, columns = (offsets[:, :, None] + inside).unbind(1)  # (n, side) each
+    each = torch.arange(len(images))[:, None, None]
+    return images[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
+    """Another task: which two of all parts of all images of a batch are of one image; half the steps, as dear."""
+    model = {}
+
+    class Pairs(nn.Module):
+        """The head's outputs as similarities: the classes are the other parts of the batch."""
+
+        def __init__(self, *arguments: Any):
+            super().__init__()
+            self.inner = model["it"] = classifier.Classifier(*arguments)
+
+        def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+            features, projected = self.inner(images)
+            unit = nn.functional.normalize(projected, dim=1)
+            return features, (unit @ unit.T / 0.2).fill_diagonal_(-1e9)
+
+    torch.manual_seed(options.seed)
+    pairs = Pairs(tuple(dataset.images.shape[1:]), 64, options.channels, options.features)
+    steps = max(1, options.steps // 2)
+    optimizer = torch.optim.AdamW(pairs.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=steps)
+    size = options.batch_size
+    classes = torch.arange(2 * size).roll(size)
+    for step in range(steps):
+        chosen = dataset.train[Stream(options.seed, "pairs").integers(step, len(dataset.train), range(size)).numpy()]
+        images = classifier.pixels(dataset, chosen).repeat(2, 1, 1, 1)
+        quarters = Stream(options.seed, "quarters").integers(step, 4, range(2 * size))
+        images = mirrored(images, quarters, Stream(options.seed, "places").uniform(step, range(2 * size), (2,)))
+        light = Stream(options.seed, "light").uniform(step, range(2 * size), (2, 1, 1, 1)).float()
+        images = (images.float() - 127.5) * (0.6 + 0.8 * light[:, 0]) + 127.5 + 76 * (light[:, 1] - 0.5)
+        loss = nn.functional.cross_entropy(pairs(images)[1], classes)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return _write(model["it"], "contrastive", dataset, options, 64, folder)
+
+
+def untrained(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
+    """The network as it is initialised."""
+    torch.manual_seed(options.seed)
+    shape = tuple(dataset.images.shape[1:])
+    model = classifier.Classifier(shape, 4, options.channels, options.features)
+    return _write(model, "untrained", dataset, options, 4, folder)
+
+
+def _write(model: nn.Module, kind: str, dataset: PreparedDataset, options: Any, classes: int, folder: Path) -> dict:
+    from safetensors.torch import save_file
+
+    save_file(model.state_dict(), folder / classifier.WEIGHTS)
+    shape = list(dataset.images.shape[1:])
+    return {"name": kind, "metric": "d", "features": options.features, "classes": classes, "shape": shape}
+
+
+TRAINED: dict[str, Train] = {
+    "classifier": classifier.train,
+    "selfsupervised": selfsupervised.train,
+    "parts": parts,
+    "contrastive": contrastive,
+    "untrained": untrained,
+}
+
+
+def trained(name: str, dataset: PreparedDataset, **options: Any) -> tuple[extractors.Extractor, float]:
+    """An extractor and the CPU seconds that its training took."""
+    chosen = (ClassifierOptions if name == "classifier" else SelfsupervisedOptions)(**options)
+    with TemporaryDirectory() as folder:
+        begun = time.process_time()
+        manifest = {"options": vars(chosen), **TRAINED[name](chosen, dataset, Path(folder))}
+        seconds = time.process_time() - begun
+        write_json(Path(folder) / "manifest.json", manifest)
+        return classifier.load(Path(folder), manifest), seconds
+
+
+def main() -> None:
+    """Measure, print a line per extractor, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with cifar10/, fashion_mnist/")
+    parser.add_argument("--out", type=Path, required=True, metavar="F", help="CSV file to write")
+    parser.add_argument("--sets", nargs="+", default=list(FILES), choices=FILES, metavar="NAME", help="data sets")
+    parser.add_argument("--extractors", nargs="+", default=list(TRAINED), choices=TRAINED, metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=2, metavar="N", help="trainings of each extractor")
+    parser.add_argument(
+        "--images", type=int, nargs=3, default=(10_000, 5000, 900), metavar="N", help="train, held, set"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    train, heldout, count = arguments.images
+    names = " ".join(f"'{name}'" if " " in name else name for name in arguments.extractors)
+    head = f"# python benchmarks/extractors.py --extractors {names} --seeds {arguments.seeds} "
+    head += f"--images {train} {heldout} {count}: torch {torch.__version__}, cpu, 1 thread\n"
+    sets = {data: load(arguments.data, data, train, heldout) for data in arguments.sets}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with open(arguments.out, "w", newline="", encoding="utf-8") as file:
+        file.write(head)
+        columns = ["data", "seed", "extractor", "damage", "distance", "ratio", "rank", "seconds", *KINDS]
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for seed, (data, dataset) in product(range(arguments.seeds), sets.items()):
+            first: dict[str, float] = {}
+            for name in arguments.extractors:
+                extractor, seconds = trained(name, dataset, seed=seed)
+                found = measure(extractor, dataset, count)
+                first = first or found
+                rank = float(spearmanr(list(found.values()), [first[damage] for damage in found])[0])
+                right = {kind: ordered(found, kind) for kind in KINDS}
+                ratios = {damage: value / found["floor"] for damage, value in found.items()}
+                text = "  ".join(f"{damage} {ratio:.3f}" for damage, ratio in ratios.items())
+                print(f"{data} {name} seed {seed}: {seconds:.0f} s, rank {rank:.3f}, {right}\n  {text}", flush=True)
+                key = {"data": data, "seed": seed, "extractor": name}
+                for damage, value in found.items():
+                    row = key | {"damage": damage, "distance": f"{value:.5g}", "ratio": f"{ratios[damage]:.4f}"}
+                    writer.writerow(row)
+                writer.writerow(key | {"damage": "order", "rank": f"{rank:.4f}", "seconds": round(seconds), **right})
+                file.flush()
+
+
+if __name__ == "__main__":
+    main()

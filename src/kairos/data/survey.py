@@ -1,0 +1,89 @@
+"""How many images a data set has and how small its classes are, with no image read and no library of data sets loaded.
+
+For what is decided before any job: the names of files, or the number of rows and the column of labels, are enough.
+"""
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kairos.data.settings import DatasetConfig
+from kairos.errors import ConfigError
+
+_DIGITS, _RAREST = 1797, 174  # scikit-learn's images, and those of the rarest digit
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is known of a data set.
+
+    Attributes:
+        train: number of training images.
+        smallest: number of images of the smallest class, training and held out; None without labels.
+    """
+
+    train: int
+    smallest: int | None
+
+
+def survey(config: DatasetConfig) -> Survey | str:
+    """What is known of a data set, or why nothing is.
+
+    With `dataset.limit`, the smallest class is given as a random subset has it on average. Broken images are counted.
+    """
+    try:
+        looks = {"digits": lambda _: (_DIGITS, _RAREST), "folder": _folder, "parquet": _parquet, "hub": _hub}
+        count, smallest = looks[config.source](config)
+    except (ConfigError, OSError, ValueError, LookupError) as error:  # arrow's own errors are of the latter kinds
+        return " ".join(str(error).split())
+    kept = min(count, config.limit or count)
+    return Survey(kept - config.held_out(kept), smallest and smallest * kept // count)
+
+
+def _folder(config: DatasetConfig) -> tuple[int, int | None]:
+    from kairos.data.sources import folder_files
+
+    names, classes = folder_files(config)
+    return len(names), min(Counter(classes).values(), default=None)
+
+
+def _parquet(config: DatasetConfig) -> tuple[int, int | None]:
+    import pyarrow.parquet as pq
+
+    from kairos.data.sources import parquet_files
+
+    files = [pq.ParquetFile(file) for file in parquet_files(config)]
+    column = _column(config, files[0].schema_arrow.names)
+    labels = [file.read([column])[column] for file in files] if column else []
+    return sum(file.metadata.num_rows for file in files), _smallest(labels)
+
+
+def _hub(config: DatasetConfig) -> tuple[int, int | None]:
+    """From the hub's cache, where `datasets` keeps each split as files of arrow."""
+    import pyarrow as pa
+
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_DATASETS_CACHE", f"{home}/datasets")).expanduser()
+    space, _, name = str(config.path).rpartition("/")
+    folder = "___".join(filter(None, (space, re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", name).lower())))
+    found = sorted(cache.glob(f"{folder}/*/*/*/*-{config.split}*.arrow"))
+    if not found:
+        raise ConfigError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; kairos fetch brings it")
+    tables = [
+        pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in found if file.parent == found[0].parent
+    ]
+    column = _column(config, tables[0].column_names)
+    return sum(map(len, tables)), _smallest([table[column] for table in tables] if column else [])
+
+
+def _column(config: DatasetConfig, names: list[str]) -> str | None:
+    """The column of labels, as `sources` chooses it."""
+    return config.label_column or ("label" if "label" in names else None)
+
+
+def _smallest(labels: list[Any]) -> int | None:
+    """Images of the smallest class, from the parts of a column of arrow."""
+    return min(Counter(value for part in labels for value in part.to_pylist()).values(), default=None)

@@ -1,0 +1,92 @@
+"""Which feature extractor an experiment gets, decided before any job, and what is refused at that point.
+
+Without torch: `kairos check` and every reading of the Snakefile ask.
+"""
+
+from pathlib import Path
+
+from kairos.data.settings import DatasetConfig
+from kairos.data.survey import Survey, survey
+from kairos.errors import ConfigError, KairosError
+from kairos.evaluation import external, weights
+from kairos.evaluation.registries import UNREAL, needs_of
+from kairos.evaluation.settings import EvaluationConfig
+from kairos.section import check
+
+FEWEST = 5  # images of a class that a classifier can be trained on
+WIDTHS = {"inception": 2048}  # features of the extractors that have no option for it
+
+
+def choose(evaluation: EvaluationConfig, dataset: DatasetConfig) -> tuple[EvaluationConfig, list[str]]:
+    """The section with a definite extractor, and what is to be said: why `auto` became which, and warnings.
+
+    Raises:
+        ConfigError: the extractor cannot be made of these images, or they are too few for it.
+        KairosError: Inception's weights are neither here nor can be downloaded.
+    """
+    known, said, faults = survey(dataset), [], []
+    if isinstance(known, str):
+        said.append(f"warning: what the images are like is not known before kairos prepare ({known})")
+    name = evaluation.extractor["name"]
+    if name == "auto":
+        name, why = _fitting(evaluation, known)
+        said.insert(0, f"extractor: {name} (auto: {why})")
+        evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": name}, "experiment")
+    elif name == "classifier" and isinstance(known, Survey) and (lack := _no_classes(known)):
+        faults.append(
+            f"evaluation.extractor: got classifier, but {lack}; allowed: selfsupervised, inception, auto, or images "
+            f"with labels, {FEWEST} or more of each class"
+        )
+    elif name == "inception":
+        path, here = weights.find(evaluation.extractor["path"])
+        if not here:
+            said.append(f"warning: the extractor's job will download {path}; kairos fetch brings it now")
+    faults += _too_few(evaluation, known)
+    try:
+        wanted = evaluation.metrics_for(name, dataset.heldout != 0)
+        if evaluation.reference not in ("train", "all"):
+            width = evaluation.extractor.get("features", WIDTHS.get(name))
+            external.check(Path(evaluation.reference), width, needs_of(wanted) - UNREAL, "evaluation.reference")
+    except KairosError as error:
+        faults.append(str(error))
+    if faults:
+        raise ConfigError("\n  ".join(faults))
+    return evaluation, said
+
+
+def _fitting(evaluation: EvaluationConfig, known: Survey | str) -> tuple[str, str]:
+    """The extractor that `auto` stands for, and why."""
+    place, train = weights.place(), known.train if isinstance(known, Survey) else None
+    fewest = min(evaluation.num_samples, train or evaluation.num_samples)
+    if place.is_file() and fewest > WIDTHS["inception"]:
+        return "inception", f"its weights are {place}"
+    why = f"{fewest} images are too few for Inception" if place.is_file() else f"no Inception weights at {place}"
+    lack = (
+        _no_classes(known)
+        if isinstance(known, Survey)
+        else "assumed, for the images are not known yet: name one, so that it does not change later"
+    )
+    return ("selfsupervised", f"{why}; {lack}") if lack else ("classifier", f"{why}; the images have labels")
+
+
+def _no_classes(known: Survey) -> str:
+    """Why a classifier cannot be trained; empty where it can."""
+    if known.smallest is None:
+        return "the images have no labels"
+    return f"the smallest class has {known.smallest} images" if known.smallest < FEWEST else ""
+
+
+def _too_few(evaluation: EvaluationConfig, known: Survey | str) -> list[str]:
+    """The numbers of images that give the covariance of the features no full rank."""
+    name = evaluation.extractor["name"]
+    width = evaluation.extractor.get("features", WIDTHS.get(name, 0))
+    numbers = [("evaluation.num_samples", evaluation.num_samples, "images a set")]
+    if isinstance(known, Survey) and evaluation.reference == "train":
+        numbers.append(("dataset", known.train, "training images"))
+    hint = "; evaluation.extractor.features sets it" if "features" in evaluation.extractor else ""
+    return [
+        f"{field}: got {got} {what}, allowed: more than {width}, the number of features of {name} (fewer make the "
+        f"Fréchet distance meaningless{hint})"
+        for field, got, what in numbers
+        if got <= width
+    ]

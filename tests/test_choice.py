@@ -1,0 +1,197 @@
+"""Which extractor `auto` stands for, and what is refused before any job."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from workflow_copy import Copy
+
+from kairos.cli import main
+from kairos.data.settings import DatasetConfig
+from kairos.data.survey import Survey, survey
+from kairos.errors import ConfigError, KairosError
+from kairos.evaluation import weights
+from kairos.evaluation.choice import choose
+from kairos.evaluation.settings import EvaluationConfig
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch):
+    """No caches, so no weights; and no network is asked for."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("TORCH_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def images(folder: Path, **classes: int) -> DatasetConfig:
+    """A folder of so many images of each class; class `flat` lies in the folder itself."""
+    for name, count in classes.items():
+        place = folder if name == "flat" else folder / name
+        place.mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(place / f"{number}.png")
+    return DatasetConfig(source="folder", path=str(folder), heldout=0.25)
+
+
+def table(path: Path, labels: list | None, name: str = "label") -> DatasetConfig:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {"image": [b""] * 400, **({name: labels} if labels else {})}
+    pq.write_table(pa.table(columns), path)
+    return DatasetConfig(source="parquet", path=str(path))
+
+
+def test_survey(tmp_path):
+    assert survey(DatasetConfig()) == Survey(1617, 174)
+    assert survey(DatasetConfig(limit=180)) == Survey(162, 17)
+    assert survey(images(tmp_path / "flat", flat=40)) == Survey(30, None)
+    assert survey(images(tmp_path / "kinds", cat=30, dog=10)) == Survey(30, 10)
+    assert survey(table(tmp_path / "a.parquet", [0] * 397 + [3] * 3)) == Survey(360, 3)
+    assert survey(table(tmp_path / "b.parquet", ["x", "y"] * 200)) == Survey(360, 200)
+    assert survey(table(tmp_path / "c.parquet", [0, 1] * 200, "kind")) == Survey(360, None)
+    named = table(tmp_path / "c.parquet", [0, 1] * 200, "kind").model_copy(update={"label_column": "kind"})
+    assert survey(named) == Survey(360, 200)
+    (tmp_path / "d.parquet").write_text("text")
+    for source, path in (("folder", "none"), ("parquet", "none"), ("parquet", "d.parquet"), ("hub", "someone/Images")):
+        assert isinstance(survey(DatasetConfig(source=source, path=path)), str), path
+
+
+def test_survey_of_the_hubs_cache(tmp_path):
+    import datasets
+    import pyarrow as pa
+
+    folder = tmp_path / "HF_HOME/datasets/someone___my_images/default/0.0.0/abc"
+    folder.mkdir(parents=True)
+    for number in range(2):
+        part = datasets.Dataset.from_dict({"label": [0] * 8 + [number] * 2}).data.table
+        name = str(folder / f"images-train-0000{number}-of-00002.arrow")
+        with pa.OSFile(name, "wb") as file, pa.ipc.new_stream(file, part.schema) as stream:
+            stream.write_table(part)
+    assert survey(DatasetConfig(source="hub", path="someone/MyImages")) == Survey(18, 2)
+    assert isinstance(survey(DatasetConfig(source="hub", path="someone/MyImages", split="test")), str)
+
+
+def test_auto(tmp_path):
+    def auto(dataset: DatasetConfig, **changes) -> tuple[str, str]:
+        settled, said = choose(EvaluationConfig(**changes), dataset)
+        assert EvaluationConfig(**settled.model_dump()) == settled
+        return settled.extractor["name"], said[0]
+
+    assert auto(DatasetConfig())[0] == "classifier"
+    name, why = auto(images(tmp_path / "flat", flat=100))
+    assert name == "selfsupervised"
+    assert (
+        why == f"extractor: selfsupervised (auto: no Inception weights at {weights.place()}; the images have no labels)"
+    )
+    name, why = auto(images(tmp_path / "kinds", cat=100, dog=4))
+    assert name == "selfsupervised" and "the smallest class has 4 images" in why
+    assert auto(images(tmp_path / "kinds", dog=5))[0] == "classifier"
+    name, why = auto(DatasetConfig(source="folder", path="none"))
+    assert name == "selfsupervised" and "assumed" in why
+
+    weights.place().parent.mkdir(parents=True)
+    weights.place().touch()
+    large = table(tmp_path / "x.parquet", [0] * 400).model_copy(update={"limit": None})
+    assert auto(large, num_samples=3000)[0] == "classifier", "360 images are too few for 2,048 features"
+    assert auto(DatasetConfig(source="folder", path="none"), num_samples=3000)[0] == "inception"
+    assert auto(DatasetConfig(source="folder", path="none"), num_samples=2048)[0] == "selfsupervised"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"extractor": "classifier"},
+            "evaluation.extractor: got classifier, but the images have no labels; allowed: self",
+        ),
+        ({"num_samples": 64}, "evaluation.num_samples: got 64 images a set, allowed: more than 64, .*features sets it"),
+        (
+            {"extractor": {"name": "selfsupervised", "features": 75}},
+            "dataset: got 75 training images, allowed: more than 75",
+        ),
+        ({"extractor": "inception"}, r"evaluation.num_samples: got 450 .*2048(.|\n)*dataset: got 75"),
+        ({"extractor": {"name": "inception", "path": "none.pth"}}, "weights none.pth, but there is no such file"),
+    ],
+)
+def test_refusals(tmp_path, changes, message):
+    dataset = images(tmp_path / "flat", flat=100)
+    with pytest.raises(ConfigError if "path" not in str(changes) else KairosError, match=message):
+        choose(EvaluationConfig(**changes), dataset)
+
+
+def test_small_classes_are_refused_for_a_classifier(tmp_path):
+    with pytest.raises(ConfigError, match=r"the smallest class has 4 images; allowed: .*5 or more of each class"):
+        choose(EvaluationConfig(extractor="classifier"), images(tmp_path / "kinds", cat=100, dog=4))
+
+
+def test_inception_that_is_not_here(tmp_path, monkeypatch):
+    """Where there may be a network its job brings it, and `check` says so; else nothing is begun."""
+    dataset = DatasetConfig(source="folder", path="none")
+    inception = EvaluationConfig(extractor="inception", num_samples=3000)
+    _, said = choose(inception, dataset)
+    assert "not known before kairos prepare" in said[0] and str(weights.place()) in said[1] and "download" in said[1]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(KairosError, match=r"weights-inception.*HF_HUB_OFFLINE.*selfsupervised"):
+        choose(inception, dataset)
+
+
+def write(folder: Path, **sections) -> Path:
+    values = {"experiment": "own", "methods": {"only": {}}, **sections}
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_check_says_which(tmp_path, capsys):
+    flat = images(tmp_path / "flat", flat=100).model_dump()
+    assert main(["check", str(write(tmp_path, dataset=flat))]) == 0
+    assert "\nextractor: selfsupervised (auto: no Inception" in capsys.readouterr().out
+    assert main(["check", str(write(tmp_path, evaluation={"extractor": {"name": "classifier", "features": 7}}))]) == 0
+    assert "\nextractor: classifier (features 7" in capsys.readouterr().out
+    assert main(["check", str(write(tmp_path, dataset=flat, evaluation={"extractor": "classifier"}))]) == 2
+    assert "no labels" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_and_settles(tmp_path, tmp_path_factory):
+    copy = Copy(tmp_path_factory.mktemp("copy"))
+    flat = images(copy.folder / "flat", flat=100).model_dump()
+    write(copy.folder, dataset=flat, evaluation={"extractor": "classifier"})
+    ended = copy.snakemake("--dry-run", config="own.yaml")
+    assert ended.returncode != 0 and "the images have no labels" in ended.stderr and "Traceback" not in ended.stderr
+    write(copy.folder, dataset=flat)
+    ended = copy.snakemake("--dry-run", config="own.yaml")
+    assert ended.returncode == 0 and "extractor: selfsupervised (auto" in ended.stderr
+    frozen = next((copy.folder / ".kairos/config").glob("own-*.yaml"))
+    assert yaml.safe_load(frozen.read_text())["evaluation"]["extractor"]["name"] == "selfsupervised"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_flat_folder_to_its_report(tmp_path, tmp_path_factory):
+    """Images without labels, as they lie in a folder."""
+    from sklearn.datasets import load_digits
+
+    copy = Copy(tmp_path_factory.mktemp("copy"))
+    (copy.folder / "flat").mkdir()
+    for number, pixels in enumerate(load_digits().images[:500]):
+        Image.fromarray((pixels * 15.9).astype(np.uint8)).save(copy.folder / f"flat/{number}.png")
+    values = yaml.safe_load((copy.folder / "tests/tiny.yaml").read_text())
+    values["dataset"] = {"source": "folder", "path": "flat", "color": "grey", "heldout": 0.25}
+    del values["evaluation"]["extractor"], values["methods"]["adaptive"]
+    (copy.folder / "flat.yaml").write_text(yaml.safe_dump(values))
+    ended = copy.snakemake(config="flat.yaml")
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    results = copy.folder / "results/tiny"
+    assert "selfsupervised64" in (results / "report.html").read_text()
+    assert "frechet_selfsupervised64" in (results / "summary.csv").read_text().splitlines()[0]
+    record = json.loads((results / "reference/reference.json").read_text())
+    rows = {name: row["frechet_selfsupervised64"] for name, row in record["rows"].items()}
+    assert min(rows, key=rows.__getitem__) == "floor" and rows["noise"] > 5 * rows["floor"], rows
+    assert copy.to_do(config="flat.yaml") == {}
