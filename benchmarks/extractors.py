@@ -35,7 +35,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from kairos.data.dataset import PreparedDataset
-from kairos.evaluation import classifier, distances, extractors, selfsupervised
+from kairos.evaluation import classifier, extractors, metrics, moments, selfsupervised
 from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import write_json
 from kairos.randomness import Stream
@@ -78,13 +78,18 @@ def measure(extractor: extractors.Extractor, dataset: PreparedDataset, count: in
     """Distance of every damage from the training images, and of `floor`; sets have `count` images."""
 
     def features(images: np.ndarray) -> Tensor:
-        with torch.inference_mode():
-            return extractors.extract(extractor, images)[extractor.layer]
+        batches = moments.in_batches(images, range(len(images)))
+        return torch.cat([extractor.layers_of(batch)["features"] for batch in batches])
 
-    target = distances.Target("d", distances.statistics(features(dataset.images[dataset.train])))
+    def summed(values: Tensor) -> metrics.Gaussian:
+        sums = moments.Moments()
+        sums.add(values)
+        return sums.mean_and_covariance
+
+    real = metrics.Statistics({"features": summed(features(dataset.images[dataset.train]))})
 
     def distance(values: Tensor) -> float:
-        return distances.frechet(distances.NoOptions(), distances.Sample(values), target)["d"]
+        return metrics.distance(summed(values), real, "features")
 
     heldout = dataset.images[dataset.heldout]
     whole, labels = features(heldout), dataset.conditions["class"][dataset.heldout]

@@ -36,8 +36,8 @@ def test_the_same_each_time_and_without_labels(digits, tmp_path):
     assert made[0]["sha256"] == made[1]["sha256"]
     assert made[0]["metric"] == "frechet_selfsupervised16" and made[0]["kind"] == "selfsupervised"
     opened = extractors.open_extractor(tmp_path / "0")
-    features = extractors.extract(opened, digits.images[:5])[opened.layer]
-    assert features.shape == (5, 16) and opened.logits is None
+    layers = opened.layers_of(digits.images[:5])
+    assert set(layers) == {"features"} and layers["features"].shape == (5, 16)
     assert extractors.make({**options, "seed": 1}, digits, tmp_path / "2")["sha256"] != made[0]["sha256"]
 
 

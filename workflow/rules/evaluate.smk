@@ -29,6 +29,7 @@ rule reference:
         autoencoder=f"{RESULTS}/autoencoder/manifest.json",
         latents=f"{RESULTS}/latents/manifest.json",
         extractor=f"{RESULTS}/extractor/manifest.json",
+        outside=layout.outside,
     output:
         record=f"{RESULTS}/reference/reference.json",
     log:

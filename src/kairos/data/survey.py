@@ -40,7 +40,8 @@ def survey(config: DatasetConfig) -> Survey | str:
     except (ConfigError, OSError, ValueError, LookupError) as error:  # arrow's own errors are of the latter kinds
         return " ".join(str(error).split())
     kept = min(count, config.limit or count)
-    return Survey(kept - config.held_out(kept), smallest and smallest * kept // count)
+    heldout = 0 if isinstance(config.heldout, str) else config.held_out(kept)
+    return Survey(kept - heldout, smallest and smallest * kept // count)
 
 
 def _folder(config: DatasetConfig) -> tuple[int, int | None]:

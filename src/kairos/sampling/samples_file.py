@@ -138,7 +138,8 @@ def _write_rows(file: Any, count: int, parts: Parts) -> None:
             write_header(file, (count, *part.shape[1:]), part.dtype)
         file.write(part.tobytes())
         written += len(part)
-    assert written == count
+    if written != count:
+        raise ValueError(f"got {written} rows, allowed: {count}")
 
 
 def _rows(path: Path, archive: zipfile.ZipFile, name: str) -> Rows:

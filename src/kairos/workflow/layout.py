@@ -71,6 +71,12 @@ class Layout:
         return f"results/{self.experiment.experiment}"
 
     @property
+    def outside(self) -> list[str]:
+        """The file of real images from outside that samples are compared with, if there is one."""
+        reference = self.experiment.evaluation.reference
+        return [reference] if reference.endswith(".npz") else []
+
+    @property
     def methods(self) -> list[str]:
         """Names of the methods."""
         return list(self.experiment.methods)
