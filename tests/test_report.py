@@ -298,6 +298,23 @@ def test_the_report_imports_nothing_heavy():
     assert json.loads(answer.stdout.replace("'", '"')) == []
 
 
+def test_no_image_held_out(small, built):
+    """Then there is no validation loss and no row of held-out images: the page says no word of them."""
+    for path in small[1].glob("*/seed*/evaluation/*.json"):
+        write_json(path, {name: value for name, value in read_json(path).items() if name != "validation"})
+    reference = small[1] / "reference/reference.json"
+    record = read_json(reference)
+    rows = {name: row for name, row in record["rows"].items() if name in ("gaussian", "noise")}
+    write_json(reference, {**record, "rows": rows, "reference": "all"})
+    build(load(small[0]), small[1])
+    content = (small[1] / "report.html").read_text()
+    assert "validation_loss" not in content and "#validation" not in content and "held-out real images" not in content
+    assert "statistics of all images" in content and not (small[1] / "figures/validation_loss.png").exists()
+    with open(small[1] / "summary.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert {row["method"] for row in table} >= {"gaussian", "noise"} and all(row["val_loss"] == "" for row in table)
+
+
 @pytest.mark.parametrize("name", ["page.html.jinja", "canvas.mplstyle"])
 def test_template_and_style_are_code_that_the_report_depends_on(tmp_path, name):
     package = Path(main.__code__.co_filename).parents[1]
