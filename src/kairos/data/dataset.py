@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kairos.data.arrays import Rows, read_array
-from kairos.data.referred import ReferredImages
 from kairos.files import open_record
 
 if TYPE_CHECKING:
     import torch
+
+    from kairos.data.referred import ReferredImages  # decodes images, which a training on latents needs not
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class PreparedDataset:
     """
 
     folder: Path
-    images: Rows | ReferredImages
+    images: "Rows | ReferredImages"
     train: np.ndarray
     heldout: np.ndarray
     conditions: dict[str, Rows]
@@ -74,5 +75,7 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
     conditions = {name: read_array(folder / item["file"], command) for name, item in manifest["conditions"].items()}
     train, heldout = (read_array(folder / f"{name}.npy", command)[:] for name in ("train", "heldout"))
     if "refers" in manifest:
+        from kairos.data.referred import ReferredImages
+
         return PreparedDataset(folder, ReferredImages(folder, manifest, command), train, heldout, conditions, manifest)
     return PreparedDataset(folder, read_array(folder / "images.npy", command), train, heldout, conditions, manifest)

@@ -77,7 +77,8 @@ def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
     process = PROCESSES.entry(plain["diffusion"]["process"]["name"]).module
     extractor = EXTRACTORS.entry(plain["evaluation"]["extractor"]["name"]).module
     named = [metric["name"] for metric in plain["evaluation"]["metrics"] or []] or list(METRICS)
-    metrics = [METRICS.entry(name).module for name in named]
+    metrics = [METRICS.entry(name) for name in named]
+    of_images = [entry.module for entry in metrics if "milestone" not in entry.facts.get("needs", ())]
     scheduler = SCHEDULERS.entry(plain["sampling"]["scheduler"]["name"]).module
     return {
         "prepare": ["kairos.data.prepare", "kairos.data.sources"],
@@ -85,8 +86,8 @@ def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
         "encode": ["kairos.autoencoders.encode", "kairos.autoencoders.codec"],
         "sample": ["kairos.sampling.sample", scheduler, model, process],
         "extractor": ["kairos.evaluation.extractors", extractor],
-        "reference": ["kairos.evaluation.reference", extractor, *metrics],
-        "evaluate": ["kairos.evaluation.evaluate", model, process, extractor, *metrics],
+        "reference": ["kairos.evaluation.reference", extractor, *of_images],
+        "evaluate": ["kairos.evaluation.evaluate", model, process, extractor, *(entry.module for entry in metrics)],
         "report": ["kairos.report.build"],
         "track": ["kairos.tracking.track"],
     }[stage]
