@@ -1,6 +1,6 @@
 """Time and peak memory of every stage for 10,000 and for 50,000 images, each stage a process of its own.
 
-    python benchmarks/any_size.py --data data/cifar10/train-*.parquet --out benchmarks/results/any_size.csv
+    python benchmarks/any_size.py --data data/cifar10/train-00000-of-00001.parquet --out benchmarks/results/any_size.csv
 
 As many images are prepared, encoded, compared with and drawn; no image is held out, and all are the reference. The
 networks are small and hardly trained: they decide the time, not how memory grows. The table's last column is the larger
@@ -16,17 +16,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import yaml
 
 SIZES = (10_000, 50_000)
 STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate")
 
 
-def experiment(data: str, size: int, metrics: list[str]) -> dict:
+def experiment(size: int, metrics: list[str]) -> dict:
     """An experiment on `size` images, all of them the reference, and as many samples."""
     return {
         "experiment": "size",
-        "dataset": {"source": "parquet", "path": data, "limit": size, "heldout": 0},
+        "dataset": {"source": "parquet", "path": "images.parquet", "heldout": 0},
         "autoencoder": {"kind": "train", "channels": [8, 16, 16], "steps": 100, "encode_batch_size": 128},
         "model": {"name": "dit", "patch": 2, "width": 32, "depth": 1, "heads": 2},
         "training": {"milestones": [50], "batch_size": 64, "device": "cpu"},
@@ -76,7 +77,8 @@ def main() -> None:
     rows = {stage: {"stage": stage} for stage in STAGES}
     for size in SIZES:
         with tempfile.TemporaryDirectory() as folder:
-            values = experiment(os.path.abspath(arguments.data), size, arguments.metrics.split(","))
+            pq.write_table(pq.read_table(arguments.data).slice(0, size), Path(folder, "images.parquet"))
+            values = experiment(size, arguments.metrics.split(","))
             Path(folder, "x.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
             for stage, record in run(Path(folder), size).items():
                 rows[stage][f"seconds_{size}"] = round(record["wall_seconds"], 1)
