@@ -77,7 +77,9 @@ def main() -> None:
     rows = {stage: {"stage": stage} for stage in STAGES}
     for size in SIZES:
         with tempfile.TemporaryDirectory() as folder:
-            pq.write_table(pq.read_table(arguments.data).slice(0, size), Path(folder, "images.parquet"))
+            pq.write_table(
+                pq.read_table(arguments.data).slice(0, size), Path(folder, "images.parquet"), row_group_size=1000
+            )
             values = experiment(size, arguments.metrics.split(","))
             Path(folder, "x.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
             for stage, record in run(Path(folder), size).items():

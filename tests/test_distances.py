@@ -87,7 +87,7 @@ def test_inception_score_is_torch_fidelitys():
 def test_precision_and_recall_are_torch_fidelitys(monkeypatch):
     from torch_fidelity.metric_prc import prc_features_to_metric
 
-    monkeypatch.setattr(metrics, "ROWS", 150)
+    monkeypatch.setattr(metrics, "PAIRS", 150)
     samples, real = gaussian_features(0.3, 0.8, 700, 8).float(), gaussian_features(0.0, 1.0, 500, 8, 1).float()
     theirs = prc_features_to_metric(samples, real, verbose=False, save_cpu_ram=False)
     found = target_of(real, "precision", "recall").score(measured(samples))

@@ -24,6 +24,7 @@ from kairos.progress import say
 from kairos.section import build
 
 CACHE = Path(".kairos/cache")
+PAIRS = 1024  # vectors whose distances from as many others are computed at a time
 KEPT = 10_000  # real images whose features are kept, as many as ADM's reference has for precision and recall
 
 _NAMES = {layer: external.PUBLISHED[need] for need, layer in LAYERS.items()}  # of arrays in npz files
@@ -214,24 +215,22 @@ def inside(points: Any, manifold: Any, neighbours: int) -> float:
 
     In blocks: neither all pairs nor all vectors are ever held.
     """
-    radii = []
-    for own in _blocks(manifold):
-        nearest = torch.full((len(own), 0), torch.inf)
+    radii = torch.full((len(manifold), neighbours + 1), torch.inf)  # itself is one of them
+    for own, nearest in zip(_blocks(manifold), radii.split(PAIRS)):
         for other in _blocks(manifold):
             both = torch.cat([nearest, torch.cdist(own, other)], 1)
-            nearest = both.topk(min(neighbours + 1, both.shape[1]), largest=False).values  # itself is one of them
-        radii.append(nearest[:, -1])
+            nearest[:] = both.topk(neighbours + 1, largest=False).values
     found = 0
     for part in _blocks(points):
         hit = torch.zeros(len(part), dtype=torch.bool)
-        for block, radius in zip(_blocks(manifold), radii):
+        for block, radius in zip(_blocks(manifold), radii.max(1).values.split(PAIRS)):
             hit |= (torch.cdist(part, block) <= radius).any(1)
         found += int(hit.sum())
     return found / len(points)
 
 
 def _blocks(vectors: Any) -> Any:
-    return (vectors[start : start + ROWS] for start in range(0, len(vectors), ROWS))
+    return (vectors[start : start + PAIRS] for start in range(0, len(vectors), PAIRS))
 
 
 def bootstrap(measured: Measured, target: Target, resamples: int, seed: int) -> float:
