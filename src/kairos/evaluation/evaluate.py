@@ -79,8 +79,6 @@ def evaluate(
     target = reference.target
     parts, warnings = split(len(images), reference.record["num_samples"], sets, str(job.samples))
     warnings += metrics.check_number(len(parts[0]), extractor.width, str(job.samples))
-    for warning in warnings:
-        say(f"warning: {job.samples}: {warning}")
     measured = (measure(extractor, in_batches(images, part), target.needs) for part in parts)
     found = metrics.summarise([target.score(one) for one in measured])
     record = {
@@ -98,7 +96,7 @@ def evaluate(
 
 
 def split(images: int, num_samples: int | None, sets: int | None, where: str) -> tuple[list[range], list[str]]:
-    """Sets of equal size in the order of the images, and the warnings.
+    """Sets of equal size in the order of the images, and the warnings that are said.
 
     Args:
         images: how many there are.
@@ -114,7 +112,7 @@ def split(images: int, num_samples: int | None, sets: int | None, where: str) ->
     if count == 0:
         raise KairosError(f"{where}: got {images} images, allowed: at least {num_samples or sets}, one full set")
     rest = images - count * size
-    warnings = [f"the last {rest} images fill no set of {size} and are not used"] if rest else []
+    warnings = metrics.warned(where, f"the last {rest} images fill no set of {size} and are not used") if rest else []
     return [range(k * size, (k + 1) * size) for k in range(count)], warnings
 
 
@@ -151,22 +149,19 @@ def _protocol(
 ) -> dict[str, Any]:
     """How the numbers came about; what images from outside do not say is null."""
     scheduler = protocol.get("scheduler") or {}
+    same = ("steps", "nfe", "guidance_scale", "weights", "identity")
     return {
+        **{name: protocol.get(name) for name in same},
+        **dict.fromkeys(("spacing", "clip", "eta", "variance")),
+        **{name: value for name, value in scheduler.items() if name != "name"},
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
         "accuracy": extractor.manifest["accuracy"],
         "n_samples": n,
         "sets": sets,
         "scheduler": scheduler.get("name"),
-        "steps": protocol.get("steps"),
-        "nfe": protocol.get("nfe"),
-        **dict.fromkeys(("spacing", "clip", "eta", "variance")),
-        **{name: value for name, value in scheduler.items() if name != "name"},
-        "guidance_scale": protocol.get("guidance_scale"),
-        "weights": protocol.get("weights"),
         "sample_seed": protocol.get("seed"),
         "sample_precision": protocol.get("precision"),
-        "identity": protocol.get("identity"),
         "reference_hash": reference.record["reference_hash"],
         "eval_seed": reference.record["eval_seed"],
         "eval_precision": extractor.precision,

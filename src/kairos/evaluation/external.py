@@ -12,7 +12,6 @@ import numpy as np
 
 from kairos.errors import KairosError
 from kairos.files import sha256_file
-from kairos.progress import say
 
 if TYPE_CHECKING:  # `check` serves commands that start without torch
     from kairos.evaluation.extractors import Extractor
@@ -75,8 +74,7 @@ def statistics(path: Path, extractor: "Extractor", needs: set[str]) -> "Statisti
         return metrics.Statistics(moments)
     images, _ = read_samples(path)
     if "moments" in rest:
-        for warning in metrics.check_number(len(images), extractor.width, str(path)):
-            say(f"warning: {path}: {warning}")
+        metrics.check_number(len(images), extractor.width, str(path))
     parts = {"images": sha256_file(path), "extractor": extractor.hash, "needs": sorted(rest)}
     batches = in_batches(images, range(len(images)))
     found = metrics.cached(parts, lambda: metrics.statistics_of(measure(extractor, batches, rest)))

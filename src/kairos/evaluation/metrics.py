@@ -4,6 +4,7 @@ Each gives columns: a dictionary of numbers. What they need to be measured stand
 """
 
 import functools
+import itertools
 import statistics as stats
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metri
 
 from kairos.errors import KairosError
 from kairos.evaluation import external
-from kairos.evaluation.moments import LAYERS, ROWS, Measured, Moments
+from kairos.evaluation.moments import LAYERS, Measured, Moments, blocks
 from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions, needs_of
 from kairos.files import atomic, sha256_bytes, sha256_json
 from kairos.progress import say
@@ -58,9 +59,8 @@ class Statistics:
 
     def save(self, path: Path) -> None:
         """Write an npz file atomically; `mu` and `sigma`, `mu_s` and `sigma_s` are named as in published files."""
-        arrays: dict[str, Any] = {}
-        for layer, pair in self.moments.items():
-            arrays |= dict(zip(_NAMES[layer], pair))
+        pairs = (zip(_NAMES[layer], pair) for layer, pair in self.moments.items())
+        arrays: dict[str, Any] = dict(itertools.chain.from_iterable(pairs))
         with atomic(path) as file:
             np.savez(file, **arrays, features=self.features, count=np.array(self.count))
 
@@ -95,8 +95,8 @@ class Target:
         """All columns of one set of images."""
         columns: dict[str, float] = {}
         for named in self.metrics:
-            if "milestone" not in METRICS.entry(named["name"]).facts["needs"]:
-                columns.update(build(METRICS, named, measured, self))
+            if "milestone" not in needs_of([named]):
+                columns |= build(METRICS, named, measured, self)
         return columns
 
 
@@ -129,7 +129,7 @@ def cached(parts: Any, compute: Callable[[], Statistics]) -> Statistics:
 
 
 def check_number(count: int, width: int, what: str) -> list[str]:
-    """Whether `what`, so many images, are enough for the covariance of `width` features; the warnings, if any.
+    """Whether `what`, so many images, are enough for the covariance of `width` features; the warnings that are said.
 
     Raises:
         KairosError: as many images as features or fewer: the covariance has no full rank and the distance means little.
@@ -139,9 +139,15 @@ def check_number(count: int, width: int, what: str) -> list[str]:
             f"{what}: got {count} images, allowed: more than {width}, the number of features "
             "(fewer make the Fréchet distance meaningless; an extractor with fewer features needs fewer)"
         )
-    if count < 10 * width:
-        return [f"{count} images are fewer than 10 times the {width} features: distances are biased upwards"]
-    return []
+    if count >= 10 * width:
+        return []
+    return warned(what, f"{count} images are fewer than 10 times the {width} features: distances are biased upwards")
+
+
+def warned(what: str, warning: str) -> list[str]:
+    """Say a warning of `what`, and give it to those that keep it."""
+    say(f"warning: {what}: {warning}")
+    return [warning]
 
 
 def frechet(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
@@ -215,23 +221,19 @@ def inside(points: Any, manifold: Any, neighbours: int) -> float:
     In blocks: neither all pairs nor all vectors are ever held.
     """
     radii = []
-    for own in _blocks(manifold):
+    for own in blocks(manifold):
         nearest = torch.full((len(own), 0), torch.inf)
-        for other in _blocks(manifold):
+        for other in blocks(manifold):
             both = torch.cat([nearest, torch.cdist(own, other)], 1)
             nearest = both.topk(min(neighbours + 1, both.shape[1]), largest=False).values  # itself is one of them
         radii.append(nearest[:, -1])
     found = 0
-    for part in _blocks(points):
+    for part in blocks(points):
         hit = torch.zeros(len(part), dtype=torch.bool)
-        for block, radius in zip(_blocks(manifold), radii):
+        for block, radius in zip(blocks(manifold), radii):
             hit |= (torch.cdist(part, block) <= radius).any(1)
         found += int(hit.sum())
     return found / len(points)
-
-
-def _blocks(vectors: Any) -> Any:
-    return (vectors[start : start + ROWS] for start in range(0, len(vectors), ROWS))
 
 
 def bootstrap(measured: Measured, target: Target, resamples: int, seed: int) -> float:
@@ -239,11 +241,9 @@ def bootstrap(measured: Measured, target: Target, resamples: int, seed: int) -> 
     assert measured.features is not None
     random, values = np.random.default_rng(seed), []
     for _ in range(resamples):
-        weights = torch.from_numpy(
-            np.bincount(random.integers(0, measured.count, measured.count), minlength=measured.count)
-        )
-        moments = Moments()
-        for part, weight in zip(measured.features.parts(), weights.split(ROWS)):
+        drawn, moments = random.integers(0, measured.count, measured.count), Moments()
+        weights = torch.from_numpy(np.bincount(drawn, minlength=measured.count))
+        for part, weight in zip(blocks(measured.features), blocks(weights)):
             moments.add(part, weight)
         values.append(distance(moments.mean_and_covariance, target.statistics, "features"))
     return stats.stdev(values)

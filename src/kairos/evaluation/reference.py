@@ -61,15 +61,11 @@ def build(
     clock.work_begins()
     wanted = tuple(evaluation.metrics_for(opened.manifest["kind"], len(images.heldout) > 0))
     target = Target(opened.manifest["metric"], _real(evaluation.reference, images, opened, wanted), wanted)
-    numbers = {"evaluation.num_samples": evaluation.num_samples, "real images": target.statistics.count}
-    warnings = [
-        f"{what}: {warning}"
-        for what, number in numbers.items()
-        if number or what == "evaluation.num_samples"  # published moments do not tell
-        for warning in metrics.check_number(number, opened.width, what)
-    ]
-    for warning in warnings:
-        say(f"warning: {warning}")
+    numbers = {"evaluation.num_samples": evaluation.num_samples}
+    if target.statistics.count:  # published moments do not tell
+        numbers["real images"] = target.statistics.count
+    found = {what: metrics.check_number(number, opened.width, what) for what, number in numbers.items()}
+    warnings = [f"{what}: {warning}" for what in found for warning in found[what]]
     gaussian = Gaussian.fit(encoded, evaluation.seed)
     rows = rows_of(evaluation, images, codec, gaussian, opened, target)
 
