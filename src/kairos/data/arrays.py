@@ -3,6 +3,7 @@
 import math
 import os
 import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,11 @@ def numbered(index: Any, count: int) -> np.ndarray:
     if ((index < -count) | (index >= count)).any():
         raise IndexError(f"row {index} of {count}")
     return index % count
+
+
+def blocks(arrays: Iterable[Rows], size: int) -> Iterator[np.ndarray]:
+    """The rows of some arrays in turn, at most `size` at a time."""
+    return (array[start : start + size] for array in arrays for start in range(0, len(array), size))
 
 
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Rows:

@@ -242,7 +242,7 @@ def _image_column(features: Any, config: DatasetConfig) -> str:
 
 
 def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[str] | None]:
-    column = config.label_column or ("label" if "label" in table.features else None)
+    column = config.label_column_of(table.features)
     if column is None:
         return None, None
     if column not in table.features:

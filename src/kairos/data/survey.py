@@ -57,7 +57,7 @@ def _parquet(config: DatasetConfig) -> tuple[int, int | None]:
     from kairos.data.sources import parquet_files
 
     files = [pq.ParquetFile(file) for file in parquet_files(config)]
-    column = _column(config, files[0].schema_arrow.names)
+    column = config.label_column_of(files[0].schema_arrow.names)
     labels = [file.read([column])[column] for file in files] if column else []
     return sum(file.metadata.num_rows for file in files), _smallest(labels)
 
@@ -73,16 +73,10 @@ def _hub(config: DatasetConfig) -> tuple[int, int | None]:
     found = sorted(cache.glob(f"{folder}/*/*/*/*-{config.split}*.arrow"))
     if not found:
         raise ConfigError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; kairos fetch brings it")
-    tables = [
-        pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in found if file.parent == found[0].parent
-    ]
-    column = _column(config, tables[0].column_names)
+    files = (str(file) for file in found if file.parent == found[0].parent)
+    tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files]
+    column = config.label_column_of(tables[0].column_names)
     return sum(map(len, tables)), _smallest([table[column] for table in tables] if column else [])
-
-
-def _column(config: DatasetConfig, names: list[str]) -> str | None:
-    """The column of labels, as `sources` chooses it."""
-    return config.label_column or ("label" if "label" in names else None)
 
 
 def _smallest(labels: list[Any]) -> int | None:

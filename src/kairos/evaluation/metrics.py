@@ -4,7 +4,6 @@ Each gives columns: a dictionary of numbers. What they need to be measured stand
 """
 
 import functools
-import itertools
 import statistics as stats
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,8 +58,9 @@ class Statistics:
 
     def save(self, path: Path) -> None:
         """Write an npz file atomically; `mu` and `sigma`, `mu_s` and `sigma_s` are named as in published files."""
-        pairs = (zip(_NAMES[layer], pair) for layer, pair in self.moments.items())
-        arrays: dict[str, Any] = dict(itertools.chain.from_iterable(pairs))
+        arrays: dict[str, Any] = {}
+        for layer, pair in self.moments.items():
+            arrays |= dict(zip(_NAMES[layer], pair))
         with atomic(path) as file:
             np.savez(file, **arrays, features=self.features, count=np.array(self.count))
 
