@@ -73,6 +73,6 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
     manifest = open_record(folder, command)
     conditions = {name: read_array(folder / item["file"], command) for name, item in manifest["conditions"].items()}
     train, heldout = (read_array(folder / f"{name}.npy", command)[:] for name in ("train", "heldout"))
-    if "refers" in manifest:
-        return PreparedDataset(folder, ReferredImages(folder, manifest, command), train, heldout, conditions, manifest)
-    return PreparedDataset(folder, read_array(folder / "images.npy", command), train, heldout, conditions, manifest)
+    refers = "refers" in manifest
+    images = ReferredImages(folder, manifest, command) if refers else read_array(folder / "images.npy", command)
+    return PreparedDataset(folder, images, train, heldout, conditions, manifest)

@@ -110,7 +110,8 @@ def folder_files(config: DatasetConfig) -> tuple[list[str], list[str]]:
     root = Path(str(config.path))
     if not root.is_dir():
         raise ConfigError(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
-    names = sorted(name for name in glob.iglob("**/*", root_dir=root, recursive=True) if _is_image(root / name))
+    found = glob.iglob("**/*", root_dir=root, recursive=True)
+    names = sorted(name for name in found if name.lower().endswith(SUFFIXES) and not (root / name).is_dir())
     if not names:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
     kinds = [name.split("/")[0] for name in names]
@@ -121,10 +122,6 @@ def _numbered(names: list[str]) -> tuple[np.ndarray, list[str]]:
     """The class of each, int64, and the classes' names in their order."""
     classes, labels = np.unique(names, return_inverse=True)
     return labels.astype(np.int64), classes.tolist()
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.is_dir()
 
 
 def parquet_files(config: DatasetConfig) -> list[str]:

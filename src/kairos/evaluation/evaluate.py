@@ -12,7 +12,7 @@ from kairos.evaluation.metrics import Target
 from kairos.evaluation.moments import in_batches, measure
 from kairos.evaluation.reference import Reference, open_reference, reference_hash
 from kairos.evaluation.registries import METRICS, UNREAL, default_metrics, needs_of
-from kairos.evaluation.settings import check_metrics, named_metrics
+from kairos.evaluation.settings import LossSettings, check_metrics, named_metrics
 from kairos.evaluation.validation import latents_folder
 from kairos.files import write_json
 from kairos.progress import say
@@ -84,7 +84,7 @@ def evaluate(
     record = {
         "step": protocol.get("step"),
         "metrics": found,
-        "protocol": _protocol(protocol, reference, extractor, len(parts), len(parts[0])),
+        "protocol": _protocol(protocol, reference, extractor, parts),
         "warnings": warnings,
     }
     if job.milestone is not None and "milestone" in target.needs:
@@ -145,23 +145,23 @@ def _setup(milestone: Path | None) -> Any:
 
 
 def _protocol(
-    protocol: dict[str, Any], reference: Reference, extractor: Extractor, sets: int, n: int
+    sampled: dict[str, Any], reference: Reference, extractor: Extractor, parts: list[range]
 ) -> dict[str, Any]:
     """How the numbers came about; what images from outside do not say is null."""
-    scheduler = protocol.get("scheduler") or {}
+    scheduler = sampled.get("scheduler") or {}
     same = ("steps", "nfe", "guidance_scale", "weights", "identity")
     return {
-        **{name: protocol.get(name) for name in same},
+        **{name: sampled.get(name) for name in same},
         **dict.fromkeys(("spacing", "clip", "eta", "variance")),
         **{name: value for name, value in scheduler.items() if name != "name"},
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
         "accuracy": extractor.manifest["accuracy"],
-        "n_samples": n,
-        "sets": sets,
+        "n_samples": len(parts[0]),
+        "sets": len(parts),
         "scheduler": scheduler.get("name"),
-        "sample_seed": protocol.get("seed"),
-        "sample_precision": protocol.get("precision"),
+        "sample_seed": sampled.get("seed"),
+        "sample_precision": sampled.get("precision"),
         "reference_hash": reference.record["reference_hash"],
         "eval_seed": reference.record["eval_seed"],
         "eval_precision": extractor.precision,
@@ -192,9 +192,9 @@ def _validation(
             raise KairosError(
                 f"{folder}: {name} is not that of {job.milestone}; pass the latents it was trained on as --latents DIR"
             )
+    loss = LossSettings(**reference.record["validation"], precision=reference.record["precision"])
     record = {}
     for named in reference.target.metrics:
-        entry = METRICS.entry(named["name"])
-        if "milestone" in entry.facts["needs"]:
-            record |= entry.load()(milestone, opened, reference.loss_settings, device)
+        if "milestone" in needs_of([named]):
+            record |= METRICS.entry(named["name"]).load()(milestone, opened, loss, device)
     return record

@@ -142,16 +142,14 @@ def measure(extractor: Any, images: Iterable[NDArray[np.uint8]], needs: set[str]
     moments = {LAYERS[need]: Moments() for need in LAYERS if need in needs}
     spool = Spool(extractor.width) if "features" in needs else None
     score = Score() if "logits" in needs else None
+    asked: list[tuple[str, Any]] = [*moments.items(), ("features", spool), ("logits", score)]
     count = 0
     for batch in images:
         layers = extractor.layers_of(batch)
         count += len(batch)
-        for name, sums in moments.items():
-            sums.add(layers[name])
-        if spool is not None:
-            spool.add(layers["features"])
-        if score is not None:
-            score.add(layers["logits"])
+        for name, sink in asked:
+            if sink is not None:
+                sink.add(layers[name])
     found = {name: sums.mean_and_covariance for name, sums in moments.items()}
     return Measured(count, found, spool, score.value if score else None)
 

@@ -16,7 +16,7 @@ from kairos.evaluation.metrics import Statistics, Target
 from kairos.evaluation.moments import in_batches, measure
 from kairos.evaluation.registries import UNREAL, needs_of
 from kairos.evaluation.rows import SPREADS, Gaussian, rows_of
-from kairos.evaluation.settings import EvaluationConfig, LossSettings
+from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
 from kairos.progress import say
 
@@ -32,11 +32,6 @@ class Reference:
 
     record: dict[str, Any]
     target: Target
-
-    @property
-    def loss_settings(self) -> LossSettings:
-        """The validation loss."""
-        return LossSettings(**self.record["validation"], precision=self.record["precision"])
 
 
 def build(
