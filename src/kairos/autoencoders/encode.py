@@ -159,19 +159,14 @@ def _encode_moments(
                 if values is not None:
                     arrays[name + suffix].write(start, values.float().cpu().numpy())
         progress.advance(len(places))
-        if time.monotonic() - saved > _SAVE_SECONDS:
-            _save(partial, arrays, {"key": key, "done": int(places[-1]) + 1})
+        whole = int(places[-1]) + 1
+        if time.monotonic() - saved > _SAVE_SECONDS or whole == shape[0]:
+            for array in arrays.values():
+                array.flush()  # durable before it is said
+            write_json(partial / "progress.json", {"key": key, "done": whole})
             saved = time.monotonic()
-    _save(partial, arrays, {"key": key, "done": shape[0]})
     progress.close()
     return {f"{name}.npy": sha256_file(partial / f"{name}.npy") for name in names}
-
-
-def _save(partial: Path, arrays: dict[str, Any], record: dict[str, Any]) -> None:
-    """Make what is in the arrays durable, then say so."""
-    for array in arrays.values():
-        array.flush()
-    write_json(partial / "progress.json", record)
 
 
 def _done(partial: Path, key: str, names: list[str], shape: tuple[int, ...]) -> int:

@@ -227,15 +227,12 @@ def _image_column(features: Any, config: DatasetConfig) -> str:
 
     found = [name for name, feature in features.items() if holds_images(feature)]
     columns = f"columns: {', '.join(features)}; of images: {', '.join(found) or 'none'}"
-    if config.image_column is not None:
-        if config.image_column not in found:
-            raise ConfigError(
-                f"dataset.image_column: got {config.image_column!r}, allowed: a column of images ({columns})"
-            )
-        return config.image_column
-    if len(found) != 1:
+    wanted = config.image_column
+    if wanted is not None and wanted not in found:
+        raise ConfigError(f"dataset.image_column: got {wanted!r}, allowed: a column of images ({columns})")
+    if wanted is None and len(found) != 1:
         raise ConfigError(f"dataset.image_column: {config.path!r} has {len(found)} image columns, name one ({columns})")
-    return found[0]
+    return wanted or found[0]
 
 
 def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[str] | None]:

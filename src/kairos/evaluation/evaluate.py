@@ -6,11 +6,11 @@ from typing import Any
 
 from kairos import clock, compute
 from kairos.errors import ConfigError, KairosError
-from kairos.evaluation import external, metrics
+from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, make, open_extractor
 from kairos.evaluation.metrics import Target
 from kairos.evaluation.moments import in_batches, measure
-from kairos.evaluation.reference import Reference, open_reference, reference_hash
+from kairos.evaluation.reference import Reference, open_reference, outside_statistics, reference_hash
 from kairos.evaluation.registries import METRICS, UNREAL, default_metrics, needs_of
 from kairos.evaluation.settings import LossSettings, check_metrics, named_metrics
 from kairos.evaluation.validation import latents_folder
@@ -125,7 +125,7 @@ def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None
     kind = extractor.manifest["kind"]
     named = named_metrics(wanted or default_metrics(kind, True))
     check_metrics(named, kind)
-    statistics = external.statistics(path, extractor, needs_of(named) - UNREAL)
+    statistics = outside_statistics(path, extractor, needs_of(named) - UNREAL)
     record = {
         "num_samples": None,
         "reference_hash": reference_hash(statistics, extractor),
@@ -149,9 +149,8 @@ def _protocol(
 ) -> dict[str, Any]:
     """How the numbers came about; what images from outside do not say is null."""
     scheduler = sampled.get("scheduler") or {}
-    same = ("steps", "nfe", "guidance_scale", "weights", "identity")
     return {
-        **{name: sampled.get(name) for name in same},
+        **{name: sampled.get(name) for name in ("steps", "nfe", "guidance_scale", "weights", "identity")},
         **dict.fromkeys(("spacing", "clip", "eta", "variance")),
         **{name: value for name, value in scheduler.items() if name != "name"},
         "extractor": extractor.name,

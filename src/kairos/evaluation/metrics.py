@@ -205,14 +205,12 @@ def isc(options: NoOptions, measured: Measured, target: Target) -> dict[str, flo
 
 def precision(options: ManifoldOptions, measured: Measured, target: Target) -> dict[str, float]:
     """Share of the samples inside the manifold of the real images (Kynkäänniemi et al. 2019)."""
-    real = torch.from_numpy(target.statistics.features)
-    return {"precision": inside(measured.features, real, options.neighbours)}
+    return {"precision": inside(measured.features, torch.from_numpy(target.statistics.features), options.neighbours)}
 
 
 def recall(options: ManifoldOptions, measured: Measured, target: Target) -> dict[str, float]:
     """Share of the real images inside the manifold of the samples."""
-    real = torch.from_numpy(target.statistics.features)
-    return {"recall": inside(real, measured.features, options.neighbours)}
+    return {"recall": inside(torch.from_numpy(target.statistics.features), measured.features, options.neighbours)}
 
 
 def inside(points: Any, manifold: Any, neighbours: int) -> float:

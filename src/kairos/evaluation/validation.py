@@ -29,8 +29,7 @@ def strata_of(cells: int, strata: int) -> list[tuple[float, float]]:
 
     Fewer where there are not as many cells between; all begin and end with a cell.
     """
-    inner = cells - 2
-    edges = np.unique(np.round(np.linspace(1, cells - 1, min(strata, max(inner, 0)) + 1)))
+    edges = np.unique(np.round(np.linspace(1, cells - 1, min(strata, max(cells - 2, 0)) + 1)))
     return list(itertools.pairwise((np.concatenate([[0], edges, [cells]]) / cells).tolist()))
 
 
