@@ -58,7 +58,7 @@ class Score:
     SPLIT = 5000
 
     def __init__(self) -> None:
-        self._splits: list[tuple[int, Any, Any]] = []  # count, sum of p(y|x) (classes,), sum of its log's mean
+        self._splits: list[tuple[int, Any, Any]] = []  # count, sums of p(y|x) (classes,) and of p log p
 
     def add(self, logits: Tensor) -> None:
         """Add logits (n, classes)."""
