@@ -4,7 +4,7 @@
 from snakemake.utils import min_version
 
 from kairos.workflow import controller
-from kairos.workflow.arguments import files, folder, folders, repeated, shards
+from kairos.workflow.arguments import files, folder, folders, repeated, shards, stages
 from kairos.workflow.resources import growing, of_training, processes_per_node
 
 min_version("9.19")
@@ -37,7 +37,7 @@ rule all:
 
 
 include: "workflow/rules/prepare.smk"
-include: "workflow/rules/autoencoder.smk"
+include: "workflow/rules/shared.smk"
 include: "workflow/rules/encode.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/sample.smk"

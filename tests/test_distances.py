@@ -12,7 +12,7 @@ from kairos.diffusion.processes import build_process
 from kairos.errors import KairosError
 from kairos.evaluation import metrics, validation
 from kairos.evaluation.metrics import Target
-from kairos.evaluation.moments import Measured, Moments, Score, Spool
+from kairos.evaluation.moments import Measured, Moments, Score, Spool, blocks
 from kairos.evaluation.settings import LossSettings
 
 
@@ -87,7 +87,8 @@ def test_inception_score_is_torch_fidelitys():
 def test_precision_and_recall_are_torch_fidelitys(monkeypatch):
     from torch_fidelity.metric_prc import prc_features_to_metric
 
-    monkeypatch.setattr(metrics, "PAIRS", 150)
+    monkeypatch.setattr("kairos.evaluation.moments.ROWS", 150)
+    monkeypatch.setattr(metrics, "ROWS", 150)
     samples, real = gaussian_features(0.3, 0.8, 700, 8).float(), gaussian_features(0.0, 1.0, 500, 8, 1).float()
     theirs = prc_features_to_metric(samples, real, verbose=False, save_cpu_ram=False)
     found = target_of(real, "precision", "recall").score(measured(samples))
@@ -120,7 +121,7 @@ def test_features_on_disk():
         spool.add(part)
     assert len(spool) == 10 and torch.equal(spool[:], features) and torch.equal(spool[3:7], features[3:7])
     assert torch.equal(spool[np.array([9, 0, 0])], features[[9, 0, 0]])
-    assert torch.equal(torch.cat(list(spool.parts())), features) and len(spool.spread(4)) == 4
+    assert torch.equal(torch.cat(list(blocks(spool))), features) and len(spool.spread(4)) == 4
 
 
 def test_bootstrap_is_the_spread_of_sets():

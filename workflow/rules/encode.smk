@@ -24,17 +24,12 @@ for name in layout.rules("encode"):
         resources:
             mem_mb=growing(6000),
             runtime=growing(240),
-            gpu=(
-                layout.gpus
-                if layout.experiment.autoencoder.kind != "none" and name == layout.rules("encode")[-1]
-                else 0
-            ),
+            gpu=CODING_GPUS if name == layout.rules("encode")[-1] else 0,
         params:
             **layout.params(name),
-            dataset=folder("dataset"),
-            autoencoder=folder("autoencoder"),
+            read=stages("dataset", "autoencoder"),
             out=files("record") if part else folder("record"),
             shards=shards,
         shell:
-            "kairos encode --config {params.config} --dataset {params.dataset} --autoencoder {params.autoencoder}"
-            " {params.shards} --out {params.out} --timing {params.timing} 2>&1 | tee {log}"
+            "kairos encode --config {params.config} {params.read} {params.shards} --out {params.out}"
+            " --timing {params.timing} 2>&1 | tee {log}"

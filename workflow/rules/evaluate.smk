@@ -1,57 +1,4 @@
-# What images are compared with, and the comparison of every milestone's samples.
-
-
-rule extractor:
-    input:
-        dataset=f"{RESULTS}/dataset/manifest.json",
-    output:
-        record=f"{RESULTS}/extractor/manifest.json",
-    log:
-        f"{RESULTS}/logs/extractor.log",
-    conda:
-        "../../envs/environment.yml"
-    threads: layout.threads
-    resources:
-        mem_mb=growing(4000),
-        runtime=growing(120),
-    params:
-        **layout.params("extractor"),
-        dataset=folder("dataset"),
-        out=folder("record"),
-    shell:
-        "kairos extractor --config {params.config} --dataset {params.dataset} --out {params.out}"
-        " --timing {params.timing} 2>&1 | tee {log}"
-
-
-rule reference:
-    input:
-        dataset=f"{RESULTS}/dataset/manifest.json",
-        autoencoder=f"{RESULTS}/autoencoder/manifest.json",
-        latents=f"{RESULTS}/latents/manifest.json",
-        extractor=f"{RESULTS}/extractor/manifest.json",
-        outside=layout.outside,
-    output:
-        record=f"{RESULTS}/reference/reference.json",
-    log:
-        f"{RESULTS}/logs/reference.log",
-    conda:
-        "../../envs/environment.yml"
-    threads: layout.threads
-    resources:
-        mem_mb=growing(6000),
-        runtime=growing(120),
-        gpu=layout.gpus,
-    params:
-        **layout.params("reference"),
-        dataset=folder("dataset"),
-        autoencoder=folder("autoencoder"),
-        latents=folder("latents"),
-        extractor=folder("extractor"),
-        out=folder("record"),
-    shell:
-        "kairos reference --config {params.config} --dataset {params.dataset} --autoencoder {params.autoencoder}"
-        " --latents {params.latents} --extractor {params.extractor} --out {params.out}"
-        " --timing {params.timing} 2>&1 | tee {log}"
+# The comparison of every milestone's samples with the reference.
 
 
 for segment in layout.segments:
@@ -84,9 +31,8 @@ for segment in layout.segments:
             images=repeated("--samples", files("images")),
             milestones=repeated("--milestone", folders("milestones")),
             out=repeated("--out", files("records")),
-            latents=folder("latents"),
-            extractor=folder("extractor"),
+            read=stages("latents", "extractor"),
         shell:
             "kairos evaluate {params.images} {params.milestones} {params.out} --reference {input.reference}"
-            " --latents {params.latents} --extractor {params.extractor} --timing {params.timing} 2>&1 | tee {log}"
+            " {params.read} --timing {params.timing} 2>&1 | tee {log}"
             " && cksum {output.records} > {output.sums}"

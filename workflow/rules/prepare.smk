@@ -10,7 +10,6 @@ rule prepare:
         f"{RESULTS}/logs/prepare.log",
     conda:
         "../../envs/environment.yml"
-    threads: 1
     resources:
         mem_mb=growing(4000),
         runtime=growing(120),

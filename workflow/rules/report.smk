@@ -18,7 +18,6 @@ rule report:
         f"{RESULTS}/logs/report.log",
     conda:
         "../../envs/environment.yml"
-    threads: 1
     resources:
         mem_mb=2000,
         runtime=30,

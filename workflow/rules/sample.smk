@@ -55,9 +55,7 @@ for segment in layout.segments:
                 out=repeated("--out", files("images")),
                 grid=repeated("--grid", files("grids")),
                 shards=shards,
-                autoencoder=folder("autoencoder"),
-                latents=folder("latents"),
+                read=stages("autoencoder", "latents"),
             shell:
                 "kairos sample {params.milestones} {params.out} {params.grid} {params.shards} --num {params.num}"
-                " {params.options} --autoencoder {params.autoencoder} --latents {params.latents}"
-                " --timing {params.timing} 2>&1 | tee {log} && cksum {output.images} {output.grids} > {output.sums}"
+                " {params.options} {params.read} --timing {params.timing} 2>&1 | tee {log} && cksum {output.images} {output.grids} > {output.sums}"

@@ -16,7 +16,6 @@ rule track:
         f"{RESULTS}/logs/track.log",
     conda:
         "../../envs/environment.yml"
-    threads: 1
     resources:
         mem_mb=2000,
         runtime=60,

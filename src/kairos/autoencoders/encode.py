@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kairos.autoencoders.codec import Codec
-from kairos.data.arrays import Rows, create_array
+from kairos.data.arrays import Rows, blocks, create_array
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import check_files, open_record, read_json, sha256_file, sha256_json, sync_folder, write_json
@@ -71,11 +71,10 @@ def encode(
     files: dict[str, str] = {}
     if codec.manifest["kind"] != "none":
         rows, partial = range(len(dataset.images)), out / _PARTIAL
-        files = (
-            _joined(parts, identity, partial, rows)
-            if parts
-            else _encode_moments(dataset, codec, partial, identity, rows)
-        )
+        if parts:
+            files = _joined(parts, identity, partial, rows)
+        else:
+            files = _encode_moments(dataset, codec, partial, identity, rows)
         for name in files:
             os.replace(partial / name, out / name)
         sync_folder(out)
@@ -124,10 +123,9 @@ def _joined(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows
     for name in records[0]["files"]:
         read = [Rows(parts[place] / name) for place in order]
         whole, first = create_array(partial / name, (len(rows), *read[0].shape[1:]), read[0].dtype), 0
-        for part_rows in read:
-            for start in range(0, len(part_rows), size):
-                whole.write(first + start, part_rows[start : start + size])
-            first += len(part_rows)
+        for block in blocks(read, size):
+            whole.write(first, block)
+            first += len(block)
         whole.flush()
     return {name: sha256_file(partial / name) for name in records[0]["files"]}
 
@@ -161,19 +159,14 @@ def _encode_moments(
                 if values is not None:
                     arrays[name + suffix].write(start, values.float().cpu().numpy())
         progress.advance(len(places))
-        if time.monotonic() - saved > _SAVE_SECONDS:
-            _save(partial, arrays, {"key": key, "done": int(places[-1]) + 1})
+        whole = int(places[-1]) + 1
+        if time.monotonic() - saved > _SAVE_SECONDS or whole == shape[0]:
+            for array in arrays.values():
+                array.flush()  # durable before it is said
+            write_json(partial / "progress.json", {"key": key, "done": whole})
             saved = time.monotonic()
-    _save(partial, arrays, {"key": key, "done": shape[0]})
     progress.close()
     return {f"{name}.npy": sha256_file(partial / f"{name}.npy") for name in names}
-
-
-def _save(partial: Path, arrays: dict[str, Any], record: dict[str, Any]) -> None:
-    """Make what is in the arrays durable, then say so."""
-    for array in arrays.values():
-        array.flush()
-    write_json(partial / "progress.json", record)
 
 
 def _done(partial: Path, key: str, names: list[str], shape: tuple[int, ...]) -> int:

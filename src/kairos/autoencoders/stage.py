@@ -77,8 +77,6 @@ def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
             f"autoencoder.path: {config.path!r} takes {model.config.in_channels} channels, the images have "
             f"{dataset.shape[0]}; set dataset.color"
         )
-    if model.config.in_channels == 3 and dataset.shape[0] not in (1, 3):
-        raise ConfigError(f"autoencoder.path: {config.path!r} takes 3 channels, the images have {dataset.shape[0]}")
     return model
 
 
@@ -88,7 +86,10 @@ def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_s
     images, others = dataset.images[indices], np.concatenate(list(reconstructions(codec, dataset, indices, batch_size)))
     mean, _ = codec.encode(dataset.tensor(indices[:1]))
     write_picture(out / "reconstructions.png", images[:PICTURED], others[:PICTURED])
-    _save(codec.model, out)
+    # the folder that diffusers' `from_pretrained` reads; its own `save_pretrained` hides a full disk's error
+    codec.model.register_to_config(_name_or_path="")  # where it came from is this machine's matter
+    write_text(out / FILES[0], codec.model.to_json_string())
+    write_weights(out / FILES[1], codec.model.state_dict())
     files = {name: sha256_file(out / name) for name in (*FILES, "reconstructions.png")}
     return {
         "latent_shape": list(mean.shape[1:]),
@@ -97,10 +98,3 @@ def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_s
         "psnr_of": "held-out images" if len(dataset.heldout) else "training images",
         "files": files,
     }
-
-
-def _save(model: Any, out: Path) -> None:
-    """Write the folder that diffusers' `from_pretrained` reads; its own `save_pretrained` hides a full disk's error."""
-    model.register_to_config(_name_or_path="")  # where it came from is this machine's matter
-    write_text(out / FILES[0], model.to_json_string())
-    write_weights(out / FILES[1], model.state_dict())

@@ -29,6 +29,7 @@ def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> Autoe
     """An untrained autoencoder for images of `shape` (channels, height, width)."""
     levels = len(config.channels)
     check_size(shape, 2 ** (levels - 1), f"an autoencoder with {levels} levels (autoencoder.channels)")
+    common = math.gcd(*config.channels)  # groups for normalisation divide it, of 4 channels or more where possible
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(config.seed, "autoencoder/weights"))
         return AutoencoderKL(
@@ -39,16 +40,10 @@ def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> Autoe
             block_out_channels=tuple(config.channels),
             layers_per_block=config.layers,
             latent_channels=config.latent_channels,
-            norm_num_groups=_groups(config.channels),
+            norm_num_groups=max(n for n in range(1, common + 1) if common % n == 0 and n <= max(1, common // 4)),
             sample_size=shape[1],
             mid_block_add_attention=False,  # at 128×128 latents attention would need gigabytes
         )
-
-
-def _groups(channels: list[int]) -> int:
-    """Groups for normalisation that divide every width, of 4 channels or more where that is possible."""
-    common = math.gcd(*channels)
-    return max(groups for groups in range(1, common + 1) if common % groups == 0 and groups <= max(1, common // 4))
 
 
 def loss_terms(model: Any, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import math
 import os
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +59,21 @@ class Rows:
         content, numbers = rows.reshape(-1).view(np.uint8), numbers.reshape(-1)
         firsts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)  # of each run of rows that lie side by side
         for first, end, number in zip(firsts.tolist(), [*firsts[1:].tolist(), numbers.size], numbers[firsts].tolist()):
-            self._read(content[first * self._size : end * self._size], number)
+            self._moved(os.preadv, content[first * self._size : end * self._size], number)
         return rows
 
     def write(self, first: int, rows: np.ndarray) -> None:
         """Write rows from number `first` on straight into the file, where it was opened for that."""
-        content = np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8)
-        place = self._start + first * self._size
-        while content.size:
-            count = os.pwrite(self._file, content.data, place)
-            content, place = content[count:], place + count
+        self._moved(os.pwritev, np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8), first)
 
     def flush(self) -> None:
         """Make what was written durable."""
         os.fsync(self._file)
 
-    def _read(self, content: np.ndarray, first: int) -> None:
+    def _moved(self, move: Callable[[int, list[Any], int], int], content: np.ndarray, first: int) -> None:
         place = self._start + first * self._size
         while content.size:
-            count = os.preadv(self._file, [content.data], place)
+            count = move(self._file, [content.data], place)
             if not count:
                 raise DamagedError(f"{self._opened[0]}: ends early; make it again, or pull it with dvc")
             content, place = content[count:], place + count
@@ -91,6 +88,11 @@ def numbered(index: Any, count: int) -> np.ndarray:
     if ((index < -count) | (index >= count)).any():
         raise IndexError(f"row {index} of {count}")
     return index % count
+
+
+def blocks(arrays: Iterable[Rows], size: int) -> Iterator[np.ndarray]:
+    """The rows of some arrays in turn, at most `size` at a time."""
+    return (array[start : start + size] for array in arrays for start in range(0, len(array), size))
 
 
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Rows:

@@ -22,11 +22,9 @@ def grid(images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE
     columns = columns or math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
     height, width = height * factor + GAP, width * factor + GAP
-    picture = np.full((rows * height - GAP, columns * width - GAP, channels), 255, np.uint8)
-    for index, image in enumerate(images):
-        y, x = index // columns * height, index % columns * width
-        picture[y : y + image.shape[0], x : x + image.shape[1]] = image
-    return picture
+    cells = np.pad(images, ((0, rows * columns - count), (0, GAP), (0, GAP), (0, 0)), constant_values=255)
+    picture = cells.reshape(rows, columns, height, width, channels).swapaxes(1, 2)
+    return picture.reshape(rows * height, columns * width, channels)[:-GAP, :-GAP]
 
 
 def write_grid(path: Path, images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> None:

@@ -3,21 +3,18 @@
 Model space is x0 = (z − shift) · scale, of mean 0 and standard deviation 1 over the training images.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kairos.data.arrays import Rows, read_array
 from kairos.data.dataset import PreparedDataset, open_dataset, scaled
 from kairos.errors import KairosError
 from kairos.files import open_record
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,6 @@ class Latents:
         Raises:
             KairosError: flips are asked for that were not encoded.
         """
-        import torch
-
         indices = np.asarray(indices)
         flips = np.zeros(len(indices), bool) if flips is None else np.asarray(flips)
         if flips.any() and not self.can_flip:
@@ -114,8 +109,6 @@ class Latents:
 
     def conditions(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """The conditions of some images by name, row i for indices[i]; those that are images flip with the image."""
-        import torch
-
         indices, found = np.asarray(indices), {}
         for name, values in self.dataset.conditions.items():
             rows = values[indices]
@@ -126,8 +119,6 @@ class Latents:
 
     def sigma_data(self) -> float:
         """Standard deviation of x0 over training images, at most 2,000 evenly spread ones; four significant digits."""
-        import torch
-
         chosen = self.train[np.linspace(0, len(self.train) - 1, min(len(self.train), 2000)).astype(np.int64)]
         rows = {name: values.double() for name, values in self.rows(chosen).items()}
         own = rows["logvar"].exp().mean() if "logvar" in rows else torch.zeros(())

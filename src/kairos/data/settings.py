@@ -1,5 +1,6 @@
 """Section `dataset`."""
 
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -55,6 +56,10 @@ class DatasetConfig(Section):
             return (self,)
         field = "split" if self.source == "hub" else "path"
         return self, self.model_copy(update={field: self.heldout, "heldout": 0.0})
+
+    def label_column_of(self, columns: Collection[str]) -> str | None:
+        """The column of the classes in a table with some columns, or None."""
+        return self.label_column or ("label" if "label" in columns else None)
 
     def held_out(self, count: int) -> int:
         """How many of `count` images a share holds out: at least one and not all, but none of a share of 0."""

@@ -110,7 +110,8 @@ def folder_files(config: DatasetConfig) -> tuple[list[str], list[str]]:
     root = Path(str(config.path))
     if not root.is_dir():
         raise ConfigError(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
-    names = sorted(name for name in glob.iglob("**/*", root_dir=root, recursive=True) if _is_image(root / name))
+    found = glob.iglob("**/*", root_dir=root, recursive=True)
+    names = sorted(name for name in found if name.lower().endswith(SUFFIXES) and not (root / name).is_dir())
     if not names:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
     kinds = [name.split("/")[0] for name in names]
@@ -121,10 +122,6 @@ def _numbered(names: list[str]) -> tuple[np.ndarray, list[str]]:
     """The class of each, int64, and the classes' names in their order."""
     classes, labels = np.unique(names, return_inverse=True)
     return labels.astype(np.int64), classes.tolist()
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.is_dir()
 
 
 def parquet_files(config: DatasetConfig) -> list[str]:
@@ -230,19 +227,16 @@ def _image_column(features: Any, config: DatasetConfig) -> str:
 
     found = [name for name, feature in features.items() if holds_images(feature)]
     columns = f"columns: {', '.join(features)}; of images: {', '.join(found) or 'none'}"
-    if config.image_column is not None:
-        if config.image_column not in found:
-            raise ConfigError(
-                f"dataset.image_column: got {config.image_column!r}, allowed: a column of images ({columns})"
-            )
-        return config.image_column
-    if len(found) != 1:
+    wanted = config.image_column
+    if wanted is not None and wanted not in found:
+        raise ConfigError(f"dataset.image_column: got {wanted!r}, allowed: a column of images ({columns})")
+    if wanted is None and len(found) != 1:
         raise ConfigError(f"dataset.image_column: {config.path!r} has {len(found)} image columns, name one ({columns})")
-    return found[0]
+    return wanted or found[0]
 
 
 def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[str] | None]:
-    column = config.label_column or ("label" if "label" in table.features else None)
+    column = config.label_column_of(table.features)
     if column is None:
         return None, None
     if column not in table.features:

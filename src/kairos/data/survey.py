@@ -21,16 +21,18 @@ class Survey:
     """What is known of a data set.
 
     Attributes:
-        train: number of training images.
+        train: number of training images; None where that is not known.
         smallest: number of images of the smallest class, training and held out; None without labels.
+        unknown: why nothing is known; else empty.
     """
 
-    train: int
-    smallest: int | None
+    train: int | None = None
+    smallest: int | None = None
+    unknown: str = ""
 
 
-def survey(config: DatasetConfig) -> Survey | str:
-    """What is known of a data set, or why nothing is.
+def survey(config: DatasetConfig) -> Survey:
+    """What is known of a data set.
 
     With `dataset.limit`, the smallest class is given as a random subset has it on average. Broken images are counted.
     """
@@ -38,7 +40,7 @@ def survey(config: DatasetConfig) -> Survey | str:
         looks = {"digits": lambda _: (_DIGITS, _RAREST), "folder": _folder, "parquet": _parquet, "hub": _hub}
         count, smallest = looks[config.source](config)
     except (ConfigError, OSError, ValueError, LookupError) as error:  # arrow's own errors are of the latter kinds
-        return " ".join(str(error).split())
+        return Survey(unknown=" ".join(str(error).split()))
     kept = min(count, config.limit or count)
     heldout = 0 if isinstance(config.heldout, str) else config.held_out(kept)
     return Survey(kept - heldout, smallest and smallest * kept // count)
@@ -57,9 +59,8 @@ def _parquet(config: DatasetConfig) -> tuple[int, int | None]:
     from kairos.data.sources import parquet_files
 
     files = [pq.ParquetFile(file) for file in parquet_files(config)]
-    column = _column(config, files[0].schema_arrow.names)
-    labels = [file.read([column])[column] for file in files] if column else []
-    return sum(file.metadata.num_rows for file in files), _smallest(labels)
+    column = config.label_column_of(files[0].schema_arrow.names)
+    return _counted([file.read([column] if column else []) for file in files], column)
 
 
 def _hub(config: DatasetConfig) -> tuple[int, int | None]:
@@ -73,18 +74,12 @@ def _hub(config: DatasetConfig) -> tuple[int, int | None]:
     found = sorted(cache.glob(f"{folder}/*/*/*/*-{config.split}*.arrow"))
     if not found:
         raise ConfigError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; kairos fetch brings it")
-    tables = [
-        pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in found if file.parent == found[0].parent
-    ]
-    column = _column(config, tables[0].column_names)
-    return sum(map(len, tables)), _smallest([table[column] for table in tables] if column else [])
+    files = (str(file) for file in found if file.parent == found[0].parent)
+    tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files]
+    return _counted(tables, config.label_column_of(tables[0].column_names))
 
 
-def _column(config: DatasetConfig, names: list[str]) -> str | None:
-    """The column of labels, as `sources` chooses it."""
-    return config.label_column or ("label" if "label" in names else None)
-
-
-def _smallest(labels: list[Any]) -> int | None:
-    """Images of the smallest class, from the parts of a column of arrow."""
-    return min(Counter(value for part in labels for value in part.to_pylist()).values(), default=None)
+def _counted(tables: list[Any], column: str | None) -> tuple[int, int | None]:
+    """Rows of some tables of arrow, and those of the smallest class in the column of labels."""
+    labels = Counter(value for table in tables for value in table[column].to_pylist()) if column else Counter()
+    return sum(map(len, tables)), min(labels.values(), default=None)

@@ -25,14 +25,14 @@ def choose(evaluation: EvaluationConfig, dataset: DatasetConfig) -> tuple[Evalua
         KairosError: Inception's weights are neither here nor can be downloaded.
     """
     known, said, faults = survey(dataset), [], []
-    if isinstance(known, str):
-        said.append(f"warning: what the images are like is not known before kairos prepare ({known})")
+    if known.unknown:
+        said.append(f"warning: what the images are like is not known before kairos prepare ({known.unknown})")
     name = evaluation.extractor["name"]
     if name == "auto":
         name, why = _fitting(evaluation, known)
         said.insert(0, f"extractor: {name} (auto: {why})")
         evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": name}, "experiment")
-    elif name == "classifier" and isinstance(known, Survey) and (lack := _no_classes(known)):
+    elif name == "classifier" and not known.unknown and (lack := _no_classes(known)):
         faults.append(
             f"evaluation.extractor: got classifier, but {lack}; allowed: selfsupervised, inception, auto, or images "
             f"with labels, {FEWEST} or more of each class"
@@ -54,34 +54,31 @@ def choose(evaluation: EvaluationConfig, dataset: DatasetConfig) -> tuple[Evalua
     return evaluation, said
 
 
-def _fitting(evaluation: EvaluationConfig, known: Survey | str) -> tuple[str, str]:
+def _fitting(evaluation: EvaluationConfig, known: Survey) -> tuple[str, str]:
     """The extractor that `auto` stands for, and why."""
-    place, train = weights.place(), known.train if isinstance(known, Survey) else None
-    fewest = min(evaluation.num_samples, train or evaluation.num_samples)
+    place, fewest = weights.place(), min(evaluation.num_samples, known.train or evaluation.num_samples)
     if place.is_file() and fewest > WIDTHS["inception"]:
         return "inception", f"its weights are {place}"
     why = f"{fewest} images are too few for Inception" if place.is_file() else f"no Inception weights at {place}"
-    lack = (
-        _no_classes(known)
-        if isinstance(known, Survey)
-        else "assumed, for the images are not known yet: name one, so that it does not change later"
-    )
+    lack = _no_classes(known)
     return ("selfsupervised", f"{why}; {lack}") if lack else ("classifier", f"{why}; the images have labels")
 
 
 def _no_classes(known: Survey) -> str:
-    """Why a classifier cannot be trained; empty where it can."""
+    """Why a classifier cannot be trained, or is not supposed to be; empty where it can."""
+    if known.unknown:
+        return "assumed, for the images are not known yet: name one, so that it does not change later"
     if known.smallest is None:
         return "the images have no labels"
     return f"the smallest class has {known.smallest} images" if known.smallest < FEWEST else ""
 
 
-def _too_few(evaluation: EvaluationConfig, known: Survey | str) -> list[str]:
+def _too_few(evaluation: EvaluationConfig, known: Survey) -> list[str]:
     """The numbers of images that give the covariance of the features no full rank."""
     name = evaluation.extractor["name"]
     width = evaluation.extractor.get("features", WIDTHS.get(name, 0))
     numbers = [("evaluation.num_samples", evaluation.num_samples, "images a set")]
-    if isinstance(known, Survey) and evaluation.reference == "train":
+    if known.train is not None and evaluation.reference == "train":
         numbers.append(("dataset", known.train, "training images"))
     hint = "; evaluation.extractor.features sets it" if "features" in evaluation.extractor else ""
     return [

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch_fidelity import FeatureExtractorBase, register_feature_extractor
-from torch_fidelity.utils import create_feature_extractor
 
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import KairosError
@@ -134,10 +133,7 @@ def fit(
 
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
     """Open a classifier's folder."""
-    module = create_feature_extractor(
-        NAME, ["features"], cuda=False, feature_extractor_weights_path=str(folder), verbose=False
-    )
-    return Extractor(manifest, module, ("features",))
+    return Extractor(manifest, ClassifierExtractor(NAME, ["features"], str(folder)), ("features",))
 
 
 class ClassifierExtractor(FeatureExtractorBase):

@@ -47,16 +47,8 @@ def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path)
     shutil.rmtree(folder / "model", ignore_errors=True)
     model.save_pretrained(folder / "model")
     files = {f"model/{name}": digest for name, digest in hash_folder(folder / "model").items()}
-    return {
-        "name": "dinov2",
-        "metric": "fd_dinov2",
-        "features": model.config.hidden_size,
-        "accuracy": None,
-        "shape": None,  # resizes images of any size
-        "sha256": sha256_json(files),
-        "dataset_sha256": None,
-        "files": files,
-    }
+    width = model.config.hidden_size
+    return {"name": kind, "metric": "fd_dinov2", "features": width, "sha256": sha256_json(files), "files": files}
 
 
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:

@@ -6,13 +6,13 @@ from typing import Any
 
 from kairos import clock, compute
 from kairos.errors import ConfigError, KairosError
-from kairos.evaluation import external, metrics
+from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, make, open_extractor
 from kairos.evaluation.metrics import Target
 from kairos.evaluation.moments import in_batches, measure
-from kairos.evaluation.reference import Reference, open_reference, reference_hash
+from kairos.evaluation.reference import Reference, open_reference, outside_statistics, reference_hash
 from kairos.evaluation.registries import METRICS, UNREAL, default_metrics, needs_of
-from kairos.evaluation.settings import check_metrics, named_metrics
+from kairos.evaluation.settings import LossSettings, check_metrics, named_metrics
 from kairos.evaluation.validation import latents_folder
 from kairos.files import write_json
 from kairos.progress import say
@@ -79,14 +79,12 @@ def evaluate(
     target = reference.target
     parts, warnings = split(len(images), reference.record["num_samples"], sets, str(job.samples))
     warnings += metrics.check_number(len(parts[0]), extractor.width, str(job.samples))
-    for warning in warnings:
-        say(f"warning: {job.samples}: {warning}")
     measured = (measure(extractor, in_batches(images, part), target.needs) for part in parts)
     found = metrics.summarise([target.score(one) for one in measured])
     record = {
         "step": protocol.get("step"),
         "metrics": found,
-        "protocol": _protocol(protocol, reference, extractor, len(parts), len(parts[0])),
+        "protocol": _protocol(protocol, reference, extractor, parts),
         "warnings": warnings,
     }
     if job.milestone is not None and "milestone" in target.needs:
@@ -98,7 +96,7 @@ def evaluate(
 
 
 def split(images: int, num_samples: int | None, sets: int | None, where: str) -> tuple[list[range], list[str]]:
-    """Sets of equal size in the order of the images, and the warnings.
+    """Sets of equal size in the order of the images, and the warnings that are said.
 
     Args:
         images: how many there are.
@@ -114,7 +112,7 @@ def split(images: int, num_samples: int | None, sets: int | None, where: str) ->
     if count == 0:
         raise KairosError(f"{where}: got {images} images, allowed: at least {num_samples or sets}, one full set")
     rest = images - count * size
-    warnings = [f"the last {rest} images fill no set of {size} and are not used"] if rest else []
+    warnings = metrics.warned(where, f"the last {rest} images fill no set of {size} and are not used") if rest else []
     return [range(k * size, (k + 1) * size) for k in range(count)], warnings
 
 
@@ -127,7 +125,7 @@ def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None
     kind = extractor.manifest["kind"]
     named = named_metrics(wanted or default_metrics(kind, True))
     check_metrics(named, kind)
-    statistics = external.statistics(path, extractor, needs_of(named) - UNREAL)
+    statistics = outside_statistics(path, extractor, needs_of(named) - UNREAL)
     record = {
         "num_samples": None,
         "reference_hash": reference_hash(statistics, extractor),
@@ -147,26 +145,22 @@ def _setup(milestone: Path | None) -> Any:
 
 
 def _protocol(
-    protocol: dict[str, Any], reference: Reference, extractor: Extractor, sets: int, n: int
+    sampled: dict[str, Any], reference: Reference, extractor: Extractor, parts: list[range]
 ) -> dict[str, Any]:
     """How the numbers came about; what images from outside do not say is null."""
-    scheduler = protocol.get("scheduler") or {}
+    scheduler = sampled.get("scheduler") or {}
     return {
+        **{name: sampled.get(name) for name in ("steps", "nfe", "guidance_scale", "weights", "identity")},
+        **dict.fromkeys(("spacing", "clip", "eta", "variance")),
+        **{name: value for name, value in scheduler.items() if name != "name"},
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
         "accuracy": extractor.manifest["accuracy"],
-        "n_samples": n,
-        "sets": sets,
+        "n_samples": len(parts[0]),
+        "sets": len(parts),
         "scheduler": scheduler.get("name"),
-        "steps": protocol.get("steps"),
-        "nfe": protocol.get("nfe"),
-        **dict.fromkeys(("spacing", "clip", "eta", "variance")),
-        **{name: value for name, value in scheduler.items() if name != "name"},
-        "guidance_scale": protocol.get("guidance_scale"),
-        "weights": protocol.get("weights"),
-        "sample_seed": protocol.get("seed"),
-        "sample_precision": protocol.get("precision"),
-        "identity": protocol.get("identity"),
+        "sample_seed": sampled.get("seed"),
+        "sample_precision": sampled.get("precision"),
         "reference_hash": reference.record["reference_hash"],
         "eval_seed": reference.record["eval_seed"],
         "eval_precision": extractor.precision,
@@ -197,9 +191,9 @@ def _validation(
             raise KairosError(
                 f"{folder}: {name} is not that of {job.milestone}; pass the latents it was trained on as --latents DIR"
             )
+    loss = LossSettings(**reference.record["validation"], precision=reference.record["precision"])
     record = {}
     for named in reference.target.metrics:
-        entry = METRICS.entry(named["name"])
-        if "milestone" in entry.facts["needs"]:
-            record |= entry.load()(milestone, opened, reference.loss_settings, device)
+        if "milestone" in needs_of([named]):
+            record |= METRICS.entry(named["name"]).load()(milestone, opened, loss, device)
     return record

@@ -6,17 +6,10 @@ the spatial features and, as `arr_0`, 10,000 images for precision and recall.
 
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kairos.errors import KairosError
-from kairos.files import sha256_file
-from kairos.progress import say
-
-if TYPE_CHECKING:  # `check` serves commands that start without torch
-    from kairos.evaluation.extractors import Extractor
-    from kairos.evaluation.metrics import Statistics
 
 _IMAGES = {"images", "arr_0"}
 PUBLISHED = {"moments": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # by what metrics need
@@ -53,31 +46,3 @@ def check(path: Path, width: int | None, needs: set[str], where: str) -> dict[st
             f"{', '.join(sorted(missing))} of real images; allowed: an npz with images (or arr_0), or other metrics"
         )
     return published
-
-
-def statistics(path: Path, extractor: "Extractor", needs: set[str]) -> "Statistics":
-    """Statistics of a file, cached by its content: published moments where it holds them, else those of its images.
-
-    Raises:
-        KairosError: see `check`; or too few images for the extractor.
-    """
-    from kairos.evaluation import metrics
-    from kairos.evaluation.moments import LAYERS, in_batches, measure
-    from kairos.sampling.sample import read_samples
-
-    published = {LAYERS[need]: pair for need, pair in check(path, extractor.width, needs, "reference").items()}
-    with np.load(path, allow_pickle=False) as file:
-        moments = {
-            layer: (file[mean].astype(float), file[sigma].astype(float)) for layer, (mean, sigma) in published.items()
-        }
-    rest = {need for need in needs if LAYERS.get(need) not in moments}
-    if not rest:
-        return metrics.Statistics(moments)
-    images, _ = read_samples(path)
-    if "moments" in rest:
-        for warning in metrics.check_number(len(images), extractor.width, str(path)):
-            say(f"warning: {path}: {warning}")
-    parts = {"images": sha256_file(path), "extractor": extractor.hash, "needs": sorted(rest)}
-    batches = in_batches(images, range(len(images)))
-    found = metrics.cached(parts, lambda: metrics.statistics_of(measure(extractor, batches, rest)))
-    return metrics.Statistics({**found.moments, **moments}, found.features, 0 if moments else found.count)

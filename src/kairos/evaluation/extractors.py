@@ -21,6 +21,8 @@ from kairos.evaluation.registries import EXTRACTORS
 from kairos.files import check_files, open_record, write_json
 from kairos.section import build
 
+_OF_OTHERS = {"accuracy": None, "shape": None, "dataset_sha256": None}  # those not trained here take any image
+
 
 @dataclass(frozen=True)
 class Extractor:
@@ -67,12 +69,8 @@ class Extractor:
                 f"images: got {images.shape[1:]} (height, width, channels), allowed: {tuple(shape)}, the images that "
                 f"{self.name} was trained on"
             )
-        # strides of a grey image are ambiguous, and kernels choose by them
-        pixels = (
-            torch.from_numpy(np.require(images, requirements="W"))
-            .permute(0, 3, 1, 2)
-            .clone(memory_format=torch.contiguous_format)
-        )
+        # a copy, since strides of a grey image are ambiguous, and kernels choose by them
+        pixels = torch.from_numpy(np.array(images.transpose(0, 3, 1, 2), order="C"))
         with compute.precision(self.precision, self.device), torch.inference_mode():
             found = self.module(pixels.to(self.device))
         return {name: values.float().flatten(1).cpu() for name, values in zip(self.layers, found)}
@@ -88,7 +86,8 @@ def make(extractor: dict[str, Any], dataset: PreparedDataset | None, folder: Pat
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").unlink(missing_ok=True)
-    manifest = {"kind": extractor["name"], "options": extractor, **build(EXTRACTORS, extractor, dataset, folder)}
+    manifest = {"kind": extractor["name"], "options": extractor, **_OF_OTHERS}
+    manifest |= build(EXTRACTORS, extractor, dataset, folder)
     write_json(folder / "manifest.json", manifest)
     return manifest
 

@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch_fidelity import register_feature_extractor
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
-from torch_fidelity.utils import create_feature_extractor
 
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import KairosError
@@ -16,7 +14,6 @@ from kairos.evaluation.registries import InceptionOptions
 from kairos.files import link_file, sha256_file
 
 WEIGHTS = weights.NAME
-NAME = "kairos-inception"
 
 
 def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
@@ -33,16 +30,7 @@ def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: 
             raise KairosError(weights.missing(path, f"the download failed ({error})")) from None
     link_file(path, folder / WEIGHTS)
     digest = sha256_file(folder / WEIGHTS)
-    return {
-        "name": "inception",
-        "metric": "fid",
-        "features": 2048,
-        "accuracy": None,
-        "shape": None,  # resizes images of any size
-        "sha256": digest,
-        "dataset_sha256": None,
-        "files": {WEIGHTS: digest},
-    }
+    return {"name": "inception", "metric": "fid", "features": 2048, "sha256": digest, "files": {WEIGHTS: digest}}
 
 
 class Inception(FeatureExtractorInceptionV3):
@@ -63,20 +51,15 @@ class Inception(FeatureExtractorInceptionV3):
         return (*super().forward(images.expand(-1, 3, -1, -1)), self.spatial)
 
 
-register_feature_extractor(NAME, Inception)
-
-
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
     """Open the folder.
 
     Raises:
         KairosError: the file holds no Inception weights.
     """
-    layers = ["2048", "logits_unbiased"]
+    layers, path = ["2048", "logits_unbiased"], str(folder / WEIGHTS)
     try:
-        module = create_feature_extractor(
-            NAME, layers, cuda=False, feature_extractor_weights_path=str(folder / WEIGHTS), verbose=False
-        )
+        module = Inception("inception", layers, feature_extractor_weights_path=path, verbose=False)
     except Exception as error:  # unpickling and loading raise many kinds
         raise KairosError(f"{folder / WEIGHTS}: not torch-fidelity's Inception weights ({error})") from None
     return Extractor(manifest, module, ("features", "logits", "spatial"))

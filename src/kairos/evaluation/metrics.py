@@ -17,14 +17,13 @@ from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metri
 
 from kairos.errors import KairosError
 from kairos.evaluation import external
-from kairos.evaluation.moments import LAYERS, ROWS, Measured, Moments
+from kairos.evaluation.moments import LAYERS, ROWS, Measured, Moments, blocks
 from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions, needs_of
 from kairos.files import atomic, sha256_bytes, sha256_json
 from kairos.progress import say
 from kairos.section import build
 
 CACHE = Path(".kairos/cache")
-PAIRS = 1024  # vectors whose distances from as many others are computed at a time
 KEPT = 10_000  # real images whose features are kept, as many as ADM's reference has for precision and recall
 
 _NAMES = {layer: external.PUBLISHED[need] for need, layer in LAYERS.items()}  # of arrays in npz files
@@ -96,8 +95,8 @@ class Target:
         """All columns of one set of images."""
         columns: dict[str, float] = {}
         for named in self.metrics:
-            if "milestone" not in METRICS.entry(named["name"]).facts["needs"]:
-                columns.update(build(METRICS, named, measured, self))
+            if "milestone" not in needs_of([named]):
+                columns |= build(METRICS, named, measured, self)
         return columns
 
 
@@ -130,7 +129,7 @@ def cached(parts: Any, compute: Callable[[], Statistics]) -> Statistics:
 
 
 def check_number(count: int, width: int, what: str) -> list[str]:
-    """Whether `what`, so many images, are enough for the covariance of `width` features; the warnings, if any.
+    """Whether `what`, so many images, are enough for the covariance of `width` features; the warnings that are said.
 
     Raises:
         KairosError: as many images as features or fewer: the covariance has no full rank and the distance means little.
@@ -140,9 +139,15 @@ def check_number(count: int, width: int, what: str) -> list[str]:
             f"{what}: got {count} images, allowed: more than {width}, the number of features "
             "(fewer make the Fréchet distance meaningless; an extractor with fewer features needs fewer)"
         )
-    if count < 10 * width:
-        return [f"{count} images are fewer than 10 times the {width} features: distances are biased upwards"]
-    return []
+    if count >= 10 * width:
+        return []
+    return warned(what, f"{count} images are fewer than 10 times the {width} features: distances are biased upwards")
+
+
+def warned(what: str, warning: str) -> list[str]:
+    """Say a warning of `what`, and give it to those that keep it."""
+    say(f"warning: {what}: {warning}")
+    return [warning]
 
 
 def frechet(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
@@ -200,14 +205,12 @@ def isc(options: NoOptions, measured: Measured, target: Target) -> dict[str, flo
 
 def precision(options: ManifoldOptions, measured: Measured, target: Target) -> dict[str, float]:
     """Share of the samples inside the manifold of the real images (Kynkäänniemi et al. 2019)."""
-    real = torch.from_numpy(target.statistics.features)
-    return {"precision": inside(measured.features, real, options.neighbours)}
+    return {"precision": inside(measured.features, torch.from_numpy(target.statistics.features), options.neighbours)}
 
 
 def recall(options: ManifoldOptions, measured: Measured, target: Target) -> dict[str, float]:
     """Share of the real images inside the manifold of the samples."""
-    real = torch.from_numpy(target.statistics.features)
-    return {"recall": inside(real, measured.features, options.neighbours)}
+    return {"recall": inside(torch.from_numpy(target.statistics.features), measured.features, options.neighbours)}
 
 
 def inside(points: Any, manifold: Any, neighbours: int) -> float:
@@ -216,21 +219,17 @@ def inside(points: Any, manifold: Any, neighbours: int) -> float:
     In blocks: neither all pairs nor all vectors are ever held.
     """
     radii = torch.full((len(manifold), neighbours + 1), torch.inf)  # itself is one of them
-    for own, nearest in zip(_blocks(manifold), radii.split(PAIRS)):
-        for other in _blocks(manifold):
+    for own, nearest in zip(blocks(manifold), radii.split(ROWS)):
+        for other in blocks(manifold):
             both = torch.cat([nearest, torch.cdist(own, other)], 1)
             nearest[:] = both.topk(neighbours + 1, largest=False).values
     found = 0
-    for part in _blocks(points):
+    for part in blocks(points):
         hit = torch.zeros(len(part), dtype=torch.bool)
-        for block, radius in zip(_blocks(manifold), radii.max(1).values.split(PAIRS)):
+        for block, radius in zip(blocks(manifold), radii.max(1).values.split(ROWS)):
             hit |= (torch.cdist(part, block) <= radius).any(1)
         found += int(hit.sum())
     return found / len(points)
-
-
-def _blocks(vectors: Any) -> Any:
-    return (vectors[start : start + PAIRS] for start in range(0, len(vectors), PAIRS))
 
 
 def bootstrap(measured: Measured, target: Target, resamples: int, seed: int) -> float:
@@ -238,11 +237,9 @@ def bootstrap(measured: Measured, target: Target, resamples: int, seed: int) -> 
     assert measured.features is not None
     random, values = np.random.default_rng(seed), []
     for _ in range(resamples):
-        weights = torch.from_numpy(
-            np.bincount(random.integers(0, measured.count, measured.count), minlength=measured.count)
-        )
-        moments = Moments()
-        for part, weight in zip(measured.features.parts(), weights.split(ROWS)):
+        drawn, moments = random.integers(0, measured.count, measured.count), Moments()
+        weights = torch.from_numpy(np.bincount(drawn, minlength=measured.count))
+        for part, weight in zip(blocks(measured.features), blocks(weights)):
             moments.add(part, weight)
         values.append(distance(moments.mean_and_covariance, target.statistics, "features"))
     return stats.stdev(values)

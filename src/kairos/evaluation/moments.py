@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BATCH = 64  # images whose features are computed at a time
-ROWS = 4096  # feature vectors read from disk at a time
+ROWS = 1024  # feature vectors looked at a time
 LAYERS = {"moments": "features", "spatial": "spatial"}  # what a metric needs, and the layer whose moments that is
 
 
@@ -58,31 +58,25 @@ class Score:
     SPLIT = 5000
 
     def __init__(self) -> None:
-        self._counts: list[int] = []
-        self._sums: list[Tensor] = []  # of p(y|x), each (classes,)
-        self._negentropies: list[float] = []
+        self._splits: list[tuple[int, Any, Any]] = []  # count, sums of p(y|x) (classes,) and of p log p
 
     def add(self, logits: Tensor) -> None:
         """Add logits (n, classes)."""
         while len(logits):
-            if not self._counts or self._counts[-1] == self.SPLIT:
-                self._counts.append(0)
-                self._sums.append(torch.zeros(logits.shape[1], dtype=torch.float64))
-                self._negentropies.append(0.0)
-            part = logits[: self.SPLIT - self._counts[-1]]
+            if not self._splits or self._splits[-1][0] == self.SPLIT:
+                self._splits.append((0, 0.0, 0.0))
+            count, total, negentropy = self._splits[-1]
+            part = logits[: self.SPLIT - count]
             logits = logits[len(part) :]
             log_p = part.double().log_softmax(1)
-            self._counts[-1] += len(part)
-            self._sums[-1] += log_p.exp().sum(0)
-            self._negentropies[-1] += float((log_p.exp() * log_p).sum())
+            p = log_p.exp()
+            self._splits[-1] = count + len(part), total + p.sum(0), negentropy + (p * log_p).sum()
 
     @property
     def value(self) -> float:
         """The mean over splits."""
-        means = [total / count for total, count in zip(self._sums, self._counts)]
-        entropies = [-float(torch.xlogy(mean, mean).sum()) for mean in means]
-        pairs = zip(self._negentropies, self._counts, entropies)
-        return float(np.mean([np.exp(total / count + entropy) for total, count, entropy in pairs]))
+        means = [(total / count, negentropy / count) for count, total, negentropy in self._splits]
+        return float(np.mean([(mean - torch.xlogy(p, p).sum()).exp().item() for p, mean in means]))
 
 
 class Spool:
@@ -110,13 +104,14 @@ class Spool:
         content = bytearray(self._file.read(max(stop - start, 0) * self.width * 4))
         return torch.frombuffer(content, dtype=torch.float32).reshape(-1, self.width)
 
-    def parts(self) -> Iterator[Tensor]:
-        """All vectors, at most `ROWS` at a time."""
-        return (self[start : start + ROWS] for start in range(0, self._count, ROWS))
-
     def spread(self, count: int) -> Tensor:
         """At most `count` vectors, evenly spread over all."""
         return self[np.unique(np.linspace(0, self._count - 1, min(self._count, count)).astype(np.int64))]
+
+
+def blocks(vectors: Any) -> Iterator[Tensor]:
+    """All of some vectors (n, d), at most `ROWS` at a time."""
+    return (vectors[start : start + ROWS] for start in range(0, len(vectors), ROWS))
 
 
 @dataclass(frozen=True)
@@ -147,16 +142,14 @@ def measure(extractor: Any, images: Iterable[NDArray[np.uint8]], needs: set[str]
     moments = {LAYERS[need]: Moments() for need in LAYERS if need in needs}
     spool = Spool(extractor.width) if "features" in needs else None
     score = Score() if "logits" in needs else None
+    asked: list[tuple[str, Any]] = [*moments.items(), ("features", spool), ("logits", score)]
     count = 0
     for batch in images:
         layers = extractor.layers_of(batch)
         count += len(batch)
-        for name, sums in moments.items():
-            sums.add(layers[name])
-        if spool is not None:
-            spool.add(layers["features"])
-        if score is not None:
-            score.add(layers["logits"])
+        for name, sink in asked:
+            if sink is not None:
+                sink.add(layers[name])
     found = {name: sums.mean_and_covariance for name, sums in moments.items()}
     return Measured(count, found, spool, score.value if score else None)
 

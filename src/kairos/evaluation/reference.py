@@ -13,12 +13,13 @@ from kairos.errors import KairosError
 from kairos.evaluation import external, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.evaluation.metrics import Statistics, Target
-from kairos.evaluation.moments import in_batches, measure
+from kairos.evaluation.moments import LAYERS, in_batches, measure
 from kairos.evaluation.registries import UNREAL, needs_of
 from kairos.evaluation.rows import SPREADS, Gaussian, rows_of
-from kairos.evaluation.settings import EvaluationConfig, LossSettings
+from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
 from kairos.progress import say
+from kairos.sampling.samples_file import read_samples
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,6 @@ class Reference:
 
     record: dict[str, Any]
     target: Target
-
-    @property
-    def loss_settings(self) -> LossSettings:
-        """The validation loss."""
-        return LossSettings(**self.record["validation"], precision=self.record["precision"])
 
 
 def build(
@@ -61,15 +57,11 @@ def build(
     clock.work_begins()
     wanted = tuple(evaluation.metrics_for(opened.manifest["kind"], len(images.heldout) > 0))
     target = Target(opened.manifest["metric"], _real(evaluation.reference, images, opened, wanted), wanted)
-    numbers = {"evaluation.num_samples": evaluation.num_samples, "real images": target.statistics.count}
-    warnings = [
-        f"{what}: {warning}"
-        for what, number in numbers.items()
-        if number or what == "evaluation.num_samples"  # published moments do not tell
-        for warning in metrics.check_number(number, opened.width, what)
-    ]
-    for warning in warnings:
-        say(f"warning: {warning}")
+    numbers = {"evaluation.num_samples": evaluation.num_samples}
+    if target.statistics.count:  # published moments do not tell
+        numbers["real images"] = target.statistics.count
+    found = {what: metrics.check_number(number, opened.width, what) for what, number in numbers.items()}
+    warnings = [f"{what}: {warning}" for what in found for warning in found[what]]
     gaussian = Gaussian.fit(encoded, evaluation.seed)
     rows = rows_of(evaluation, images, codec, gaussian, opened, target)
 
@@ -126,13 +118,38 @@ def _real(which: str, dataset: PreparedDataset, extractor: Extractor, wanted: tu
     """Statistics of the training images, of all, or of a file from outside; cached by content."""
     needs = needs_of(wanted) - UNREAL
     if which not in ("train", "all"):
-        return external.statistics(Path(which), extractor, needs)
-    parts = {"dataset": dataset.manifest["content_sha256"], "split": which, "extractor": extractor.hash}
-    parts |= {"precision": extractor.precision, "needs": sorted(needs)}
+        return outside_statistics(Path(which), extractor, needs)
     indices = dataset.train if which == "train" else np.arange(len(dataset.images))
-    return metrics.cached(
-        parts, lambda: metrics.statistics_of(measure(extractor, in_batches(dataset.images, indices), needs))
-    )
+    parts = {"dataset": dataset.manifest["content_sha256"], "split": which, "precision": extractor.precision}
+    return _of_images(dataset.images, indices, extractor, needs, parts)
+
+
+def outside_statistics(path: Path, extractor: Extractor, needs: set[str]) -> Statistics:
+    """Statistics of a file, cached by its content: published moments where it holds them, else those of its images.
+
+    Raises:
+        KairosError: see `external.check`; or too few images for the extractor.
+    """
+    published = {LAYERS[need]: pair for need, pair in external.check(path, extractor.width, needs, "reference").items()}
+    with np.load(path, allow_pickle=False) as file:
+        moments = {
+            layer: (file[mean].astype(float), file[sigma].astype(float)) for layer, (mean, sigma) in published.items()
+        }
+    rest = {need for need in needs if LAYERS.get(need) not in moments}
+    if not rest:
+        return Statistics(moments)
+    images, _ = read_samples(path)
+    if "moments" in rest:
+        metrics.check_number(len(images), extractor.width, str(path))
+    found = _of_images(images, range(len(images)), extractor, rest, {"images": sha256_file(path)})
+    return Statistics({**found.moments, **moments}, found.features, 0 if moments else found.count)
+
+
+def _of_images(images: Any, indices: Any, extractor: Extractor, needs: set[str], parts: dict[str, Any]) -> Statistics:
+    """Statistics of some images; `parts` decides which they are."""
+    parts = {**parts, "extractor": extractor.hash, "needs": sorted(needs)}
+    batches = in_batches(images, indices)
+    return metrics.cached(parts, lambda: metrics.statistics_of(measure(extractor, batches, needs)))
 
 
 def reference_hash(statistics: Statistics, extractor: Extractor) -> str:

@@ -64,35 +64,29 @@ EXTRACTORS.add("classifier", "kairos.evaluation.classifier:train", ClassifierOpt
 EXTRACTORS.add("selfsupervised", "kairos.evaluation.selfsupervised:train", SelfsupervisedOptions, "needs no labels")
 EXTRACTORS.add("auto", "kairos.evaluation.choice:choose", help="settled before any job, so never made")
 EXTRACTORS.add("inception", "kairos.evaluation.inception:prepare", InceptionOptions, "Inception-v3 of torch-fidelity")
-
 EXTRACTORS.add("dinov2", "kairos.evaluation.dinov2:prepare", DinoOptions, "DINOv2 (Oquab et al. 2023)")
 
 METRICS = Registry("metric")
 
 
-def _metric(name: str, function: str, help: str, needs: str, options: type = NoOptions, extractor: str = "") -> None:
+def _metric(
+    name: str, help: str, needs: str, options: type = NoOptions, extractor: str = "", code: str = "metrics:{}"
+) -> None:
     """Register a metric: what it needs (see `moments.measure`), and the only extractor that it is defined for."""
-    METRICS.add(name, f"kairos.evaluation.{function}", options, help, needs=needs.split(), extractor=extractor)
+    code = f"kairos.evaluation.{code.format(name)}"
+    METRICS.add(name, code, options, help, needs=needs.split(), extractor=extractor)
 
 
-_metric("frechet", "metrics:frechet", "Fréchet distance of the extractor's features (Heusel et al. 2017)", "moments")
-_metric("fid", "metrics:frechet", "the same of Inception's: FID", "moments", extractor="inception")
-_metric("fd_dinov2", "metrics:frechet", "the same of DINOv2's (Stein et al. 2023)", "moments", extractor="dinov2")
-_metric(
-    "sfid", "metrics:sfid", "FID of Inception's spatial features (Nash et al. 2021)", "spatial", extractor="inception"
-)
-_metric("kid", "metrics:kid", "kernel distance (Bińkowski et al. 2018)", "features", KidOptions)
-_metric("isc", "metrics:isc", "Inception score (Salimans et al. 2016)", "logits", extractor="inception")
-_metric(
-    "precision",
-    "metrics:precision",
-    "samples in the real manifold (Kynkäänniemi et al. 2019)",
-    "features",
-    ManifoldOptions,
-)
-_metric("recall", "metrics:recall", "real images in the samples' manifold", "features", ManifoldOptions)
-_metric("validation", "validation:validation_loss", "loss by time on held-out images", "milestone")
-_metric("mlperf8", "validation:mlperf8", "loss at eight equidistant times (MLPerf Training, Flux.1)", "milestone")
+_metric("frechet", "Fréchet distance of the extractor's features (Heusel et al. 2017)", "moments")
+_metric("fid", "the same of Inception's: FID", "moments", extractor="inception", code="metrics:frechet")
+_metric("fd_dinov2", "the same of DINOv2's (Stein et al. 2023)", "moments", extractor="dinov2", code="metrics:frechet")
+_metric("sfid", "FID of Inception's spatial features (Nash et al. 2021)", "spatial", extractor="inception")
+_metric("kid", "kernel distance (Bińkowski et al. 2018)", "features", KidOptions)
+_metric("isc", "Inception score (Salimans et al. 2016)", "logits", extractor="inception")
+_metric("precision", "samples in the real manifold (Kynkäänniemi et al. 2019)", "features", ManifoldOptions)
+_metric("recall", "real images in the samples' manifold", "features", ManifoldOptions)
+_metric("validation", "loss by time on held-out images", "milestone", code="validation:validation_loss")
+_metric("mlperf8", "loss at eight equidistant times (MLPerf Training, Flux.1)", "milestone", code="validation:{}")
 FRECHET = ("frechet", "fid", "fd_dinov2")  # names of the distance that methods are ranked by
 
 
@@ -108,16 +102,3 @@ def default_metrics(extractor: str, heldout: bool) -> list[str]:
     """The metrics of an experiment that names none."""
     first = {"inception": ["fid", "kid", "isc"], "dinov2": ["fd_dinov2", "kid"]}.get(extractor, ["frechet", "kid"])
     return first + (["validation"] if heldout else [])
-
-
-__all__ = [
-    "EXTRACTORS",
-    "FRECHET",
-    "METRICS",
-    "ClassifierOptions",
-    "DinoOptions",
-    "InceptionOptions",
-    "KidOptions",
-    "ManifoldOptions",
-    "NoOptions",
-]

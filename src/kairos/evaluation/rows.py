@@ -106,8 +106,7 @@ class Gaussian:
         order = Stream(seed, "gaussian images").permutation(len(latents.train))
         chosen = latents.train[order[:count].sort().values.numpy()]
         parts = []
-        for start in range(0, count, BATCH):
-            part = chosen[start : start + BATCH]
+        for part in np.split(chosen, range(BATCH, count, BATCH)):
             noise = Stream(seed, "gaussian latents").normal(0, torch.from_numpy(part), latents.shape)
             parts.append(latents.batch(part, noise=noise).flatten(1))
         rows = torch.cat(parts)  # (n, d)

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from kairos import options
 from kairos.errors import ConfigError
-from kairos.evaluation.registries import EXTRACTORS, FRECHET, METRICS, default_metrics
+from kairos.evaluation.registries import EXTRACTORS, FRECHET, METRICS, default_metrics, needs_of
 from kairos.section import Section, component
 
 
@@ -48,11 +48,9 @@ class EvaluationConfig(Section):
         if self.metrics is None:
             return named_metrics(default_metrics(extractor, heldout))
         check_metrics(self.metrics, extractor)
-        for named in self.metrics:
-            if not heldout and "milestone" in METRICS.entry(named["name"]).facts["needs"]:
-                raise ConfigError(
-                    f"evaluation.metrics: {named['name']} needs held-out images, and dataset.heldout is 0"
-                )
+        losses = [named["name"] for named in self.metrics if "milestone" in needs_of([named])]
+        if losses and not heldout:
+            raise ConfigError(f"evaluation.metrics: {losses[0]} needs held-out images, and dataset.heldout is 0")
         return self.metrics
 
 

@@ -29,8 +29,7 @@ def strata_of(cells: int, strata: int) -> list[tuple[float, float]]:
 
     Fewer where there are not as many cells between; all begin and end with a cell.
     """
-    inner = cells - 2
-    edges = np.unique(np.round(np.linspace(1, cells - 1, min(strata, max(inner, 0)) + 1)))
+    edges = np.unique(np.round(np.linspace(1, cells - 1, min(strata, max(cells - 2, 0)) + 1)))
     return list(itertools.pairwise((np.concatenate([[0], edges, [cells]]) / cells).tolist()))
 
 
@@ -98,14 +97,21 @@ class Heldout:
     def errors(
         self, milestone: Any, number: int, u: Tensor, settings: LossSettings, device: Any, of_epsilon: bool
     ) -> Tensor:
-        """Squared error of each image, float64 (n,), at its own fraction u (n,), with the noise of draw `number`."""
+        """Squared error of epsilon, or of what the network predicts, by image, float64 (n,).
+
+        Each image is at its own fraction u (n,), with the noise of draw `number`.
+        """
         noise = Stream(settings.seed, "validation noise").normal(number, range(len(u)), tuple(self.x0.shape[1:]))
-        errors = []
-        with compute.precision(settings.precision, torch.device(device)):
+        process, errors = milestone.process, []
+        with compute.precision(settings.precision, torch.device(device)), torch.inference_mode():
             for part in (slice(start, start + BATCH) for start in range(0, len(u), BATCH)):
                 told = {name: values[part].to(device) for name, values in self.conditions.items()}
-                batch = (values[part].to(device) for values in (self.x0, noise, u))
-                errors.append(_squared_error(milestone, *batch, told, of_epsilon))
+                x0, eps, fraction = (values[part].to(device) for values in (self.x0, noise, u))
+                t = process.times(fraction)
+                x_t = process.noised(x0, eps, t)
+                output = process.predict(milestone.model, x_t, t, told).to(x_t.dtype)
+                off = process.epsilon(output, x_t, t) - eps if of_epsilon else output - process.target(x0, eps, t)
+                errors.append(off.double().square().flatten(1).mean(1).cpu())  # (batch,)
         return torch.cat(errors)
 
 
@@ -114,18 +120,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     sizes = [row["u"][1] - row["u"][0] for row in rows]
     loss, vlb = ([size * row[name] for size, row in zip(sizes, rows)] for name in ("loss", "vlb"))
     return {"loss": sum(loss), "vlb": sum(vlb), "vlb_without_last": sum(vlb[:-1])}
-
-
-@torch.inference_mode()
-def _squared_error(
-    milestone: Any, x0: Tensor, noise: Tensor, u: Tensor, conditions: dict[str, Tensor], of_epsilon: bool
-) -> Tensor:
-    """Mean squared error of epsilon, or of what the network predicts, per image, float64 (batch,)."""
-    process, t = milestone.process, milestone.process.times(u)
-    x_t = process.noised(x0, noise, t)
-    output = process.predict(milestone.model, x_t, t, conditions).to(x_t.dtype)
-    found, wanted = (process.epsilon(output, x_t, t), noise) if of_epsilon else (output, process.target(x0, noise, t))
-    return (found - wanted).double().square().flatten(1).mean(1).cpu()
 
 
 def latents_folder(milestone: Path) -> Path:

@@ -99,26 +99,18 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
 
     options, config = settings(job.milestone, request.overrides)
     record = read_json(job.milestone / "milestone.json")
+    files = record["files"].items()
     seed = options.seed if request.seed is None else request.seed
     scheduler = resolved(options.scheduler, config["diffusion"]["process"])
     names = config["model"].get("conditions") or []
     latents = request.latents or job.milestone / "../../../../latents"
     conditions = conditions_of(names, record["conditions"], latents, options.labels, seed)
     protocol = {
-        "identity": record["identity"],
-        "method": record["method"],
+        **{name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")},
         "training_seed": record["seed"],
-        "step": record["step"],
-        "weights": options.weights,
-        "model_files": {
-            name: value for name, value in record["files"].items() if name.startswith(f"{options.weights}/")
-        },
-        "autoencoder_sha256": record["autoencoder_sha256"],
+        "model_files": {name: sha256 for name, sha256 in files if name.startswith(f"{options.weights}/")},
         "scheduler": scheduler,
-        "steps": options.steps,
-        "nfe": options.nfe,
-        "precision": options.precision,
-        "guidance_scale": options.guidance_scale,
+        **{name: getattr(options, name) for name in ("weights", "steps", "nfe", "precision", "guidance_scale")},
         "labels": options.labels if names else None,
         "seed": seed,
         "num": request.num,
@@ -154,8 +146,7 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         progress.close()
 
     def all_of(name: str) -> Iterator[np.ndarray]:
-        starts = range(rows.start, rows.stop, size)
-        return (conditions(range(start, min(start + size, rows.stop)))[name].numpy() for start in starts)
+        return (conditions(indices)[name][:kept].numpy() for indices, kept in batches(rows, size))
 
     images = joined(job.parts, protocol, num, size) if job.parts else drawn()
     write_samples(job.out, images, protocol, {name: all_of(name) for name in names}, len(rows))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kairos import clock
-from kairos.data.arrays import Rows, write_header
+from kairos.data.arrays import Rows, blocks, write_header
 from kairos.errors import KairosError
 from kairos.files import atomic
 from kairos.shards import AGAIN, in_order
@@ -46,7 +46,7 @@ def write_samples(
     images: np.ndarray | Parts,
     protocol: dict[str, Any],
     conditions: dict[str, Parts] | None = None,
-    num: int | None = None,
+    num: int = 0,
 ) -> None:
     """Write images and how they came about, atomically; equal arguments give equal bytes.
 
@@ -57,22 +57,15 @@ def write_samples(
         conditions: (num, ...) by name, in parts.
         num: number of images, needed for those in parts.
     """
-    if isinstance(images, np.ndarray):
-        images, num = [images], len(images)
-    assert num is not None
     stated = np.array(json.dumps(protocol, sort_keys=True))
+    told = {_CONDITION + name: parts for name, parts in (conditions or {}).items()}
     with atomic(path) as file, zipfile.ZipFile(file, "w") as archive:
-
-        def member(name: str) -> Any:
-            return archive.open(f"{name}.npy", "w", force_zip64=True)  # without a date
-
-        with member("images") as opened:
-            _write_rows(opened, num, images)
-        with member("protocol") as opened:
-            np.lib.format.write_array(opened, stated, allow_pickle=False)
-        for name, parts in (conditions or {}).items():
-            with member(_CONDITION + name) as opened:
-                _write_rows(opened, num, parts)
+        for name, content in {"images": images, "protocol": stated, **told}.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:  # without a date
+                if isinstance(content, np.ndarray):
+                    np.lib.format.write_array(member, content, allow_pickle=False)
+                else:
+                    _write_rows(member, num, content)
 
 
 def open_samples(path: Path) -> Samples:
@@ -126,8 +119,7 @@ def joined(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size
         except KairosError as error:
             raise KairosError(f"{error}; {AGAIN}") from None
     said = [(path, one.protocol) for path, one in zip(paths, opened)]
-    order = [opened[place].images for place in in_order(said, protocol, num, batch_size)]
-    return (images[start : start + batch_size] for images in order for start in range(0, len(images), batch_size))
+    return blocks([opened[place].images for place in in_order(said, protocol, num, batch_size)], batch_size)
 
 
 def _write_rows(file: Any, count: int, parts: Parts) -> None:

@@ -30,6 +30,13 @@ def folder(name: str) -> Paths:
     return lambda wildcards, input, output: folders(name)(wildcards, input, output)[0]
 
 
+def stages(*names: str) -> Paths:
+    """An option for the folder of each stage that is an input, named as the stage."""
+    return lambda wildcards, input, output: " ".join(
+        f"--{name} {folder(name)(wildcards, input, output)}" for name in names
+    )
+
+
 def repeated(option: str, paths: Paths) -> Paths:
     """An option that is repeated for each path."""
     return lambda wildcards, input, output: " ".join(f"{option} {path}" for path in paths(wildcards, input, output))

@@ -1,0 +1,38 @@
+# What all trainings share: the space that the diffusion model works in (pixels, our own autoencoder or a pretrained one),
+# the extractor of features, and the reference that samples are compared with.
+
+CODING_GPUS = layout.gpus if layout.experiment.autoencoder.kind != "none" else 0
+SHARED = {  # what each reads, and what it asks for
+    "autoencoder": (["dataset"], {"mem_mb": growing(6000), "runtime": growing(480), "gpu": CODING_GPUS}),
+    "extractor": (["dataset"], {"mem_mb": growing(4000), "runtime": growing(120)}),
+    "reference": (
+        ["dataset", "autoencoder", "latents", "extractor"],
+        {"mem_mb": growing(6000), "runtime": growing(120), "gpu": layout.gpus},
+    ),
+}
+
+
+for name, (read, asked) in SHARED.items():
+
+    rule:
+        name:
+            name
+        input:
+            **{stage: f"{RESULTS}/{stage}/manifest.json" for stage in read},
+            outside=layout.outside if name == "reference" else [],
+        output:
+            record=f"{RESULTS}/{name}/{'reference' if name == 'reference' else 'manifest'}.json",
+        log:
+            f"{RESULTS}/logs/{name}.log",
+        conda:
+            "../../envs/environment.yml"
+        threads: layout.threads
+        resources:
+            **asked,
+        params:
+            **layout.params(name),
+            read=stages(*read),
+            out=folder("record"),
+        shell:
+            "kairos {rule} --config {params.config} {params.read} --out {params.out}"
+            " --timing {params.timing} 2>&1 | tee {log}"
