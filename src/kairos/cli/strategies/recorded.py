@@ -8,10 +8,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.strategies.show import Named, View, named_parts, options_of, process_of
+from kairos.cli.strategies.show import Named, View, named_parts, process_of
 from kairos.diffusion.processes import measured
 from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import read_json, sha256_file
+from kairos.options import but_name
 from kairos.strategies.columns import parse_strategy_csv
 from kairos.strategies.names import parse_name
 from kairos.strategies.options import Adaptive
@@ -104,7 +105,7 @@ def _of_state(
             f"{content['step']} that holds its mean over the training's images; name a milestone's folder"
         )
     name = f"{sampler['name']}+{weighting['name']}"
-    strategy = Strategy(name, process, sampler=options_of(sampler), weighting=options_of(weighting))
+    strategy = Strategy(name, process, sampler=but_name(sampler), weighting=but_name(weighting))
     try:
         strategy.load_state_dict(content["strategy"])
         columns = strategy.table()
