@@ -4,6 +4,7 @@ import argparse
 
 from kairos.cli.strategies.output import aligned, bar, deliver, strata, warn
 from kairos.cli.strategies.show import process_of
+from kairos.strategies.columns import strategy_csv
 from kairos.strategies.increments import AREAS, PROCESSES, Increments, increments
 
 
@@ -28,11 +29,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _csv(found: Increments) -> str:
-    columns = found.columns()
-    lines = [",".join([*columns, "area"])]
-    for area, *values in zip(found.area(), *columns.values(), strict=True):
-        lines.append(",".join([*(f"{value:.17g}" for value in values), area]))
-    return "".join(f"{line}\n" for line in lines)
+    lines = strategy_csv(found.columns()).splitlines()
+    return "".join(f"{line},{area}\n" for line, area in zip(lines, ["area", *found.area()], strict=True))
 
 
 def _text(found: Increments, title: str) -> str:
