@@ -155,11 +155,9 @@ def _fill(
     recorded = {key: _latest(client, run_id, key) for key in {point.key for point in points} & set(run.data.metrics)}
     metrics = []
     for point in points:
-        before = recorded.get(point.key, {}).get(point.step)
-        if before is None:
-            metrics.append(Metric(point.key, point.value, point.timestamp, point.step))
-        elif before[1] != point.value:
-            metrics.append(Metric(point.key, point.value, max(point.timestamp, before[0] + 1), point.step))
+        then, value = recorded.get(point.key, {}).get(point.step, (-1, None))
+        if value != point.value:
+            metrics.append(Metric(point.key, point.value, max(point.timestamp, then + 1), point.step))
     lacking: dict[str, list[Any]] = {"params": new_params, "tags": new_tags, "metrics": metrics}
     for kind, items in lacking.items():
         for part in batches(items, METRICS_PER_BATCH if kind == "metrics" else ENTRIES_PER_BATCH):
