@@ -97,12 +97,9 @@ def _text(node: Any, message: bool = False) -> str:
     may_have = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
     if may_have and ast.get_docstring(node, clean=False) is not None:
         fields["body"] = fields["body"][1:]
-    kept = (
-        f"{name}={_text(value, message)}"
-        for name, value in fields.items()
-        if value not in (None, []) and name != "kind"
-    )
-    return f"{type(node).__name__}({','.join(kept)})"
+    counted = {name: value for name, value in fields.items() if value not in (None, []) and name != "kind"}
+    text = ",".join(f"{name}={_text(value, message)}" for name, value in counted.items())
+    return f"{type(node).__name__}({text})"
 
 
 def _called(call: ast.Call) -> str:

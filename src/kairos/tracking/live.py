@@ -102,10 +102,8 @@ class Reporter(threading.Thread):
     def _complain(self, reason: str) -> None:
         if not self.failed:
             self.failed = True
-            say(
-                f"tracking: {store.without_credentials(self.uri)}: {reason}; the training goes on and nothing is lost: "
-                "`kairos track` imports what is missing there"
-            )
+            shown, comfort = store.without_credentials(self.uri), "the training goes on and nothing is lost"
+            say(f"tracking: {shown}: {reason}; {comfort}: `kairos track` imports what is missing there")
 
     def _report(self, ended: bool) -> None:
         progress = self._progress()

@@ -97,10 +97,9 @@ def experiment_id(client: "MlflowClient", name: str, uri: str) -> str:
         place = None if uri.startswith("http") else Path(ARTIFACTS).absolute().as_uri()
         return str(client.create_experiment(name, artifact_location=place))
     if experiment.lifecycle_stage == "deleted":
-        raise KairosError(
-            f"MLflow experiment {name!r} was deleted; restore it (`mlflow experiments restore --experiment-id "
-            f"{experiment.experiment_id}`) or name another in tracking.experiment"
-        )
+        how = f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`"
+        advice = f"restore it ({how}) or name another in tracking.experiment"
+        raise KairosError(f"MLflow experiment {name!r} was deleted; {advice}")
     return str(experiment.experiment_id)
 
 

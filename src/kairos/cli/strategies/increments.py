@@ -48,14 +48,9 @@ def _text(found: Increments, title: str) -> str:
     for inside in strata(len(area)):
         t = found.t[inside]
         means = [getattr(found, name)[inside].mean() for name in shown]
-        rows.append(
-            [
-                f"{t[0]:.4g} - {t[-1]:.4g}" if len(t) > 1 else f"{t[0]:.4g}",
-                *(f"{mean:.4g}" for mean in means),
-                "/".join(name for name in AREAS if name in area[inside]),
-                bar(means[1], found.variance.max()),
-            ]
-        )
+        times = f"{t[0]:.4g} - {t[-1]:.4g}" if len(t) > 1 else f"{t[0]:.4g}"
+        areas = "/".join(name for name in AREAS if name in area[inside])
+        rows.append([times, *(f"{mean:.4g}" for mean in means), areas, bar(means[1], found.variance.max())])
     return "".join(f"{word:13} {what}\n" for word, what in head.items()) + "\n" + aligned(rows)
 
 

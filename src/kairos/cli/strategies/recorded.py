@@ -36,9 +36,8 @@ def view_of_checkpoint(arguments: argparse.Namespace) -> View:
         return _of_milestone(found[-1], arguments)
     file = place / "checkpoint.pt" if place.is_dir() else place
     if not file.is_file():
-        raise KairosError(
-            f"--checkpoint {place}: no checkpoint there; allowed: a training's folder, a milestone's, or a checkpoint"
-        )
+        allowed = "a training's folder, a milestone's, or a checkpoint"
+        raise KairosError(f"--checkpoint {place}: no checkpoint there; allowed: {allowed}")
     content = _read(file)
     record = None
     for path in (*sorted(file.parent.glob(_MILESTONES)), *sorted(file.parent.parent.glob(_MILESTONES))):
@@ -87,9 +86,8 @@ def _read(file: Path) -> dict[str, Any]:
         state = content.get("strategy", content)
         return {"strategy": state, "step": state["step"]}
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError):
-        raise KairosError(
-            f"{file}: saved by torch, but holds no Strategy.state_dict(), neither alone nor as 'strategy'"
-        ) from None
+        lacking = "no Strategy.state_dict(), neither alone nor as 'strategy'"
+        raise KairosError(f"{file}: saved by torch, but holds {lacking}") from None
 
 
 def _of_state(
@@ -110,9 +108,8 @@ def _of_state(
         strategy.load_state_dict(content["strategy"])
         columns = strategy.table()
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise KairosError(
-            f"{file}: does not hold the state of {name} with T = {process.schedule.timesteps} ({error})"
-        ) from None
+        asked = f"{name} with T = {process.schedule.timesteps}"
+        raise KairosError(f"{file}: does not hold the state of {asked} ({error})") from None
     return View(sampler, weighting, diffusion, columns, (f"as it was after {content['step']} steps: {file}",))
 
 
@@ -128,9 +125,8 @@ def _of_record(record: dict[str, Any], arguments: argparse.Namespace) -> Named:
         named = parse_name(arguments.strategy)
         only_sampler = arguments.strategy.strip() in SAMPLERS
         if named[0] != held[0] or (not only_sampler and named[1] != held[1]):
-            raise ConfigError(
-                f"strategy: got {arguments.strategy!r}, but the checkpoint is of {'+'.join(held)}; leave the name out"
-            )
+            fault = f"got {arguments.strategy!r}, but the checkpoint is of {'+'.join(held)}"
+            raise ConfigError(f"strategy: {fault}; leave the name out")
     said = ("process", "schedule", "timesteps", "prediction", "set")
     superfluous = [f"--{key}" for key in said if getattr(arguments, key) not in (None, [])]
     if superfluous:

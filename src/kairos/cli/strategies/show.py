@@ -93,9 +93,8 @@ def named_parts(arguments: argparse.Namespace) -> Named:
         ConfigError: no or an unknown name, an option that does not exist or is ambiguous.
     """
     if arguments.strategy is None:
-        raise ConfigError(
-            "strategy: none given; allowed: SAMPLER, WEIGHTING or SAMPLER+WEIGHTING, see kairos strategies list"
-        )
+        allowed = "SAMPLER, WEIGHTING or SAMPLER+WEIGHTING, see kairos strategies list"
+        raise ConfigError(f"strategy: none given; allowed: {allowed}")
     sampler, weighting = parse_name(arguments.strategy)
     process = arguments.process or "discrete"
     given = set_options(arguments.set, {"sampler": sampler, "weighting": weighting, "process": process})
@@ -181,9 +180,8 @@ def _begin(sampler: Sampler, name: str, progress: float | None) -> list[str]:
     if not hasattr(sampler, "progress"):
         if progress is not None:
             why = "learns from what it observes" if sampler.learned else "is the same at every step"
-            raise ConfigError(
-                f"--progress: got {progress:g}, but sampler {name} {why}; allowed: curricula, such as clts"
-            )
+            fault = f"got {progress:g}, but sampler {name} {why}"
+            raise ConfigError(f"--progress: {fault}; allowed: curricula, such as clts")
         return []
     share = 0.0 if progress is None else progress
     demand(0 <= share <= 1, "progress", f"{share:g}", "0 to 1")
@@ -208,7 +206,6 @@ def _text(view: View) -> str:
     rows = [[own, "mass of p", "mean w", "share of p*w", ""]]
     for inside, share, weight, pair in zip(ranges, shares, weights, ends):
         name = " - ".join(end.rjust(width) for end in dict.fromkeys(pair))
-        rows.append(
-            [name, f"{100 * p[inside].sum():.2f} %", f"{weight:.4g}", f"{100 * share:.2f} %", bar(share, largest)]
-        )
+        mass, percent = (f"{100 * part:.2f} %" for part in (p[inside].sum(), share))
+        rows.append([name, mass, f"{weight:.4g}", percent, bar(share, largest)])
     return f"{head}\n{aligned(rows)}sum of p = {p.sum():.15g}, sum of p*w = {total:.6g}\n"
