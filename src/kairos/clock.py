@@ -23,13 +23,9 @@ def cpu_seconds() -> float:
 
 def wall_seconds() -> float:
     """Seconds since this process was started, its interpreter's start included."""
-    ticks = (
-        int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-        if os.path.exists("/proc/self/stat")
-        else None
-    )
-    if ticks is None:
+    if not os.path.exists("/proc/self/stat"):
         return time.monotonic() - _imported
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -43,10 +39,10 @@ def work_begins() -> None:
         _marks.update(cpu=cpu_seconds(), wall=wall_seconds())
 
 
-def record(stage: str, **facts: Any) -> dict[str, Any]:
-    """What this process has used so far, in seconds and bytes."""
+def write(path: Path | str, stage: str, **facts: Any) -> None:
+    """Write down what this process has used so far, in seconds and bytes."""
     cpu, wall = cpu_seconds(), wall_seconds()
-    return {
+    record = {
         "stage": stage,
         "wall_seconds": round(wall, 3),
         "cpu_seconds": round(cpu, 3),
@@ -55,8 +51,4 @@ def record(stage: str, **facts: Any) -> dict[str, Any]:
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **facts,
     }
-
-
-def write(path: Path | str, stage: str, **facts: Any) -> None:
-    """Write the record of this process."""
-    write_json(path, record(stage, **facts))
+    write_json(path, record)

@@ -154,8 +154,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
-                with open(file, "rb") as handle:
-                    os.fsync(handle.fileno())
+                sync_folder(file)
         if not path.exists():
             os.rename(temporary, path)
         elif not _exchanged(temporary, path):

@@ -34,10 +34,8 @@ def fingerprint(roots: Iterable[str]) -> str:
 
 @functools.cache
 def _fingerprint(roots: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for module in modules(roots):
-        digest.update(f"{module} {_hash_module(module)}\n".encode())
-    return digest.hexdigest()[:16]
+    lines = (f"{module} {_hash_module(module)}\n" for module in modules(roots))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def modules(roots: Iterable[str]) -> list[str]:
@@ -46,14 +44,11 @@ def modules(roots: Iterable[str]) -> list[str]:
     waiting = list(roots)
     while waiting:
         module = waiting.pop()
-        if module not in found and not _is_left_out(module):
+        left_out = module.startswith(_LEFT_OUT) or module.endswith((".registries", ".settings"))
+        if module not in found and not left_out:
             found.add(module)
             waiting += _imports(module)
     return sorted(found)
-
-
-def _is_left_out(module: str) -> bool:
-    return module.startswith(_LEFT_OUT) or module.endswith((".registries", ".settings"))
 
 
 def _path(module: str) -> Path | None:
@@ -99,23 +94,16 @@ def _text(node: Any, message: bool = False) -> str:
     if isinstance(node, ast.Call) and _called(node) == "option":  # an option's value counts, its help does not
         fields["args"] = fields["args"][:1] + fields["args"][2:]
         fields["keywords"] = [keyword for keyword in fields["keywords"] if keyword.arg != "help"]
-    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and _has_docstring(node):
+    may_have = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    if may_have and ast.get_docstring(node, clean=False) is not None:
         fields["body"] = fields["body"][1:]
-    kept = (
-        f"{name}={_text(value, message)}"
-        for name, value in fields.items()
-        if value not in (None, []) and name != "kind"
-    )
-    return f"{type(node).__name__}({','.join(kept)})"
+    counted = {name: value for name, value in fields.items() if value not in (None, []) and name != "kind"}
+    text = ",".join(f"{name}={_text(value, message)}" for name, value in counted.items())
+    return f"{type(node).__name__}({text})"
 
 
 def _called(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
-
-
-def _has_docstring(node: Any) -> bool:
-    first = node.body[0] if node.body else None
-    return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:

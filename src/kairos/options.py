@@ -7,15 +7,17 @@ and refuses unknown keys, wrong types and impossible values in one message.
 import dataclasses
 import difflib
 import math
+import operator
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from kairos.errors import ConfigError
 
 T = TypeVar("T")
+_BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
 
 
 def option(
@@ -46,11 +48,21 @@ def public_name(field: dataclasses.Field[Any]) -> str:
     return field.metadata.get("alias") or field.name
 
 
-def unknown_key(key: str, allowed: list[str], where: str) -> ConfigError:
-    """The error for a key that does not exist, with the nearest one that does."""
+def but_name(named: Mapping[str, Any]) -> dict[str, Any]:
+    """What a named component has but its name: its options."""
+    return {key: value for key, value in named.items() if key != "name"}
+
+
+def instead(key: str, allowed: Collection[str]) -> str:
+    """How a refusal of a name ends: the nearest one that exists, and all that do."""
     near = difflib.get_close_matches(key, allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    return ConfigError(f"{where}: unknown option {key!r}{hint} Allowed: {', '.join(sorted(allowed)) or 'no options'}")
+    return f"{hint} Allowed: {', '.join(sorted(allowed)) or 'no options'}"
+
+
+def unknown_key(key: str, allowed: Collection[str], where: str) -> ConfigError:
+    """The error for a key that does not exist."""
+    return ConfigError(f"{where}: unknown option {key!r}{instead(key, allowed)}")
 
 
 def parse(cls: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -64,7 +76,7 @@ def parse(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     arguments = {}
     for key, value in values.items():
         if key not in fields:
-            raise unknown_key(key, list(fields), where)
+            raise unknown_key(key, fields, where)
         field = fields[key]
         arguments[field.name] = _checked(value, hints[field.name], field.metadata, f"{where}.{key}")
     try:
@@ -92,21 +104,16 @@ def dump(options: Any) -> dict[str, Any]:
 
 
 def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
-    allowed = _describe(hint, metadata)
     converted = _converted(value, hint)
-    bounds = (
-        ("gt", lambda a, b: a > b),
-        ("ge", lambda a, b: a >= b),
-        ("lt", lambda a, b: a < b),
-        ("le", lambda a, b: a <= b),
-    )
     valid = converted is not _INVALID
     if valid and converted is not None:
-        valid = all(metadata.get(name) is None or holds(converted, metadata[name]) for name, holds in bounds)
+        limits = ((metadata.get(name), holds) for name, (_, holds) in _BOUNDS.items())
+        valid = all(limit is None or holds(converted, limit) for limit, holds in limits)
         valid = valid and (metadata.get("choices") is None or converted in metadata["choices"])
     if not valid:
         numeric = {int, float} & {hint, *typing.get_args(hint)}
-        raise ConfigError(f"{where}: got {value!r}, allowed: {allowed}{meant_number(value) if numeric else ''}")
+        hint_at_number = meant_number(value) if numeric else ""
+        raise ConfigError(f"{where}: got {value!r}, allowed: {_describe(hint, metadata)}{hint_at_number}")
     return converted
 
 
@@ -116,26 +123,18 @@ _INVALID = object()
 def _converted(value: Any, hint: Any) -> Any:
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        for member in typing.get_args(hint):
-            converted = _converted(value, member)
-            if converted is not _INVALID:
-                return converted
-        return _INVALID
+        tried = (_converted(value, member) for member in typing.get_args(hint))
+        return next((converted for converted in tried if converted is not _INVALID), _INVALID)
     if origin in (tuple, list):
         member = typing.get_args(hint)[0]
         if not isinstance(value, (tuple, list)):
             return _INVALID
         items = [_converted(item, member) for item in value]
         return _INVALID if _INVALID in items else origin(items)
-    if hint is type(None):
-        return None if value is None else _INVALID
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value) if math.isfinite(value) else _INVALID
-    if hint is int and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if hint in (str, bool) and isinstance(value, hint):
-        return value
-    return _INVALID
+    plain = hint in (str, int, bool, type(None)) and isinstance(value, hint)
+    return value if plain and (hint is bool or not isinstance(value, bool)) else _INVALID
 
 
 def _describe(hint: Any, metadata: Mapping[str, Any]) -> str:
@@ -146,6 +145,5 @@ def _describe(hint: Any, metadata: Mapping[str, Any]) -> str:
     text = " or ".join(names.get(member, str(member)) for member in members)
     if typing.get_origin(hint) in (tuple, list):
         text = f"list of {text}"
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    bounds = [f"{sign} {metadata[name]:g}" for name, sign in signs.items() if metadata.get(name) is not None]
+    bounds = [f"{sign} {metadata[name]:g}" for name, (sign, _) in _BOUNDS.items() if metadata.get(name) is not None]
     return text + (" " + " and ".join(bounds) if bounds else "") + f" ({metadata['help']})"

@@ -5,6 +5,8 @@ import sys
 import time
 from typing import Any
 
+_INTERVAL = 10.0  # seconds between plain lines
+
 
 class Progress:
     """Progress of a long loop.
@@ -14,13 +16,11 @@ class Progress:
         label: what is done, e.g. ``train speed seed 0``.
         unit: name of a unit, e.g. ``step`` or ``image``.
         start: units already done before (a resume); they do not count for the rate.
-        interval: seconds between plain lines.
     """
 
-    def __init__(self, total: int, label: str, unit: str, start: int = 0, interval: float = 10.0):
+    def __init__(self, total: int, label: str, unit: str, start: int = 0):
         self.total, self.label, self.unit = total, label, unit
         self.done = self._first = start
-        self._interval = interval
         self._begun = self._said = time.monotonic()
         self._bar: Any = None
         if sys.stderr.isatty():
@@ -31,15 +31,13 @@ class Progress:
     def advance(self, count: int = 1, facts: str = "") -> None:
         """Count `count` more units; `facts` is a text such as the loss."""
         self.done += count
+        now = time.monotonic()
         if self._bar is not None:
             self._bar.update(count)
-            now = time.monotonic()
             if facts and now - self._said > 0.5:
                 self._bar.set_postfix_str(facts, refresh=False)
                 self._said = now
-            return
-        now = time.monotonic()
-        if now - self._said >= self._interval and self.done < self.total:
+        elif now - self._said >= _INTERVAL and self.done < self.total:
             self._said = now
             self._line(facts)
 

@@ -4,7 +4,6 @@ An entry names its code as ``"module:attribute"``, so looking a name up, checkin
 imports nothing heavy, and a job's code fingerprint covers the components it uses and no others.
 """
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -64,10 +63,8 @@ class Registry(dict[str, Entry]):
         if name in self.refused:
             raise ConfigError(f"{where or self.kind}: {self.kind} {name!r} is not available: {self.refused[name]}")
         if name not in self:
-            near = difflib.get_close_matches(str(name), self, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
             place = f"{where}: " if where else ""
-            raise ConfigError(f"{place}unknown {self.kind} {name!r}{hint} Allowed: {', '.join(sorted(self))}")
+            raise ConfigError(f"{place}unknown {self.kind} {name!r}{_options.instead(str(name), self)}")
         return self[name]
 
     def modules(self, named: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,6 @@
 Unknown keys are refused, values are frozen. A package that has a section of its own states it in its ``settings``.
 """
 
-import difflib
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -11,7 +10,6 @@ from pydantic_core import PydanticCustomError
 
 from kairos import options
 from kairos.errors import ConfigError
-from kairos.options import meant_number
 from kairos.registry import Registry
 
 S = TypeVar("S", bound=BaseModel)
@@ -38,8 +36,7 @@ def component(registry: Registry, default: str | None = None) -> Any:
         try:
             if not isinstance(value, dict) or "name" not in value:
                 raise ConfigError(f"got {value!r}, allowed: a name or {{name: ..., options}} of {sorted(registry)}")
-            rest = {key: item for key, item in value.items() if key != "name"}
-            parsed = registry.parse(value["name"], rest, f"{registry.kind} {value['name']}")
+            parsed = registry.parse(value["name"], options.but_name(value), f"{registry.kind} {value['name']}")
         except ConfigError as error:
             raise PydanticCustomError("component", "{message}", {"message": str(error)}) from None
         return {"name": value["name"], **options.dump(parsed)}
@@ -49,8 +46,7 @@ def component(registry: Registry, default: str | None = None) -> Any:
 
 def build(registry: Registry, named: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
     """Build the component that a `component` field names."""
-    rest = {key: item for key, item in named.items() if key != "name"}
-    return registry.build(named["name"], rest, *arguments, **keywords)
+    return registry.build(named["name"], options.but_name(named), *arguments, **keywords)
 
 
 def check(model: type[S], values: dict[str, Any], source: str) -> S:
@@ -62,34 +58,27 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, model, source)) from None
-
-
-def explain(error: ValidationError, model: type[BaseModel], source: str) -> str:
-    """The errors of a validation, a line each."""
-    lines = [_line(item, model) for item in error.errors()]
+        lines = [_line(item, model) for item in error.errors()]
     head = f"{source}: " if len(lines) == 1 else f"{source}: {len(lines)} fields cannot be used\n  "
-    return head + "\n  ".join(lines)
+    raise ConfigError(head + "\n  ".join(lines))
 
 
 def _line(item: Any, model: type[BaseModel]) -> str:
     where = ".".join(str(part) for part in item["loc"] if not _is_type_tag(part))
     kind, value = item["type"], item["input"]
+    holder, meaning = _walk(model, item["loc"])
     if kind == "extra_forbidden":
-        allowed = sorted(_fields(model, item["loc"][:-1]))
-        near = difflib.get_close_matches(str(item["loc"][-1]), allowed, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        return f"{where}: unknown field (value {_short(value)}){hint} Allowed: {', '.join(allowed)}"
+        hint = options.instead(str(item["loc"][-1]), holder.model_fields if holder else {})
+        return f"{where}: unknown field (value {_short(value)}){hint}"
     if kind == "missing":
-        return f"{where}: is missing. It is: {_description(model, item['loc'])}"
+        return f"{where}: is missing. It is: {meaning}"
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if kind == "component":
         return f"{where}: {message}"
     if kind == "value_error" and ": got " in message:
         return message
     prefix = f"{where}: got {_short(value)}, allowed: " if where else ""
-    meaning = _description(model, item["loc"])
-    hint = meant_number(value) if kind.startswith(("int_", "float_")) else ""
+    hint = options.meant_number(value) if kind.startswith(("int_", "float_")) else ""
     return f"{prefix}{message}" + (f" ({meaning})" if meaning else "") + hint
 
 
@@ -102,27 +91,17 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel] | None, Any]:
-    """The model and the field that a location leads to."""
+def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel] | None, str]:
+    """The model that a location leads to, and what the last field on the way means."""
     current: type[BaseModel] | None = model
-    field = None
+    meaning = ""
     for part in loc:
         if current is not None and part in current.model_fields:
             field = current.model_fields[part]
-            found = [a for a in (field.annotation, *get_args(field.annotation)) if _is_model(a)]
-            current = found[0] if found else None
-    return current, field
+            meaning = field.description or ""
+            current = next(filter(_is_model, (field.annotation, *get_args(field.annotation))), None)
+    return current, meaning
 
 
 def _is_model(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, BaseModel)
-
-
-def _fields(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
-    current, _ = _walk(model, loc)
-    return list(current.model_fields) if current else []
-
-
-def _description(model: type[BaseModel], loc: tuple[Any, ...]) -> str:
-    _, field = _walk(model, loc)
-    return (field.description or "") if field is not None else ""

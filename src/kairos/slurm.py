@@ -105,11 +105,6 @@ def _job(results: Path, number: str, state: str, reason: str, start: str, commen
     return Job(number, state, reason, begun, comment.removeprefix("rule_").split("_")[0], tuple(sorted(found)))
 
 
-def by_training(found: list[Job]) -> dict[Training, Job]:
-    """The job of each training that has one."""
-    return {training: job for job in found for training in job.trainings}
-
-
 def summary(found: list[Job]) -> str:
     """How many jobs of each stage wait and run."""
     counts = Counter((job.stage, "wait" if job.pending else "run") for job in found)

@@ -19,6 +19,7 @@ from kairos.errors import DamagedError
 from kairos.files import atomic_folder, open_record, read_json, sha256_file, sha256_json, write_json
 from kairos.progress import say
 
+Copied = dict[str, tuple[Path, dict[str, str]]]  # folder of the copy: of the original, and its files with their hashes
 _PLACES = ("KAIROS_LOCAL", "SLURM_TMPDIR", "TMPDIR")  # the first that is set; without one the system's /tmp
 
 
@@ -40,33 +41,26 @@ def staged(latents: Path) -> Iterator[Path]:
     dataset = latents / manifest["dataset"]
     record = open_record(dataset, f"prepare --config F --out {dataset}")
     read = {name: digest for name, digest in record["files"].items() if name != "images.npy" or not manifest["files"]}
-    copied = {latents: manifest["files"], dataset: read}
-    size = sum((folder / name).stat().st_size for folder, files in copied.items() for name in files)
+    copied = {"latents": (latents, manifest["files"]), "dataset": (dataset, read)}
+    size = sum((folder / name).stat().st_size for folder, files in copied.values() for name in files)
 
-    local = _local_folder()
+    local = Path(next(filter(None, map(os.environ.get, _PLACES)), tempfile.gettempdir()))
     own = local / f"kairos-{os.getuid()}"
     home = own / sha256_json([manifest, record])[:16]
     with ExitStack() as at_end:
         try:
             own.mkdir(mode=0o700, exist_ok=True)
             reason = "it is somebody else's" if own.stat().st_uid != os.getuid() else None
-            if not reason and not _whole(home, copied, latents):
+            if not reason and not _whole(home, copied):
                 reason = _why_not(local, latents, size)
             if not reason:
                 home.mkdir(exist_ok=True)
                 at_end.callback(_remove_unused, own, home)
-                _make(home, at_end.enter_context(open(home / "used", "w")), copied, latents, dataset)
+                _make(home, at_end.enter_context(open(home / "used", "w")), copied)
         except OSError as error:
             reason = str(error.strerror)
-        if reason:
-            say(f"data are read from {latents}, not from {own}: {reason}")
-        else:
-            say(f"data are read from {home}")
+        say(f"data are read from {latents}, not from {own}: {reason}" if reason else f"data are read from {home}")
         yield latents if reason else home / "copy" / "latents"
-
-
-def _local_folder() -> Path:
-    return Path(next((os.environ[name] for name in _PLACES if os.environ.get(name)), tempfile.gettempdir()))
 
 
 def _why_not(local: Path, latents: Path, size: int) -> str | None:
@@ -101,37 +95,35 @@ def _clear(home: Path) -> None:
         shutil.rmtree(left)
 
 
-def _make(home: Path, used: IO[str], copied: dict[Path, dict[str, str]], latents: Path, dataset: Path) -> None:
-    """Copy the files that are read, by folder with their hashes, as `home`/copy, or wait for who does it already.
+def _make(home: Path, used: IO[str], copied: Copied) -> None:
+    """Copy the files that are read as `home`/copy, or wait for who does it already.
 
     While `used` is open nobody deletes the copy.
     """
     with open(home / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         fcntl.flock(used, fcntl.LOCK_SH)
-        if _whole(home, copied, latents):
+        if _whole(home, copied):
             return
         _clear(home)
         with atomic_folder(home / "copy") as folder:
-            for source, name in ((latents, "latents"), (dataset, "dataset")):
+            for name, (source, files) in copied.items():
                 for file in sorted(path for path in source.rglob("*") if path.is_file()):
                     relative = file.relative_to(source).as_posix()
-                    _place(file, folder / name / relative, copied[source].get(relative))
-            manifest = read_json(latents / "manifest.json")
-            write_json(folder / "latents" / "manifest.json", {**manifest, "dataset": "../dataset"})
+                    _place(file, folder / name / relative, files.get(relative))
+            manifest = folder / "latents" / "manifest.json"
+            write_json(manifest, {**read_json(manifest), "dataset": "../dataset"})
 
 
-def _whole(home: Path, copied: dict[Path, dict[str, str]], latents: Path) -> bool:
+def _whole(home: Path, copied: Copied) -> bool:
     """Whether the copy is there with all its files: many a machine deletes old files of /tmp and leaves the folders."""
+    copy = home / "copy"
+    pairs = [(copy / name / file, source / file) for name, (source, files) in copied.items() for file in files]
     try:
-        for source, files in copied.items():
-            folder = home / "copy" / ("latents" if source == latents else "dataset")
-            (folder / "manifest.json").stat()
-            if any((folder / name).stat().st_size != (source / name).stat().st_size for name in files):
-                return False
+        sizes_agree = all(one.stat().st_size == other.stat().st_size for one, other in pairs)
+        return sizes_agree and all((copy / name / "manifest.json").is_file() for name in copied)
     except OSError:
         return False
-    return True
 
 
 def _place(file: Path, target: Path, digest: str | None) -> None:

@@ -26,10 +26,8 @@ def run(arguments: argparse.Namespace) -> None:
     _table([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())])
     print()
     process, prediction = experiment.diffusion.process, experiment.diffusion.prediction
-    methods = experiment.methods.items()
-    _table(
-        [("method", "sampler", "weighting"), *((n, component(m.sampler), component(m.weighting)) for n, m in methods)]
-    )
+    methods = [(name, component(its.sampler), component(its.weighting)) for name, its in experiment.methods.items()]
+    _table([("method", "sampler", "weighting"), *methods])
     steps = ", ".join(str(step) for step in experiment.milestones)
     segments = f", in {len(layout.segments)} segments" if len(layout.segments) > 1 else ""
     images = experiment.evaluation.num_samples * experiment.evaluation.sets
@@ -43,8 +41,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for number, row in enumerate(rows):
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in (rows[0], ["-" * width for width in widths], *rows[1:]):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-        if number == 0:
-            print("  ".join("-" * width for width in widths))

@@ -19,6 +19,16 @@ def add_timing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timing", type=Path, metavar="F", help="write the job's wall, CPU and start-up time to F")
 
 
+def demand(good: object, option: str, got: object, allowed: str) -> None:
+    """Refuse the value of an option that is not good.
+
+    Raises:
+        ConfigError: with what was given and what is allowed.
+    """
+    if not good:
+        raise ConfigError(f"--{option}: got {got}, allowed: {allowed}")
+
+
 def paired(arguments: argparse.Namespace, *options: str) -> list[tuple[Any, ...]]:
     """The values of options that are repeated together; None for those of the last where there is none of it.
 

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
             said, facts = _autoencoder(experiment, dataset, out, device)
         else:
             folder = arguments.autoencoder or results / "autoencoder"
-            said, facts = _encode(experiment, dataset, folder, out, device, arguments.shard, arguments.part)
+            said, facts = _encode(arguments, experiment, dataset, folder, out, device)
     say(f"{out}: {said}")
     write_timing(arguments, **facts)
 
@@ -73,17 +73,15 @@ def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
     return f"{manifest['kind']}, x0 of shape {shape}{quality}", {"psnr": manifest["psnr"]}
 
 
-def _encode(
-    experiment: Any, dataset: Any, autoencoder: Path, out: Path, device: Any, shard: Any, parts: list[Path]
-) -> Done:
+def _encode(arguments: Any, experiment: Any, dataset: Any, autoencoder: Path, out: Path, device: Any) -> Done:
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode
 
     codec = load_codec(autoencoder, device)
     clock.work_begins()
-    size = experiment.autoencoder.encode_batch_size
-    manifest = encode(dataset, codec, out, experiment.dataset.flips, size, shard, parts)
-    if shard is not None:
+    size, flips = experiment.autoencoder.encode_batch_size, experiment.dataset.flips
+    manifest = encode(dataset, codec, out, flips, size, arguments.shard, arguments.part)
+    if arguments.shard is not None:
         return "images {first} to {end}, part {number} of {of}".format(**manifest["shard"]), {}
     shape, flipped = "×".join(map(str, manifest["shape"])), ", flipped ones too" if manifest["flips"] else ""
     said = f"{manifest['kind']} of {manifest['count']} images, x0 of shape {shape}{flipped}"

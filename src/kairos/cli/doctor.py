@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kairos.cli.common import demand
+
 if TYPE_CHECKING:
     from kairos.config import Experiment
     from kairos.status.tool_checks import Finding
@@ -31,12 +33,12 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print a line per finding; what does not work says how to mend it. Ends with status 1 if something is missing."""
     from kairos.config import load
-    from kairos.errors import ConfigError, KairosError
+    from kairos.errors import KairosError
     from kairos.status import machine, tool_checks
 
     profile = arguments.profile or machine.PROFILE
-    if arguments.profile and not machine.profile_file(profile):
-        raise ConfigError(f"--profile: got {str(profile)!r}, allowed: a folder that holds a profile.yaml")
+    usable = not arguments.profile or machine.profile_file(profile)
+    demand(usable, "profile", repr(str(profile)), "a folder that holds a profile.yaml")
     experiment = load(arguments.config) if arguments.config is not None else None
     results = Path("results") / (experiment.experiment if experiment else "")
     with ThreadPoolExecutor() as pool:  # MLflow and DVC are asked while torch is imported

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from kairos.cli.common import add_config, add_timing, paired, write_timing
+from kairos.cli.common import add_config, add_timing, demand, paired, write_timing
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -67,11 +67,8 @@ def _reference(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from kairos.errors import ConfigError
-
     pairs = paired(arguments, "samples", "out", "milestone")
-    if arguments.sets < 1:
-        raise ConfigError(f"--sets: got {arguments.sets}, allowed: 1 or more")
+    demand(arguments.sets >= 1, "sets", arguments.sets, "1 or more")
     from kairos.evaluation import evaluate
 
     jobs = [evaluate.EvaluationJob(*paths) for paths in pairs]

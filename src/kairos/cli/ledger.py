@@ -7,13 +7,13 @@ from pathlib import Path
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    default = Path("params.yaml")
     table = actions.add_parser("fingerprints", help="write what each stage's results depend on: fields and code")
-    table.add_argument("--config", type=Path, default=default, metavar="F", help="experiment file (params.yaml)")
-    table.add_argument("--out", type=Path, required=True, metavar="F", help="YAML file to write")
     stage = actions.add_parser("run", help="run exactly one stage's jobs of the Snakemake DAG")
+    for action in (table, stage):
+        file = "experiment file (params.yaml)"
+        action.add_argument("--config", type=Path, default=Path("params.yaml"), metavar="F", help=file)
+    table.add_argument("--out", type=Path, required=True, metavar="F", help="YAML file to write")
     stage.add_argument("stage", choices=_STAGES, help="which stage")
-    stage.add_argument("--config", type=Path, default=default, metavar="F", help="experiment file (params.yaml)")
     stage.add_argument("--method", metavar="M", help="of a training's stages")
     stage.add_argument("--seed", type=int, metavar="N", help="of a training's stages")
     actions.add_parser("record", help="version in DVC what Snakemake has just computed (make record)")
@@ -27,12 +27,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Do the action."""
     from kairos.workflow import ledger
 
-    match arguments.action:
-        case "fingerprints":
-            ledger.write_dependencies(arguments.config, arguments.out)
-        case "run":
-            ledger.run_stage(arguments.config, arguments.stage, arguments.method, arguments.seed)
-        case "record":
-            ledger.record()
-        case "adopt":
-            ledger.adopt()
+    if arguments.action == "fingerprints":
+        ledger.write_dependencies(arguments.config, arguments.out)
+    elif arguments.action == "run":
+        ledger.run_stage(arguments.config, arguments.stage, arguments.method, arguments.seed)
+    else:
+        {"record": ledger.record, "adopt": ledger.adopt}[arguments.action]()

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from kairos.cli.common import demand
+
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -20,12 +22,10 @@ def run(arguments: argparse.Namespace) -> None:
     import json
 
     from kairos.config import load
-    from kairos.errors import ConfigError
 
     experiment = load(arguments.file)
-    for name, numbers in (("--shape", arguments.shape or []), ("--classes", [arguments.classes or 1])):
-        if any(number < 1 for number in numbers):
-            raise ConfigError(f"{name}: got {' '.join(map(str, numbers))}, allowed: 1 or more")
+    for name, numbers in (("shape", arguments.shape or []), ("classes", [arguments.classes or 1])):
+        demand(all(number >= 1 for number in numbers), name, " ".join(map(str, numbers)), "1 or more")
 
     from kairos.costs.estimate import estimate
     from kairos.costs.text import text, values

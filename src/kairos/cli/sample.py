@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.common import add_shards, add_timing, paired, write_timing
+from kairos.cli.common import add_shards, add_timing, demand, paired, write_timing
 from kairos.errors import ConfigError
 
 
@@ -39,8 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Draw the images."""
     pairs = paired(arguments, "milestone", "out", "grid")
     a, each = arguments, len(arguments.part) // len(pairs)
-    if len(a.part) != each * len(pairs):
-        raise ConfigError(f"--part: got {len(a.part)}, allowed: as many for each of {len(pairs)} --out")
+    demand(len(a.part) == each * len(pairs), "part", len(a.part), f"as many for each of {len(pairs)} --out")
     from kairos.sampling import sample
 
     jobs = [
@@ -57,11 +56,9 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
     same = ("weights", "scheduler", "steps", "guidance_scale", "precision", "batch_size", "labels")
     values = {name: getattr(arguments, name) for name in same} | {"grid": arguments.grid_images}
-    if arguments.scheduler is not None:
+    if (given := arguments.scheduler) is not None:
         try:
-            values["scheduler"] = yaml.safe_load(arguments.scheduler)
+            values["scheduler"] = yaml.safe_load(given)
         except yaml.YAMLError:
-            raise ConfigError(
-                f"--scheduler: got {arguments.scheduler!r}, allowed: a name or {{name: ..., options}}"
-            ) from None
+            raise ConfigError(f"--scheduler: got {given!r}, allowed: a name or {{name: ..., options}}") from None
     return {key: value for key, value in values.items() if value is not None}

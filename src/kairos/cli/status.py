@@ -19,9 +19,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     where("experiment", type=Path, nargs="?", default=Path("params.yaml"), metavar="FILE", help="experiment file, or "
           "its folder of results; default: params.yaml")  # fmt: skip
     where("--watch", type=float, nargs="?", const=10.0, metavar="S", help="again every S seconds (10), until Ctrl-C")
-    where(
-        "--remove-unclaimed", action="store_true", help="delete states of earlier settings, which nothing goes on from"
-    )
+    earlier = "delete states of earlier settings, which nothing goes on from"
+    where("--remove-unclaimed", action="store_true", help=earlier)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kairos import clock
-from kairos.cli.common import add_config, add_timing, write_timing
+from kairos.cli.common import add_config, add_timing, demand, write_timing
 
 if TYPE_CHECKING:
     from kairos.training.job import Leave
@@ -45,21 +45,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: argparse.Namespace, leave: "Leave") -> None:
     from kairos.config import load
-    from kairos.errors import ConfigError
     from kairos.training import launch
 
-    experiment = load(arguments.config)
-    if arguments.method not in experiment.methods:
-        raise ConfigError(f"--method: got {arguments.method!r}, allowed: {', '.join(experiment.methods)}")
-    if arguments.seed < 0:
-        raise ConfigError(f"--seed: got {arguments.seed}, allowed: 0 or more")
+    experiment, method, seed, out = load(arguments.config), arguments.method, arguments.seed, arguments.out
+    demand(method in experiment.methods, "method", repr(method), ", ".join(experiment.methods))
+    demand(seed >= 0, "seed", seed, "0 or more")
     milestones = sorted(set(arguments.milestones or experiment.milestones))
-    if milestones[0] < 0:
-        raise ConfigError(f"--milestones: got {milestones[0]}, allowed: 0 or more")
+    demand(milestones[0] >= 0, "milestones", milestones[0], "0 or more")
     if arguments.until is not None:
         milestones = [step for step in milestones if step <= arguments.until]
-        if arguments.until not in milestones:
-            raise ConfigError(f"--until: got {arguments.until}, allowed: one of {list(experiment.milestones)}")
+        demand(arguments.until in milestones, "until", arguments.until, f"one of {list(experiment.milestones)}")
     latents = arguments.latents or Path("results") / experiment.experiment / "latents"
     several = experiment.training.processes > 1
     if several and launch.local_rank() is None:
@@ -73,21 +68,11 @@ def _run(arguments: argparse.Namespace, leave: "Leave") -> None:
         from kairos.tracking.live import reporting
         from kairos.training.run import import_components, train
 
-        import_components(experiment.plain(), arguments.method)
+        plain = experiment.plain()
+        import_components(plain, method)
         clock.work_begins()
-        with reporting(experiment, arguments.method, arguments.seed, arguments.out), staged(latents) as read:
-            done = train(
-                experiment.plain(),
-                arguments.method,
-                arguments.seed,
-                arguments.out,
-                read,
-                milestones,
-                restart=arguments.restart,
-                part=arguments.part,
-                wait=arguments.wait,
-                leave=leave,
-                accept_versions=arguments.accept_versions,
-            )
+        switches = {name: getattr(arguments, name) for name in ("restart", "part", "wait", "accept_versions")}
+        with reporting(experiment, method, seed, out), staged(latents) as read:
+            done = train(plain, method, seed, out, read, milestones, leave=leave, **switches)
         if launch.is_first():
-            write_timing(arguments, method=arguments.method, seed=arguments.seed, **done)
+            write_timing(arguments, method=method, seed=seed, **done)

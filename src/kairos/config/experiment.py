@@ -21,6 +21,7 @@ from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
 from kairos.models.registries import MODELS
+from kairos.options import but_name
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import Section, check, component
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
@@ -28,18 +29,8 @@ from kairos.training.lengths import length_in_steps
 from kairos.training.settings import TrainingConfig
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
-RESERVED = (
-    *REFERENCE_ROWS,
-    "dataset",
-    "autoencoder",
-    "latents",
-    "extractor",
-    "reference",
-    "figures",
-    "timing",
-    "sums",
-    "logs",
-)
+_FOLDERS = ("dataset", "autoencoder", "latents", "extractor", "reference", "figures", "timing", "sums", "logs")
+RESERVED = (*REFERENCE_ROWS, *_FOLDERS)
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")
 
 
@@ -77,9 +68,8 @@ class Experiment(Section):
     def _method_names(cls, value: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
         for name in value:
             if not _NAME.match(name) or "." in name or name in RESERVED:  # dvc splits names at dots
-                raise ValueError(
-                    f"method name {name!r}: letters, digits and _ + - only, and none of {', '.join(RESERVED)}"
-                )
+                reserved = ", ".join(RESERVED)
+                raise ValueError(f"method name {name!r}: letters, digits and _ + - only, and none of {reserved}")
         return value
 
     @model_validator(mode="after")
@@ -97,11 +87,9 @@ class Experiment(Section):
         steps = self.milestones
         if list(steps) != sorted(set(steps)):
             raise ValueError(f"training.milestones: got {list(self.training.milestones)}, allowed: increasing lengths")
-        if self.training.segments > len(steps) - 1:
-            raise ValueError(
-                f"training.segments: got {self.training.segments}, "
-                f"allowed: at most the number of milestones ({len(steps) - 1})"
-            )
+        segments, most = self.training.segments, len(steps) - 1
+        if segments > most:
+            raise ValueError(f"training.segments: got {segments}, allowed: at most the number of milestones ({most})")
         images, size = self.evaluation.num_samples * self.evaluation.sets, self.sampling.batch_size
         if self.sampling.shards > -(-images // size):
             raise ValueError(
@@ -113,12 +101,10 @@ class Experiment(Section):
         conditions = self.model.get("conditions") or []
         try:
             for name, method in self.methods.items():
-                for part, registry, named in (
-                    ("sampler", SAMPLERS, method.sampler),
-                    ("weighting", WEIGHTINGS, method.weighting),
-                ):
-                    options = {key: value for key, value in named.items() if key != "name"}
-                    checked(registry, named["name"], options, timesteps, schedule, f"methods.{name}.{part}")
+                for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
+                    named = getattr(method, part)
+                    place = f"methods.{name}.{part}"
+                    checked(registry, named["name"], but_name(named), timesteps, schedule, place)
             self.sampling.check_fits(self.diffusion.model_dump(), conditions, self.training.condition_dropout)
         except ConfigError as error:
             raise ValueError(str(error)) from None
@@ -133,11 +119,9 @@ class Experiment(Section):
     @property
     def segments(self) -> tuple[tuple[int, ...], ...]:
         """The milestones of each training job, in order; step 0 belongs to the first."""
-        first, *rest = self.milestones
-        count = self.training.segments
-        bounds = [round(len(rest) * k / count) for k in range(count + 1)]
-        parts = [tuple(rest[a:b]) for a, b in pairwise(bounds)]
-        return ((first, *parts[0]), *parts[1:])
+        steps, count = self.milestones, self.training.segments
+        ends = [1 + round((len(steps) - 1) * k / count) for k in range(1, count + 1)]
+        return tuple(steps[a:b] for a, b in pairwise([0, *ends]))
 
     def settled(self) -> tuple["Experiment", list[str]]:
         """The experiment with a definite extractor, and what is to be said of it; see `choice.choose`."""
@@ -156,9 +140,8 @@ def validate(values: Any, source: str = "experiment") -> Experiment:
         ConfigError: everything that is wrong, a line per field: the field, the value and what is allowed.
     """
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{source}: an experiment file is a mapping with the fields {', '.join(Experiment.model_fields)}"
-        )
+        fields = ", ".join(Experiment.model_fields)
+        raise ConfigError(f"{source}: an experiment file is a mapping with the fields {fields}")
     return check(Experiment, values, source)
 
 
@@ -183,9 +166,8 @@ def load(path: Path | str) -> Experiment:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); pass an experiment file such as params.yaml"
-        ) from None
+        advice = "pass an experiment file such as params.yaml"
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not YAML in UTF-8: {' '.join(str(error).split())}") from None
     return validate(values, str(path))

@@ -1,5 +1,6 @@
 """What a machine of a cluster offers: SLURM, the GPUs that a job was given, a local disk, locks, limits."""
 
+import fcntl
 import getpass
 import os
 import resource
@@ -8,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from kairos.errors import KairosError
 from kairos.slurm import NO_CLUSTER, ask
@@ -37,7 +37,7 @@ def slurm(profile: Path = PROFILE) -> list[Finding]:
     if shutil.which("sinfo") is None:
         return [(True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")]
     try:
-        _default_resources(profile)
+        defaults = _default_resources(profile)
     except KairosError as error:
         return [(False, "slurm profile", str(error))]
     good, answer = ask("sinfo", "--noheader", "--format=%P|%a|%D|%l|%G")
@@ -49,18 +49,18 @@ def slurm(profile: Path = PROFILE) -> list[Finding]:
     shown = [f"{name} ({state}, {nodes} nodes, {limit}, {gres})" for name, state, nodes, limit, gres in rows]
     findings: list[Finding] = [(bool(rows), "slurm partitions", ", ".join(shown) or "none: ask the administrators")]
     known = {name.rstrip("*") for name, *_ in rows}
-    wanted = _word(profile, "slurm_partition")
+    wanted = defaults.get("slurm_partition")
     if rows and wanted and not known.issuperset(wanted.split(",")):
         advice = f"{wanted}, as in {profile}, is none of {', '.join(sorted(known))}: edit the profile"
         findings.append((False, "slurm partition", advice))
-    return [*findings, _account(profile)]
+    return [*findings, _account(profile, defaults.get("slurm_account"))]
 
 
-def _account(profile: Path) -> Finding:
+def _account(profile: Path, wanted: str | None) -> Finding:
     """The accounts that this user may charge, where SLURM keeps any."""
     command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={getpass.getuser()}", "format=account")
     good, answer = ask(*command) if shutil.which("sacctmgr") else (False, "no sacctmgr here")
-    wanted, accounts = _word(profile, "slurm_account"), sorted(set(answer.split()))
+    accounts = sorted(set(answer.split()))
     if good and accounts and wanted and wanted not in accounts:
         return False, "slurm account", f"{wanted}, as in {profile}, is none of {', '.join(accounts)}: edit the profile"
     kept = f", of {', '.join(accounts)}" if accounts else "; SLURM keeps none for this user"
@@ -72,14 +72,8 @@ def profile_file(profile: Path) -> Path | None:
     return next((profile / name for name in ("profile.yaml", "config.yaml") if (profile / name).is_file()), None)
 
 
-def _word(profile: Path, word: str) -> str | None:
-    """A default resource of the profile for SLURM."""
-    value = _default_resources(profile).get(word)
-    return str(value).strip("'\"") if value else None
-
-
-def _default_resources(profile: Path) -> dict[str, Any]:
-    """What a profile asks for by default.
+def _default_resources(profile: Path) -> dict[str, str]:
+    """What a profile asks for by default, what is empty left out.
 
     Raises:
         KairosError: it is not the YAML that Snakemake reads.
@@ -90,7 +84,8 @@ def _default_resources(profile: Path) -> dict[str, Any]:
     try:
         found = (yaml.safe_load(file.read_text(encoding="utf-8")) if file else None) or {}
         given = found.get("default-resources") or {}
-        return dict(item.split("=", 1) for item in given) if isinstance(given, list) else dict(given)
+        named = dict(item.split("=", 1) for item in given) if isinstance(given, list) else dict(given)
+        return {name: str(value).strip("'\"") for name, value in named.items() if value}
     except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
         raise KairosError(f"{file}: default-resources cannot be read: {' '.join(str(error).split())}") from None
 
@@ -168,8 +163,6 @@ def _not_between_machines(folder: Path) -> str:
 
 def _try_lock(kind: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> str:
     """Lock a file, let another process try, unlock it, let it try again; what was wrong, or nothing."""
-    import fcntl
-
     lock = getattr(fcntl, kind)
     command = [sys.executable, "-S", "-c", _LOCK, file.name, kind]
     lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

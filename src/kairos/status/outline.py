@@ -1,8 +1,8 @@
 """What an experiment is to consist of, read without checking it, which would take three times as long."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kairos.errors import KairosError
 
@@ -33,7 +33,7 @@ def outline(path: Path) -> Outline:
     """
     if not path.is_dir():
         return _of_file(path, None)
-    frozen = sorted(Path(".kairos/config").glob(f"{path.name}-" + "?" * 16 + ".yaml"), key=_changed)
+    frozen = sorted(Path(".kairos/config").glob(f"{path.name}-" + "?" * 16 + ".yaml"), key=os.path.getmtime)
     if frozen and path.resolve() == (Path("results") / path.name).resolve():
         return _of_file(frozen[-1], path)
     found = [(folder.parent.name, int(folder.name[4:])) for folder in path.glob("*/seed*") if folder.name[4:].isdigit()]
@@ -42,18 +42,19 @@ def outline(path: Path) -> Outline:
     return Outline(path, sorted(found), [])
 
 
-def _changed(path: Path) -> float:
-    return path.stat().st_mtime
-
-
 def _of_file(path: Path, results: Path | None) -> Outline:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
     try:
-        values = _read(path)
+        with open(path, encoding="utf-8") as file:
+            values = yaml.load(file, loader)
         name, methods, seeds = values["experiment"], list(values["methods"]), values.get("seeds") or [0]
         milestones = values["training"]["milestones"]
         if not all(type(step) is int for step in (*milestones, *seeds)):
             raise TypeError
-    except (KeyError, TypeError, AttributeError):  # lengths in other units, defaults, or a mistake that `load` explains
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError, yaml.YAMLError):
+        # lengths in other units, defaults, or a mistake that `load` explains
         from kairos.config import load
 
         experiment = load(path)
@@ -61,14 +62,3 @@ def _of_file(path: Path, results: Path | None) -> Outline:
         milestones = list(experiment.milestones[1:])
     folder = results or Path("results") / str(name)
     return Outline(folder, [(method, seed) for method in methods for seed in seeds], [0, *milestones], path)
-
-
-def _read(path: Path) -> Any:
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
-    try:
-        with open(path, encoding="utf-8") as file:
-            return yaml.load(file, loader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None  # `load` says what is wrong

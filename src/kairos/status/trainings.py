@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kairos.slurm import Job, by_training
+from kairos.slurm import Job
 from kairos.status.outline import Outline
 from kairos.training.job import last_word
 
@@ -59,7 +59,8 @@ class Training:
 
 def trainings(outline: Outline, jobs: list[Job]) -> list[Training]:
     """All trainings of an experiment in its order."""
-    queued, numbers = by_training(jobs), {job.number: job for job in jobs}
+    queued = {training: job for job in jobs for training in job.trainings}
+    numbers = {job.number: job for job in jobs}
     of, logs = outline.milestones[-1] if outline.milestones else None, _Logs(outline.results)
     return [_look(outline.results, *each, of, queued.get(each), numbers, logs) for each in outline.trainings]
 

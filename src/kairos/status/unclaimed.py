@@ -35,12 +35,9 @@ def unclaimed(outline: Outline, trainings: list[Training]) -> list[Path]:
 
     plain, latents = load(outline.file).plain(), read_json(record)
     device = plain["training"]["device"].partition(":")[0]
-    found = []
+    kinds, found = _DEVICES.get(device, (device,)), []
     for each, paths in states.items():
-        claimed = [
-            identity_of(plain, each.method, each.seed, latents, kind)["identity"][:16]
-            for kind in _DEVICES.get(device, (device,))
-        ]
+        claimed = [identity_of(plain, each.method, each.seed, latents, kind)["identity"][:16] for kind in kinds]
         found += [path for path in paths if path.name not in claimed]
     return found
 

@@ -47,12 +47,10 @@ def run_name(method: str, seed: int) -> str:
 def parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:
     """What decides the training, flattened: sampler and weighting first, nothing that may change on an extension."""
     plain = experiment.plain()
-    chosen = plain["methods"][method]
     nested = {
         "method": method,
         "seed": seed,
-        "sampler": chosen["sampler"],
-        "weighting": chosen["weighting"],
+        **plain["methods"][method],  # sampler and weighting
         "model": plain["model"],
         "diffusion": plain["diffusion"],
         "training": trajectory_settings(plain["training"]),
@@ -90,10 +88,9 @@ def reference_points(results: "Results") -> list[Point]:
     """The reference rows, for the parent run."""
     start = min((training.started or _EPOCH for training in results.trainings), default=_EPOCH)
     at = round(1000 * start.timestamp())
-    rows = results.reference["rows"]
     return [
         Point(f"reference/{name}/{key}", float(value), 0, at)
-        for name, row in rows.items()
+        for name, row in results.reference["rows"].items()
         for key, value in row.items()
         if isinstance(value, (int, float)) and math.isfinite(value)
     ]

@@ -7,7 +7,6 @@ both write the same points.
 """
 
 import base64
-import http.client
 import json
 import math
 import os
@@ -23,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlencode, urlsplit
 
-from kairos.files import read_json, read_lines
+from kairos.files import read_lines
 from kairos.progress import say
 from kairos.tracking import content, store
+from kairos.training.job import last_word
 
 if TYPE_CHECKING:
     from kairos.config import Experiment
@@ -34,7 +34,7 @@ _POLL, _LONGEST_POLL = 5.0, 60.0  # seconds between two looks; the pause doubles
 _TIMEOUT = 15.0  # seconds that one request may take: many trainings may start at once, and nobody waits for it
 _SETTLING = 1.0  # seconds after which a run that somebody else created at the same moment can be found
 _STATUS = {"complete": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}  # by the state of a training that ended
-_REFUSALS = (401, 403)
+_NOT_FOUND, _REFUSALS = 404, (401, 403)
 
 
 @contextmanager
@@ -102,10 +102,8 @@ class Reporter(threading.Thread):
     def _complain(self, reason: str) -> None:
         if not self.failed:
             self.failed = True
-            say(
-                f"tracking: {store.without_credentials(self.uri)}: {reason}; the training goes on and nothing is lost: "
-                "`kairos track` imports what is missing there"
-            )
+            shown, comfort = store.without_credentials(self.uri), "the training goes on and nothing is lost"
+            say(f"tracking: {shown}: {reason}; {comfort}: `kairos track` imports what is missing there")
 
     def _report(self, ended: bool) -> None:
         progress = self._progress()
@@ -116,8 +114,7 @@ class Reporter(threading.Thread):
                 return
             self.run_id = self._open(progress["identity"])
         end = self._read(self.out / ".state" / progress["identity"][:16])
-        while self.pending:
-            part = self.pending[: store.METRICS_PER_BATCH]
+        while part := self.pending[: store.METRICS_PER_BATCH]:
             _call(self.uri, "runs/log-batch", run_id=self.run_id, metrics=[vars(point) for point in part])
             del self.pending[: len(part)]
         if ended and progress["state"] in _STATUS:
@@ -125,11 +122,8 @@ class Reporter(threading.Thread):
 
     def _progress(self) -> dict[str, Any] | None:
         """What the training says of itself, if it is this process that trains."""
-        path = self.out / ".state" / "progress.json"
-        if not path.exists():
-            return None
-        found: dict[str, Any] = read_json(path)
-        mine = (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
+        found = last_word(self.out)
+        mine = found and (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
         return found if mine and found["updated"] >= self.begun else None
 
     def _open(self, identity: str) -> str:
@@ -139,14 +133,9 @@ class Reporter(threading.Thread):
         query = {"experiment_ids": [experiment], "filter": store.condition(tags), "order_by": [store.FIRST]}
         runs = _call(self.uri, "runs/search", **query).get("runs")
         if not runs:
-            created = _call(
-                self.uri,
-                "runs/create",
-                experiment_id=experiment,
-                run_name=content.run_name(self.method, self.seed),
-                start_time=round(1000 * self.begun),
-                tags=_pairs(tags),
-            )["run"]["info"]["run_id"]
+            facts = {"run_name": content.run_name(self.method, self.seed), "start_time": round(1000 * self.begun)}
+            answer = _call(self.uri, "runs/create", experiment_id=experiment, tags=_pairs(tags), **facts)
+            created = answer["run"]["info"]["run_id"]
             self.ended.wait(_SETTLING)
             runs = _call(self.uri, "runs/search", **query)["runs"]
             if runs[0]["info"]["run_id"] != created:
@@ -154,10 +143,9 @@ class Reporter(threading.Thread):
         run_id: str = runs[0]["info"]["run_id"]
         data = runs[0].get("data", {})
         known = {item["key"] for item in data.get("params", [])}
-        wanted = content.parameters(self.experiment, self.method, self.seed)
-        for part in store.batches(
-            [item for item in _pairs(wanted) if item["key"] not in known], store.ENTRIES_PER_BATCH
-        ):
+        wanted = _pairs(content.parameters(self.experiment, self.method, self.seed))
+        lacking = [item for item in wanted if item["key"] not in known]
+        for part in store.batches(lacking, store.ENTRIES_PER_BATCH):
             _call(self.uri, "runs/log-batch", run_id=run_id, params=part)
         if runs[0]["info"]["status"] != "RUNNING":
             _call(self.uri, "runs/update", run_id=run_id, status="RUNNING")
@@ -193,7 +181,7 @@ def _experiment_id(uri: str, name: str) -> str:
     try:
         found = _call(uri, path)["experiment"]
     except urllib.error.HTTPError as error:
-        if error.code != http.client.NOT_FOUND:
+        if error.code != _NOT_FOUND:
             raise
         try:
             return str(_call(uri, "experiments/create", name=name)["experiment_id"])

@@ -97,10 +97,9 @@ def experiment_id(client: "MlflowClient", name: str, uri: str) -> str:
         place = None if uri.startswith("http") else Path(ARTIFACTS).absolute().as_uri()
         return str(client.create_experiment(name, artifact_location=place))
     if experiment.lifecycle_stage == "deleted":
-        raise KairosError(
-            f"MLflow experiment {name!r} was deleted; restore it (`mlflow experiments restore --experiment-id "
-            f"{experiment.experiment_id}`) or name another in tracking.experiment"
-        )
+        how = f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`"
+        advice = f"restore it ({how}) or name another in tracking.experiment"
+        raise KairosError(f"MLflow experiment {name!r} was deleted; {advice}")
     return str(experiment.experiment_id)
 
 
@@ -155,11 +154,9 @@ def _fill(
     recorded = {key: _latest(client, run_id, key) for key in {point.key for point in points} & set(run.data.metrics)}
     metrics = []
     for point in points:
-        before = recorded.get(point.key, {}).get(point.step)
-        if before is None:
-            metrics.append(Metric(point.key, point.value, point.timestamp, point.step))
-        elif before[1] != point.value:
-            metrics.append(Metric(point.key, point.value, max(point.timestamp, before[0] + 1), point.step))
+        then, value = recorded.get(point.key, {}).get(point.step, (-1, None))
+        if value != point.value:
+            metrics.append(Metric(point.key, point.value, max(point.timestamp, then + 1), point.step))
     lacking: dict[str, list[Any]] = {"params": new_params, "tags": new_tags, "metrics": metrics}
     for kind, items in lacking.items():
         for part in batches(items, METRICS_PER_BATCH if kind == "metrics" else ENTRIES_PER_BATCH):

@@ -20,16 +20,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     parsers = {}
     for action, (_, help) in _ACTIONS.items():
         parsers[action] = actions.add_parser(action, help=help, description=help[0].upper() + help[1:] + ".")
-    _add_show(parsers["show"])
-    _add_increments(parsers["increments"])
-    for action in ("show", "increments"):
-        add = parsers[action].add_argument
-        add("--format", choices=("table", "csv", "png"), help="default: what --out ends in, else table")
-        add("--out", type=Path, metavar="F", help="file instead of the terminal")
 
-
-def _add_show(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parsers["show"].add_argument
     either = "a bare name may be either part, the other is then uniform or none; may be left out with --checkpoint"
     add("strategy", nargs="?", metavar="SAMPLER[+WEIGHTING]", help=either)
     add("--process", metavar="P", help="discrete (default), edm, flow or vp")
@@ -42,12 +34,16 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     recorded = "a training's folder, milestone or checkpoint: show its strategy as it was there"
     add("--checkpoint", type=Path, metavar="F", help=recorded)
 
+    add = parsers["increments"].add_argument
+    add("--process", default="vp", metavar="P", help="vp (default), ve or edm")
+    add("--schedule", metavar="S", help="of vp: linear (default), cosine or quadratic")
+    add("--timesteps", type=int, default=1000, metavar="T", help="number of timesteps (1000)")
+    add("--r", type=float, default=5.0, metavar="R", help="magnitude where convergence begins (5)")
 
-def _add_increments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--process", default="vp", metavar="P", help="vp (default), ve or edm")
-    parser.add_argument("--schedule", metavar="S", help="of vp: linear (default), cosine or quadratic")
-    parser.add_argument("--timesteps", type=int, default=1000, metavar="T", help="number of timesteps (1000)")
-    parser.add_argument("--r", type=float, default=5.0, metavar="R", help="magnitude where convergence begins (5)")
+    for action in ("show", "increments"):
+        add = parsers[action].add_argument
+        add("--format", choices=("table", "csv", "png"), help="default: what --out ends in, else table")
+        add("--out", type=Path, metavar="F", help="file instead of the terminal")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ import argparse
 
 from kairos.cli.strategies.output import aligned, bar, deliver, strata, warn
 from kairos.cli.strategies.show import process_of
+from kairos.strategies.columns import strategy_csv
 from kairos.strategies.increments import AREAS, PROCESSES, Increments, increments
 
 
@@ -28,11 +29,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _csv(found: Increments) -> str:
-    columns = found.columns()
-    lines = [",".join([*columns, "area"])]
-    for area, *values in zip(found.area(), *columns.values(), strict=True):
-        lines.append(",".join([*(f"{value:.17g}" for value in values), area]))
-    return "".join(f"{line}\n" for line in lines)
+    lines = strategy_csv(found.columns()).splitlines()
+    return "".join(f"{line},{area}\n" for line, area in zip(lines, ["area", *found.area()], strict=True))
 
 
 def _text(found: Increments, title: str) -> str:
@@ -50,14 +48,9 @@ def _text(found: Increments, title: str) -> str:
     for inside in strata(len(area)):
         t = found.t[inside]
         means = [getattr(found, name)[inside].mean() for name in shown]
-        rows.append(
-            [
-                f"{t[0]:.4g} - {t[-1]:.4g}" if len(t) > 1 else f"{t[0]:.4g}",
-                *(f"{mean:.4g}" for mean in means),
-                "/".join(name for name in AREAS if name in area[inside]),
-                bar(means[1], found.variance.max()),
-            ]
-        )
+        times = f"{t[0]:.4g} - {t[-1]:.4g}" if len(t) > 1 else f"{t[0]:.4g}"
+        areas = "/".join(name for name in AREAS if name in area[inside])
+        rows.append([times, *(f"{mean:.4g}" for mean in means), areas, bar(means[1], found.variance.max())])
     return "".join(f"{word:13} {what}\n" for word, what in head.items()) + "\n" + aligned(rows)
 
 

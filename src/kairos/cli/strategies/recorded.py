@@ -8,10 +8,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.strategies.show import Named, View, named_parts, options_of, process_of
+from kairos.cli.strategies.show import Named, View, named_parts, process_of
 from kairos.diffusion.processes import measured
 from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import read_json, sha256_file
+from kairos.options import but_name
 from kairos.strategies.columns import parse_strategy_csv
 from kairos.strategies.names import parse_name
 from kairos.strategies.options import Adaptive
@@ -35,9 +36,8 @@ def view_of_checkpoint(arguments: argparse.Namespace) -> View:
         return _of_milestone(found[-1], arguments)
     file = place / "checkpoint.pt" if place.is_dir() else place
     if not file.is_file():
-        raise KairosError(
-            f"--checkpoint {place}: no checkpoint there; allowed: a training's folder, a milestone's, or a checkpoint"
-        )
+        allowed = "a training's folder, a milestone's, or a checkpoint"
+        raise KairosError(f"--checkpoint {place}: no checkpoint there; allowed: {allowed}")
     content = _read(file)
     record = None
     for path in (*sorted(file.parent.glob(_MILESTONES)), *sorted(file.parent.parent.glob(_MILESTONES))):
@@ -86,9 +86,8 @@ def _read(file: Path) -> dict[str, Any]:
         state = content.get("strategy", content)
         return {"strategy": state, "step": state["step"]}
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, ValueError):
-        raise KairosError(
-            f"{file}: saved by torch, but holds no Strategy.state_dict(), neither alone nor as 'strategy'"
-        ) from None
+        lacking = "no Strategy.state_dict(), neither alone nor as 'strategy'"
+        raise KairosError(f"{file}: saved by torch, but holds {lacking}") from None
 
 
 def _of_state(
@@ -104,14 +103,13 @@ def _of_state(
             f"{content['step']} that holds its mean over the training's images; name a milestone's folder"
         )
     name = f"{sampler['name']}+{weighting['name']}"
-    strategy = Strategy(name, process, sampler=options_of(sampler), weighting=options_of(weighting))
+    strategy = Strategy(name, process, sampler=but_name(sampler), weighting=but_name(weighting))
     try:
         strategy.load_state_dict(content["strategy"])
         columns = strategy.table()
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise KairosError(
-            f"{file}: does not hold the state of {name} with T = {process.schedule.timesteps} ({error})"
-        ) from None
+        asked = f"{name} with T = {process.schedule.timesteps}"
+        raise KairosError(f"{file}: does not hold the state of {asked} ({error})") from None
     return View(sampler, weighting, diffusion, columns, (f"as it was after {content['step']} steps: {file}",))
 
 
@@ -127,9 +125,8 @@ def _of_record(record: dict[str, Any], arguments: argparse.Namespace) -> Named:
         named = parse_name(arguments.strategy)
         only_sampler = arguments.strategy.strip() in SAMPLERS
         if named[0] != held[0] or (not only_sampler and named[1] != held[1]):
-            raise ConfigError(
-                f"strategy: got {arguments.strategy!r}, but the checkpoint is of {'+'.join(held)}; leave the name out"
-            )
+            fault = f"got {arguments.strategy!r}, but the checkpoint is of {'+'.join(held)}"
+            raise ConfigError(f"strategy: {fault}; leave the name out")
     said = ("process", "schedule", "timesteps", "prediction", "set")
     superfluous = [f"--{key}" for key in said if getattr(arguments, key) not in (None, [])]
     if superfluous:

@@ -2,7 +2,6 @@
 
 import argparse
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from kairos import options
+from kairos.cli.common import demand
 from kairos.cli.strategies.listing import described
 from kairos.cli.strategies.output import aligned, bar, deliver, strata, warn
 from kairos.diffusion.processes import Process, build_process, measured
 from kairos.diffusion.registries import PROCESSES, chosen_prediction
 from kairos.errors import ConfigError
+from kairos.options import but_name, dump, unknown_key
 from kairos.strategies.base import Array, Sampler
 from kairos.strategies.columns import strategy_csv
 from kairos.strategies.names import parse_name, parts, table, warnings_of
@@ -58,7 +58,7 @@ class View:
         if process["name"] == "discrete":
             process = {"name": f"{process['schedule']} schedule, T = {process['timesteps']}"}
         named = (("sampler", self.sampler), ("weighting", self.weighting), ("process", process))
-        said = {kind: ": ".join(filter(None, (part["name"], described(options_of(part))))) for kind, part in named}
+        said = {kind: ": ".join(filter(None, (part["name"], described(but_name(part))))) for kind, part in named}
         if self.diffusion["prediction"] is not None:
             said["process"] += f", prediction {self.diffusion['prediction']}"
         return [("strategy", self.name), *said.items(), *(("note", note) for note in self.notes)]
@@ -93,15 +93,14 @@ def named_parts(arguments: argparse.Namespace) -> Named:
         ConfigError: no or an unknown name, an option that does not exist or is ambiguous.
     """
     if arguments.strategy is None:
-        raise ConfigError(
-            "strategy: none given; allowed: SAMPLER, WEIGHTING or SAMPLER+WEIGHTING, see kairos strategies list"
-        )
+        allowed = "SAMPLER, WEIGHTING or SAMPLER+WEIGHTING, see kairos strategies list"
+        raise ConfigError(f"strategy: none given; allowed: {allowed}")
     sampler, weighting = parse_name(arguments.strategy)
     process = arguments.process or "discrete"
     given = set_options(arguments.set, {"sampler": sampler, "weighting": weighting, "process": process})
     short = {key: getattr(arguments, key) for key in ("schedule", "timesteps")}
     given["process"] |= {key: value for key, value in short.items() if value is not None}
-    its = {"name": process, **options.dump(PROCESSES.parse(process, given["process"]))}
+    its = {"name": process, **dump(PROCESSES.parse(process, given["process"]))}
     its = measured(its, 0.5)  # of pixels, as weighting edm has it
     diffusion = {"process": its, "prediction": chosen_prediction(process, arguments.prediction)}
     return {"name": sampler, **given["sampler"]}, {"name": weighting, **given["weighting"]}, diffusion
@@ -124,18 +123,17 @@ def set_options(settings: list[str], names: dict[str, str]) -> dict[str, dict[st
         ConfigError: an option is unknown, ambiguous or given twice; the message lists what exists.
     """
     registries = {"sampler": SAMPLERS, "weighting": WEIGHTINGS, "process": PROCESSES}
-    defaults = {part: options.dump(registries[part].entry(name).options()) for part, name in names.items()}
+    defaults = {part: dump(registries[part].entry(name).options()) for part, name in names.items()}
     existing = [f"{part}.{option}" for part in names for option in defaults[part]]
     given: dict[str, dict[str, Any]] = {part: {} for part in names}
     for setting in settings:
         key, equals, text = map(str.strip, setting.partition("="))
-        if not equals:
-            raise ConfigError(f"--set: got {setting!r}, allowed: OPTION=VALUE, such as sampler.k=5")
+        demand(equals, "set", repr(setting), "OPTION=VALUE, such as sampler.k=5")
         meant = [name for name in existing if key in (name, name.partition(".")[2])]
         if len(meant) > 1:
             raise ConfigError(f"--set {key}: several parts have it; allowed: {' or '.join(meant)}")
         if not meant:
-            raise options.unknown_key(key, existing, "--set")
+            raise unknown_key(key, existing, "--set")
         part, _, option = meant[0].partition(".")
         if option in given[part]:
             raise ConfigError(f"--set {meant[0]}: given twice, allowed: once")
@@ -159,7 +157,7 @@ def scalar(text: str, setting: str) -> Any:
 def _computed(arguments: argparse.Namespace) -> View:
     *named, diffusion = named_parts(arguments)
     names = named[0]["name"], named[1]["name"]
-    sampler, weighting = parts(process_of(diffusion), names, options_of(named[0]), options_of(named[1]))
+    sampler, weighting = parts(process_of(diffusion), names, but_name(named[0]), but_name(named[1]))
     notes = _begin(sampler, names[0], arguments.progress)
     if sampler.learned:
         notes.append("p(t) is the initial density: this sampler learns; --checkpoint shows what it has learned")
@@ -167,15 +165,10 @@ def _computed(arguments: argparse.Namespace) -> View:
         notes.append("w(t) holds the importance weight 1/(T p(t)) as well")
     if weighting.learned:
         notes.append("w(t) is the initial one: this weighting learns; --checkpoint shows what it has learned")
-    complete = [{"name": name, **options.dump(its)} for name, its in zip(names, (sampler.options, weighting.options))]
+    complete = [{"name": name, **dump(its)} for name, its in zip(names, (sampler.options, weighting.options))]
     with np.errstate(all="ignore"):  # what is not finite is warned of by its place
         columns = table(sampler, weighting)
     return View(complete[0], complete[1], diffusion, columns, tuple(notes))
-
-
-def options_of(named: Mapping[str, Any]) -> dict[str, Any]:
-    """What a named part has but its name."""
-    return {key: value for key, value in named.items() if key != "name"}
 
 
 def _begin(sampler: Sampler, name: str, progress: float | None) -> list[str]:
@@ -187,13 +180,11 @@ def _begin(sampler: Sampler, name: str, progress: float | None) -> list[str]:
     if not hasattr(sampler, "progress"):
         if progress is not None:
             why = "learns from what it observes" if sampler.learned else "is the same at every step"
-            raise ConfigError(
-                f"--progress: got {progress:g}, but sampler {name} {why}; allowed: curricula, such as clts"
-            )
+            fault = f"got {progress:g}, but sampler {name} {why}"
+            raise ConfigError(f"--progress: {fault}; allowed: curricula, such as clts")
         return []
     share = 0.0 if progress is None else progress
-    if not 0 <= share <= 1:
-        raise ConfigError(f"--progress: got {share:g}, allowed: 0 to 1")
+    demand(0 <= share <= 1, "progress", f"{share:g}", "0 to 1")
     length = sampler.options.length
     step = round(share * length)
     sampler.begin(step)
@@ -215,7 +206,6 @@ def _text(view: View) -> str:
     rows = [[own, "mass of p", "mean w", "share of p*w", ""]]
     for inside, share, weight, pair in zip(ranges, shares, weights, ends):
         name = " - ".join(end.rjust(width) for end in dict.fromkeys(pair))
-        rows.append(
-            [name, f"{100 * p[inside].sum():.2f} %", f"{weight:.4g}", f"{100 * share:.2f} %", bar(share, largest)]
-        )
+        mass, percent = (f"{100 * part:.2f} %" for part in (p[inside].sum(), share))
+        rows.append([name, mass, f"{weight:.4g}", percent, bar(share, largest)])
     return f"{head}\n{aligned(rows)}sum of p = {p.sum():.15g}, sum of p*w = {total:.6g}\n"
