@@ -51,7 +51,9 @@ def test_features_are_the_class_token_of_what_is_published(network, tmp_path):
 
 
 def test_a_missing_network_says_what_goes_where(tmp_path):
-    with pytest.raises(KairosError, match=r"files of facebook/dinov2-large as evaluation\.extractor\.path"):
+    with pytest.raises(
+        KairosError, match=r"dinov2 needs the network .*nowhere .*name it as evaluation\.extractor\.path"
+    ):
         extractors.make({"name": "dinov2", "path": str(tmp_path / "nowhere")}, None, tmp_path / "x")
     other = transformers.BertModel(
         transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
@@ -59,3 +61,25 @@ def test_a_missing_network_says_what_goes_where(tmp_path):
     other.save_pretrained(tmp_path / "bert")
     with pytest.raises(KairosError, match=r"got a bert in .*, allowed: a dinov2"):
         extractors.make({"name": "dinov2", "path": str(tmp_path / "bert")}, None, tmp_path / "x")
+
+
+def test_a_missing_network_is_refused_before_any_job(tmp_path, network, monkeypatch, capsys):
+    from kairos.cli import main
+
+    file = tmp_path / "x.yaml"
+    said = {}
+    for path, offline in (
+        (str(tmp_path / "nowhere"), "0"),
+        ("facebook/dinov2-large", "1"),
+        ("facebook/dinov2-large", "0"),
+        (str(network), "1"),
+    ):
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        extractor = f"{{name: dinov2, path: {path}}}"
+        file.write_text(
+            f"experiment: x\nmethods: {{u: {{}}}}\nevaluation: {{extractor: {extractor}, num_samples: 1100}}\n"
+        )
+        said[path, offline] = main(["check", str(file)]), "".join(capsys.readouterr())
+    (code, text), (offline, cached), (hub, warned), (here, _) = said.values()
+    assert code == offline == 2 and "there is no such folder" in text and "HF_HUB_OFFLINE is set" in cached
+    assert hub == here == 0 and "will download facebook/dinov2-large" in warned

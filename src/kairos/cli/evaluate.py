@@ -16,7 +16,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         either = "reference.json or its folder; or an npz of real images (with --extractor)"
         add("--reference", type=Path, required=True, metavar="F", help=either)
         add("--milestone", type=Path, action="append", metavar="D", help="adds the validation loss (repeatable)")
-        beside = "folder, or inception; default: ../extractor of the reference"
+        beside = "folder, inception or dinov2; default: ../extractor of the reference"
         add("--extractor", type=Path, metavar="DIR", help=beside)
         add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents of the milestone")
         add("--metrics", metavar="M,...", help="with an npz reference: names of metrics; default: those usual for it")

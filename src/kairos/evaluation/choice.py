@@ -21,8 +21,8 @@ def choose(evaluation: EvaluationConfig, dataset: DatasetConfig) -> tuple[Evalua
     """The section with a definite extractor, and what is to be said: why `auto` became which, and warnings.
 
     Raises:
-        ConfigError: the extractor cannot be made of these images, or they are too few for it.
-        KairosError: Inception's weights are neither here nor can be downloaded.
+        ConfigError: the extractor cannot be made of these images, they are too few for it, its weights are neither here
+            nor can be downloaded, or a metric or the reference has not what it needs.
     """
     known, said, faults = survey(dataset), [], []
     if known.unknown:
@@ -37,12 +37,12 @@ def choose(evaluation: EvaluationConfig, dataset: DatasetConfig) -> tuple[Evalua
             f"evaluation.extractor: got classifier, but {lack}; allowed: selfsupervised, inception, auto, or images "
             f"with labels, {FEWEST} or more of each class"
         )
-    elif name == "inception":
-        path, here = weights.find(evaluation.extractor["path"])
-        if not here:
-            said.append(f"warning: the extractor's job will download {path}; kairos fetch brings it now")
     faults += _too_few(evaluation, known)
     try:
+        if name in ("inception", "dinov2"):
+            look = weights.find if name == "inception" else weights.find_network
+            where, here = look(evaluation.extractor["path"])
+            said += [] if here else [f"warning: the extractor's job will download {where}; kairos fetch brings it now"]
         wanted = evaluation.metrics_for(name, dataset.heldout != 0)
         if evaluation.reference not in ("train", "all"):
             width = evaluation.extractor.get("features", WIDTHS.get(name))

@@ -18,6 +18,7 @@ from kairos.data.dataset import PreparedDataset
 from kairos.errors import KairosError
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.registries import DinoOptions
+from kairos.evaluation.weights import missing_network
 from kairos.files import hash_folder, sha256_json
 
 SIDE = 224
@@ -35,12 +36,7 @@ def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path)
     try:
         model = AutoModel.from_pretrained(options.path)
     except (OSError, ValueError) as error:
-        raise KairosError(
-            f"evaluation.extractor: dinov2 needs a network in transformers' form (config.json, model.safetensors), and "
-            f"{options.path!r} cannot be read as one ({' '.join(str(error).split())}). `kairos fetch` brings it "
-            "where there is a network; or name a folder that holds the files of facebook/dinov2-large as "
-            "evaluation.extractor.path"
-        ) from None
+        raise KairosError(missing_network(options.path, " ".join(str(error).split()))) from None
     kind = model.config.model_type
     if kind != "dinov2":
         raise KairosError(f"evaluation.extractor.path: got a {kind} in {options.path!r}, allowed: a dinov2")

@@ -18,6 +18,8 @@ from kairos.files import write_json
 from kairos.progress import say
 from kairos.sampling.sample import read_samples, settings
 
+PUBLISHED = ("inception", "dinov2")  # extractors that no data set is needed for
+
 
 @dataclass(frozen=True)
 class EvaluationJob:
@@ -47,7 +49,8 @@ def run(
     Args:
         jobs: what is evaluated.
         reference: folder or reference.json of stage reference, or an npz file of real images.
-        extractor: its folder, or ``inception``; None: ``../extractor``, seen from the reference's folder.
+        extractor: its folder, ``inception`` or ``dinov2``; None: ``../extractor``, seen from the reference's folder, or
+            with an npz reference the one that the metrics are defined for.
         latents: folder for the validation loss; None: ``../../../../latents``, seen from the milestone.
         sets: with an npz reference: sets that the samples are split into.
         wanted: with an npz reference: names of metrics; None: those usual for the extractor.
@@ -57,10 +60,16 @@ def run(
     """
     outside = reference.suffix == ".npz"
     if outside and extractor is None:
-        raise ConfigError("--extractor: got none, allowed where --reference is an npz: a folder, or inception")
-    if extractor == Path("inception") and not extractor.exists():
-        extractor = metrics.CACHE / "inception"
-        make({"name": "inception", "path": None}, None, extractor)
+        needed = {METRICS.entry(name).facts["extractor"] for name in wanted or ()} - {""}
+        if len(needed) != 1:
+            raise ConfigError(
+                "--extractor: got none, allowed where --reference is an npz: a folder, inception or dinov2; or metrics "
+                "that are defined for one of them, such as --metrics fid"
+            )
+        extractor = Path(needed.pop())
+    if str(extractor) in PUBLISHED and not Path(str(extractor)).exists():
+        name, extractor = str(extractor), metrics.CACHE / str(extractor)
+        make({"name": name}, None, extractor)
     device = _setup(next((job.milestone for job in jobs if job.milestone), None))
     folder = reference if reference.is_dir() else reference.parent
     opened = open_extractor(extractor or folder / "../extractor", device)

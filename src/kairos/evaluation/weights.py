@@ -33,9 +33,42 @@ def find(configured: str | None) -> tuple[Path, bool]:
     path = Path(configured) if configured else place()
     if not path.is_file() and configured:
         raise KairosError(missing(path, "there is no such file"))
-    if not path.is_file() and os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+    if not path.is_file() and _offline():
         raise KairosError(missing(path, "it is not there, and HF_HUB_OFFLINE says that there is no network"))
     return path, path.is_file()
+
+
+def find_network(path: str) -> tuple[str, bool]:
+    """A network in the form of transformers, and whether it is here: in a folder, or in the hub's cache.
+
+    Raises:
+        KairosError: it is not, and cannot be downloaded; the message says which files go where.
+    """
+    if Path(path, "config.json").is_file():
+        return path, True
+    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
+    if on_hub:
+        from huggingface_hub import try_to_load_from_cache
+
+        if isinstance(try_to_load_from_cache(path, "model.safetensors"), str):
+            return path, True
+    if not on_hub or _offline():
+        why = "it is not in the Hugging Face cache, and HF_HUB_OFFLINE is set" if on_hub else "there is no such folder"
+        raise KairosError(missing_network(path, why))
+    return path, False
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+
+
+def missing_network(path: str, why: str) -> str:
+    """What a user without the network of DINOv2 is told."""
+    return (
+        f"evaluation.extractor: dinov2 needs the network {path} (config.json, model.safetensors), but {why}. `kairos "
+        "fetch` brings it where there is a network; or put the files of facebook/dinov2-large into a folder and name "
+        "it as evaluation.extractor.path"
+    )
 
 
 def missing(path: Path, why: str) -> str:
