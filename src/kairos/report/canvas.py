@@ -5,10 +5,10 @@ Only matplotlib's object interface is used, and SVG files carry no date and no r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
@@ -53,13 +53,9 @@ class Label:
 def looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
     """A look per method, by its place in the configuration; the baseline is black."""
     others = [method for method in methods if method != baseline]
-    table = {}
-    for k, method in enumerate(others):
-        cycle, place = divmod(k, len(_COLORS))
-        table[method] = Look(_COLORS[place], _MARKERS[place], _DASHES[cycle % len(_DASHES)])
-    if baseline is not None:
-        table[baseline] = Look("#000000", "o", "-")
-    return table
+    styles = [Look(color, marker, dash) for dash in _DASHES for color, marker in zip(_COLORS, _MARKERS)]
+    black = {} if baseline is None else {baseline: Look("#000000", "o", "-")}
+    return dict(zip(others, cycle(styles))) | black
 
 
 def figure(
@@ -160,10 +156,3 @@ def own_time(process: str) -> dict[str, Any]:
     if own != "t":
         return {"xlabel": f"{own} (small: almost clean)", "xscale": "log"}
     return {"xlabel": f"{'timestep' if process == 'discrete' else 'time'} t (0: almost clean)", "xscale": "linear"}
-
-
-def save(drawing: Figure, path: Path) -> None:
-    """Write a figure as PNG and SVG beside each other; `path` is without suffix."""
-    with matplotlib.rc_context(STYLE):
-        drawing.savefig(path.with_suffix(".png"), dpi=DPI, bbox_inches="tight", pad_inches=0.08)
-        drawing.savefig(path.with_suffix(".svg"), bbox_inches="tight", pad_inches=0.08, metadata={"Date": None})

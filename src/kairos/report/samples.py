@@ -39,12 +39,11 @@ def final_samples(results: Results, looks: dict[str, Look]) -> Figure:
     drawing, grid = figure(
         9.6, 0.15 + 2.65 * rows, rows, columns, left=0.05, right=0.05, top=0.35, bottom=0.05, between=0.15, above=0.4
     )
-    for place, axes in enumerate(grid.flat):
-        if place >= len(pictures):
-            axes.remove()
-            continue
-        _show(axes, pictures[place][1])
-        axes.set_title(pictures[place][0], fontsize=9.5, color=MUTED if place == 0 else INK)
+    for axes, (title, picture) in zip(grid.flat, pictures):
+        _show(axes, picture)
+        axes.set_title(title, fontsize=9.5, color=MUTED if title == name else INK)
+    for axes in grid.flat[len(pictures) :]:
+        axes.remove()
     return drawing
 
 

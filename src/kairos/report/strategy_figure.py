@@ -47,8 +47,7 @@ def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[st
     logarithmic = _spans_decades(columns["w"])
     for axes, (name, label, values, color) in zip(grid.flat, panels):
         _curve(axes, t, values, color, logarithmic and name != "p")
-        axes.set_title(label)
-        axes.set(**own_time(process))
+        axes.set(title=label, **own_time(process))
         axes.margins(x=0)
         if name == "p":
             axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
@@ -118,14 +117,11 @@ def draw_increments(found: Increments, title: str) -> Figure:
          ("its upper bound", found.mean_squared_bound**0.5, INK, bounds)]),
     )  # fmt: skip
     for axes, heading, logarithmic, lines in curves:
-        axes.set_xscale("log" if exploding else "linear")
-        axes.set_yscale("log" if logarithmic else "linear")
+        axes.set(xscale="log" if exploding else "linear", yscale="log" if logarithmic else "linear")
         for label, values, color, dash in lines:
             axes.plot(t, values[pick], color=color, linestyle=dash, linewidth=1.6, label=label or None)
-        axes.set_xlim(t[0], t[-1])
+        axes.set(xlim=(t[0], t[-1]), title=heading, xlabel="time t")
         _shade(axes, found, area)
-        axes.set_title(heading)
-        axes.set_xlabel("time t")
         if not any(values.any() for _, values, _, _ in lines):
             axes.set_ylim(-1, 1)
             note = "none: the scale of x0 is constant"
@@ -145,12 +141,10 @@ def draw_increments(found: Increments, title: str) -> Figure:
 
 
 def _shade(axes: Axes, found: Increments, area: np.ndarray) -> None:
-    """The areas as background: runs of equal names."""
-    edges = np.flatnonzero(area[1:] != area[:-1]) + 1
-    starts, ends = [0, *edges], [*edges, len(area)]
-    for start, end in zip(starts, ends):
-        right = found.t[end] if end < len(area) else found.t[-1]
-        axes.axvspan(found.t[start], right, color=_SHADES[str(area[start])], alpha=0.55, linewidth=0, zorder=0)
+    """The areas as background."""
+    look: dict[str, Any] = {"fill": True, "alpha": 0.55, "linewidth": 0, "zorder": 0}
+    for name, shade in _SHADES.items():
+        axes.stairs(area[:-1] == name, found.t, color=shade, transform=axes.get_xaxis_transform(), **look)
     for place in (found.deceleration, found.convergence):
         if place is not None:
             axes.axvline(place, color=MUTED, linewidth=1, linestyle=(0, (4, 2)), zorder=1)
@@ -176,8 +170,7 @@ def _shares(axes: Axes, area: np.ndarray, names: list[str]) -> None:
     shares = [100 * float((area == name).mean()) for name in names]
     bars = axes.bar(names, shares, color=[_SHADES[name] for name in names], edgecolor=MUTED, linewidth=0.8, width=0.62)
     axes.bar_label(bars, labels=[f"{share:.1f} %" for share in shares], padding=2, fontsize=9)
-    axes.set_ylim(0, max(shares) * 1.15)
-    axes.set_title("Timesteps in each area, %")
+    axes.set(ylim=(0, max(shares) * 1.15), title="Timesteps in each area, %")
     axes.tick_params(axis="x", labelsize=8.5, length=0)
     axes.grid(axis="x", visible=False)
 
@@ -191,10 +184,9 @@ def _histogram(axes: Axes, found: Increments, area: np.ndarray, names: list[str]
         axes.set_xscale("log")
     values = [variance[area == name] for name in names]
     weights = [np.full(len(value), 100 / len(area)) for value in values]
-    look: dict[str, Any] = {"color": [_SHADES[name] for name in names], "edgecolor": MUTED, "linewidth": 0.6}
-    axes.hist(values, edges, weights=weights, stacked=True, **look)
-    axes.set_title("Timesteps by variance, %")
-    axes.set_xlabel("variance, as the paper has it")
+    shades = [_SHADES[name] for name in names]
+    axes.hist(values, edges, weights=weights, stacked=True, color=shades, edgecolor=MUTED, linewidth=0.6)
+    axes.set(title="Timesteps by variance, %", xlabel="variance, as the paper has it")
     axes.grid(axis="x", visible=False)
 
 
