@@ -14,7 +14,7 @@ from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from kairos.diffusion.registries import PROCESSES
 
@@ -59,25 +59,16 @@ def looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
 
 
 def figure(
-    width: float,
-    height: float,
-    rows: int = 1,
-    columns: int = 1,
-    *,
-    left: float = 0.75,
-    right: float = 0.2,
-    top: float = 0.4,
-    bottom: float = 0.55,
-    between: float = 0.5,
-    above: float = 0.6,
+    width: float, height: float, rows: int = 1, columns: int = 1, *, between: float = 0.5, above: float = 0.6
 ) -> tuple[Figure, Any]:
-    """A figure of a size in inches with a grid of axes (rows, columns); margins are in inches."""
-    result = Figure(figsize=(width, height), facecolor="white")
-    cell_width = (width - left - right - between * (columns - 1)) / columns
-    cell_height = (height - top - bottom - above * (rows - 1)) / rows
-    place = {"left": left / width, "right": 1 - right / width, "top": 1 - top / height, "bottom": bottom / height}
-    space = {"wspace": between / cell_width, "hspace": above / cell_height}
-    return result, result.subplots(rows, columns, squeeze=False, gridspec_kw=place | space)
+    """A figure whose grid of axes (rows, columns) has a size in inches, with spaces `between` columns, `above` rows.
+
+    What stands around the axes is outside of the figure and finds its place when it is saved, ``bbox: tight``.
+    """
+    wide, high = width - between * (columns - 1), height - above * (rows - 1)
+    space = {"wspace": between * columns / wide, "hspace": above * rows / high}  # in sizes of the axes
+    result = Figure(figsize=(width, height))
+    return result, result.subplots(rows, columns, squeeze=False, gridspec_kw=space)
 
 
 def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
@@ -132,8 +123,8 @@ def plain_log(axes: Axes) -> None:
     axes.yaxis.set_major_locator(
         MaxNLocator(6) if decades < 0.6 else LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,))
     )
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
 
 
 def method_lines(

@@ -33,11 +33,10 @@ def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[st
     """
     wrapped = [part for line in lines for part in textwrap.wrap(line, 150, subsequent_indent="    ")]
     top = 0.65 + 0.17 * len(wrapped)
-    drawing, grid = figure(10.2, 2.9 + top, 1, 3, left=0.6, right=0.15, top=top + 0.3, bottom=0.55, between=0.62)
-    drawing.text(0.6 / 10.2, 1 - 0.12 / (2.9 + top), title, va="top", fontsize=13, fontweight="bold")
-    drawing.text(
-        0.6 / 10.2, 1 - 0.44 / (2.9 + top), "\n".join(wrapped), va="top", fontsize=8.5, color=MUTED, linespacing=1.35
-    )
+    drawing, grid = figure(9.45, 2.05, 1, 3, between=0.62)
+    drawing.text(0, 1 + (top + 0.18) / 2.05, title, va="top", fontsize=13, fontweight="bold")
+    notes = "\n".join(wrapped)
+    drawing.text(0, 1 + (top - 0.14) / 2.05, notes, va="top", fontsize=8.5, color=MUTED, linespacing=1.35)
     t, count = columns["t"], len(columns["t"])
     panels = (
         ("p", "Drawn: T · p(t)", columns["p"] * count, _BLUE),
@@ -74,8 +73,10 @@ def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str, logarithmi
         low = max(min(positive.min(), high), high * 1e-12) / 2
         axes.set_ylim(low, high * 3)
     else:
-        low = 0.0
-        axes.set_ylim(*(_limits(shown)))
+        low, finite = 0.0, shown[np.isfinite(shown)]
+        least, most = finite.min(initial=0), finite.max(initial=0)
+        room = 0.12 * ((most - least) or 1.0)
+        axes.set_ylim(least - room * (least < 0), most + room)
     if len(t) <= _STAIRS:
         edges = np.arange(len(t) + 1) - 0.5
         axes.stairs(shown, edges, baseline=None, color=color, linewidth=1.6)
@@ -91,18 +92,10 @@ def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str, logarithmi
         )
 
 
-def _limits(values: np.ndarray) -> tuple[float, float]:
-    if not np.isfinite(values).any():
-        return 0.0, 1.0
-    low, high = min(float(np.nanmin(values)), 0.0), max(float(np.nanmax(values)), 0.0)
-    room = 0.12 * ((high - low) or 1.0)
-    return low - (room if low < 0 else 0.0), high + room
-
-
 def draw_increments(found: Increments, title: str) -> Figure:
     """SpeeD's figures 1 and 4 for any process: moments of the increments, the areas, and how many lie in each."""
-    drawing, grid = figure(10.8, 6.6, 2, 3, left=0.7, right=0.2, top=1.3, bottom=0.55, between=0.72, above=0.85)
-    drawing.text(0.7 / 10.8, 1 - 0.12 / 6.6, f"Process increments: {title}", va="top", fontsize=13, fontweight="bold")
+    drawing, grid = figure(9.9, 4.75, 2, 3, between=0.72, above=0.85)
+    drawing.text(0, 1 + 1.18 / 4.75, f"Process increments: {title}", va="top", fontsize=13, fontweight="bold")
     area, exploding = found.area(), found.process != "vp"
     names = [name for name in _SHADES if (area == name).any()]
     t = found.t[1:] if exploding else found.t  # on a log axis there is no 0
@@ -135,7 +128,12 @@ def draw_increments(found: Increments, title: str) -> Figure:
     handles: list[Any] = [Patch(facecolor=_SHADES[name], label=name) for name in names]
     handles += [Line2D([], [], color=MUTED, linewidth=1, linestyle=(0, (4, 2)), label="boundary of two areas")]
     drawing.legend(
-        handles=handles, loc="upper left", ncols=4, bbox_to_anchor=(0.055, 1 - 0.4 / 6.6), fontsize=9, columnspacing=1.6
+        handles=handles,
+        loc="upper left",
+        ncols=4,
+        bbox_to_anchor=(-0.011, 1 + 0.9 / 4.75),
+        fontsize=9,
+        columnspacing=1.6,
     )
     return drawing
 
