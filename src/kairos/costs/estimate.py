@@ -1,6 +1,6 @@
 """An experiment's cost as a whole: jobs, operations, memory, storage, time, and what an interruption takes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -110,15 +110,13 @@ def estimate(
     network = measure(experiment.model, data.x0, data.conditions, samples, training.precision)
     microbatches = -(-share // samples)
     forward, both = network.forward / samples, (network.forward + network.backward) / samples
-    methods: dict[str, Method] = {}
-    for name in experiment.methods:
-        extra = passes(plain, name, data.x0[0])
-        methods[name] = Method(extra, (training.batch_size + extra.gradient) * both + extra.forward * forward)
-    operations = {name: method.operations for name, method in methods.items()}
+    extras = {name: passes(plain, name, data.x0[0]) for name in experiment.methods}
+    operations = {
+        name: (training.batch_size + extra.gradient) * both + extra.forward * forward for name, extra in extras.items()
+    }
     rate = rates.given(operations, training.processes, steps_per_second, tflops, utilisation)
     rate = rate or rates.measured(results, operations, training.processes)
-    if rate is not None:
-        methods = {name: _timed(experiment, method, rate, name, forward) for name, method in methods.items()}
+    times = {name: _times(experiment, rate, name, forward) if rate else {} for name in extras}
     return Estimate(
         experiment=experiment,
         stages=_stages(layout),
@@ -129,27 +127,26 @@ def estimate(
         # Adam reads weights, gradients and two moments and writes all but the gradients; the norm and the EMA: six more
         traffic=network.traffic * microbatches + 13 * network.parameters * network.value_bytes,
         memory=memory(network, training.processes),
-        storage=storage(experiment, data, network, [method.passes.state for method in methods.values()]),
+        storage=storage(experiment, data, network, [extra.state for extra in extras.values()]),
         rate=rate,
-        methods=methods,
+        methods={name: Method(extra, operations[name], **times[name]) for name, extra in extras.items()},
     )
 
 
-def _timed(experiment: Experiment, method: Method, rate: Rate, name: str, forward: float) -> Method:
-    """A method with its times."""
+def _times(experiment: Experiment, rate: Rate, name: str, forward: float) -> dict[str, float]:
+    """The times of a method."""
     training, seconds, seeds = experiment.training, rate.seconds[name], len(experiment.seeds)
     shared = training.processes / training.trainings_per_gpu
     guided = 2 if experiment.sampling.guidance_scale != 1 else 1
     images = experiment.evaluation.num_samples * experiment.evaluation.sets * len(experiment.milestones)
     ends = [0, *(segment[-1] for segment in experiment.segments)]
-    return replace(
-        method,
-        seconds=seconds,
-        hours=seeds * experiment.milestones[-1] * seconds * shared / 3600,
-        sampling=seeds * images * experiment.sampling.nfe * guided * forward / rate.operations / 3600,
-        longest=max(end - start for start, end in pairwise(ends)) * seconds / 3600,
-        lost=training.checkpoint_every * seconds,
-    )
+    return {
+        "seconds": seconds,
+        "hours": seeds * experiment.milestones[-1] * seconds * shared / 3600,
+        "sampling": seeds * images * experiment.sampling.nfe * guided * forward / rate.operations / 3600,
+        "longest": max(end - start for start, end in pairwise(ends)) * seconds / 3600,
+        "lost": training.checkpoint_every * seconds,
+    }
 
 
 def _stages(layout: Layout) -> list[Stage]:

@@ -3,7 +3,6 @@
 The numbers follow from its options; tests/test_plan.py compares them with what each sampler really does.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +36,10 @@ def passes(plain: dict[str, Any], method: str, channels: int) -> Passes:
 
     sampler, batch = plain["methods"][method]["sampler"], plain["training"]["batch_size"]
     timesteps = plain["diffusion"]["process"].get("timesteps") or 1000
-    if sampler["name"] in _COSTS:
-        return _COSTS[sampler["name"]](sampler, batch, timesteps, channels)
+    if sampler["name"] in ("adaptive", "adaptive_official"):
+        return _adaptive(sampler, batch, timesteps, channels)
+    if sampler["name"] in _GRADIENTS:
+        return Passes(gradient=_measured(sampler, batch, timesteps) / sampler["frequency"])
     return Passes(known=not getattr(SAMPLERS.entry(sampler["name"]).load(), "measures", False))
 
 
@@ -55,23 +56,13 @@ def _adaptive(options: dict[str, Any], batch: int, timesteps: int, channels: int
     return Passes(forward=2 * (features + options["selected"] * batch) / options["frequency"], state=state)
 
 
-def _by_bins(count: float) -> Callable[[dict[str, Any], int, int, int], Passes]:
-    """`count` gradients of every sample that is measured in bins of t."""
-
-    def cost(options: dict[str, Any], batch: int, timesteps: int, channels: int) -> Passes:
-        bins = min(options["bins"], timesteps)
-        per_bin = options["samples"] or max(2, round(batch / bins))
-        if options["name"] == "first_order":  # in two halves
-            per_bin = 2 * max(1, per_bin // 2)
-        return Passes(gradient=count * bins * per_bin / options["frequency"])
-
-    return cost
+def _measured(options: dict[str, Any], batch: int, timesteps: int) -> int:
+    """Gradients of one measurement in bins of t."""
+    bins = min(options["bins"], timesteps)
+    per_bin = options["samples"] or max(2, round(batch / bins))
+    if options["name"] == "first_order":  # in two halves
+        per_bin = 2 * max(1, per_bin // 2)
+    return int(_GRADIENTS[options["name"]] * bins * per_bin)
 
 
-_COSTS = {
-    "adaptive": _adaptive,
-    "adaptive_official": _adaptive,
-    "gradient_norm": _by_bins(1),
-    "gradient_variance": _by_bins(2),
-    "first_order": _by_bins(2),
-}
+_GRADIENTS = {"gradient_norm": 1, "gradient_variance": 2, "first_order": 2}  # of every sample that is measured

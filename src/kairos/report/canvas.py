@@ -5,16 +5,16 @@ Only matplotlib's object interface is used, and SVG files carry no date and no r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from kairos.diffusion.registries import PROCESSES
 
@@ -53,35 +53,22 @@ class Label:
 def looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
     """A look per method, by its place in the configuration; the baseline is black."""
     others = [method for method in methods if method != baseline]
-    table = {}
-    for k, method in enumerate(others):
-        cycle, place = divmod(k, len(_COLORS))
-        table[method] = Look(_COLORS[place], _MARKERS[place], _DASHES[cycle % len(_DASHES)])
-    if baseline is not None:
-        table[baseline] = Look("#000000", "o", "-")
-    return table
+    styles = [Look(color, marker, dash) for dash in _DASHES for color, marker in zip(_COLORS, _MARKERS)]
+    black = {} if baseline is None else {baseline: Look("#000000", "o", "-")}
+    return dict(zip(others, cycle(styles))) | black
 
 
 def figure(
-    width: float,
-    height: float,
-    rows: int = 1,
-    columns: int = 1,
-    *,
-    left: float = 0.75,
-    right: float = 0.2,
-    top: float = 0.4,
-    bottom: float = 0.55,
-    between: float = 0.5,
-    above: float = 0.6,
+    width: float, height: float, rows: int = 1, columns: int = 1, *, between: float = 0.5, above: float = 0.6
 ) -> tuple[Figure, Any]:
-    """A figure of a size in inches with a grid of axes (rows, columns); margins are in inches."""
-    result = Figure(figsize=(width, height), facecolor="white")
-    cell_width = (width - left - right - between * (columns - 1)) / columns
-    cell_height = (height - top - bottom - above * (rows - 1)) / rows
-    place = {"left": left / width, "right": 1 - right / width, "top": 1 - top / height, "bottom": bottom / height}
-    space = {"wspace": between / cell_width, "hspace": above / cell_height}
-    return result, result.subplots(rows, columns, squeeze=False, gridspec_kw=place | space)
+    """A figure whose grid of axes (rows, columns) has a size in inches, with spaces `between` columns, `above` rows.
+
+    What stands around the axes is outside of the figure and finds its place when it is saved, ``bbox: tight``.
+    """
+    wide, high = width - between * (columns - 1), height - above * (rows - 1)
+    space = {"wspace": between * columns / wide, "hspace": above * rows / high}  # in sizes of the axes
+    result = Figure(figsize=(width, height))
+    return result, result.subplots(rows, columns, squeeze=False, gridspec_kw=space)
 
 
 def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
@@ -136,8 +123,8 @@ def plain_log(axes: Axes) -> None:
     axes.yaxis.set_major_locator(
         MaxNLocator(6) if decades < 0.6 else LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,))
     )
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
 
 
 def method_lines(
@@ -160,10 +147,3 @@ def own_time(process: str) -> dict[str, Any]:
     if own != "t":
         return {"xlabel": f"{own} (small: almost clean)", "xscale": "log"}
     return {"xlabel": f"{'timestep' if process == 'discrete' else 'time'} t (0: almost clean)", "xscale": "linear"}
-
-
-def save(drawing: Figure, path: Path) -> None:
-    """Write a figure as PNG and SVG beside each other; `path` is without suffix."""
-    with matplotlib.rc_context(STYLE):
-        drawing.savefig(path.with_suffix(".png"), dpi=DPI, bbox_inches="tight", pad_inches=0.08)
-        drawing.savefig(path.with_suffix(".svg"), bbox_inches="tight", pad_inches=0.08, metadata={"Date": None})

@@ -126,6 +126,11 @@ class Results:
         """Whether there is a validation loss by time."""
         return all("per_timestep" in (one.final.evaluation.get("validation") or {}) for one in self.trainings)
 
+    @property
+    def evaluated(self) -> list[tuple[Training, Milestone]]:
+        """Every milestone with its training."""
+        return [(training, milestone) for training in self.trainings for milestone in training.milestones]
+
     def of(self, method: str) -> list[Training]:
         """The trainings of a method, one per seed."""
         return [training for training in self.trainings if training.method == method]
@@ -150,9 +155,9 @@ def collect(experiment: Experiment, folder: Path | str) -> Results:
         experiment=experiment,
         folder=folder,
         trainings=trainings,
-        reference=_json(folder / "reference" / "reference.json", "reference"),
-        dataset=_json(folder / "dataset" / "manifest.json", "prepare"),
-        autoencoder=_json(folder / "autoencoder" / "manifest.json", "autoencoder"),
+        reference=_read(folder / "reference" / "reference.json", "reference"),
+        dataset=_read(folder / "dataset" / "manifest.json", "prepare"),
+        autoencoder=_read(folder / "autoencoder" / "manifest.json", "autoencoder"),
         jobs=_jobs(folder, experiment),
     )
     _check_comparable(results)
@@ -171,9 +176,10 @@ def real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
 
 
 def _training(folder: Path, experiment: Experiment, method: str, seed: int) -> Training:
-    record = _json(folder / "training.json", "train")
-    metrics = _lines(folder / "metrics.jsonl", required=True)
-    timing = _lines(folder / "timing.jsonl", required=False)
+    record = _read(folder / "training.json", "train")
+    metrics = _read(folder / "metrics.jsonl", "train", _lines)
+    clocked = folder / "timing.jsonl"
+    timing = _read(clocked, "train", _lines) if clocked.exists() else pd.DataFrame()
     clock = {int(step): float(seconds) for step, seconds in zip(timing.get("step", []), timing.get("seconds", []))}
     milestones = tuple(_milestone(folder, step, clock) for step in experiment.milestones)
     return Training(method, seed, milestones, metrics, timing, clock, record)
@@ -182,18 +188,15 @@ def _training(folder: Path, experiment: Experiment, method: str, seed: int) -> T
 def _milestone(folder: Path, step: int, clock: dict[int, float]) -> Milestone:
     name = f"{step:07d}"
     place = folder / "milestones" / name
-    record = _json(place / "milestone.json", "train")
-    grid = folder / "samples" / f"{name}.png"
-    if not grid.exists():
-        raise _missing(grid, "sample")
+    record = _read(place / "milestone.json", "train")
     return Milestone(
         step=step,
         images=int(record["images_seen"]),
         seconds=0.0 if step == 0 else clock.get(step),
         record=record,
         strategy=_read(place / "strategy.csv", "train", pd.read_csv),
-        evaluation=_json(folder / "evaluation" / f"{name}.json", "evaluate"),
-        grid=grid,
+        evaluation=_read(folder / "evaluation" / f"{name}.json", "evaluate"),
+        grid=_read(folder / "samples" / f"{name}.png", "sample", Path),
     )
 
 
@@ -207,55 +210,44 @@ def _jobs(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
         if path.parent.name in trainings and int(path.stem.split(".")[0]) <= len(experiment.segments)
     ]
     paths += sorted(folder.glob(f"{parts}/encode.*of{experiment.autoencoder.shards}.json"))
-    records = [_json(path, "--timing") for path in [*sorted(folder.glob("timing/*.json")), *paths]]
+    records = [_read(path, "--timing") for path in [*sorted(folder.glob("timing/*.json")), *paths]]
     return tuple(record for record in records if record["stage"] not in ("report", "track"))
 
 
 def _check_comparable(results: Results) -> None:
-    for training in results.trainings:
-        for milestone in training.milestones:
-            protocol, name = milestone.evaluation["protocol"], f"{milestone.step:07d}.json"
-            path = results.folder / training.method / f"seed{training.seed}" / "evaluation" / name
-            if protocol["identity"] != milestone.record["identity"]:
+    reference = results.reference
+    for training, milestone in results.evaluated:
+        protocol = milestone.evaluation["protocol"]
+        name = f"seed{training.seed}/evaluation/{milestone.step:07d}.json"
+        path = results.folder / training.method / name
+        if protocol["identity"] != milestone.record["identity"]:
+            raise KairosError(
+                f"{path}: is of another training ({protocol['identity'][:12]}); run `kairos sample` and "
+                "`kairos evaluate` again"
+            )
+        for key in ("extractor_hash", "reference_hash"):
+            if protocol[key] != reference[key]:
                 raise KairosError(
-                    f"{path}: is of another training ({protocol['identity'][:12]}); run `kairos sample` and "
-                    "`kairos evaluate` again"
+                    f"{path}: its {key} {protocol[key][:12]} is not that of reference/reference.json "
+                    f"({reference[key][:12]}), so the two cannot be compared; run `kairos evaluate` again"
                 )
-            for key in ("extractor_hash", "reference_hash"):
-                if protocol[key] != results.reference[key]:
-                    raise KairosError(
-                        f"{path}: its {key} {protocol[key][:12]} is not that of reference/reference.json "
-                        f"({results.reference[key][:12]}), so the two cannot be compared; run `kairos evaluate` again"
-                    )
-            if results.metric not in milestone.evaluation["metrics"]:
-                raise KairosError(f"{path}: has no {results.metric}; run `kairos evaluate` again")
+        if results.metric not in milestone.evaluation["metrics"]:
+            raise KairosError(f"{path}: has no {results.metric}; run `kairos evaluate` again")
 
 
-def _missing(path: Path, command: str) -> KairosError:
-    return KairosError(
-        f"{path} is missing; `kairos {command}` makes it (`make run EXPERIMENT=...` runs all that is missing)"
-    )
-
-
-def _read(path: Path, command: str, reader: Callable[[Path], Any]) -> Any:
+def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -> Any:
+    if not path.exists():
+        raise KairosError(
+            f"{path} is missing; `kairos {command}` makes it (`make run EXPERIMENT=...` runs all that is missing)"
+        )
     try:
         return reader(path)
-    except FileNotFoundError:
-        raise _missing(path, command) from None
     except ValueError as error:
         raise KairosError(
             f"{path} cannot be read ({error}); delete it and let `kairos {command}` make it again"
         ) from None
 
 
-def _json(path: Path, command: str) -> Record:
-    record: Record = _read(path, command, read_json)
-    return record
-
-
-def _lines(path: Path, required: bool) -> pd.DataFrame:
+def _lines(path: Path) -> pd.DataFrame:
     """A JSON-lines file as a table; a dictionary in a line becomes columns with dotted names."""
-    if required and not path.exists():
-        raise _missing(path, "train")
-
-    return _read(path, "train", lambda path: pd.json_normalize([json.loads(line) for line in read_lines(path)]))
+    return pd.json_normalize([json.loads(line) for line in read_lines(path)])

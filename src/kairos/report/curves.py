@@ -23,7 +23,7 @@ def metric_label(name: str) -> str:
 
 def training_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Smoothed training losses: as minimised, and the squared error without weights; mean over seeds."""
-    drawing, grid = figure(10, 3.9, 1, 2, right=1.45, between=1.9)
+    drawing, grid = figure(7.8, 2.95, 1, 2, between=1.9)
     panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
     for axes, (column, title) in zip(grid[0], panels):
         curves = {}
@@ -43,7 +43,7 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Validation loss per timestep at the last milestone: linear, logarithmic, and relative to uniform."""
     baseline = results.baseline
     rows = 1 if baseline is None else 2
-    drawing, grid = figure(10, 3.7 * rows, rows, 2, right=1.45, above=0.95, between=0.8)
+    drawing, grid = figure(7.8, 3.7 * rows - 0.95, rows, 2, above=0.95, between=0.8)
     losses = {method: _per_timestep(results, method) for method in looks}
     words = own_time(results.experiment.diffusion.process["name"]) | {"ylabel": "validation loss"}
     for axes, scale in zip(grid[0], ("linear", "log")):
@@ -62,7 +62,7 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
 
 def metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
     """Distance against optimiser steps, or against training time."""
-    drawing, grid = figure(8.6, 5.2, right=2.0)
+    drawing, grid = figure(5.85, 4.25)
     axes = grid[0][0]
     curves = {method: curve(results, method) for method in looks}
     longest = max((c.seconds[-1] for c in curves.values() if np.isfinite(c.seconds[-1])), default=0.0)

@@ -1,5 +1,7 @@
 """Figures of the strategies themselves: density p(t) and effective weight p(t)·w(t), over training."""
 
+from typing import Any
+
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
@@ -18,20 +20,22 @@ def panels(results: Results, looks: dict[str, Look], column: str, label: str, sc
     steps = results.experiment.milestones
     columns = min(_COLUMNS, len(methods))
     rows = -(-len(methods) // columns)
-    drawing, grid = figure(
-        9.6, 0.75 + 2.25 * rows, rows, columns, top=0.75, bottom=0.55, between=0.3, above=0.5, left=0.7
-    )
+    height = 2.25 * rows - 0.55
+    drawing, grid = figure(8.7, height, rows, columns, between=0.3, above=0.5)
     colors = matplotlib.colormaps["viridis"](np.linspace(0.92, 0.0, len(steps)))
-    highest, changing = 0.0, False
-    for place, axes in enumerate(grid.flat):
-        if place >= len(methods):
-            axes.remove()
-            continue
-        trainings = results.of(methods[place])
+    handles = {"does not change": Line2D([], [], color=INK, linewidth=1.6)}
+    highest = 0.0
+    for axes in grid.flat[len(methods) :]:
+        axes.remove()
+    for place, (axes, method) in enumerate(zip(grid.flat, methods)):
+        trainings = results.of(method)
         fixed = all(
             np.array_equal(m.strategy[column], t.final.strategy[column]) for t in trainings for m in t.milestones
         )
-        changing = changing or not fixed
+        if not fixed:
+            handles |= {
+                f"step {step:,}": Line2D([], [], color=color, linewidth=2) for color, step in zip(colors, steps)
+            }
         for training in trainings[:1] if fixed else trainings:
             for milestone, color in zip(training.milestones[-1:] if fixed else training.milestones, colors):
                 table = milestone.strategy
@@ -39,7 +43,7 @@ def panels(results: Results, looks: dict[str, Look], column: str, label: str, sc
                 highest = max(highest, float(values.max()))
                 axes.plot(table["t"], values, color=INK if fixed else color, linewidth=1.4 if fixed else 1.2)
         axes.axhline(1, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
-        axes.set_title(methods[place], fontsize=9.5)
+        axes.set_title(method, fontsize=9.5)
         axes.text(1, 1.05, _note(trainings), transform=axes.transAxes, ha="right", fontsize=8, color=MUTED)
         below, left = place + columns >= len(methods), place % columns == 0
         axes.set(xscale=words["xscale"], xlabel=words["xlabel"] if below else "")
@@ -48,12 +52,8 @@ def panels(results: Results, looks: dict[str, Look], column: str, label: str, sc
         axes.margins(x=0)
     for axes in drawing.axes:
         axes.set_ylim(*((0, highest * 1.08) if scale == "linear" else (highest * 1e-4, highest * 2)))
-    handles = [Line2D([], [], color=INK, linewidth=1.6, label="does not change")]
-    if changing:
-        handles += [
-            Line2D([], [], color=color, linewidth=2, label=f"step {step:,}") for color, step in zip(colors, steps)
-        ]
-    drawing.legend(handles=handles, loc="upper left", ncols=len(handles), bbox_to_anchor=(0.06, 1.0), fontsize=8.5)
+    corner: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (-0.014, 1 + 0.75 / height)}
+    drawing.legend(handles.values(), handles, ncols=len(handles), fontsize=8.5, **corner)
     return drawing
 
 

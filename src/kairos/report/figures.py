@@ -33,4 +33,5 @@ def draw_all(results: Results, folder: Path) -> None:
     for name, draw in figures_of(results).items():
         with matplotlib.rc_context(canvas.STYLE):
             drawing = draw(results, looks)
-        canvas.save(drawing, folder / name)
+            drawing.savefig(folder / f"{name}.png", dpi=canvas.DPI)
+            drawing.savefig(folder / f"{name}.svg", metadata={"Date": None})

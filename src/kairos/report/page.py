@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pandas as pd
@@ -12,7 +13,7 @@ from kairos.report import findings, text
 from kairos.report.canvas import DPI, looks
 from kairos.report.collect import Record, Results, Training
 from kairos.report.figures import figures_of
-from kairos.report.ranking import SEEDS, compare, curve, stands_still
+from kairos.report.ranking import compare, curve, stands_still
 
 _STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate")
 
@@ -30,15 +31,12 @@ def page(results: Results, figures: Path) -> str:
         results=results,
         rows=rows,
         ranked=rows[0].judged,
-        least=SEEDS,
         looks=looks(results.methods, results.baseline),
-        setting=findings.setting(results),
         verdict=findings.verdict(results, rows),
         warnings=findings.warnings(results),
         curves={method: curve(results, method) for method in results.methods},
         still={method: all(map(stands_still, results.of(method))) for method in results.methods},
         stands_still=stands_still,
-        learned=[training for training in results.trainings if training.learned],
         finals=finals,
         further_metrics=_further_metrics(results, (own.index for own in finals.values())),
         reference_metrics=_further_metrics(results, results.reference["rows"].values()),
@@ -70,18 +68,19 @@ def _provenance(results: Results) -> pd.DataFrame:
     return pd.DataFrame(words).fillna(text.NONE)
 
 
-def _costs(jobs: tuple[Record, ...]) -> list[Record]:
+def _costs(jobs: tuple[Record, ...]) -> list[Any]:
     """CPU and wall time of every stage, the sum last."""
     if not jobs:
         return []
     table = pd.DataFrame(list(jobs))
-    names = sorted(table["stage"].unique(), key=lambda name: _STAGES.index(name) if name in _STAGES else len(_STAGES))
-    parts = [(name, table[table["stage"] == name]) for name in names] + [("all", table)]
+    both = pd.concat([table, table.assign(stage="all")])
+    order = {name: place for place, name in enumerate(_STAGES)} | {"all": len(_STAGES) + 1}
     times = [f"{kind}{unit}_seconds" for kind in ("", "startup_") for unit in ("wall", "cpu")]
-    return [
-        {"stage": name, "jobs": len(part), "peak": part["peak_rss_bytes"].max(), **part[times].sum()}
-        for name, part in parts
-    ]
+    costs = both.groupby("stage").agg(
+        jobs=("stage", "size"), peak=("peak_rss_bytes", "max"), **{time: (time, "sum") for time in times}
+    )
+    costs = costs.sort_index(key=lambda names: names.map(order).fillna(len(_STAGES)))
+    return costs.reset_index().to_dict("records")
 
 
 def _figure(folder: Path, name: str) -> tuple[str, int | None]:

@@ -30,11 +30,6 @@ class Curve:
     over_sets: np.ndarray
 
     @property
-    def costs(self) -> np.ndarray:
-        """Steps, as `clock`."""
-        return np.broadcast_to(self.steps, self.values.shape)
-
-    @property
     def seconds(self) -> np.ndarray:
         """Training time, mean over seeds."""
         return np.asarray(self.clock.mean(axis=0))
@@ -79,10 +74,7 @@ class Row:
     """One method of the comparison: its distance, the ranks that the tests leave it, and itself against uniform."""
 
     method: str
-    mean: float
-    spread: float
-    over_sets: float
-    over_seeds: float
+    curve: Curve
     seeds: int  # common to all methods
     first_rank: int
     last_rank: int
@@ -90,7 +82,6 @@ class Row:
     values: dict[str, tuple[float, float]]  # validation losses: mean and spread over seeds
     steps: Ratio | None  # the baseline's for its final value over the method's for the same
     time: Ratio | None
-    step_seconds: float
 
     @property
     def judged(self) -> bool:
@@ -126,22 +117,18 @@ def compare(results: Results) -> list[Row]:
     rows = [
         Row(
             method=method,
-            mean=float(own.mean[-1]),
-            spread=float(own.spread[-1]),
-            over_sets=float(own.over_sets[-1]),
-            over_seeds=float(own.over_seeds[-1]),
+            curve=own,
             seeds=finals.shape[1],
             first_rank=1 + int(below[:, k].sum()),
             last_rank=len(curves) - int(below[k].sum()),
             against=None if base in (None, k) else Ratio(*(float(part[k, base]) for part in tests)),
             values={name: _final(results.of(method), name) for name in _VALIDATION},
-            steps=None if base is None else _factor(own, curves[base], "costs"),
+            steps=None if base is None else _factor(own, curves[base], "steps"),
             time=None if base is None else _factor(own, curves[base], "clock"),
-            step_seconds=float(own.seconds[-1] / own.steps[-1]),
         )
         for k, (method, own) in enumerate(zip(results.methods, curves))
     ]
-    return sorted(rows, key=lambda row: row.mean)
+    return sorted(rows, key=lambda row: row.curve.mean[-1])
 
 
 def paired(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -195,10 +182,11 @@ _VALIDATION = ("val_loss", "val_vlb", "val_vlb_without_last")
 def _factor(own: Curve, baseline: Curve, cost: str) -> Ratio | None:
     """What the baseline spends for its final value over what the method spends for the same, seed by seed."""
     targets = baseline.values[:, -1]
+    costs = [np.broadcast_to(getattr(curve, cost), curve.values.shape) for curve in (baseline, own)]
     needed, spent = (
-        np.array(list(map(crossing, getattr(curve, cost), curve.values, targets))) for curve in (baseline, own)
+        np.array(list(map(crossing, cost, curve.values, targets))) for cost, curve in zip(costs, (baseline, own))
     )
-    if not np.isfinite(getattr(own, cost)).all() or not (needed > 0).all() or (spent == 0).any():
+    if not np.isfinite(costs[1]).all() or not (needed > 0).all() or (spent == 0).any():
         return None  # no clock, or uniform never improved on its start
     value, low, high, _ = map(float, _ratio(np.log(needed / spent)))
     return Ratio(value, low, high, missed=int(np.isnan(spent).sum()), seeds=len(spent))

@@ -16,10 +16,8 @@ def samples(results: Results, looks: dict[str, Look]) -> Figure:
     """Grids of the first seed: a row per method, a column per milestone."""
     methods, steps = results.methods, results.experiment.milestones
     side = min(1.9, 9.0 / len(steps))
-    drawing, grid = figure(
-        1.25 + side * len(steps), 0.35 + side * len(methods), len(methods), len(steps),
-        left=1.15, right=0.05, top=0.3, bottom=0.05, between=0.08, above=0.08,
-    )  # fmt: skip
+    size = (side * len(steps) + 0.05, side * len(methods))
+    drawing, grid = figure(*size, len(methods), len(steps), between=0.08, above=0.08)
     for row, method in zip(grid, methods):
         for axes, milestone in zip(row, results.of(method)[0].milestones):
             _show(axes, _picture(milestone.grid))
@@ -36,15 +34,12 @@ def final_samples(results: Results, looks: dict[str, Look]) -> Figure:
     pictures += [(method, _picture(results.of(method)[0].final.grid)) for method in results.methods]
     columns = min(4, len(pictures))
     rows = -(-len(pictures) // columns)
-    drawing, grid = figure(
-        9.6, 0.15 + 2.65 * rows, rows, columns, left=0.05, right=0.05, top=0.35, bottom=0.05, between=0.15, above=0.4
-    )
-    for place, axes in enumerate(grid.flat):
-        if place >= len(pictures):
-            axes.remove()
-            continue
-        _show(axes, pictures[place][1])
-        axes.set_title(pictures[place][0], fontsize=9.5, color=MUTED if place == 0 else INK)
+    drawing, grid = figure(9.5, 2.65 * rows - 0.25, rows, columns, between=0.15, above=0.4)
+    for axes, (title, picture) in zip(grid.flat, pictures):
+        _show(axes, picture)
+        axes.set_title(title, fontsize=9.5, color=MUTED if title == name else INK)
+    for axes in grid.flat[len(pictures) :]:
+        axes.remove()
     return drawing
 
 

@@ -33,11 +33,10 @@ def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[st
     """
     wrapped = [part for line in lines for part in textwrap.wrap(line, 150, subsequent_indent="    ")]
     top = 0.65 + 0.17 * len(wrapped)
-    drawing, grid = figure(10.2, 2.9 + top, 1, 3, left=0.6, right=0.15, top=top + 0.3, bottom=0.55, between=0.62)
-    drawing.text(0.6 / 10.2, 1 - 0.12 / (2.9 + top), title, va="top", fontsize=13, fontweight="bold")
-    drawing.text(
-        0.6 / 10.2, 1 - 0.44 / (2.9 + top), "\n".join(wrapped), va="top", fontsize=8.5, color=MUTED, linespacing=1.35
-    )
+    drawing, grid = figure(9.45, 2.05, 1, 3, between=0.62)
+    drawing.text(0, 1 + (top + 0.18) / 2.05, title, va="top", fontsize=13, fontweight="bold")
+    notes = "\n".join(wrapped)
+    drawing.text(0, 1 + (top - 0.14) / 2.05, notes, va="top", fontsize=8.5, color=MUTED, linespacing=1.35)
     t, count = columns["t"], len(columns["t"])
     panels = (
         ("p", "Drawn: T · p(t)", columns["p"] * count, _BLUE),
@@ -47,8 +46,7 @@ def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[st
     logarithmic = _spans_decades(columns["w"])
     for axes, (name, label, values, color) in zip(grid.flat, panels):
         _curve(axes, t, values, color, logarithmic and name != "p")
-        axes.set_title(label)
-        axes.set(**own_time(process))
+        axes.set(title=label, **own_time(process))
         axes.margins(x=0)
         if name == "p":
             axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
@@ -75,8 +73,10 @@ def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str, logarithmi
         low = max(min(positive.min(), high), high * 1e-12) / 2
         axes.set_ylim(low, high * 3)
     else:
-        low = 0.0
-        axes.set_ylim(*(_limits(shown)))
+        low, finite = 0.0, shown[np.isfinite(shown)]
+        least, most = finite.min(initial=0), finite.max(initial=0)
+        room = 0.12 * ((most - least) or 1.0)
+        axes.set_ylim(least - room * (least < 0), most + room)
     if len(t) <= _STAIRS:
         edges = np.arange(len(t) + 1) - 0.5
         axes.stairs(shown, edges, baseline=None, color=color, linewidth=1.6)
@@ -92,18 +92,10 @@ def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str, logarithmi
         )
 
 
-def _limits(values: np.ndarray) -> tuple[float, float]:
-    if not np.isfinite(values).any():
-        return 0.0, 1.0
-    low, high = min(float(np.nanmin(values)), 0.0), max(float(np.nanmax(values)), 0.0)
-    room = 0.12 * ((high - low) or 1.0)
-    return low - (room if low < 0 else 0.0), high + room
-
-
 def draw_increments(found: Increments, title: str) -> Figure:
     """SpeeD's figures 1 and 4 for any process: moments of the increments, the areas, and how many lie in each."""
-    drawing, grid = figure(10.8, 6.6, 2, 3, left=0.7, right=0.2, top=1.3, bottom=0.55, between=0.72, above=0.85)
-    drawing.text(0.7 / 10.8, 1 - 0.12 / 6.6, f"Process increments: {title}", va="top", fontsize=13, fontweight="bold")
+    drawing, grid = figure(9.9, 4.75, 2, 3, between=0.72, above=0.85)
+    drawing.text(0, 1 + 1.18 / 4.75, f"Process increments: {title}", va="top", fontsize=13, fontweight="bold")
     area, exploding = found.area(), found.process != "vp"
     names = [name for name in _SHADES if (area == name).any()]
     t = found.t[1:] if exploding else found.t  # on a log axis there is no 0
@@ -118,14 +110,11 @@ def draw_increments(found: Increments, title: str) -> Figure:
          ("its upper bound", found.mean_squared_bound**0.5, INK, bounds)]),
     )  # fmt: skip
     for axes, heading, logarithmic, lines in curves:
-        axes.set_xscale("log" if exploding else "linear")
-        axes.set_yscale("log" if logarithmic else "linear")
+        axes.set(xscale="log" if exploding else "linear", yscale="log" if logarithmic else "linear")
         for label, values, color, dash in lines:
             axes.plot(t, values[pick], color=color, linestyle=dash, linewidth=1.6, label=label or None)
-        axes.set_xlim(t[0], t[-1])
+        axes.set(xlim=(t[0], t[-1]), title=heading, xlabel="time t")
         _shade(axes, found, area)
-        axes.set_title(heading)
-        axes.set_xlabel("time t")
         if not any(values.any() for _, values, _, _ in lines):
             axes.set_ylim(-1, 1)
             note = "none: the scale of x0 is constant"
@@ -139,18 +128,21 @@ def draw_increments(found: Increments, title: str) -> Figure:
     handles: list[Any] = [Patch(facecolor=_SHADES[name], label=name) for name in names]
     handles += [Line2D([], [], color=MUTED, linewidth=1, linestyle=(0, (4, 2)), label="boundary of two areas")]
     drawing.legend(
-        handles=handles, loc="upper left", ncols=4, bbox_to_anchor=(0.055, 1 - 0.4 / 6.6), fontsize=9, columnspacing=1.6
+        handles=handles,
+        loc="upper left",
+        ncols=4,
+        bbox_to_anchor=(-0.011, 1 + 0.9 / 4.75),
+        fontsize=9,
+        columnspacing=1.6,
     )
     return drawing
 
 
 def _shade(axes: Axes, found: Increments, area: np.ndarray) -> None:
-    """The areas as background: runs of equal names."""
-    edges = np.flatnonzero(area[1:] != area[:-1]) + 1
-    starts, ends = [0, *edges], [*edges, len(area)]
-    for start, end in zip(starts, ends):
-        right = found.t[end] if end < len(area) else found.t[-1]
-        axes.axvspan(found.t[start], right, color=_SHADES[str(area[start])], alpha=0.55, linewidth=0, zorder=0)
+    """The areas as background."""
+    look: dict[str, Any] = {"fill": True, "alpha": 0.55, "linewidth": 0, "zorder": 0}
+    for name, shade in _SHADES.items():
+        axes.stairs(area[:-1] == name, found.t, color=shade, transform=axes.get_xaxis_transform(), **look)
     for place in (found.deceleration, found.convergence):
         if place is not None:
             axes.axvline(place, color=MUTED, linewidth=1, linestyle=(0, (4, 2)), zorder=1)
@@ -176,8 +168,7 @@ def _shares(axes: Axes, area: np.ndarray, names: list[str]) -> None:
     shares = [100 * float((area == name).mean()) for name in names]
     bars = axes.bar(names, shares, color=[_SHADES[name] for name in names], edgecolor=MUTED, linewidth=0.8, width=0.62)
     axes.bar_label(bars, labels=[f"{share:.1f} %" for share in shares], padding=2, fontsize=9)
-    axes.set_ylim(0, max(shares) * 1.15)
-    axes.set_title("Timesteps in each area, %")
+    axes.set(ylim=(0, max(shares) * 1.15), title="Timesteps in each area, %")
     axes.tick_params(axis="x", labelsize=8.5, length=0)
     axes.grid(axis="x", visible=False)
 
@@ -191,10 +182,9 @@ def _histogram(axes: Axes, found: Increments, area: np.ndarray, names: list[str]
         axes.set_xscale("log")
     values = [variance[area == name] for name in names]
     weights = [np.full(len(value), 100 / len(area)) for value in values]
-    look: dict[str, Any] = {"color": [_SHADES[name] for name in names], "edgecolor": MUTED, "linewidth": 0.6}
-    axes.hist(values, edges, weights=weights, stacked=True, **look)
-    axes.set_title("Timesteps by variance, %")
-    axes.set_xlabel("variance, as the paper has it")
+    shades = [_SHADES[name] for name in names]
+    axes.hist(values, edges, weights=weights, stacked=True, color=shades, edgecolor=MUTED, linewidth=0.6)
+    axes.set(title="Timesteps by variance, %", xlabel="variance, as the paper has it")
     axes.grid(axis="x", visible=False)
 
 

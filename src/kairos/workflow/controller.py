@@ -52,12 +52,10 @@ def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
 
 def _experiment(workflow: Any, config: dict[str, Any]) -> Any:
     files = workflow.config_settings.configfiles
-    if len(files) == 1 and not workflow.config_settings.config:
-        return load(files[0])
+    if len(files) < 2 and not workflow.config_settings.config:
+        return load(files[0] if files else _DEFAULT)
     if files:
-        return validate(dict(config), " + ".join(str(file) for file in files))
-    if not config:
-        return load(_DEFAULT)
+        return validate(dict(config), " + ".join(map(str, files)))
     load(_DEFAULT)
     values = yaml.safe_load(Path(_DEFAULT).read_text(encoding="utf-8"))
     return validate({**values, **config}, f"{_DEFAULT} with --config")

@@ -17,7 +17,6 @@ from kairos.training.identity import code_roots, trajectory_settings
 Plain = dict[str, Any]
 SHARED = ("prepare", "autoencoder", "encode", "extractor", "reference")
 PER_TRAINING = ("train", "sample", "evaluate")
-AFTER = ("report", "track")
 
 
 def of(stage: str, plain: Plain, method: str | None = None) -> Plain:
@@ -42,23 +41,15 @@ def settings(stage: str, plain: Plain, method: str | None = None) -> Plain:
             "method": plain["methods"][method],
             "training": trajectory_settings(plain["training"]),
         }
-    encoded = {"flips": dataset["flips"]}
-    if kind != "none":
-        encoded |= {"batch_size": autoencoder["encode_batch_size"], "computing": computing}
-    made = {
-        "none": {"autoencoder": {"kind": kind}},
-        "pretrained": {"autoencoder": _only(autoencoder, "kind", "path"), "computing": computing},
-        "train": {
-            "autoencoder": _without(autoencoder, "path", "shards"),
-            "flips": dataset["flips"],
-            "computing": computing,
-        },
-    }
+    flips, computed = _only(dataset, "flips"), {} if kind == "none" else {"computing": computing}
+    own = {"none": ("kind",), "pretrained": ("kind", "path")}.get(kind)
+    made = _only(autoencoder, *own) if own else _without(autoencoder, "path", "shards")
+    batch = {"batch_size": autoencoder["encode_batch_size"]} if computed else {}
     images = {"num": evaluation["num_samples"] * evaluation["sets"], "computing": computing}
     return {
         "prepare": {"dataset": _without(dataset, "flips")},
-        "autoencoder": made[kind],
-        "encode": encoded,
+        "autoencoder": {"autoencoder": made, **(flips if kind == "train" else {}), **computed},
+        "encode": {**flips, **batch, **computed},
         "sample": {"sampling": _without(plain["sampling"], "batch_size", "shards"), **images},
         "extractor": {"extractor": evaluation["extractor"], "computing": computing},
         "reference": {"evaluation": _without(evaluation, "extractor"), "computing": computing},

@@ -58,13 +58,15 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _why(name: str, stage: dict[str, Any], lock: Path, different: set[str]) -> str:
-    changed = [
-        f"{key}.{field}" if isinstance(value, dict) else key
-        for file, table in stage.get("params", {}).items()
-        for key, value in table.items()
-        for field in (value if isinstance(value, dict) else [""])
-        if _now(lock.parent / file, key, field) != (value[field] if isinstance(value, dict) else value)
-    ]
+    changed: list[str] = []
+    for file, table in stage.get("params", {}).items():
+        path = lock.parent / file
+        now = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for key, then in table.items():
+            first, _, rest = key.partition(".")
+            found = now.get(first)
+            here = _fields(key, found.get(rest) if rest and isinstance(found, dict) else found)
+            changed += [field for field, value in _fields(key, then).items() if here.get(field) != value]
     if changed or name == "dependencies":
         return f"changed settings or code: {', '.join(changed) or 'see the stages below'}"
     from_other = [
@@ -76,11 +78,8 @@ def _why(name: str, stage: dict[str, Any], lock: Path, different: set[str]) -> s
     return "; ".join(reasons + _other_machine(lock, stage)) or "no record tells why"
 
 
-def _now(file: Path, key: str, field: str) -> Any:
-    value = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
-    for part in [*key.split(".", 1), *([field] if field else [])]:
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+def _fields(key: str, value: Any) -> dict[str, Any]:
+    return {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
 
 
 def _other_machine(lock: Path, stage: dict[str, Any]) -> list[str]:
