@@ -39,6 +39,11 @@ class Entry:
         return getattr(importlib.import_module(module), attribute)
 
 
+def split(named: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and options of a component given as ``{"name": ..., option: ...}``."""
+    return named["name"], {key: value for key, value in named.items() if key != "name"}
+
+
 class Registry(dict[str, Entry]):
     """All components of one kind by name."""
 

@@ -21,6 +21,7 @@ from kairos.diffusion.registries import CELLS, PROCESSES, DiscreteOptions, EdmOp
 from kairos.diffusion.schedule import NoiseSchedule, make_schedule
 from kairos.errors import ConfigError
 from kairos.options import parse
+from kairos.registry import split
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 def call(network: Any, x: Tensor, t: Tensor, conditions: dict[str, Tensor] | None) -> Tensor:
     """``network(x, t, conditions)``, or ``network(x, t)`` without conditions; a model of diffusers wraps its tensor."""
     output = network(x, t) if conditions is None else network(x, t, conditions)
-    tensor: Tensor = getattr(output, "sample", output)
-    return tensor
+    return getattr(output, "sample", output)
 
 
 def shaped(coefficient: Tensor, like: Tensor) -> Tensor:
@@ -146,14 +146,9 @@ class Discrete(Process):
     """The discrete Gaussian process of DDPM (Ho et al. 2020): t = 0 ... T-1."""
 
     def __init__(self, options: DiscreteOptions | NoiseSchedule, prediction: str = "epsilon"):
-        self._schedule = options if isinstance(options, NoiseSchedule) else make_schedule(**asdict(options))
+        self.schedule = options if isinstance(options, NoiseSchedule) else make_schedule(**asdict(options))
         self.prediction = prediction
         self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def schedule(self) -> NoiseSchedule:  # type: ignore[override]
-        """Its cells are its timesteps."""
-        return self._schedule
 
     def times(self, fractions: Any) -> Any:
         """Timesteps min(floor(u T), T-1), int64."""
@@ -313,6 +308,4 @@ def build_process(diffusion: dict[str, Any], sigma_data: float | None = None) ->
         diffusion: the section.
         sigma_data: standard deviation of the data, for a process that asks for it and is not told.
     """
-    options = measured(diffusion["process"], sigma_data)
-    process: Process = PROCESSES.build(options.pop("name"), options, diffusion["prediction"])
-    return process
+    return PROCESSES.build(*split(measured(diffusion["process"], sigma_data)), diffusion["prediction"])

@@ -23,11 +23,12 @@ class FromGradients(Tabled):
     """A density that follows a number measured in each bin of t, smoothed over bins and in time."""
 
     learned = measures = True
+    kept = ("_values", "updates")
+    updates = 0
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self.bins = min(options.bins, schedule.timesteps)
-        self.updates = 0
         self._values = np.zeros(self.bins)
 
     @contextmanager
@@ -38,8 +39,7 @@ class FromGradients(Tabled):
             decay = self.options.decay if self.updates else 0.0
             self._values = decay * self._values + (1 - decay) * new
             self.updates += 1
-            if self.updates >= self.options.start:
-                self._follow()
+            self.restored()
         yield
 
     def measure(self, observation: Observation) -> Array:
@@ -47,10 +47,13 @@ class FromGradients(Tabled):
         raise NotImplementedError
 
     def relative(self, values: Array) -> Array:
-        """Relative masses from smoothed values, elementwise."""
-        raise NotImplementedError
+        """Relative masses from smoothed values, elementwise: their positive part."""
+        return np.maximum(values, 0.0)
 
-    def _follow(self) -> None:
+    def restored(self) -> None:
+        """Set the density that follows from the values of the bins, once there are enough."""
+        if self.updates < self.options.start:
+            return
         edged = np.concatenate([self._values[:1], self._values, self._values[-1:]])
         smooth = (edged[:-2] + 2 * edged[1:-1] + edged[2:]) / 4
         centres = (np.arange(self.bins) + 0.5) / self.bins
@@ -83,16 +86,6 @@ class FromGradients(Tabled):
         """How often gradients have been measured."""
         return {"updates": self.updates}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The values of the bins."""
-        return {"values": torch.from_numpy(self._values.copy()), "updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Restore the values and the density that follows from them."""
-        self._values, self.updates = state["values"].cpu().numpy().copy(), state["updates"]
-        if self.updates >= self.options.start:
-            self._follow()
-
 
 class GradientNorm(FromGradients):
     """p(t) in proportion to the root mean square of a sample's gradient at t, with importance weights.
@@ -102,9 +95,7 @@ class GradientNorm(FromGradients):
     are steepest; ``plain`` is the Euclidean norm.
     """
 
-    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        super().__init__(options, schedule, seed)
-        self.corrected = True
+    corrected = True
 
     def measure(self, observation: Observation) -> Array:
         """Mean squared norm of a sample's gradient in every bin."""
@@ -145,10 +136,6 @@ class GradientVariance(FromGradients):
             variance.append((second - mean) * count / (count - 1))
         return np.array(variance)
 
-    def relative(self, values: Array) -> Array:
-        """The variance itself."""
-        return np.maximum(values, 0.0)
-
 
 class FirstOrder(FromGradients):
     """p(t) in proportion to what a step at t takes off the target, to first order.
@@ -168,11 +155,8 @@ class FirstOrder(FromGradients):
         ones = torch.full((half,), 1 / half)
         targets = []
         for number, part in enumerate(parts):
-            flat, all_ones = (
-                (index[:, part].flatten(), fractions[:, part].flatten()),
-                ones.repeat(self.bins) / self.bins,
-            )
-            found = gradient(observation, *flat, f"measured target {number}", all_ones)
+            flat, factors = (index[:, part].flatten(), fractions[:, part].flatten()), ones.repeat(self.bins) / self.bins
+            found = gradient(observation, *flat, f"measured target {number}", factors)
             targets.append([each.mul_(d).flatten() for each, d in zip(found, metric)])
         values = np.zeros(self.bins)
         for k in range(self.bins):
@@ -181,10 +165,6 @@ class FirstOrder(FromGradients):
                 products = [torch.dot(g.flatten(), h) for g, h in zip(mine, targets[1 - number])]
                 values[k] += float(torch.stack(products).double().sum())
         return values
-
-    def relative(self, values: Array) -> Array:
-        """The positive part."""
-        return np.maximum(values, 0.0)
 
 
 def _square(gradients: list[Tensor], roots: list[Tensor] | None = None) -> float:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from kairos import distributed
 from kairos.diffusion.losses import per_sample
-from kairos.diffusion.processes import call
 
 if TYPE_CHECKING:
     from kairos.strategies.base import Observation, Weighting
@@ -38,22 +37,19 @@ class Meter:
         optimizer: torch.optim.Optimizer | None = None,
         autocast: AbstractContextManager[Any] | None = None,
     ):
-        self.process, self.x0, self.conditions = process, x0, conditions or {}
+        self.process, self.x0, self.conditions = process, x0, conditions
         self.network = network.module if isinstance(network, nn.parallel.DistributedDataParallel) else network
-        self.call = self.network if conditions is not None else self._unconditional
         self.weighting, self.optimizer = weighting, optimizer
         self.autocast = autocast or nullcontext()
 
     def _predict(self, index: Tensor, fractions: Tensor, noise: Tensor, dropout: bool) -> tuple[Tensor, ...]:
         clean, t = self.x0[index], self.process.times(fractions).to(self.x0.device)
         x_t = self.process.noised(clean, noise.to(clean.dtype), t)
-        chosen = {name: values[index] for name, values in self.conditions.items()}
+        given = self.conditions
+        chosen = None if given is None else {name: values[index] for name, values in given.items()}
         with evaluating(self.network, dropout), self.autocast:
-            output = self.process.predict(self.call, x_t, t, chosen).float()
+            output = self.process.predict(self.network, x_t, t, chosen).float()
         return clean, t, x_t, output
-
-    def _unconditional(self, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        return call(self.network, x_t, t, None)
 
     def error(self, index: Tensor, fractions: Tensor, noise: Tensor, dropout: bool = False) -> Tensor:
         """Per-sample squared error of epsilon, float32 (n,), in evaluation mode unless `dropout`, without gradients.

@@ -8,6 +8,7 @@ import numpy as np
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule, linear_coefficients
 from kairos.strategies.base import Array, Sampler, Tabled, Weighting
+from kairos.strategies.options import check_linear, check_tau
 from kairos.strategies.points import Place
 
 if TYPE_CHECKING:
@@ -165,8 +166,7 @@ def first_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedu
         tau = min(math.ceil(tau_of_magnitude(r, schedule)), timesteps)
     elif tau is None:
         tau = min(max(round(0.7 * timesteps), 1), timesteps - 1)
-    if not 0 < tau < timesteps:
-        raise ValueError(f"tau: got {tau}, allowed: 1 to T - 1 = {timesteps - 1}")
+    check_tau(tau, timesteps)
     return tau
 
 
@@ -176,8 +176,7 @@ def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
     Raises:
         ValueError: the schedule is not linear; the closed form holds for that one alone.
     """
-    if schedule.name != "linear":
-        raise ValueError(f"r: got {r} with schedule {schedule.name}, allowed: schedule linear, or give tau")
+    check_linear(r, schedule.name)
     timesteps = schedule.timesteps
     change, first = linear_coefficients(schedule)
     offset = timesteps * first / change

@@ -130,12 +130,9 @@ class Store:
             say(f"{self.out}: complete before and asked for again: starts from step 0")
             self.clear()
         missing = [step for step in milestones if not _whole(self.milestone(step))]
-        if missing or part or self._reached(milestones[-1]):
+        if missing or part or (self.newest(milestones[-1]) or {}).get("step") == milestones[-1]:
             return missing
         return milestones[-1:]
-
-    def _reached(self, step: int) -> bool:
-        return (self.newest(step) or {}).get("step") == step
 
     def newest(self, at_most: int | None = None, device: Any = "cpu") -> dict[str, Any] | None:
         """The newest whole checkpoint (up to step `at_most`) that goes with the metrics; damaged ones are said."""
@@ -278,5 +275,4 @@ def read_training(out: Path) -> dict[str, Any]:
     path = out / "training.json"
     if not path.exists():
         raise KairosError(f"{out}: no training.json; not the folder of a complete training")
-    record: dict[str, Any] = read_json(path)
-    return record
+    return read_json(path)
