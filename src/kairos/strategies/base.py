@@ -170,23 +170,25 @@ class Tabled(Sampler):
     Subclasses call `set_masses`; until then the density is uniform.
     """
 
+    updates = 0  # how often it has changed, where it learns
+
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self.set_masses(np.ones(schedule.timesteps))
 
-    def set_masses(self, masses: Array) -> None:
-        """Draw in proportion to `masses`, (T,), from now on."""
-        self.restore_masses(masses / masses.sum())
-
-    def restore_masses(self, masses: Array) -> None:
-        """Take a table that is normalised already as it is, so that a resumed training draws the same bits."""
-        self._masses = masses.copy()
+    def set_masses(self, masses: Array, normalised: bool = False) -> None:
+        """Draw in proportion to `masses`, (T,), from now on; a `normalised` table is taken to the bit."""
+        self._masses = masses.copy() if normalised else masses / masses.sum()
         self._cumulative = np.concatenate([[0.0], np.cumsum(self._masses)])
         self._cumulative /= self._cumulative[-1]
 
     def masses(self, x0: "Tensor | None" = None) -> Array:
         """The table."""
         return self._masses
+
+    def statistics(self) -> dict[str, float]:
+        """How often the density has changed."""
+        return {"updates": self.updates} if self.learned else {}
 
     def cdf(self, fraction: Array) -> Array:
         """Linear between the edges of the cells."""

@@ -24,7 +24,6 @@ class FromGradients(Tabled):
 
     learned = measures = True
     kept = ("_values", "updates")
-    updates = 0
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -77,14 +76,16 @@ class FromGradients(Tabled):
         drawn = place.stream("measured signs").integers(place.step, 2, range(self.bins), (per_bin,))
         return (2.0 * drawn - 1) / per_bin
 
+    def squares(self, observation: Observation, factors: Tensor, roots: list[Tensor] | None = None) -> Array:
+        """Squared norm, (bins,), of the sum of gradients times `factors`, (bins, per_bin); see `_square`."""
+        index, fractions = self.samples(observation, factors.shape[1])
+        each = enumerate(zip(index, fractions, factors))
+        return np.array([_square(gradient(observation, i, u, f"measurement {k}", f), roots) for k, (i, u, f) in each])
+
     def per_bin(self, observation: Observation) -> int:
         """Samples of a bin: as asked for, or a batch in all."""
         size, _ = distributed.share(len(observation.x0))
         return self.options.samples or max(2, round(size / self.bins))
-
-    def statistics(self) -> dict[str, float]:
-        """How often gradients have been measured."""
-        return {"updates": self.updates}
 
 
 class GradientNorm(FromGradients):
@@ -100,17 +101,11 @@ class GradientNorm(FromGradients):
     def measure(self, observation: Observation) -> Array:
         """Mean squared norm of a sample's gradient in every bin."""
         count = self.per_bin(observation)
-        index, fractions = self.samples(observation, count)
-        signs = self.signs(observation, count)
         assert observation.meter is not None
         roots = None
         if self.options.norm == "preconditioned":
             roots = [each.sqrt() for each in observation.meter.metric()]
-        squares = [
-            _square(gradient(observation, index[k], fractions[k], f"measurement {k}", signs[k]), roots)
-            for k in range(self.bins)
-        ]
-        return count * np.array(squares)
+        return count * self.squares(observation, self.signs(observation, count), roots)
 
     def relative(self, values: Array) -> Array:
         """The root."""
@@ -127,14 +122,9 @@ class GradientVariance(FromGradients):
     def measure(self, observation: Observation) -> Array:
         """Unbiased: mean ||g||² less ||mean g||², times m/(m - 1)."""
         count = self.per_bin(observation)
-        index, fractions = self.samples(observation, count)
-        signs, ones = self.signs(observation, count), torch.full((count,), 1 / count)
-        variance = []
-        for k in range(self.bins):
-            second = count * _square(gradient(observation, index[k], fractions[k], f"measurement {k}", signs[k]))
-            mean = _square(gradient(observation, index[k], fractions[k], f"measurement {k}", ones))
-            variance.append((second - mean) * count / (count - 1))
-        return np.array(variance)
+        second = count * self.squares(observation, self.signs(observation, count))
+        mean = self.squares(observation, torch.full((self.bins, count), 1 / count))
+        return (second - mean) * count / (count - 1)
 
 
 class FirstOrder(FromGradients):

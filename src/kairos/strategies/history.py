@@ -18,7 +18,6 @@ class FromLosses(Tabled):
     """
 
     learned = corrected = True
-    updates = 0
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
@@ -33,10 +32,6 @@ class FromLosses(Tabled):
     def take(self, cells: Any, losses: Array) -> None:
         """Learn from losses (batch,) at timesteps `cells`, int64 (batch,)."""
         raise NotImplementedError
-
-    def statistics(self) -> dict[str, float]:
-        """How often the density has been set."""
-        return {"updates": self.updates}
 
 
 class LossSecondMoment(FromLosses):
@@ -104,4 +99,4 @@ class LossRms(FromLosses):
 
     def restored(self) -> None:
         """Draw from the density that was set last, the same bits."""
-        self.restore_masses(self._masses)
+        self.set_masses(self._masses, normalised=True)

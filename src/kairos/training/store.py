@@ -223,9 +223,7 @@ class Store:
 
     def fulfil(self, milestones: list[int]) -> None:
         """Write down that a request is fulfilled."""
-        path = self._request(milestones)
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, {"identity": self.identity, "milestones": milestones})
+        write_json(self._request(milestones), {"identity": self.identity, "milestones": milestones})
 
     def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
         """Link what a request asked for into the training's folder, records last; without one the milestones only."""
