@@ -84,26 +84,18 @@ def part() -> None:
 
 def add(values: list[float]) -> list[float]:
     """Sums over the ranks, the same on all."""
-    if ranks() == 1:
-        return values
     import torch
-    from torch import distributed
 
     sums = torch.tensor(values, dtype=torch.float64)
-    distributed.all_reduce(sums)
+    sum_tensors([sums])
     return sums.tolist()
 
 
 def on_first(function: "Callable[[], T]") -> "T":
     """What a function gives on rank 0, the only one to call it, on all ranks; it may take long."""
-    if ranks() == 1:
-        return function()
-    from torch import distributed
-
-    box: list[T | None] = [function() if rank() == 0 else None]
+    value = function() if rank() == 0 else None
     meet()
-    distributed.broadcast_object_list(box, src=0)
-    return box[0]  # type: ignore[return-value]
+    return _of_all(value)[0]  # type: ignore[return-value]
 
 
 def share(size: int) -> tuple[int, slice]:

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from kairos import options
 from kairos.errors import ConfigError
 from kairos.options import meant_number
-from kairos.registry import Registry
+from kairos.registry import Registry, split
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -38,8 +38,7 @@ def component(registry: Registry, default: str | None = None) -> Any:
         try:
             if not isinstance(value, dict) or "name" not in value:
                 raise ConfigError(f"got {value!r}, allowed: a name or {{name: ..., options}} of {sorted(registry)}")
-            rest = {key: item for key, item in value.items() if key != "name"}
-            parsed = registry.parse(value["name"], rest, f"{registry.kind} {value['name']}")
+            parsed = registry.parse(*split(value), f"{registry.kind} {value['name']}")
         except ConfigError as error:
             raise PydanticCustomError("component", "{message}", {"message": str(error)}) from None
         return {"name": value["name"], **options.dump(parsed)}
@@ -49,8 +48,7 @@ def component(registry: Registry, default: str | None = None) -> Any:
 
 def build(registry: Registry, named: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
     """Build the component that a `component` field names."""
-    rest = {key: item for key, item in named.items() if key != "name"}
-    return registry.build(named["name"], rest, *arguments, **keywords)
+    return registry.build(*split(named), *arguments, **keywords)
 
 
 def check(model: type[S], values: dict[str, Any], source: str) -> S:

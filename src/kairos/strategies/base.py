@@ -130,8 +130,11 @@ class Sampler(Stateful):
         import torch
 
         size, mine = distributed.share(len(x0))
-        drawn = self.transform(self.uniforms(size, place))
-        return torch.from_numpy(np.clip(drawn, 0.0, 1.0 - 2**-53)[mine])
+        return torch.from_numpy(np.clip(self.drawn(size, place), 0.0, 1.0 - 2**-53)[mine])
+
+    def drawn(self, count: int, place: Place) -> Array:
+        """One draw for each sample of the global batch, (count,)."""
+        return self.transform(self.uniforms(count, place))
 
     def uniforms(self, count: int, place: Place) -> Array:
         """Uniform numbers in [0, 1) to be transformed, (count,): random, stratified or Sobol points."""

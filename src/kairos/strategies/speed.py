@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule, linear_coefficients
 from kairos.strategies.base import Array, Sampler, Tabled, Weighting
 from kairos.strategies.options import check_linear, check_tau
@@ -69,20 +68,17 @@ class Reflected(Tabled):
         share = 0.5 if self.batch is None else min((self.batch // 2 + 1) / self.batch, 1.0)
         return share * drawn + (1 - share) * reflected
 
-    def fractions(self, x0: "Tensor", place: Place) -> "Tensor":
+    def drawn(self, count: int, place: Place) -> Array:
         """Draw and reflect; with a floor, that share of both halves is uniform instead."""
-        import torch
-
-        size, mine = distributed.share(len(x0))
-        self.batch = size
+        self.batch = count
         timesteps = self.schedule.timesteps
-        position = self.quantile(self.uniforms(size // 2 + 1, place)) * timesteps
+        position = self.quantile(self.uniforms(count // 2 + 1, place)) * timesteps
         cell = np.minimum(position.astype(np.int64), timesteps - 1)
-        both = np.concatenate([position, self._reflection[cell] + (position - cell)])[:size] / timesteps
-        if self.floor:
-            other = place.uniform("floor", size, 2)
-            both = np.where(other[:, 0] < self.floor, other[:, 1], both)
-        return torch.from_numpy(np.clip(both, 0.0, 1.0 - 2**-53)[mine])
+        both = np.concatenate([position, self._reflection[cell] + (position - cell)])[:count] / timesteps
+        if not self.floor:
+            return both
+        other = place.uniform("floor", count, 2)
+        return np.where(other[:, 0] < self.floor, other[:, 1], both)
 
 
 class SpeedOfficial(Reflected):
