@@ -56,24 +56,21 @@ def join(processes: int, device: "torch.device") -> None:
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     _store, number, _ = next(distributed.rendezvous("env://"))
-    _meet(processes)
+    meet(processes)
     distributed.init_process_group(
         backend, store=_store, rank=number, world_size=processes, timeout=timedelta(seconds=LONGEST_WAIT)
     )
 
 
-def meet() -> None:
-    """Wait for the other ranks, however long one writes or reads."""
-    if ranks() > 1:
-        _meet(ranks())
-
-
-def _meet(processes: int) -> None:
+def meet(processes: int | None = None) -> None:
+    """Wait for the other ranks, however long one writes or reads; `processes`: how many they are, before they know."""
     global _met
-    _met += 1
-    _store.add("met", 1)
-    while _store.add("met", 0) < _met * processes:  # torchrun ends all where one dies
-        time.sleep(_PATIENCE)
+    processes = processes or ranks()
+    if processes > 1:
+        _met += 1
+        _store.add("met", 1)
+        while _store.add("met", 0) < _met * processes:  # torchrun ends all where one dies
+            time.sleep(_PATIENCE)
 
 
 def part() -> None:
@@ -87,51 +84,42 @@ def part() -> None:
 
 def add(values: list[float]) -> list[float]:
     """Sums over the ranks, the same on all."""
-    if ranks() == 1:
-        return values
     import torch
-    from torch import distributed
 
     sums = torch.tensor(values, dtype=torch.float64)
-    distributed.all_reduce(sums)
+    sum_tensors([sums])
     return sums.tolist()
 
 
 def on_first(function: "Callable[[], T]") -> "T":
     """What a function gives on rank 0, the only one to call it, on all ranks; it may take long."""
-    if ranks() == 1:
-        return function()
-    from torch import distributed
-
-    box: list[T | None] = [function() if rank() == 0 else None]
+    value = function() if rank() == 0 else None
     meet()
-    distributed.broadcast_object_list(box, src=0)
-    return box[0]  # type: ignore[return-value]
+    return _of_all(value)[0]  # type: ignore[return-value]
 
 
 def share(size: int) -> tuple[int, slice]:
     """Size of the global batch, and this rank's part of it, for a batch of `size` samples here."""
-    if ranks() == 1:
-        return size, slice(0, size)
-    from torch import distributed
-
-    sizes: list[int] = [0] * ranks()
-    distributed.all_gather_object(sizes, size)
-    begin = sum(sizes[: distributed.get_rank()])
+    sizes = _of_all(size)
+    begin = sum(sizes[: rank()])
     return sum(sizes), slice(begin, begin + size)
 
 
 def gather(values: "Tensor") -> "Tensor":
     """All ranks' values (n, ...), one after the other, on the CPU; gradients do not pass."""
-    values = values.detach().cpu()
-    if ranks() == 1:
-        return values
     import torch
+
+    return torch.cat(_of_all(values.detach().cpu()))
+
+
+def _of_all(value: T) -> list[T]:
+    if ranks() == 1:
+        return [value]
     from torch import distributed
 
-    parts: list[Tensor] = [values] * ranks()
-    distributed.all_gather_object(parts, values)
-    return torch.cat(parts)
+    values = [value] * ranks()
+    distributed.all_gather_object(values, value)
+    return values
 
 
 def sum_tensors(tensors: "Iterable[Tensor]") -> None:

@@ -38,6 +38,11 @@ class Entry:
         return getattr(importlib.import_module(module), attribute)
 
 
+def split(named: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and options of a component given as ``{"name": ..., option: ...}``."""
+    return named["name"], _options.but_name(named)
+
+
 class Registry(dict[str, Entry]):
     """All components of one kind by name."""
 

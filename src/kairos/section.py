@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from kairos import options
 from kairos.errors import ConfigError
-from kairos.registry import Registry
+from kairos.registry import Registry, split
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -36,7 +36,7 @@ def component(registry: Registry, default: str | None = None) -> Any:
         try:
             if not isinstance(value, dict) or "name" not in value:
                 raise ConfigError(f"got {value!r}, allowed: a name or {{name: ..., options}} of {sorted(registry)}")
-            parsed = registry.parse(value["name"], options.but_name(value), f"{registry.kind} {value['name']}")
+            parsed = registry.parse(*split(value), f"{registry.kind} {value['name']}")
         except ConfigError as error:
             raise PydanticCustomError("component", "{message}", {"message": str(error)}) from None
         return {"name": value["name"], **options.dump(parsed)}
@@ -46,7 +46,7 @@ def component(registry: Registry, default: str | None = None) -> Any:
 
 def build(registry: Registry, named: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:
     """Build the component that a `component` field names."""
-    return registry.build(named["name"], options.but_name(named), *arguments, **keywords)
+    return registry.build(*split(named), *arguments, **keywords)
 
 
 def check(model: type[S], values: dict[str, Any], source: str) -> S:

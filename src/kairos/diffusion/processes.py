@@ -21,17 +21,16 @@ from kairos.diffusion.registries import CELLS, PROCESSES, DiscreteOptions, EdmOp
 from kairos.diffusion.schedule import NoiseSchedule, make_schedule
 from kairos.errors import ConfigError
 from kairos.options import parse
+from kairos.registry import split
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
 def call(network: Any, x: Tensor, t: Tensor, conditions: dict[str, Tensor] | None) -> Tensor:
     """``network(x, t, conditions)``, or ``network(x, t)`` without conditions; a model of diffusers wraps its tensor."""
     output = network(x, t) if conditions is None else network(x, t, conditions)
-    tensor: Tensor = getattr(output, "sample", output)
-    return tensor
+    return getattr(output, "sample", output)
 
 
 def shaped(coefficient: Tensor, like: Tensor) -> Tensor:
@@ -146,14 +145,9 @@ class Discrete(Process):
     """The discrete Gaussian process of DDPM (Ho et al. 2020): t = 0 ... T-1."""
 
     def __init__(self, options: DiscreteOptions | NoiseSchedule, prediction: str = "epsilon"):
-        self._schedule = options if isinstance(options, NoiseSchedule) else make_schedule(**asdict(options))
+        self.schedule = options if isinstance(options, NoiseSchedule) else make_schedule(**asdict(options))
         self.prediction = prediction
-        self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def schedule(self) -> NoiseSchedule:  # type: ignore[override]
-        """Its cells are its timesteps."""
-        return self._schedule
+        self._tables: dict[Any, Any] = {}
 
     def times(self, fractions: Any) -> Any:
         """Timesteps min(floor(u T), T-1), int64."""
@@ -166,29 +160,28 @@ class Discrete(Process):
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:
         """sqrt(alpha-bar) and sqrt(1 - alpha-bar), float64."""
-        if isinstance(t, np.ndarray):
-            return np.sqrt(self.schedule.alphas_cumprod[t]), np.sqrt(1 - self.schedule.alphas_cumprod[t])
-        signal, noise = self._on(t.device)
+        signal, noise, _ = self._tabled(t)
         return signal[t], noise[t]
 
     def snr(self, t: Any) -> Any:
         """As the schedule has it."""
-        if isinstance(t, np.ndarray):
-            return self.schedule.snr[t]
-        import torch
-
-        return torch.from_numpy(self.schedule.snr[t.cpu().numpy()]).to(t.device)
+        return self._tabled(t)[2][t]
 
     def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
         return t  # an index, which networks embed in float32
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._tables:
+    def _tabled(self, t: Any) -> tuple[Any, Any, Any]:
+        """sqrt(alpha-bar), sqrt(1 - alpha-bar) and the SNR of all timesteps, each (T,), of numpy or where t is."""
+        alphas_cumprod, snr = self.schedule.alphas_cumprod, self.schedule.snr
+        if isinstance(t, np.ndarray):
+            return np.sqrt(alphas_cumprod), np.sqrt(1 - alphas_cumprod), snr
+        if t.device not in self._tables:
             import torch
 
-            alphas_cumprod = torch.from_numpy(self.schedule.alphas_cumprod)
-            self._tables[device] = (alphas_cumprod.sqrt().to(device), (1 - alphas_cumprod).sqrt().to(device))
-        return self._tables[device]
+            alphas = torch.from_numpy(alphas_cumprod)
+            made = alphas.sqrt(), (1 - alphas).sqrt(), torch.from_numpy(snr)
+            self._tables[t.device] = tuple(values.to(t.device) for values in made)
+        return self._tables[t.device]
 
     def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
         """Of DDPMScheduler."""
@@ -313,6 +306,4 @@ def build_process(diffusion: dict[str, Any], sigma_data: float | None = None) ->
         diffusion: the section.
         sigma_data: standard deviation of the data, for a process that asks for it and is not told.
     """
-    options = measured(diffusion["process"], sigma_data)
-    process: Process = PROCESSES.build(options.pop("name"), options, diffusion["prediction"])
-    return process
+    return PROCESSES.build(*split(measured(diffusion["process"], sigma_data)), diffusion["prediction"])

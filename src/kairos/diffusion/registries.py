@@ -31,8 +31,6 @@ class EdmOptions:
     time_scale: float = option(400.0, "factor of ln(sigma)/4 that the network is shown; EDM's own networks: 1", gt=0)
     negated: bool = option(False, "the network's output is subtracted (v_prediction of diffusers' EDM schedulers)")
 
-    predictions = ()
-
     def __post_init__(self) -> None:
         if not self.sigma_min < self.sigma_max:
             raise ValueError(
@@ -46,8 +44,6 @@ class FlowOptions:
 
     shift: float = option(1.0, "fraction u is time shift u/(1 + (shift - 1) u), SD3's for larger images", gt=0, le=100)
     time_scale: float = option(1000.0, "factor of t that the network is shown", gt=0)
-
-    predictions = ()
 
 
 @dataclass(frozen=True)

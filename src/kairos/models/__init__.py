@@ -11,6 +11,7 @@ from typing import Any
 from kairos.errors import KairosError
 from kairos.files import read_json, write_json, write_weights
 from kairos.models.registries import MODELS
+from kairos.registry import split
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -32,15 +33,14 @@ def build(
     Raises:
         KairosError: the model asks for a condition that the data set lacks.
     """
-    options = {key: value for key, value in model.items() if key != "name"}
-    wanted = options.get("conditions") or []
+    wanted = model.get("conditions") or []
     missing = [name for name in wanted if name not in conditions]
     if missing:
         raise KairosError(
             f"model.conditions: got {missing}, allowed: what the data set has: {sorted(conditions) or 'none'}"
         )
     described = {name: conditions[name] for name in wanted}
-    return MODELS.build(model["name"], options, shape, described, outputs or shape[0])
+    return MODELS.build(*split(model), shape, described, outputs or shape[0])
 
 
 def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:

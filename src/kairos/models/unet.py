@@ -37,8 +37,7 @@ class UNet(nn.Module):
                 f"({len(options.multipliers)} levels), or pad: true"
             )
         widths = [options.channels * multiplier for multiplier in options.multipliers]
-        bad = [width for width in widths if width % options.norm_groups]
-        if bad:
+        if any(width % options.norm_groups for width in widths):
             raise KairosError(
                 f"model.norm_groups: got {options.norm_groups}, allowed: a divisor of every width of {widths}"
             )

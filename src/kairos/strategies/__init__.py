@@ -7,6 +7,7 @@ alone; torch is imported with the first draw.
 from typing import TYPE_CHECKING, Any
 
 from kairos.diffusion.schedule import NoiseSchedule
+from kairos.registry import split
 from kairos.strategies.base import Observation, Sampler, Weighting
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
@@ -36,13 +37,9 @@ def __getattr__(name: str) -> Any:
 
 def make_sampler(named: dict[str, Any], schedule: NoiseSchedule, seed: int = 0) -> Sampler:
     """A sampler from ``{"name": ..., option: ...}``."""
-    options = {key: value for key, value in named.items() if key != "name"}
-    sampler: Sampler = SAMPLERS.build(named["name"], options, schedule, seed)
-    return sampler
+    return SAMPLERS.build(*split(named), schedule, seed)
 
 
 def make_weighting(named: dict[str, Any], schedule: NoiseSchedule, prediction: str = "epsilon") -> Weighting:
     """A weighting from ``{"name": ..., option: ...}``."""
-    options = {key: value for key, value in named.items() if key != "name"}
-    weighting: Weighting = WEIGHTINGS.build(named["name"], options, schedule, prediction)
-    return weighting
+    return WEIGHTINGS.build(*split(named), schedule, prediction)

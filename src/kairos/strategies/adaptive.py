@@ -88,11 +88,8 @@ class Adaptive(Sampler):
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         timesteps = schedule.timesteps
+        options.check_fits(timesteps, schedule.name)
         count = min(options.feature_timesteps or timesteps, timesteps)
-        if options.selected > count:
-            raise ValueError(
-                f"selected: got {options.selected}, allowed: 1 to {count}, the timesteps of the feature vector"
-            )
         self.features = torch.from_numpy(((np.arange(count) + 0.5) * timesteps / count).astype(np.int64))
         cap = np.inf if options.c_max is None else options.c_max
         self.coefficients = torch.from_numpy(np.minimum(schedule.vlb, cap))
@@ -217,9 +214,7 @@ class Adaptive(Sampler):
         self.optimizer.zero_grad(set_to_none=True)
         entropy = Beta(*self.policy(x0)).entropy()
         (-self.objective(self._log_density(x0), entropy, advantage).sum() / size).backward()
-        distributed.sum_tensors(
-            parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None
-        )  # fmt: skip
+        distributed.sum_tensors(each.grad for each in self.policy.parameters() if each.grad is not None)
         nn.utils.clip_grad_norm_(self.policy.parameters(), self.options.grad_clip)
         self.optimizer.step()
         self.updates += 1
@@ -272,7 +267,7 @@ class Adaptive(Sampler):
         self._reward = state["last_reward"]
 
 
-def select(queue: Tensor, count: int) -> Tensor:
+def select(queue: Tensor, count: int, signed: bool = True) -> Tensor:
     """The `count` features that explain the target best: largest F-statistic among those that go with it.
 
     The F-statistic of a linear regression on one feature, r²/(1-r²)(n-2), grows with r², so the order is that of the
@@ -281,9 +276,11 @@ def select(queue: Tensor, count: int) -> Tensor:
     Args:
         queue: measured changes, float64 (rows, features), 3 rows or more.
         count: number of features.
+        signed: whether the sign counts; without, what has no correlation is at 0.
     """
     target = queue.mean(1)
     centred, aim = queue - queue.mean(0), target - target.mean()
     scale = centred.norm(dim=0) * aim.norm()
-    correlation = torch.where(scale > 0, (centred * aim[:, None]).sum(0) / scale, -torch.inf)
-    return correlation.argsort(descending=True, stable=True)[:count].sort().values
+    correlation = (centred * aim[:, None]).sum(0) / scale
+    score = torch.where(scale > 0, correlation, -torch.inf) if signed else torch.nan_to_num(correlation**2)
+    return score.argsort(descending=True, stable=True)[:count].sort().values

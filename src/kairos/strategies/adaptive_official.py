@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kairos.diffusion.schedule import NoiseSchedule
-from kairos.strategies.adaptive import Adaptive
+from kairos.strategies.adaptive import Adaptive, select
 from kairos.strategies.base import Array
 
 
@@ -37,12 +37,8 @@ class AdaptiveOfficial(Adaptive):
 
     def select(self, queue: Tensor) -> Tensor:
         """The largest F-statistics of a linear regression on the target, whatever the sign."""
-        count = self.options.selected
-        target = queue.mean(1)
-        centred, aim = queue - queue.mean(0), target - target.mean()
-        correlation = (centred * aim[:, None]).sum(0) / (centred.norm(dim=0) * aim.norm())
-        score = torch.nan_to_num(correlation**2) if len(queue) > 2 else torch.zeros(queue.shape[1])
-        return score.argsort(descending=True, stable=True)[:count].sort().values
+        rows = queue if len(queue) > 2 else torch.zeros_like(queue)  # of two rows every F-statistic is 0
+        return select(rows, self.options.selected, signed=False)
 
     def advantage(self, change: Tensor) -> Tensor:
         """The sum over S, as it is."""

@@ -47,7 +47,39 @@ class Observation:
     place: Place
 
 
-class Sampler:
+class Stateful:
+    """Base of samplers and weightings: those that learn say what a resume needs.
+
+    `kept` are the attributes, numbers and arrays of numpy, that are the state, and `restored` follows from them.
+    """
+
+    kept: tuple[str, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resume needs, arrays as tensors of their own."""
+        state = {name.lstrip("_"): getattr(self, name) for name in self.kept}
+        return {name: _tensor(value) if isinstance(value, np.ndarray) else value for name, value in state.items()}
+
+    def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
+        """Restore what `state_dict` gave, tensors on `device`."""
+        if state and not self.kept:
+            raise ValueError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
+        for name in self.kept:
+            value = state[name.lstrip("_")]
+            setattr(self, name, value.cpu().numpy().copy() if hasattr(value, "cpu") else value)
+        self.restored()
+
+    def restored(self) -> None:
+        """Follow from what has been restored."""
+
+
+def _tensor(values: Array) -> "Tensor":
+    import torch
+
+    return torch.from_numpy(values.copy())
+
+
+class Sampler(Stateful):
     """Base of all samplers: a density given by its cumulative distribution function and its inverse.
 
     Args:
@@ -58,6 +90,7 @@ class Sampler:
 
     learned = False  # whether the density depends on what was observed
     measures = False  # whether observing needs a meter
+    corrected: bool = False  # whether draws have importance weights, where it is no option
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         self.options = options
@@ -65,7 +98,7 @@ class Sampler:
         self.seed = seed
         self.step = 0
         self.floor: float = getattr(options, "floor", 0.0)
-        self.corrected: bool = getattr(options, "importance", False)
+        self.corrected = getattr(options, "importance", self.corrected)
 
     def begin(self, step: int) -> None:
         """Say which step comes next, from 0: curricula follow it."""
@@ -97,8 +130,11 @@ class Sampler:
         import torch
 
         size, mine = distributed.share(len(x0))
-        drawn = self.transform(self.uniforms(size, place))
-        return torch.from_numpy(np.clip(drawn, 0.0, 1.0 - 2**-53)[mine])
+        return torch.from_numpy(np.clip(self.drawn(size, place), 0.0, 1.0 - 2**-53)[mine])
+
+    def drawn(self, count: int, place: Place) -> Array:
+        """One draw for each sample of the global batch, (count,)."""
+        return self.transform(self.uniforms(count, place))
 
     def uniforms(self, count: int, place: Place) -> Array:
         """Uniform numbers in [0, 1) to be transformed, (count,): random, stratified or Sobol points."""
@@ -130,15 +166,6 @@ class Sampler:
         """What is worth a curve, for the log; to be asked on all ranks or on none."""
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a resume needs."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
-        """Restore what `state_dict` gave, tensors on `device`."""
-        if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
-
 
 class Tabled(Sampler):
     """A sampler whose density is a table of cell masses that changes: linear within cells.
@@ -146,23 +173,25 @@ class Tabled(Sampler):
     Subclasses call `set_masses`; until then the density is uniform.
     """
 
+    updates = 0  # how often it has changed, where it learns
+
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self.set_masses(np.ones(schedule.timesteps))
 
-    def set_masses(self, masses: Array) -> None:
-        """Draw in proportion to `masses`, (T,), from now on."""
-        self.restore_masses(masses / masses.sum())
-
-    def restore_masses(self, masses: Array) -> None:
-        """Take a table that is normalised already as it is, so that a resumed training draws the same bits."""
-        self._masses = masses.copy()
+    def set_masses(self, masses: Array, normalised: bool = False) -> None:
+        """Draw in proportion to `masses`, (T,), from now on; a `normalised` table is taken to the bit."""
+        self._masses = masses.copy() if normalised else masses / masses.sum()
         self._cumulative = np.concatenate([[0.0], np.cumsum(self._masses)])
         self._cumulative /= self._cumulative[-1]
 
     def masses(self, x0: "Tensor | None" = None) -> Array:
         """The table."""
         return self._masses
+
+    def statistics(self) -> dict[str, float]:
+        """How often the density has changed."""
+        return {"updates": self.updates} if self.learned else {}
 
     def cdf(self, fraction: Array) -> Array:
         """Linear between the edges of the cells."""
@@ -177,7 +206,7 @@ class Tabled(Sampler):
         return (cell + np.minimum(inside, 1 - 1e-9)) / len(self._masses)
 
 
-class Weighting:
+class Weighting(Stateful):
     """Base of all weightings: a factor on the squared error of what the network predicts.
 
     A weighting that depends on the signal-to-noise ratio alone states its formula in `of_snr`, for the error of
@@ -205,9 +234,7 @@ class Weighting:
         if type(self).of_snr is Weighting.of_snr:
             with np.errstate(divide="ignore"):
                 return np.interp(-np.log(snr), -np.log(self.schedule.snr), self.weights())
-        with np.errstate(
-            divide="ignore", invalid="ignore"
-        ):  # SNR = 0 gives infinite weights, or 0/0 for the same error
+        with np.errstate(divide="ignore", invalid="ignore"):  # infinite weights at SNR = 0, or 0/0 for the same error
             factor = error_ratio(snr, self.stated) / error_ratio(snr, self.prediction)
         return self.of_snr(snr) * np.where(self.stated == self.prediction, 1.0, factor)
 
@@ -235,15 +262,6 @@ class Weighting:
 
     def step(self) -> None:
         """Follow the optimiser step: weightings that learn take theirs."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a resume needs."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
-        """Restore what `state_dict` gave, tensors on `device`."""
-        if state:
-            raise ValueError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
 
 
 def normal_cdf(x: Array) -> Array:

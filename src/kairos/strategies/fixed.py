@@ -1,5 +1,6 @@
 """Samplers with a fixed density, given by its distribution function and the inverse of that."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -110,10 +111,6 @@ class Beta(Sampler):
     in the mass of every timestep.
     """
 
-    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        super().__init__(options, schedule, seed)
-        self._nodes: tuple[Array, Array] | None = None
-
     def cdf(self, fraction: Array) -> Array:
         """The regularised incomplete beta function."""
         return beta_cdf(fraction, np.array(self.options.a), np.array(self.options.b))
@@ -125,10 +122,12 @@ class Beta(Sampler):
             return probability ** (1 / a)
         if a == 1:
             return 1 - (1 - probability) ** (1 / b)
-        if self._nodes is None:
-            edges = np.arange(64 * self.schedule.timesteps + 1) / (64 * self.schedule.timesteps)
-            self._nodes = self.cdf(edges), edges
         return np.interp(probability, *self._nodes)
+
+    @functools.cached_property
+    def _nodes(self) -> tuple[Array, Array]:
+        edges = np.arange(64 * self.schedule.timesteps + 1) / (64 * self.schedule.timesteps)
+        return self.cdf(edges), edges
 
 
 class Clts(Sampler):
@@ -138,15 +137,14 @@ class Clts(Sampler):
     the first `length` steps, an option of its own: it does not follow the number of steps that a training is given.
     """
 
-    def begin(self, step: int) -> None:
-        """Set l."""
-        super().begin(step)
-        self.progress = min(step / self.options.length, 1.0)
-
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.progress = 0.0  # l
         self._low, self._high = normal_cdf((np.array([0.0, 1.0]) - options.mu) / options.s)
+
+    @property
+    def progress(self) -> float:
+        """The mixture's l, at the step last begun."""
+        return min(self.step / self.options.length, 1.0)
 
     def _truncated(self, fraction: Array) -> Array:
         below = normal_cdf((np.asarray(fraction) - self.options.mu) / self.options.s)

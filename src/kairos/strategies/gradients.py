@@ -23,11 +23,11 @@ class FromGradients(Tabled):
     """A density that follows a number measured in each bin of t, smoothed over bins and in time."""
 
     learned = measures = True
+    kept = ("_values", "updates")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self.bins = min(options.bins, schedule.timesteps)
-        self.updates = 0
         self._values = np.zeros(self.bins)
 
     @contextmanager
@@ -38,8 +38,7 @@ class FromGradients(Tabled):
             decay = self.options.decay if self.updates else 0.0
             self._values = decay * self._values + (1 - decay) * new
             self.updates += 1
-            if self.updates >= self.options.start:
-                self._follow()
+            self.restored()
         yield
 
     def measure(self, observation: Observation) -> Array:
@@ -47,10 +46,13 @@ class FromGradients(Tabled):
         raise NotImplementedError
 
     def relative(self, values: Array) -> Array:
-        """Relative masses from smoothed values, elementwise."""
-        raise NotImplementedError
+        """Relative masses from smoothed values, elementwise: their positive part."""
+        return np.maximum(values, 0.0)
 
-    def _follow(self) -> None:
+    def restored(self) -> None:
+        """Set the density that follows from the values of the bins, once there are enough."""
+        if self.updates < self.options.start:
+            return
         edged = np.concatenate([self._values[:1], self._values, self._values[-1:]])
         smooth = (edged[:-2] + 2 * edged[1:-1] + edged[2:]) / 4
         centres = (np.arange(self.bins) + 0.5) / self.bins
@@ -74,24 +76,16 @@ class FromGradients(Tabled):
         drawn = place.stream("measured signs").integers(place.step, 2, range(self.bins), (per_bin,))
         return (2.0 * drawn - 1) / per_bin
 
+    def squares(self, observation: Observation, factors: Tensor, roots: list[Tensor] | None = None) -> Array:
+        """Squared norm, (bins,), of the sum of gradients times `factors`, (bins, per_bin); see `_square`."""
+        index, fractions = self.samples(observation, factors.shape[1])
+        each = enumerate(zip(index, fractions, factors))
+        return np.array([_square(gradient(observation, i, u, f"measurement {k}", f), roots) for k, (i, u, f) in each])
+
     def per_bin(self, observation: Observation) -> int:
         """Samples of a bin: as asked for, or a batch in all."""
         size, _ = distributed.share(len(observation.x0))
         return self.options.samples or max(2, round(size / self.bins))
-
-    def statistics(self) -> dict[str, float]:
-        """How often gradients have been measured."""
-        return {"updates": self.updates}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The values of the bins."""
-        return {"values": torch.from_numpy(self._values.copy()), "updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Restore the values and the density that follows from them."""
-        self._values, self.updates = state["values"].cpu().numpy().copy(), state["updates"]
-        if self.updates >= self.options.start:
-            self._follow()
 
 
 class GradientNorm(FromGradients):
@@ -102,24 +96,16 @@ class GradientNorm(FromGradients):
     are steepest; ``plain`` is the Euclidean norm.
     """
 
-    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        super().__init__(options, schedule, seed)
-        self.corrected = True
+    corrected = True
 
     def measure(self, observation: Observation) -> Array:
         """Mean squared norm of a sample's gradient in every bin."""
         count = self.per_bin(observation)
-        index, fractions = self.samples(observation, count)
-        signs = self.signs(observation, count)
         assert observation.meter is not None
         roots = None
         if self.options.norm == "preconditioned":
             roots = [each.sqrt() for each in observation.meter.metric()]
-        squares = [
-            _square(gradient(observation, index[k], fractions[k], f"measurement {k}", signs[k]), roots)
-            for k in range(self.bins)
-        ]
-        return count * np.array(squares)
+        return count * self.squares(observation, self.signs(observation, count), roots)
 
     def relative(self, values: Array) -> Array:
         """The root."""
@@ -136,18 +122,9 @@ class GradientVariance(FromGradients):
     def measure(self, observation: Observation) -> Array:
         """Unbiased: mean ||g||² less ||mean g||², times m/(m - 1)."""
         count = self.per_bin(observation)
-        index, fractions = self.samples(observation, count)
-        signs, ones = self.signs(observation, count), torch.full((count,), 1 / count)
-        variance = []
-        for k in range(self.bins):
-            second = count * _square(gradient(observation, index[k], fractions[k], f"measurement {k}", signs[k]))
-            mean = _square(gradient(observation, index[k], fractions[k], f"measurement {k}", ones))
-            variance.append((second - mean) * count / (count - 1))
-        return np.array(variance)
-
-    def relative(self, values: Array) -> Array:
-        """The variance itself."""
-        return np.maximum(values, 0.0)
+        second = count * self.squares(observation, self.signs(observation, count))
+        mean = self.squares(observation, torch.full((self.bins, count), 1 / count))
+        return (second - mean) * count / (count - 1)
 
 
 class FirstOrder(FromGradients):
@@ -168,11 +145,8 @@ class FirstOrder(FromGradients):
         ones = torch.full((half,), 1 / half)
         targets = []
         for number, part in enumerate(parts):
-            flat, all_ones = (
-                (index[:, part].flatten(), fractions[:, part].flatten()),
-                ones.repeat(self.bins) / self.bins,
-            )
-            found = gradient(observation, *flat, f"measured target {number}", all_ones)
+            flat, factors = (index[:, part].flatten(), fractions[:, part].flatten()), ones.repeat(self.bins) / self.bins
+            found = gradient(observation, *flat, f"measured target {number}", factors)
             targets.append([each.mul_(d).flatten() for each, d in zip(found, metric)])
         values = np.zeros(self.bins)
         for k in range(self.bins):
@@ -181,10 +155,6 @@ class FirstOrder(FromGradients):
                 products = [torch.dot(g.flatten(), h) for g, h in zip(mine, targets[1 - number])]
                 values[k] += float(torch.stack(products).double().sum())
         return values
-
-    def relative(self, values: Array) -> Array:
-        """The positive part."""
-        return np.maximum(values, 0.0)
 
 
 def _square(gradients: list[Tensor], roots: list[Tensor] | None = None) -> float:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
@@ -18,12 +17,7 @@ class FromLosses(Tabled):
     The weights keep uniform's objective, with less noise in its gradient where the density follows the gradient's size.
     """
 
-    learned = True
-
-    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        super().__init__(options, schedule, seed)
-        self.corrected = True
-        self.updates = 0
+    learned = corrected = True
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
@@ -39,10 +33,6 @@ class FromLosses(Tabled):
         """Learn from losses (batch,) at timesteps `cells`, int64 (batch,)."""
         raise NotImplementedError
 
-    def statistics(self) -> dict[str, float]:
-        """How often the density has been set."""
-        return {"updates": self.updates}
-
 
 class LossSecondMoment(FromLosses):
     """p(t) in proportion to the root of the mean of the last 10 squared losses at t (Nichol and Dhariwal 2021, eq. 18).
@@ -50,6 +40,8 @@ class LossSecondMoment(FromLosses):
     Mixed with 0.1 % uniform; uniform until every timestep has its 10 losses. Unlike the public code, which starts over
     on resume, the history is part of the state.
     """
+
+    kept = ("_losses", "_counts", "updates")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -61,27 +53,13 @@ class LossSecondMoment(FromLosses):
         for cell, loss in zip(cells, losses):
             self._losses[cell, self._counts[cell] % self.options.history] = loss
             self._counts[cell] += 1
-        self._follow()
+        self.restored()
+        self.updates += bool(self._counts.min() >= self.options.history)
 
-    def _follow(self) -> None:
+    def restored(self) -> None:
+        """Set the density that follows from the history, where that is long enough."""
         if self._counts.min() >= self.options.history:
             self.set_masses(np.sqrt((self._losses**2).mean(1)))
-            self.updates += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """The history."""
-        return {
-            "losses": torch.from_numpy(self._losses.copy()),
-            "counts": torch.from_numpy(self._counts.copy()),
-            "updates": self.updates,
-        }
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Restore the history and the density that follows from it."""
-        self._losses = state["losses"].cpu().numpy().copy()
-        self._counts = state["counts"].cpu().numpy().copy()
-        self._follow()
-        self.updates = state["updates"]
 
 
 class LossRms(FromLosses):
@@ -90,6 +68,8 @@ class LossRms(FromLosses):
     Ours. Sums of squared losses and of their numbers decay from step to step and are smoothed by a Gaussian in t before
     they are divided, so a density is there after a hundred steps instead of after 10 losses at every timestep.
     """
+
+    kept = ("_sums", "_taken", "updates", "_masses")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -117,17 +97,6 @@ class LossRms(FromLosses):
         mean = np.interp(np.arange(timesteps), np.flatnonzero(known), squares[known] / numbers[known])
         return np.maximum(mean, 1e-300)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The sums, how many steps are in them, and the density."""
-        return {
-            "sums": torch.from_numpy(self._sums.copy()),
-            "taken": self._taken,
-            "updates": self.updates,
-            "masses": torch.from_numpy(self._masses.copy()),
-        }
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Restore what `state_dict` gave."""
-        self._sums = state["sums"].cpu().numpy().copy()
-        self._taken, self.updates = state["taken"], state["updates"]
-        self.restore_masses(state["masses"].cpu().numpy())
+    def restored(self) -> None:
+        """Draw from the density that was set last, the same bits."""
+        self.set_masses(self._masses, normalised=True)

@@ -70,11 +70,7 @@ def table_8(process: str, t: Array, beta_0: float = 0.0, slope: float = 0.0) -> 
         return Ingredients(ones, t, zeros, ones)
     if process == "edm":
         return Ingredients(ones, t**2, zeros, 2 * t)
-    raise _unknown(process)
-
-
-def _unknown(process: str) -> ConfigError:
-    return ConfigError(f"process: got {process!r}, allowed: {', '.join(PROCESSES)}")
+    raise ConfigError(f"process: got {process!r}, allowed: {', '.join(PROCESSES)}")
 
 
 @dataclass(frozen=True)
@@ -143,18 +139,15 @@ def increments(
     """
     if not 1 < r < np.inf:
         raise ConfigError(f"r: got {r:g}, allowed: number > 1, the magnitude where convergence begins")
-    if process not in PROCESSES:
-        raise _unknown(process)
     if process == "vp":
         if schedule is None:
             raise ConfigError("schedule: none given, process vp needs one")
         return _of_schedule(schedule, r)
     t = _time_steps(process, timesteps)
     form = table_8(process, t)
-    growth = _Growth(np.zeros_like(t), 2 * form.s**2 * form.sigma2, form.variance_dot(), 1 + form.sigma2)
-    return _increments(
-        process, t, form.s, np.sqrt(form.sigma2), growth, r, r - 1 if process == "ve" else (r - 1) ** 0.5
-    )
+    reached = r - 1 if process == "ve" else (r - 1) ** 0.5
+    growth = np.zeros_like(t), 2 * form.s**2 * form.sigma2, form.variance_dot(), 1 + form.sigma2
+    return _increments(process, t, form.s, np.sqrt(form.sigma2), growth, r, reached)
 
 
 def _time_steps(process: str, timesteps: int) -> Array:
@@ -168,16 +161,6 @@ def _time_steps(process: str, timesteps: int) -> Array:
     return np.concatenate([[0.0], sigma**2 if process == "ve" else sigma])
 
 
-@dataclass(frozen=True)
-class _Growth:
-    """The bounds, the derivative of the variance's and the magnitude at times 0 ... T, each (T + 1,)."""
-
-    mean_squared_bound: Array
-    variance_bound: Array
-    change: Array
-    magnitude: Array
-
-
 def _of_schedule(schedule: NoiseSchedule, r: float) -> Increments:
     t = np.arange(schedule.timesteps + 1.0)
     alphas_cumprod = np.concatenate([[1.0], schedule.alphas_cumprod])
@@ -188,31 +171,29 @@ def _of_schedule(schedule: NoiseSchedule, r: float) -> Increments:
     else:
         decay, change = alphas_cumprod, np.gradient(2 * (1 - alphas_cumprod))
         reached = float(np.interp(np.log(r), -np.log(decay), t, right=np.inf))
-    growth = _Growth(schedule.betas.max() * decay, 2 * (1 - decay), change, 1 / decay)
+    growth = schedule.betas.max() * decay, 2 * (1 - decay), change, 1 / decay
     return _increments("vp", t, np.sqrt(alphas_cumprod), np.sqrt(1 / alphas_cumprod - 1), growth, r, reached)
 
 
 def _increments(
-    process: str, t: Array, s: Array, sigma: Array, growth: _Growth, r: float, reached: float
+    process: str, t: Array, s: Array, sigma: Array, growth: tuple[Array, ...], r: float, reached: float
 ) -> Increments:
-    """All from s and sigma at times t, each (T + 1,); `reached`: the time where the magnitude is r."""
+    """All from s and sigma at times t, the bounds, the change and the magnitude there (`growth`), each (T + 1,);
+    `reached`: the time where the magnitude is r.
+    """
     noise = (s * sigma) ** 2
     ratio = s[1:] / s[:-1]
     own = (ratio - 1) ** 2 * noise[:-1] + noise[1:] - ratio**2 * noise[:-1]
-    change = growth.change[:-1]
+    names = ("t", "s", "sigma", "mean_squared_bound", "variance_bound", "change", "magnitude")
+    rows = {name: values[:-1] for name, values in zip(names, (t, s, sigma, *growth), strict=True)}
+    change = rows["change"]
     peak = int(np.argmax(change))
     return Increments(
         process=process,
-        t=t[:-1],
-        s=s[:-1],
-        sigma=sigma[:-1],
+        **rows,
         mean=np.diff(s),
         variance=noise[1:] + noise[:-1],
         own_variance=own,
-        mean_squared_bound=growth.mean_squared_bound[:-1],
-        variance_bound=growth.variance_bound[:-1],
-        change=change,
-        magnitude=growth.magnitude[:-1],
         r=r,
         deceleration=None if np.ptp(change) == 0 or peak == len(change) - 1 else float(t[peak]),
         convergence=float(reached) if reached < t[-1] else None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,12 +10,12 @@ from torch import Tensor, nn
 
 from kairos import distributed
 from kairos.diffusion.losses import per_sample
-from kairos.diffusion.processes import call
 
 if TYPE_CHECKING:
     from kairos.strategies.base import Observation, Weighting
 
 
+@dataclass(eq=False)
 class Meter:
     """What can be asked about a network and the batch at hand (this rank's part of the global one).
 
@@ -28,32 +29,26 @@ class Meter:
         autocast: context that the network is called in.
     """
 
-    def __init__(
-        self,
-        process: Any,
-        network: Any,
-        x0: Tensor,
-        conditions: dict[str, Tensor] | None = None,
-        weighting: "Weighting | None" = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        autocast: AbstractContextManager[Any] | None = None,
-    ):
-        self.process, self.x0, self.conditions = process, x0, conditions or {}
-        self.network = network.module if isinstance(network, nn.parallel.DistributedDataParallel) else network
-        self.call = self.network if conditions is not None else self._unconditional
-        self.weighting, self.optimizer = weighting, optimizer
-        self.autocast = autocast or nullcontext()
+    process: Any
+    network: Any
+    x0: Tensor
+    conditions: dict[str, Tensor] | None = None
+    weighting: "Weighting | None" = None
+    optimizer: torch.optim.Optimizer | None = None
+    autocast: AbstractContextManager[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.network, nn.parallel.DistributedDataParallel):
+            self.network = self.network.module
 
     def _predict(self, index: Tensor, fractions: Tensor, noise: Tensor, dropout: bool) -> tuple[Tensor, ...]:
         clean, t = self.x0[index], self.process.times(fractions).to(self.x0.device)
         x_t = self.process.noised(clean, noise.to(clean.dtype), t)
-        chosen = {name: values[index] for name, values in self.conditions.items()}
-        with evaluating(self.network, dropout), self.autocast:
-            output = self.process.predict(self.call, x_t, t, chosen).float()
+        given = self.conditions
+        chosen = None if given is None else {name: values[index] for name, values in given.items()}
+        with evaluating(self.network, dropout), self.autocast or nullcontext():
+            output = self.process.predict(self.network, x_t, t, chosen).float()
         return clean, t, x_t, output
-
-    def _unconditional(self, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
-        return call(self.network, x_t, t, None)
 
     def error(self, index: Tensor, fractions: Tensor, noise: Tensor, dropout: bool = False) -> Tensor:
         """Per-sample squared error of epsilon, float32 (n,), in evaluation mode unless `dropout`, without gradients.
@@ -88,11 +83,7 @@ class Meter:
             if self.weighting is not None:
                 losses = losses * self.weighting.factors(self.process.snr(t), losses)
             total = (losses * factors.to(losses)).sum()
-            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-        return [
-            torch.zeros_like(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(parameters, gradients)
-        ]
+            return list(torch.autograd.grad(total, parameters, materialize_grads=True))
 
     def parameters(self) -> list[Tensor]:
         """The network's trained parameters."""

@@ -20,20 +20,17 @@ def parse_name(name: str) -> tuple[str, str]:
         ConfigError: a part is unknown; the message lists what exists.
     """
     first, plus, second = (part.strip() for part in name.partition("+"))
-    if plus:
-        SAMPLERS.entry(first)
-        WEIGHTINGS.entry(second)
-        return first, second
-    if first in WEIGHTINGS:
-        return "uniform", first
-    if first not in SAMPLERS and first not in SAMPLERS.refused:
+    if not plus:
+        first, second = ("uniform", first) if first in WEIGHTINGS else (first, "none")
+    if not plus and first not in SAMPLERS and first not in SAMPLERS.refused:
         samplers, weightings = (", ".join(sorted(registry)) for registry in (SAMPLERS, WEIGHTINGS))
         raise ConfigError(
             f"unknown strategy {name!r}. Allowed: a sampler ({samplers}), a weighting ({weightings}), or "
             "sampler+weighting"
         )
     SAMPLERS.entry(first)
-    return first, "none"
+    WEIGHTINGS.entry(second)
+    return first, second
 
 
 def parts(

@@ -99,42 +99,45 @@ class Speed(Fixed):
 
     def check_fits(self, timesteps: int, schedule: str) -> None:
         """Refuse, before any job, what this process cannot have; raises ValueError."""
-        _check_tau(self.tau, timesteps)
-        if self.r is not None and schedule != "linear":
-            raise ValueError(f"r: got {self.r} with schedule {schedule}, allowed: schedule linear, or give tau")
+        check_tau(self.tau, timesteps)
+        check_linear(self.r, schedule)
 
 
-def _check_discrete(schedule: str) -> None:
-    """The public code's reflection stands on the increments of a discrete process."""
-    if schedule in ("edm", "flow", "vp"):
-        raise ValueError(f"process: got {schedule}, allowed: discrete, which the public code's form is of")
+def check_linear(r: float | None, schedule: str) -> None:
+    """The closed form of a magnitude's timestep holds for one schedule; raises ValueError."""
+    if r is not None and schedule != "linear":
+        raise ValueError(f"r: got {r} with schedule {schedule}, allowed: schedule linear, or give tau")
 
 
-def _check_tau(tau: int | None, timesteps: int) -> None:
-    if tau is not None and tau >= timesteps:
+def check_tau(tau: int | None, timesteps: int) -> None:
+    """A timestep that has others before and behind it, or none; raises ValueError."""
+    if tau is not None and not 0 < tau < timesteps:
         raise ValueError(f"tau: got {tau}, allowed: 1 to T - 1 = {timesteps - 1}")
 
 
+class Public:
+    """What SpeeD's public code cannot do: its forms stand on the increments of a discrete process."""
+
+    tau: int | None = None
+
+    def check_fits(self, timesteps: int, schedule: str) -> None:
+        """Refuse, before any job, what this process cannot have; raises ValueError."""
+        if schedule in ("edm", "flow", "vp"):
+            raise ValueError(f"process: got {schedule}, allowed: discrete, which the public code's form is of")
+        check_tau(self.tau, timesteps)
+
+
 @dataclass(frozen=True)
-class SpeedOfficial(Fixed):
+class SpeedOfficial(Fixed, Public):
     """SpeeD's public code."""
 
     k: float = option(5.0, "how much more often timesteps before tau are drawn, in the half that is drawn", gt=0)
     tau: int | None = option(None, "first timestep of the convergence area; null: 0.7 T", ge=1)
 
-    def check_fits(self, timesteps: int, schedule: str) -> None:
-        """Refuse, before any job, what this process cannot have; raises ValueError."""
-        _check_discrete(schedule)
-        _check_tau(self.tau, timesteps)
-
 
 @dataclass(frozen=True)
-class SpeedV1(Fixed):
+class SpeedV1(Fixed, Public):
     """SpeeD's first public code."""
-
-    def check_fits(self, timesteps: int, schedule: str) -> None:
-        """Refuse, before any job, what this process cannot have; raises ValueError."""
-        _check_discrete(schedule)
 
 
 @dataclass(frozen=True)
@@ -176,19 +179,15 @@ class GradientNorm(Measured):
 
 
 @dataclass(frozen=True)
-class GradientVariance(Measured):
+class GradientVariance(Mixed, Measured):
     """As published: without a floor and without importance weights."""
-
-    floor: float = option(0.0, "share of draws that are uniform instead", ge=0, lt=1)
-    importance: bool = option(False, "weight each loss by 1/(T p(t)): uniform's objective, another noise")
 
 
 @dataclass(frozen=True)
-class FirstOrder(Measured):
+class FirstOrder(Mixed, Measured):
     """The floor keeps timesteps alive that would raise the target for now."""
 
     floor: float = option(0.2, "share of draws that are uniform instead", gt=0, lt=1)
-    importance: bool = option(False, "weight each loss by 1/(T p(t)): uniform's objective, another noise")
 
 
 @dataclass(frozen=True)
@@ -277,12 +276,7 @@ class ChangeAware:
 
 
 @dataclass(frozen=True)
-class ChangeAwareOfficial(ChangeAware):
+class ChangeAwareOfficial(ChangeAware, Public):
     """... and 1 from tau on."""
 
     tau: int | None = option(None, "timestep from which the weight is 1; null: 0.7 T", ge=1)
-
-    def check_fits(self, timesteps: int, schedule: str) -> None:
-        """Refuse, before any job, what this process cannot have; raises ValueError."""
-        _check_discrete(schedule)
-        _check_tau(self.tau, timesteps)

@@ -43,8 +43,7 @@ class Place:
 
     def uniform(self, name: str, count: int, *shape: int) -> NDArray[np.float64]:
         """A number in [0, 1) for each sample of the global batch, (count, *shape)."""
-        numbers: NDArray[np.float64] = self.stream(name).uniform(self.step, self.index(slice(0, count)), shape).numpy()
-        return numbers
+        return self.stream(name).uniform(self.step, self.index(slice(0, count)), shape).numpy()
 
 
 def points(kind: str, count: int, place: Place) -> NDArray[np.float64]:

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule, linear_coefficients
 from kairos.strategies.base import Array, Sampler, Tabled, Weighting
+from kairos.strategies.options import check_linear, check_tau
 from kairos.strategies.points import Place
 
 if TYPE_CHECKING:
@@ -68,20 +68,17 @@ class Reflected(Tabled):
         share = 0.5 if self.batch is None else min((self.batch // 2 + 1) / self.batch, 1.0)
         return share * drawn + (1 - share) * reflected
 
-    def fractions(self, x0: "Tensor", place: Place) -> "Tensor":
+    def drawn(self, count: int, place: Place) -> Array:
         """Draw and reflect; with a floor, that share of both halves is uniform instead."""
-        import torch
-
-        size, mine = distributed.share(len(x0))
-        self.batch = size
+        self.batch = count
         timesteps = self.schedule.timesteps
-        position = self.quantile(self.uniforms(size // 2 + 1, place)) * timesteps
+        position = self.quantile(self.uniforms(count // 2 + 1, place)) * timesteps
         cell = np.minimum(position.astype(np.int64), timesteps - 1)
-        both = np.concatenate([position, self._reflection[cell] + (position - cell)])[:size] / timesteps
-        if self.floor:
-            other = place.uniform("floor", size, 2)
-            both = np.where(other[:, 0] < self.floor, other[:, 1], both)
-        return torch.from_numpy(np.clip(both, 0.0, 1.0 - 2**-53)[mine])
+        both = np.concatenate([position, self._reflection[cell] + (position - cell)])[:count] / timesteps
+        if not self.floor:
+            return both
+        other = place.uniform("floor", count, 2)
+        return np.where(other[:, 0] < self.floor, other[:, 1], both)
 
 
 class SpeedOfficial(Reflected):
@@ -165,8 +162,7 @@ def first_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedu
         tau = min(math.ceil(tau_of_magnitude(r, schedule)), timesteps)
     elif tau is None:
         tau = min(max(round(0.7 * timesteps), 1), timesteps - 1)
-    if not 0 < tau < timesteps:
-        raise ValueError(f"tau: got {tau}, allowed: 1 to T - 1 = {timesteps - 1}")
+    check_tau(tau, timesteps)
     return tau
 
 
@@ -176,8 +172,7 @@ def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
     Raises:
         ValueError: the schedule is not linear; the closed form holds for that one alone.
     """
-    if schedule.name != "linear":
-        raise ValueError(f"r: got {r} with schedule {schedule.name}, allowed: schedule linear, or give tau")
+    check_linear(r, schedule.name)
     timesteps = schedule.timesteps
     change, first = linear_coefficients(schedule)
     offset = timesteps * first / change

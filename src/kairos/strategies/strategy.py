@@ -112,8 +112,7 @@ class Strategy:
     def weighted(self, draw: Draw, losses: Tensor) -> Tensor:
         """What is minimised, per sample (batch,): `losses` (batch,) with the weights of their draw."""
         self._losses = draw.step, (losses.detach() * draw.fixed_weights)
-        weighted: Tensor = self.weighting.apply(losses, draw.fixed_weights, draw.importance, draw.fractions)
-        return weighted
+        return self.weighting.apply(losses, draw.fixed_weights, draw.importance, draw.fractions)
 
     def loss(self, draw: Draw, losses: Tensor) -> Tensor:
         """The mean of `weighted`: what to call ``backward`` on."""

@@ -45,8 +45,7 @@ def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         raise DamagedError(f"{path}: damaged: {len(payload)} bytes of {head[3]}")
     if hashlib.sha256(payload).hexdigest() != head[2]:
         raise DamagedError(f"{path}: damaged: the content does not match its checksum")
-    content: dict[str, Any] = torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
-    return content
+    return torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
 
 
 def component_hashes(content: dict[str, Any]) -> dict[str, str]:

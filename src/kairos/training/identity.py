@@ -9,24 +9,14 @@ from typing import Any
 from kairos.files import sha256_json
 from kairos.fingerprint import fingerprint
 
-_TRAJECTORY = (
-    "batch_size",
-    "microbatch",
-    "optimizer",
-    "schedule",
-    "ema",
-    "precision",
-    "compile",
-    "deterministic",
-    "threads",
-    "condition_dropout",
-    "probes",
-)
+# All settings count but these: one that is new and forgotten here makes another identity, not a wrong one.
+_PLACE = ("processes", "nodes", "trainings_per_gpu", "device")  # where it is computed
+_CUT = ("milestones", "segments", "checkpoint_every", "log_every")  # and in which pieces
 
 
 def trajectory_settings(training: dict[str, Any]) -> dict[str, Any]:
     """The part of a `training` section that decides the trajectory."""
-    return {key: training[key] for key in _TRAJECTORY}
+    return {key: value for key, value in training.items() if key not in _PLACE + _CUT}
 
 
 def code_roots(plain: dict[str, Any], method: str) -> list[str]:

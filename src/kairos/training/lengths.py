@@ -11,21 +11,18 @@ def length_in_steps(length: int | str, batch_size: int, train_images: int | None
     Raises:
         ValueError: not a length, not positive, or epochs of a data set whose size is not stated.
     """
-    allowed = "a number of steps, or text like '500 steps', '64k images', '2M images', '10 epochs'"
+    where = "training.milestones:"
     if isinstance(length, int):
         steps = float(length)
     else:
         match = _LENGTH.match(length)
         if not match:
-            raise ValueError(f"training.milestones: got {length!r}, allowed: {allowed}")
+            allowed = "a number of steps, or text like '500 steps', '64k images', '2M images', '10 epochs'"
+            raise ValueError(f"{where} got {length!r}, allowed: {allowed}")
         amount = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6}[match[2]]
         if match[3] == "epochs" and train_images is None:
-            raise ValueError(
-                f"training.milestones: {length!r} needs dataset.train_images, the number of training images"
-            )
+            raise ValueError(f"{where} {length!r} needs dataset.train_images, the number of training images")
         steps = amount / {"steps": 1, "images": batch_size, "epochs": batch_size / (train_images or 1)}[match[3]]
     if steps <= 0:
-        raise ValueError(
-            f"training.milestones: got {length!r}, allowed: more than 0 steps (step 0 is always evaluated)"
-        )
+        raise ValueError(f"{where} got {length!r}, allowed: more than 0 steps (step 0 is always evaluated)")
     return int(-(-steps // 1))

@@ -131,9 +131,8 @@ def _line(
     for name, probe in training.probes.items():
         losses = next(iter(computed.terms.values()))
         random = Stream(training.seed, f"probe {name}")
-        told[name] = probe(
-            Moment(step, training.model, computed.prediction, losses, draw.weights, meter.error, random)
-        )  # fmt: skip
+        moment = Moment(step, training.model, computed.prediction, losses, draw.weights, meter.error, random)
+        told[name] = probe(moment)
     share = len(draw.x0) / settings["batch_size"]
     sums = [computed.objective / distributed.ranks(), *(term.mean() * share for term in computed.terms.values())]
     loss, *means = distributed.add(torch.stack([value.double() for value in sums]).tolist())

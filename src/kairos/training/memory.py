@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,11 +17,9 @@ def guarded(training: Training, lines: Iterator[Any]) -> Iterator[Any]:
     Raises:
         KairosError: a step does not fit into the device's memory; the message says which microbatch does.
     """
-    try:
+    with suppress(torch.OutOfMemoryError):  # with its traceback go the tensors of the step
         yield from lines
         return
-    except torch.OutOfMemoryError:
-        pass  # with its traceback go the tensors of the step
     field = "batch_size" if training.settings["microbatch"] is None else "microbatch"
     whole = max(place.stop - place.start for _, place in training.passes)
     fitting = largest_fitting(training, whole)

@@ -33,14 +33,13 @@ def provenance(
     inexact = [
         f"versions: torch {old['torch']}, diffusers {old['diffusers']} to step {old['steps']}" for old in earlier
     ]
-    if settings["compile"]:
-        inexact.append("training.compile: autotuning may choose other kernels on another run")
-    if not settings["deterministic"]:
-        inexact.append("training.deterministic is off")
-    if distributed.ranks() > 1 and plain["model"].get("dropout") and settings["microbatch"] is None:
-        inexact.append(
-            "training.processes: dropout differs between numbers of processes; training.microbatch ends that"
-        )
+    dropped = distributed.ranks() > 1 and plain["model"].get("dropout") and settings["microbatch"] is None
+    reasons = {
+        "training.compile: autotuning may choose other kernels on another run": settings["compile"],
+        "training.deterministic is off": not settings["deterministic"],
+        "training.processes: dropout differs between numbers of processes; training.microbatch ends that": dropped,
+    }
+    inexact += [reason for reason, holds in reasons.items() if holds]
     return {
         "kairos": version_of("kairos"),
         "numpy": version_of("numpy"),

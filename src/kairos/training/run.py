@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def train(
             say(f"{label}: on {compute.describe(device)}{together}")
         latents = open_latents(latents_folder)
         identity = identity_of(plain, method, seed, latents.manifest, device.type)
+        names = {"identity": identity["identity"], "method": method, "seed": seed}
         progress.identify(identity["identity"])
         store = Store(out, identity["identity"])
         if restart and first:
@@ -91,9 +93,7 @@ def train(
         if missing:
             training = Training(plain, method, seed, latents, device)
             about = {
-                "identity": identity["identity"],
-                "method": method,
-                "seed": seed,
+                **names,
                 "config": plain,
                 "autoencoder_sha256": latents.manifest["autoencoder_sha256"],
                 "dataset_sha256": latents.manifest["dataset_sha256"],
@@ -112,10 +112,8 @@ def train(
                 content = store.newest(milestones[-1])
                 assert content is not None
                 record = {
-                    "identity": identity["identity"],
+                    **names,
                     "parts": {key: value for key, value in identity.items() if key != "identity"},
-                    "method": method,
-                    "seed": seed,
                     "steps": content["step"],
                     "milestones": milestones,
                     "components": {**component_hashes(content), "metrics": content["metrics"]["sha256"]},
@@ -153,28 +151,26 @@ def _job(settings: dict[str, Any], state: Path, last: int, wait: bool) -> Iterat
             progress.end("complete")
 
 
+@dataclass
 class Run:
     """The steps of one job: metrics and timing lines, checkpoints, milestones. Of several processes rank 0 writes."""
 
-    def __init__(
-        self,
-        store: Store,
-        training: Training,
-        facts: dict[str, Any],
-        label: str,
-        progress: ProgressFile,
-        leave: Leave,
-        accept_versions: bool = False,
-    ):
-        self.store, self.training, self.facts, self.label = store, training, facts, label
-        self.progress, self.leave, self.accept_versions = progress, leave, accept_versions
+    store: Store
+    training: Training
+    facts: dict[str, Any]
+    label: str
+    progress: ProgressFile
+    leave: Leave
+    accept_versions: bool = False
+    steps_run: int = 0
+    seconds: float = 0.0
+    saving: float = 0.0  # seconds that the longest checkpoint has taken, milestone included
+
+    def __post_init__(self) -> None:
         self.first = distributed.rank() == 0
-        start = training.strategy.table(training.density_images())  # before anything is loaded: the start's
+        start = self.training.strategy.table(self.training.density_images())  # before anything is loaded: the start's
         self.start_density = start["p"]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
-        self.steps_run = 0
-        self.seconds = 0.0
-        self.saving = 0.0  # seconds that the longest checkpoint has taken, milestone included
 
     def until(self, milestones: list[int], missing: list[int]) -> int:
         """Go on from the newest usable state until the last milestone; returns the number of steps computed.

@@ -13,7 +13,7 @@ from kairos.diffusion.processes import build_process
 from kairos.diffusion.registries import LOSSES
 from kairos.errors import KairosError
 from kairos.randomness import derived_seed
-from kairos.registry import Registry
+from kairos.registry import Registry, split
 from kairos.strategies.strategy import Strategy
 from kairos.training.lengths import length_in_steps
 from kairos.training.optim import Average
@@ -46,13 +46,11 @@ class Training:
         )
         self.sigma_data = latents.sigma_data()
         self.process = build_process(plain["diffusion"], self.sigma_data)
-        sampler, weighting = (_split(plain["methods"][method][part]) for part in ("sampler", "weighting"))
+        sampler, weighting = (split(plain["methods"][method][part]) for part in ("sampler", "weighting"))
         name = f"{sampler[0]}+{weighting[0]}"
         self.strategy = Strategy(name, self.process, sampler=sampler[1], weighting=weighting[1], seed=seed)
         self.losses = [(loss["name"], *_part(LOSSES, loss)) for loss in plain["diffusion"]["losses"]]
-        self.probes: dict[str, Probe] = {
-            probe["name"]: PROBES.build(*_split(probe)) for probe in settings["probes"]
-        }  # fmt: skip
+        self.probes: dict[str, Probe] = {probe["name"]: PROBES.build(*split(probe)) for probe in settings["probes"]}
         with torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(derived_seed(seed, "weights"))
             outputs = self.process.channels(latents.shape[0])
@@ -127,12 +125,7 @@ def _as_double(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value.double() if isinstance(value, Tensor) else value for value in inputs)
 
 
-def _split(named: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name and options of a named component."""
-    return named["name"], {key: value for key, value in named.items() if key != "name"}
-
-
 def _part(registry: Registry, named: dict[str, Any]) -> tuple[Any, Any]:
     """Options and code of a named component."""
-    name, options = _split(named)
+    name, options = split(named)
     return registry.parse(name, options), registry.entry(name).load()

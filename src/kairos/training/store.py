@@ -130,12 +130,9 @@ class Store:
             say(f"{self.out}: complete before and asked for again: starts from step 0")
             self.clear()
         missing = [step for step in milestones if not _whole(self.milestone(step))]
-        if missing or part or self._reached(milestones[-1]):
+        if missing or part or (self.newest(milestones[-1]) or {}).get("step") == milestones[-1]:
             return missing
         return milestones[-1:]
-
-    def _reached(self, step: int) -> bool:
-        return (self.newest(step) or {}).get("step") == step
 
     def newest(self, at_most: int | None = None, device: Any = "cpu") -> dict[str, Any] | None:
         """The newest whole checkpoint (up to step `at_most`) that goes with the metrics; damaged ones are said."""
@@ -226,9 +223,7 @@ class Store:
 
     def fulfil(self, milestones: list[int]) -> None:
         """Write down that a request is fulfilled."""
-        path = self._request(milestones)
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, {"identity": self.identity, "milestones": milestones})
+        write_json(self._request(milestones), {"identity": self.identity, "milestones": milestones})
 
     def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
         """Link what a request asked for into the training's folder, records last; without one the milestones only."""
@@ -278,5 +273,4 @@ def read_training(out: Path) -> dict[str, Any]:
     path = out / "training.json"
     if not path.exists():
         raise KairosError(f"{out}: no training.json; not the folder of a complete training")
-    record: dict[str, Any] = read_json(path)
-    return record
+    return read_json(path)
