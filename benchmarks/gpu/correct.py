@@ -300,7 +300,7 @@ def processes() -> dict[str, dict[str, Any]]:
     """Every process with every prediction, and every noise schedule."""
     found = {}
     for name, entry in PROCESSES.items():
-        for prediction in entry.options.predictions or ("epsilon",):
+        for prediction in getattr(entry.options, "predictions", ("epsilon",)):
             found[f"{name} {prediction}"] = {"process": {"name": name}, "prediction": prediction}
     for schedule in ("cosine", "quadratic"):
         found[f"discrete {schedule}"] = {"process": {"name": "discrete", "schedule": schedule}}
