@@ -31,8 +31,9 @@ for name, (read, asked) in SHARED.items():
             **asked,
         params:
             **layout.params(name),
+            stage=name,
             read=stages(*read),
             out=folder("record"),
         shell:
-            "kairos {rule} --config {params.config} {params.read} --out {params.out}"
+            "kairos {params.stage} --config {params.config} {params.read} --out {params.out}"
             " --timing {params.timing} 2>&1 | tee {log}"

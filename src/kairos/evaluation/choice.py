@@ -31,7 +31,7 @@ def choose(evaluation: EvaluationConfig, dataset: DatasetConfig) -> tuple[Evalua
     if name == "auto":
         name, why = _fitting(evaluation, known)
         said.insert(0, f"extractor: {name} (auto: {why})")
-        evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": name}, "experiment")
+        evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": name}, said[0])
     elif name == "classifier" and not known.unknown and (lack := _no_classes(known)):
         faults.append(
             f"evaluation.extractor: got classifier, but {lack}; allowed: selfsupervised, inception, auto, or images "
