@@ -15,7 +15,13 @@ from kairos.data.dataset import open_dataset
 from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import evaluate, extractors
 from kairos.evaluation.registries import METRICS
-from kairos.sampling.sample import read_samples, write_samples
+from kairos.sampling.samples_file import open_samples, write_samples
+
+
+def read_samples(path: Path) -> tuple[np.ndarray, dict]:
+    opened = open_samples(path)
+    return opened.images[:], opened.protocol
+
 
 EXPERIMENT = {
     "experiment": "tiny",

@@ -432,15 +432,15 @@ def test_samples_file(tmp_path):
     images = np.arange(2 * 4 * 4 * 1, dtype=np.uint8).reshape(2, 4, 4, 1)
     sample.write_samples(tmp_path / "a.npz", images, {"seed": 1})
     first = (tmp_path / "a.npz").read_bytes()
-    read, protocol = sample.read_samples(tmp_path / "a.npz")
-    assert np.array_equal(read, images) and protocol == {"seed": 1}
+    read = sample.open_samples(tmp_path / "a.npz")
+    assert np.array_equal(read.images[:], images) and read.protocol == {"seed": 1}
     sample.write_samples(tmp_path / "a.npz", images, {"seed": 1})
     assert (tmp_path / "a.npz").read_bytes() == first
     (tmp_path / "b.npz").write_bytes(first[:50])
     np.savez(tmp_path / "c.npz", images=images.astype(float))
     for name in ("b.npz", "c.npz", "missing.npz"):
         with pytest.raises(KairosError, match=name):
-            sample.read_samples(tmp_path / name)
+            sample.open_samples(tmp_path / name)
 
 
 def test_no_milestone(tmp_path, capsys):

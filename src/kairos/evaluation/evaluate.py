@@ -16,7 +16,8 @@ from kairos.evaluation.settings import LossSettings, check_metrics, named_metric
 from kairos.evaluation.validation import latents_folder
 from kairos.files import write_json
 from kairos.progress import say
-from kairos.sampling.sample import read_samples, settings
+from kairos.sampling.sample import settings
+from kairos.sampling.samples_file import open_samples
 
 PUBLISHED = ("inception", "dinov2")  # extractors that no data set is needed for
 
@@ -84,8 +85,8 @@ def evaluate(
     job: EvaluationJob, reference: Reference, extractor: Extractor, sets: int | None, latents: Path | None, device: Any
 ) -> dict[str, Any]:
     """Evaluate one samples file, write its record and return it."""
-    images, protocol = read_samples(job.samples)
-    target = reference.target
+    samples, target = open_samples(job.samples), reference.target
+    images, protocol = samples.images, samples.protocol
     parts, warnings = split(len(images), reference.record["num_samples"], sets, str(job.samples))
     warnings += metrics.check_number(len(parts[0]), extractor.width, str(job.samples))
     measured = (measure(extractor, in_batches(images, part), target.needs) for part in parts)

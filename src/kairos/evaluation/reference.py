@@ -19,7 +19,7 @@ from kairos.evaluation.rows import SPREADS, Gaussian, rows_of
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
 from kairos.progress import say
-from kairos.sampling.samples_file import read_samples
+from kairos.sampling.samples_file import open_samples
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def outside_statistics(path: Path, extractor: Extractor, needs: set[str]) -> Sta
     rest = {need for need in needs if LAYERS.get(need) not in moments}
     if not rest:
         return Statistics(moments)
-    images, _ = read_samples(path)
+    images = open_samples(path).images
     if "moments" in rest:
         metrics.check_number(len(images), extractor.width, str(path))
     found = _of_images(images, range(len(images)), extractor, rest, {"images": sha256_file(path)})

@@ -19,7 +19,6 @@ from kairos.sampling.drawn_conditions import conditions_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
 from kairos.sampling.samples_file import joined, open_samples, write_samples
-from kairos.sampling.samples_file import read_samples as read_samples
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import build, check
 from kairos.shards import Shard

@@ -93,12 +93,6 @@ def open_samples(path: Path) -> Samples:
     return Samples(images, protocol, conditions)
 
 
-def read_samples(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """All images (uint8, N×H×W×C) of a file and their protocol, see `open_samples`."""
-    opened = open_samples(path)
-    return opened.images[:], opened.protocol
-
-
 def joined(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[np.ndarray]:
     """The images of all parts of a job in their order, a batch at a time, after all parts have been looked at.
 
