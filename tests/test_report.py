@@ -305,6 +305,11 @@ def test_no_image_held_out(small, built):
     reference = small[1] / "reference/reference.json"
     record = read_json(reference)
     rows = {name: row for name, row in record["rows"].items() if name in ("gaussian", "noise")}
+    write_json(
+        reference, {**record, "rows": {**record["rows"], "floor": {**record["rows"]["floor"], "n_samples": 333}}}
+    )
+    build(load(small[0]), small[1])
+    assert (small[1] / "report.html").read_text().count("(of 333 images, all that are held out)") == 1
     write_json(reference, {**record, "rows": rows, "reference": "all"})
     build(load(small[0]), small[1])
     content = (small[1] / "report.html").read_text()
