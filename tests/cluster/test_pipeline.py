@@ -1,7 +1,8 @@
 """The tiny pipeline through SLURM."""
 
 import pytest
-from pipeline import RESULTS, Pipeline, all_jobs
+import yaml
+from pipeline import CONFIG, RESULTS, Pipeline, all_jobs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
@@ -15,3 +16,19 @@ def test_the_pipeline_runs_through_slurm_to_its_report(pipeline: Pipeline) -> No
     assert pipeline.to_do() == {}
     mine = [job for job in all_jobs(pipeline.folder) if job.rule.startswith("rule_train")]
     assert len(mine) >= 2
+
+
+def test_sampling_in_shards_gives_the_same_images(pipeline: Pipeline) -> None:
+    """Two jobs draw the parts of every milestone, another joins and evaluates them: no sum differs."""
+    sums = pipeline.folder / RESULTS / "sums"
+    before = {path: path.read_text() for path in sums.rglob("*.txt")}
+    file = pipeline.folder / CONFIG
+    values = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**values, "sampling": {**values["sampling"], "batch_size": 50, "shards": 2}}))
+    for path in (pipeline.folder / RESULTS / "uniform/seed0/samples").glob("*.npz"):
+        path.unlink()
+    pipeline.run()
+    parts = [job for job in all_jobs(pipeline.folder) if job.rule.startswith("rule_sample_parts")]
+    assert len(parts) == 2 and all(job.state == "COMPLETED" for job in parts), parts
+    assert {path: path.read_text() for path in sums.rglob("*.txt")} == before
+    assert pipeline.to_do() == {}
