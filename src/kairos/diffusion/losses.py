@@ -4,6 +4,7 @@ The strategy's weights multiply the terms that ask for them (`weighted`, the def
 reweighted, such as a learned variance's, says ``weighted: false``.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,13 @@ def mse(options: LossOptions, prediction: Prediction) -> Tensor:
 
 def vlb(options: LossOptions, prediction: Prediction) -> Tensor:
     """The VLB term, c_t times the squared error of epsilon (Kim et al. 2025, eq. 4), shape (batch,)."""
-    process = prediction.process
-    weights = process.schedule.in_prediction(process.schedule.vlb, process.prediction)
-    table = torch.from_numpy(weights).to(prediction.x0.device, torch.float32)
+    process, table = prediction.process, _coefficients(prediction.process, prediction.x0.device)
     cell = (process.fractions(prediction.t) * len(table)).long().clamp(0, len(table) - 1)
     return mse(options, prediction) * table[cell]
+
+
+@functools.lru_cache(maxsize=4)
+def _coefficients(process: Any, device: torch.device) -> Tensor:
+    """c by cell, moved to the device once: a step waits for no copy."""
+    weights = process.schedule.in_prediction(process.schedule.vlb, process.prediction)
+    return torch.from_numpy(weights).to(device, torch.float32)
