@@ -121,7 +121,16 @@ def test_features_on_disk():
         spool.add(part)
     assert len(spool) == 10 and torch.equal(spool[:], features) and torch.equal(spool[3:7], features[3:7])
     assert torch.equal(spool[np.array([9, 0, 0])], features[[9, 0, 0]])
-    assert torch.equal(torch.cat(list(blocks(spool))), features) and len(spool.spread(4)) == 4
+    assert torch.equal(torch.cat(list(blocks(spool))), features) and len(spool) == 10
+    some = Spool(3, np.array([0, 3, 4, 9]))
+    for part in features.split(4):
+        some.add(part)
+    assert torch.equal(some[:], features[[0, 3, 4, 9]])
+    assert (
+        len(metrics.kept(10)) == 10
+        and len(metrics.kept(10**6)) == metrics.KEPT
+        and metrics.kept(10**6)[-1] == 10**6 - 1
+    )
 
 
 def test_bootstrap_is_the_spread_of_sets():

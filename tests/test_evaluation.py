@@ -296,6 +296,8 @@ def test_the_reference_is_a_choice(chain, tmp_path, monkeypatch):
         assert record["reference"] == f"{name}.npz" and record["real_images"] == (0 if name == "edm" else 1797)
         same = record["reference_hash"] == records["all"]["reference_hash"]
         assert same == (name != "edm"), "what decides the distance: moments and the number of images, where it is known"
+    half = reference_of(chain, tmp_path, reference="adm.npz", sets=1, precision="bf16")
+    assert half["reference_hash"] != records["all"]["reference_hash"], "statistics in another precision are others"
 
 
 @pytest.mark.parametrize(
@@ -332,6 +334,8 @@ def test_only_the_metrics_that_are_asked_for(chain, tmp_path):
     evaluate.run([job], tmp_path / "reference", chain / "extractor")
     found = json.loads((tmp_path / "x.json").read_text())
     assert set(found["validation"]) == {"mlperf8"} and found["validation"]["mlperf8"] == pytest.approx(1, abs=0.2)
+    own = ("--reference", tmp_path / "reference", "--metrics", "frechet")
+    assert kairos("evaluate", "--samples", chain / "1.npz", "--out", tmp_path / "y.json", *own) == 2
     outside = ("--reference", chain / "0.npz", "--extractor", chain / "extractor", "--metrics", "frechet,recall")
     assert kairos("evaluate", "--samples", chain / "1.npz", "--out", tmp_path / "y.json", *outside) == 0
     assert {"frechet_classifier32", "recall"} <= set(json.loads((tmp_path / "y.json").read_text())["metrics"])

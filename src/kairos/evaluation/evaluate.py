@@ -60,8 +60,10 @@ def run(
         KairosError: a file is missing, damaged, or does not belong to the others.
     """
     outside = reference.suffix == ".npz"
+    if wanted and not outside:
+        raise ConfigError(f"--metrics: got {','.join(wanted)}, allowed with an npz reference; {reference} has its own")
     if outside and extractor is None:
-        needed = {METRICS.entry(name).facts["extractor"] for name in wanted or ()} - {""}
+        needed = {METRICS.entry(name).facts.get("extractor", "") for name in wanted or ()} - {""}
         if len(needed) != 1:
             raise ConfigError(
                 "--extractor: got none, allowed where --reference is an npz: a folder, inception or dinov2; or metrics "

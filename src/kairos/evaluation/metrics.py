@@ -104,7 +104,12 @@ def statistics_of(measured: Measured) -> Statistics:
     """What is kept of real images."""
     if measured.features is None:
         return Statistics(measured.moments, count=measured.count)
-    return Statistics(measured.moments, measured.features.spread(KEPT).numpy(), measured.count)
+    return Statistics(measured.moments, measured.features[:].numpy(), measured.count)
+
+
+def kept(count: int) -> NDArray[np.int64]:
+    """Which of `count` vectors are looked at where `KEPT` of them are enough: evenly spread ones."""
+    return np.unique(np.linspace(0, count - 1, min(count, KEPT)).astype(np.int64))
 
 
 def cached(parts: Any, compute: Callable[[], Statistics]) -> Statistics:
@@ -186,7 +191,7 @@ def kid(options: KidOptions, measured: Measured, target: Target) -> dict[str, fl
     """
     assert measured.features is not None
     real = torch.from_numpy(target.statistics.features).double()
-    own = measured.features.spread(KEPT).double()
+    own = measured.features[kept(len(measured.features))].double()
     size = min(options.subset_size, len(own) // 2, len(real) // 2)
     if size < 2:
         return {}

@@ -80,14 +80,23 @@ class Score:
 
 
 class Spool:
-    """Feature vectors in a file without a name: float32, appended, and read by slice or by numbers."""
+    """Feature vectors in a file without a name: float32, appended, and read by slice or by numbers.
 
-    def __init__(self, width: int):
-        self.width, self._count = width, 0
+    Args:
+        width: of a vector.
+        only: ascending numbers of those that are kept of all that are added; None: all.
+    """
+
+    def __init__(self, width: int, only: NDArray[np.int64] | None = None):
+        self.width, self._only, self._seen, self._count = width, only, 0, 0
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as this object)
 
     def add(self, values: Tensor) -> None:
         """Append vectors (n, width)."""
+        if self._only is not None:
+            first, end = np.searchsorted(self._only, [self._seen, self._seen + len(values)])
+            numbers, self._seen = self._only[first:end] - self._seen, self._seen + len(values)
+            values = values[numbers]
         self._file.seek(self._count * self.width * 4)
         self._file.write(values.float().numpy().tobytes())
         self._count += len(values)
@@ -104,10 +113,6 @@ class Spool:
         content = bytearray(self._file.read(max(stop - start, 0) * self.width * 4))
         return torch.frombuffer(content, dtype=torch.float32).reshape(-1, self.width)
 
-    def spread(self, count: int) -> Tensor:
-        """At most `count` vectors, evenly spread over all."""
-        return self[np.unique(np.linspace(0, self._count - 1, min(self._count, count)).astype(np.int64))]
-
 
 def blocks(vectors: Any) -> Iterator[Tensor]:
     """All of some vectors (n, d), at most `ROWS` at a time."""
@@ -121,7 +126,7 @@ class Measured:
     Attributes:
         count: number of images.
         moments: mean (d,) and covariance (d, d) by layer, of the layers that were asked for.
-        features: all feature vectors, or None.
+        features: all feature vectors, or those that were to be kept; or None.
         score: the Inception score, or None.
     """
 
@@ -131,16 +136,19 @@ class Measured:
     score: float | None = None
 
 
-def measure(extractor: Any, images: Iterable[NDArray[np.uint8]], needs: set[str]) -> Measured:
+def measure(
+    extractor: Any, images: Iterable[NDArray[np.uint8]], needs: set[str], only: NDArray[np.int64] | None = None
+) -> Measured:
     """Look at every image once.
 
     Args:
         extractor: an opened extractor.
         images: batches of uint8 (n, height, width, channels).
         needs: of ``moments``, ``spatial``, ``features`` (all of them) and ``logits``.
+        only: numbers of the images whose features are kept; None: all.
     """
     moments = {LAYERS[need]: Moments() for need in LAYERS if need in needs}
-    spool = Spool(extractor.width) if "features" in needs else None
+    spool = Spool(extractor.width, only) if "features" in needs else None
     score = Score() if "logits" in needs else None
     asked: list[tuple[str, Any]] = [*moments.items(), ("features", spool), ("logits", score)]
     count = 0

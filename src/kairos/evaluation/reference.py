@@ -120,7 +120,7 @@ def _real(which: str, dataset: PreparedDataset, extractor: Extractor, wanted: tu
     if which not in ("train", "all"):
         return outside_statistics(Path(which), extractor, needs)
     indices = dataset.train if which == "train" else np.arange(len(dataset.images))
-    parts = {"dataset": dataset.manifest["content_sha256"], "split": which, "precision": extractor.precision}
+    parts = {"dataset": dataset.manifest["content_sha256"], "split": which}
     return _of_images(dataset.images, indices, extractor, needs, parts)
 
 
@@ -147,9 +147,9 @@ def outside_statistics(path: Path, extractor: Extractor, needs: set[str]) -> Sta
 
 def _of_images(images: Any, indices: Any, extractor: Extractor, needs: set[str], parts: dict[str, Any]) -> Statistics:
     """Statistics of some images; `parts` decides which they are."""
-    parts = {**parts, "extractor": extractor.hash, "needs": sorted(needs)}
-    batches = in_batches(images, indices)
-    return metrics.cached(parts, lambda: metrics.statistics_of(measure(extractor, batches, needs)))
+    parts = {**parts, "extractor": extractor.hash, "precision": extractor.precision, "needs": sorted(needs)}
+    batches, kept = in_batches(images, indices), metrics.kept(len(indices))
+    return metrics.cached(parts, lambda: metrics.statistics_of(measure(extractor, batches, needs, kept)))
 
 
 def reference_hash(statistics: Statistics, extractor: Extractor) -> str:

@@ -2,7 +2,8 @@
 
 An extractor's code is called as ``code(options, dataset, folder)``, fills the folder and gives its manifest; its
 module also has ``load(folder, manifest)``, which opens it. A metric's code is called as ``code(options, measured,
-target)``, with what was measured of one set of images and of the real ones, and gives columns: a dictionary of numbers.
+target)``, with what was measured of one set of images and of the real ones, and gives columns: a dictionary of numbers;
+that of a metric that needs a milestone as ``code(milestone, latents, settings, device)``, see `validation`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -88,14 +89,12 @@ _metric("recall", "real images in the samples' manifold", "features", ManifoldOp
 _metric("validation", "loss by time on held-out images", "milestone", code="validation:validation_loss")
 _metric("mlperf8", "loss at eight equidistant times (MLPerf Training, Flux.1)", "milestone", code="validation:{}")
 FRECHET = ("frechet", "fid", "fd_dinov2")  # names of the distance that methods are ranked by
-
-
 UNREAL = {"logits", "milestone"}  # what metrics need of samples alone
 
 
 def needs_of(metrics: Iterable[Mapping[str, Any]]) -> set[str]:
     """What the named metrics need, all together."""
-    return {need for named in metrics for need in METRICS.entry(named["name"]).facts["needs"]}
+    return {need for named in metrics for need in METRICS.entry(named["name"]).facts.get("needs", ())}
 
 
 def default_metrics(extractor: str, heldout: bool) -> list[str]:

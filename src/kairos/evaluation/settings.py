@@ -67,7 +67,7 @@ def check_metrics(metrics: list[dict[str, Any]], extractor: str) -> None:
     """
     names = [named["name"] for named in metrics]
     for name in names:
-        needed = METRICS.entry(name).facts["extractor"]
+        needed = METRICS.entry(name).facts.get("extractor")
         if needed and extractor not in (needed, "auto"):
             raise ConfigError(f"evaluation.metrics: {name} needs evaluation.extractor {needed}, got {extractor}")
         if names.count(name) > 1:

@@ -33,12 +33,12 @@ class Samples:
     Attributes:
         images: uint8 (N, height, width, channels); ``images[slice or int array]`` reads those.
         protocol: how they came about, empty where the file does not say.
-        conditions: what the model was told of each, (N, ...) by name.
+        conditions: what the model was told of each, (N, ...) by name, read likewise.
     """
 
     images: Rows
     protocol: dict[str, Any]
-    conditions: dict[str, np.ndarray]
+    conditions: dict[str, Rows]
 
 
 def write_samples(
@@ -77,13 +77,14 @@ def open_samples(path: Path) -> Samples:
     if not path.is_file():
         raise KairosError(f"{path}: no such file; allowed: an npz file with `images` or `arr_0`, uint8, N×H×W×C")
     try:
-        with zipfile.ZipFile(path) as archive:
-            images = _rows(path, archive, "images.npy" if "images.npy" in archive.namelist() else "arr_0.npy")
         with np.load(path, allow_pickle=False) as file:
             protocol = json.loads(str(file["protocol"])) if "protocol" in file else {}
-            conditions = {n.removeprefix(_CONDITION): file[n] for n in file.files if n.startswith(_CONDITION)}
-            if "arr_0" in file and "arr_1" in file:
-                conditions["class"] = file["arr_1"].astype(np.int64)
+            told = {name.removeprefix(_CONDITION): name for name in file.files if name.startswith(_CONDITION)}
+            told |= {"class": "arr_1"} if {"arr_0", "arr_1"} <= set(file.files) else {}
+            shown = "images" if "images" in file else "arr_0"
+        with zipfile.ZipFile(path) as archive:
+            images = _rows(path, archive, f"{shown}.npy")
+            conditions = {name: _rows(path, archive, f"{member}.npy") for name, member in told.items()}
     except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
         raise KairosError(f"{path}: cannot be read as npz with `images` or `arr_0` ({error})") from None
     if images.dtype != np.uint8 or len(images.shape) != 4 or images.shape[-1] not in (1, 3):

@@ -8,7 +8,7 @@ run again.
 from typing import Any
 
 from kairos.diffusion.registries import PROCESSES
-from kairos.evaluation.registries import EXTRACTORS, METRICS
+from kairos.evaluation.registries import EXTRACTORS, METRICS, needs_of
 from kairos.fingerprint import fingerprint
 from kairos.models.registries import MODELS
 from kairos.sampling.registries import SCHEDULERS
@@ -68,8 +68,8 @@ def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
     process = PROCESSES.entry(plain["diffusion"]["process"]["name"]).module
     extractor = EXTRACTORS.entry(plain["evaluation"]["extractor"]["name"]).module
     named = [metric["name"] for metric in plain["evaluation"]["metrics"] or []] or list(METRICS)
-    metrics = [METRICS.entry(name) for name in named]
-    of_images = [entry.module for entry in metrics if "milestone" not in entry.facts.get("needs", ())]
+    metrics = [METRICS.entry(name).module for name in named]
+    of_images = [METRICS.entry(name).module for name in named if "milestone" not in needs_of([{"name": name}])]
     scheduler = SCHEDULERS.entry(plain["sampling"]["scheduler"]["name"]).module
     return {
         "prepare": ["kairos.data.prepare", "kairos.data.sources"],
@@ -78,7 +78,7 @@ def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
         "sample": ["kairos.sampling.sample", scheduler, model, process],
         "extractor": ["kairos.evaluation.extractors", extractor],
         "reference": ["kairos.evaluation.reference", extractor, *of_images],
-        "evaluate": ["kairos.evaluation.evaluate", model, process, extractor, *(entry.module for entry in metrics)],
+        "evaluate": ["kairos.evaluation.evaluate", model, process, extractor, *metrics],
         "report": ["kairos.report.build"],
         "track": ["kairos.tracking.track"],
     }[stage]
