@@ -83,7 +83,7 @@ def test_unet_is_the_published_one_and_opens_in_diffusers(tmp_path):
     x, t = torch.randn(2, 1, 7, 5), torch.tensor([1, 700])
     assert model(x, t, {}).shape == x.shape
     save(model, tmp_path)
-    assert torch.equal(load("unet", tmp_path)(x, t, {}), model(x, t, {}))
+    assert torch.equal(load(tmp_path, options, (1, 7, 5), {})(x, t, {}), model(x, t, {}))
     opened = UNet2DModel.from_pretrained(tmp_path, use_safetensors=True)
     padded = torch.nn.functional.pad(x, (0, 1, 0, 1))
     assert torch.allclose(opened(padded, t).sample[..., :7, :5], model(x, t, {}), atol=1e-6)
@@ -112,8 +112,9 @@ def test_unet_starts_as_ddpms_and_predicts_nothing():
 @pytest.mark.parametrize("name", ["dit", "unet"])
 def test_a_backbone_gives_as_many_channels_as_it_is_asked_for(name, tmp_path):
     options = {"dit": {"width": 16, "depth": 1, "heads": 2}, "unet": {"channels": 8, "norm_groups": 4, "attention": []}}
-    model = build({"name": name, **options[name]}, (3, 8, 8), {}, outputs=6)
+    built = {"name": name, **options[name]}, (3, 8, 8), {}, 6
+    model = build(*built)
     x, t = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
     assert model.eval()(x, t, {}).shape == (2, 6, 8, 8)
     save(model, tmp_path)
-    assert torch.equal(load(name, tmp_path)(x, t, {}), model(x, t, {}))
+    assert torch.equal(load(tmp_path, *built)(x, t, {}), model(x, t, {}))

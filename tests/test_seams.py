@@ -130,10 +130,6 @@ class Linear(nn.Module):
         super().__init__()
         self.factor = nn.Parameter(torch.full((), options.start))
 
-    @classmethod
-    def from_config(cls, config):
-        return cls(LinearOptions(), (1, 1, 1), {}, 1)
-
     def forward(self, x, t, conditions):
         return self.factor * x
 

@@ -86,5 +86,6 @@ def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> M
     if weights not in ("ema", "raw"):
         raise KairosError(f"weights: got {weights!r}, allowed: ema, raw")
     config = record["config"]
-    model = models.load(config["model"]["name"], folder / weights).to(device)
-    return Milestone(model, build_process(config["diffusion"], record["sigma_data"]), record)
+    process, shape = build_process(config["diffusion"], record["sigma_data"]), tuple(record["shape"])
+    model = models.load(folder / weights, config["model"], shape, record["conditions"], process.channels(shape[0]))
+    return Milestone(model.to(device), process, record)

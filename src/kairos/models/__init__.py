@@ -1,15 +1,14 @@
 """Backbones by registry name.
 
 A backbone is a module ``model(x, t, conditions)`` made by ``Class(options, shape, conditions, outputs)``, with
-``config()`` for its config.json and ``Class.from_config(config)`` back from it, ``weights()`` and
-``load_weights(weights)``.
+``weights()`` and ``load_weights(weights)``, and ``config()`` for the config.json that others open.
 """
 
 from pathlib import Path
 from typing import Any
 
-from kairos.errors import KairosError
-from kairos.files import read_json, write_json, write_weights
+from kairos.errors import ConfigError, KairosError
+from kairos.files import write_json, write_weights
 from kairos.models.registries import MODELS
 from kairos.registry import split
 
@@ -34,6 +33,7 @@ def build(
         KairosError: the model asks for a condition that the data set lacks.
     """
     wanted = model.get("conditions") or []
+    check_takes(model)
     missing = [name for name in wanted if name not in conditions]
     if missing:
         raise KairosError(
@@ -43,27 +43,37 @@ def build(
     return MODELS.build(*split(model), shape, described, outputs or shape[0])
 
 
+def check_takes(model: dict[str, Any]) -> None:
+    """Refuse conditions that a backbone cannot be told of, and one named twice.
+
+    Raises:
+        ConfigError: names what is allowed.
+    """
+    wanted, takes = model.get("conditions") or [], MODELS.entry(model["name"]).facts.get("takes")
+    if takes is not None and (set(wanted) - set(takes) or len(set(wanted)) < len(wanted)):
+        raise ConfigError(f"model.conditions: got {wanted}, allowed with {model['name']}: {', '.join(takes) or 'none'}")
+
+
 def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:
     """Write ``config.json`` and safetensors as diffusers does; `weights` stands in for the module's own (EMA)."""
     write_weights(folder / WEIGHTS, weights or module.weights())
     write_json(folder / "config.json", module.config())
 
 
-def load(name: str, folder: Path) -> Any:
+def load(folder: Path, *built: Any) -> Any:
     """The model that a folder holds, in evaluation mode.
 
     Args:
-        name: of the backbone in the registry.
         folder: what `save` wrote.
+        built: the arguments that it was built with, see `build`.
 
     Raises:
         KairosError: not a model folder.
     """
     from safetensors.torch import load_file
 
-    path = folder / "config.json"
-    if not path.is_file():
-        raise KairosError(f"{folder}: no config.json; not a model folder")
-    module = MODELS.entry(name).load().from_config(read_json(path))
+    if not (folder / WEIGHTS).is_file():
+        raise KairosError(f"{folder}: no {WEIGHTS}; not a model folder")
+    module = build(*built)
     module.load_weights(load_file(folder / WEIGHTS))
     return module.eval()

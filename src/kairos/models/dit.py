@@ -6,15 +6,13 @@ every block and is another model.
 
 import math
 from collections import OrderedDict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kairos.errors import KairosError
+from kairos.models.backbone import Backbone, Descriptions
 from kairos.models.registries import DiTOptions
-
-_KEPT = ("patch", "width", "depth", "heads", "mlp_ratio")  # options that config.json holds
 
 
 class TimestepEmbedder(nn.Module):
@@ -97,54 +95,25 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
-class DiT(nn.Module):
-    """The diffusion transformer.
-
-    Args:
-        options: `models.registries.DiTOptions`.
-        shape: (channels, height, width) of x0; any size that patches divide.
-        conditions: descriptions of the conditions it takes: none or a class.
-        outputs: channels of what it gives.
+class DiT(Backbone):
+    """The diffusion transformer; arguments as of `Backbone`, any size that patches divide.
 
     Raises:
-        KairosError: patches do not divide the size, or a condition that is no class.
+        KairosError: patches do not divide the size.
     """
 
-    def __init__(
-        self, options: DiTOptions, shape: tuple[int, int, int], conditions: dict[str, dict[str, Any]], outputs: int
-    ):
-        super().__init__()
-        channels, height, width = shape
-        if height % options.patch or width % options.patch:
-            raise KairosError(
-                f"model.patch: got {options.patch} with x0 of {height}x{width}, allowed: a divisor of both sides"
-            )
-        if set(conditions) - {"class"}:
-            raise KairosError(f"model.conditions: got {sorted(conditions)}, allowed with dit: class")
-        classes = conditions["class"]["num_classes"] if "class" in conditions else None
-        kept = {name: getattr(options, name) for name in _KEPT}
-        self._config = {"_class_name": "DiT", "shape": list(shape), **kept, "num_classes": classes, "outputs": outputs}
-        self.shape, self.patch, self.outputs = shape, options.patch, outputs
-        grid = (height // options.patch, width // options.patch)
-        self.x_embedder = named(proj=nn.Conv2d(channels, options.width, options.patch, options.patch))
-        self.t_embedder = TimestepEmbedder(options.width)
+    def __init__(self, options: DiTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
+        super().__init__(options, shape, conditions, outputs)
+        width, patch = options.width, options.patch
+        self.x_embedder = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
+        self.t_embedder = TimestepEmbedder(width)
         self.y_embedder = None
-        if classes is not None:  # the row past the last class stands for no class
-            self.y_embedder = named(embedding_table=nn.Embedding(classes + 1, options.width))
-        self.pos_embed = nn.Parameter(_positions(options.width, grid)[None], requires_grad=False)
-        self.blocks = nn.ModuleList(
-            Block(options.width, options.heads, options.mlp_ratio) for _ in range(options.depth)
-        )
-        self.final_layer = FinalLayer(options.width, options.patch, outputs)
+        if "class" in conditions:  # the row past the last class stands for no class
+            self.y_embedder = named(embedding_table=nn.Embedding(conditions["class"]["num_classes"] + 1, width))
+        self.pos_embed = nn.Parameter(_positions(width, self.grid(patch))[None], requires_grad=False)
+        self.blocks = nn.ModuleList(Block(width, options.heads, options.mlp_ratio) for _ in range(options.depth))
+        self.final_layer = FinalLayer(width, patch, outputs)
         self._initialise()
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "DiT":
-        """An empty model from the content of its config.json."""
-        classes = config["num_classes"]
-        conditions = {} if classes is None else {"class": {"num_classes": classes}}
-        options = DiTOptions(**{name: config[name] for name in _KEPT})
-        return cls(options, tuple(config["shape"]), conditions, config["outputs"])
 
     def _initialise(self) -> None:
         for module in self.modules():
@@ -165,28 +134,14 @@ class DiT(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Prediction (batch, outputs, height, width)."""
-        batch, p = len(x), self.patch
-        _, height, width = self.shape
-        tokens = self.x_embedder(x).flatten(2).transpose(1, 2) + self.pos_embed  # (batch, tokens, width), row by row
+        x = self.x_embedder(self.joined(x, conditions))
+        tokens = x.flatten(2).transpose(1, 2) + self.pos_embed  # (batch, tokens, width), row by row
         c = self.t_embedder(t)
         if self.y_embedder is not None:
             c = c + self.y_embedder(conditions["class"])
         for block in self.blocks:
             tokens = block(tokens, c)
-        patches = self.final_layer(tokens, c).view(batch, height // p, width // p, p, p, self.outputs)
-        return patches.permute(0, 5, 1, 3, 2, 4).reshape(batch, self.outputs, height, width)
-
-    def config(self) -> dict[str, Any]:
-        """What config.json holds."""
-        return self._config
-
-    def weights(self) -> dict[str, Tensor]:
-        """Parameters under their published names."""
-        return dict(self.state_dict())
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load what `weights` gave."""
-        self.load_state_dict(weights)
+        return self.unpatched(self.final_layer(tokens, c), self.options.patch)
 
 
 def _positions(width: int, grid: tuple[int, int]) -> Tensor:

@@ -9,27 +9,20 @@ from diffusers.models.unets.unet_2d import UNet2DModel
 from torch import Tensor, nn
 
 from kairos.errors import KairosError
+from kairos.models.backbone import Backbone, Descriptions
 from kairos.models.registries import UNetOptions
 
 
-class UNet(nn.Module):
-    """diffusers' UNet2DModel behind ``model(x, t, conditions)``.
-
-    Args:
-        options: `models.registries.UNetOptions`.
-        shape: (channels, height, width) of x0.
-        conditions: descriptions of the conditions it takes.
-        outputs: channels of what it gives.
+class UNet(Backbone):
+    """diffusers' UNet2DModel; arguments as of `Backbone`. Its config.json and weights are diffusers' own.
 
     Raises:
         KairosError: the levels cannot halve the size and padding is off; widths do not fit the group normalisation.
     """
 
-    def __init__(
-        self, options: UNetOptions, shape: tuple[int, int, int], conditions: dict[str, dict[str, Any]], outputs: int
-    ):
-        super().__init__()
-        channels, height, width = shape
+    def __init__(self, options: UNetOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
+        super().__init__(options, shape, conditions, outputs)
+        _, height, width = shape
         factor = 2 ** (len(options.multipliers) - 1)
         if not options.pad and (height % factor or width % factor):
             raise KairosError(
@@ -41,13 +34,11 @@ class UNet(nn.Module):
             raise KairosError(
                 f"model.norm_groups: got {options.norm_groups}, allowed: a divisor of every width of {widths}"
             )
-        if set(conditions) - {"class"}:
-            raise KairosError(f"model.conditions: got {sorted(conditions)}, allowed with unet: class")
         padded = -(-height // factor) * factor
         attention = [padded // 2**level in options.attention for level in range(len(widths))]
         self.unet = UNet2DModel(
             sample_size=padded,
-            in_channels=channels,
+            in_channels=self.inputs,
             out_channels=outputs,
             block_out_channels=widths,
             layers_per_block=options.blocks,
@@ -65,14 +56,6 @@ class UNet(nn.Module):
         if options.init == "ddpm":
             self._initialise()
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "UNet":
-        """An empty model from the content of its config.json."""
-        model = cls.__new__(cls)
-        nn.Module.__init__(model)
-        model.unet = UNet2DModel.from_config(config)
-        return model
-
     @torch.no_grad()
     def _initialise(self) -> None:
         """As DDPM's code: weights uniform by fan average, biases 0, and the last layer of every branch 0."""
@@ -89,6 +72,7 @@ class UNet(nn.Module):
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Prediction (batch, outputs, height, width)."""
         factor = 2 ** (len(self.unet.config["block_out_channels"]) - 1)
+        x = self.joined(x, conditions)
         height, width = x.shape[-2:]
         bottom, right = -height % factor, -width % factor
         if bottom or right:
