@@ -20,6 +20,7 @@ from kairos.errors import ConfigError
 from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
+from kairos.milestones import hash_of_start
 from kairos.models.registries import MODELS
 from kairos.options import but_name
 from kairos.sampling.settings import SamplingConfig
@@ -124,7 +125,13 @@ class Experiment(Section):
         return tuple(steps[a:b] for a, b in pairwise([0, *ends]))
 
     def settled(self) -> tuple["Experiment", list[str]]:
-        """The experiment with a definite extractor, and what is to be said of it; see `choice.choose`."""
+        """The experiment with a definite extractor, and what is to be said of it; see `choice.choose`.
+
+        Raises:
+            ConfigError: there is no milestone where trainings are to start from one.
+        """
+        if start := self.training.start_from:
+            hash_of_start(Path(start), self.model["name"])
         evaluation, said = choose(self.evaluation, self.dataset)
         return self.model_copy(update={"evaluation": evaluation}), said
 
