@@ -67,7 +67,7 @@ def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
         return validate({**plain, "model": model}, str(arguments.config)).plain() if model else plain
     named = model.get("name") if isinstance(model, dict) else None
     told = bool(isinstance(model, dict) and model.get("conditions"))
-    values = {
+    values: dict[str, Any] = {
         "experiment": "imported",
         "methods": {"imported": {}},
         "model": model,
