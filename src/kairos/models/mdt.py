@@ -17,7 +17,7 @@ class BiasedAttention(Attention):
 
     def __init__(self, width: int, heads: int, distances: int):
         super().__init__(width, heads)
-        table = nn.Parameter(nn.init.trunc_normal_(torch.empty(distances, heads), std=0.02))
+        table = nn.Parameter(nn.init.normal_(torch.empty(distances, heads), std=0.02))
         self.rel_pos_bias = nn.ParameterDict({"relative_position_bias_table": table})
 
     def forward(self, x: Tensor, distances: Tensor) -> Tensor:  # type: ignore[override]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, Null
-from kairos.models.layers import Attention, PlainBlock, named, sinusoids, start_truncated
+from kairos.models.layers import Attention, PlainBlock, named, sinusoids, start_normal
 from kairos.models.registries import UViTOptions
 
 
@@ -46,8 +46,8 @@ class UViT(Backbone):
         self.norm = nn.LayerNorm(width)
         self.decoder_pred = nn.Linear(width, patch * patch * outputs)
         self.final_layer = nn.Conv2d(outputs, outputs, 3, padding=1) if options.convolution else nn.Identity()
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        start_truncated(self)
+        nn.init.normal_(self.pos_embed, std=0.02)
+        start_normal(self)
 
     def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """A published file's weights; a table of classes without a row for none (ImageNet 64) gets one of zeros."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions
-from kairos.models.layers import Attention, PlainBlock, named, start_truncated
+from kairos.models.layers import Attention, PlainBlock, named, start_normal
 from kairos.models.registries import ViTOptions
 
 
@@ -54,8 +54,8 @@ class ViT(Backbone):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        start_truncated(self)
+        nn.init.normal_(self.pos_embed, std=0.02)
+        start_normal(self)
         for number, block in enumerate(self.blocks, start=1):  # the residual stream does not grow with depth
             for last in (block.attn.proj, block.mlp[2]):
                 last.weight /= math.sqrt(2 * number)
