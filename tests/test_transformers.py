@@ -239,10 +239,10 @@ REFERENCES = {"dit": dit, "mdt": mdt, "uvit": uvit, "vit": vit}
 @pytest.mark.parametrize(
     ("name", "told", "options"),
     [
-        *((name, ("class",), {}) for name in NAMES), *((name, (), {}) for name in NAMES), ("mdt", ("class", "mask"), {}),
-        ("mdt", ("mask",), {"ratio": 0.6}), ("dit", ("text",), {}), ("mdt", ("class", "text"), {}),
-        ("uvit", ("text",), {}), ("uvit", ("class", "text"), {"convolution": False, "patch": 4}),
-        ("uvit", (), {"depth": 5, "mlp_ratio": 2.0}), ("dit", ("class",), {"patch": 4}),
+        *((name, ("class",), {}) for name in NAMES), *((name, (), {}) for name in NAMES),
+        ("mdt", ("class", "mask"), {}), ("mdt", ("mask",), {"ratio": 0.6}), ("mdt", ("class", "text"), {}),
+        ("dit", ("text",), {}), ("dit", ("class",), {"patch": 4}), ("uvit", ("text",), {}),
+        ("uvit", ("class", "text"), {"convolution": False, "patch": 4}), ("uvit", (), {"depth": 5, "mlp_ratio": 2.0}),
     ],
 )  # fmt: skip
 def test_equal_to_the_papers_formulas(name, told, options):

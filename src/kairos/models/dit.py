@@ -4,14 +4,13 @@ Parameter names are those of the published checkpoints. diffusers' DiTTransforme
 every block and is another model.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from kairos.errors import KairosError
 from kairos.models.backbone import Backbone, Descriptions, Null
 from kairos.models.layers import Attention, mlp, named, sinusoids
+from kairos.models.registries import DiTOptions
 
 
 class TimestepEmbedder(nn.Module):
@@ -86,7 +85,7 @@ class DiT(Backbone):
         KairosError: patches do not divide the size; the text is a sequence.
     """
 
-    def __init__(self, options: Any, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
+    def __init__(self, options: DiTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         width, patch = options.width, options.patch
         self.x_embedder = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
