@@ -3,6 +3,7 @@
 An experiment file stands alone: what it does not say has the default stated here, never another file's value.
 """
 
+import math
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -99,6 +100,11 @@ class Experiment(Section):
             )
         process = self.diffusion.process
         timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
+        shown = process["timesteps"] + process.get("first_index", 0) if "timesteps" in process else math.inf
+        if self.model.get("timesteps", math.inf) < shown:
+            of = shown if "timesteps" in process else f"{process['name']} is continuous"
+            got = f"model.timesteps: got {self.model['timesteps']}"
+            raise ValueError(f"{got}, allowed: at least the indices that a discrete process shows ({of})")
         conditions = self.model.get("conditions") or []
         try:
             for name, method in self.methods.items():
