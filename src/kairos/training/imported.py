@@ -8,7 +8,7 @@ import torch
 from kairos import models
 from kairos.data.latents import open_latents
 from kairos.diffusion.processes import build_process
-from kairos.errors import ConfigError
+from kairos.errors import ConfigError, KairosError
 from kairos.files import open_record, sha256_file, sha256_json
 from kairos.milestones import write_milestone
 from kairos.models.published import read_published
@@ -77,10 +77,13 @@ def import_weights(
     average, raw = read_published(file)
     weights = {}
     for name, published in (("ema", average), ("raw", raw)):
-        model.load_published(published, str(file))
+        try:
+            model.load_published(published)
+        except KairosError as error:
+            raise KairosError(f"{file}: {error}") from None
         weights[name] = {key: value.clone() for key, value in model.weights().items()}
     came = {"file": file.name, "sha256": sha256_file(file)}
-    kept = {name: conditions[name] for name in wanted}
+    kept = {name: {k: v for k, v in conditions[name].items() if k != "empty"} for name in wanted}
     about = {"config": plain, "shape": list(shape), "conditions": kept, **facts, "imported": came}
     record = {
         "identity": sha256_json(about), "method": "imported", "seed": 0, "step": step, "images_seen": 0, **about,
