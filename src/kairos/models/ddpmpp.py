@@ -1,4 +1,4 @@
-"""DDPM++ in EDM's form (Song et al. 2021; Karras et al. 2022, appendix C): the network of EDM's and FDM's CIFAR-10 rows.
+"""DDPM++ in EDM's form (Song et al. 2021; Karras et al. 2022, appendix C), EDM's and FDM's network for CIFAR-10.
 
 Written from its description; names of weights are the published ones. Rows of attention's qkv are interleaved.
 """
@@ -100,7 +100,7 @@ class DDPMpp(Backbone):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Uniform by fan average, biases 0; the last layers of branches times 1e-5, attention's first times 0.2^(1/2)."""
+        """Uniform by fan average, biases 0; last layers of branches times 1e-5, attention's first times 0.2^(1/2)."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 last = name.endswith((".conv1", ".proj", "_aux_conv"))
