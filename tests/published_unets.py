@@ -192,7 +192,10 @@ def ddpm_torch(weights: dict[str, Tensor], x: Tensor, t: Tensor, levels: int, bl
         return F.group_norm(x, groups, weights[f"{name}.weight"], weights[f"{name}.bias"], eps=1e-6)
 
     def residual(name: str, x: Tensor) -> Tensor:
-        h = conv(f"{name}.conv1", F.silu(norm(f"{name}.norm1", x)), padding=1) + linear(f"{name}.fc", active)[..., None, None]
+        h = (
+            conv(f"{name}.conv1", F.silu(norm(f"{name}.norm1", x)), padding=1)
+            + linear(f"{name}.fc", active)[..., None, None]
+        )
         h = conv(f"{name}.conv2", F.silu(norm(f"{name}.norm2", h)), padding=1)
         return h + (conv(f"{name}.skip", x) if f"{name}.skip.weight" in weights else x)
 

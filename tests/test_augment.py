@@ -1,14 +1,21 @@
 """EDM's augmentations: flips are exact, the rest is one map of the pixels, and an image is a function of its number."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from training_case import experiment
+from safetensors.torch import load_file
+from training_case import experiment, hashes, make_latents
 
 from kairos.data import augment
 from kairos.data.augment import _mapped, _turn, augmented
+from kairos.data.batches import Batch, Batches
+from kairos.data.latents import open_latents
 from kairos.errors import ConfigError
+from kairos.files import read_json, write_json
+from kairos.models import WEIGHTS
+from kairos.training.run import train
 
 EYE = torch.eye(2, dtype=torch.float64)
 
@@ -71,6 +78,65 @@ def test_an_image_depends_on_seed_step_and_number_alone():
     assert not torch.equal(augmented(x, 0.9, 3, 8, range(12))[1], labels)
     assert not torch.equal(augmented(x, 0.9, 4, 7, range(12))[1], labels)
     assert augmented(x.double(), 0.9, 3, 7, range(12))[0].sub(whole).abs().max() < 1e-3
+
+
+def make_pixels(folder: Path) -> Path:
+    """The case's digits as a training in pixel space reads them."""
+    latents = make_latents(folder)
+    moments = read_json(latents / "manifest.json")
+    pixels = {"kind": "pixels", "shape": [1, 8, 8], "scaling_factor": 1.0, "shift_factor": 0.0, "files": {}}
+    write_json(latents / "manifest.json", {**moments, **pixels})
+    return latents
+
+
+def test_batches_are_those_of_any_number_of_ranks_and_of_a_resume(tmp_path):
+    def batches(index: range, first: int, augment: float | None = 0.5) -> list[Batch]:
+        made = Batches(open_latents(make), 3, 8, index, ("class",), dropout=0.5, augment=augment)
+        return list(made.steps(first, 5))
+
+    make = make_pixels(tmp_path)
+    whole, plain = batches(range(8), 0), batches(range(8), 0, None)
+    for resumed, batch in zip(batches(range(8), 2), whole[2:], strict=True):
+        assert torch.equal(resumed.x0, batch.x0) and torch.equal(
+            resumed.conditions["augment"], batch.conditions["augment"]
+        )
+    for part in (range(3), range(3, 8)):
+        for here, batch in zip(batches(part, 0), whole, strict=True):
+            rows = slice(part.start, part.stop)
+            assert torch.equal(here.x0, batch.x0[rows])
+            assert all(torch.equal(value, batch.conditions[name][rows]) for name, value in here.conditions.items())
+    labels, classes = (torch.cat([batch.conditions[name] for batch in whole]) for name in ("augment", "class"))
+    dropped = classes == 10
+    assert 0 < dropped.sum() < len(dropped) and (labels[dropped] != 0).any()  # no class, and yet the labels
+    assert "augment" not in plain[0].conditions
+    still = (labels == 0).all(1)
+    assert still.any() and torch.equal(
+        torch.cat([batch.x0 for batch in whole])[still], torch.cat([batch.x0 for batch in plain])[still]
+    )
+
+
+def test_a_training_with_augmentation_goes_on_as_if_it_had_not_stopped(tmp_path):
+    latents = make_pixels(tmp_path)
+    model = {
+        "name": "ddpmpp",
+        "channels": 16,
+        "multipliers": [1, 1],
+        "blocks": 1,
+        "attention": [],
+        "conditions": ["class"],
+    }
+    plain = experiment(
+        {"edm": {"sampler": "edm_log_normal", "weighting": "edm"}}, model=model, training__augment=0.5,
+        diffusion__process={"name": "edm", "time_scale": 1.0}, training__milestones=[3, 6],
+        training__checkpoint_every=3, training__condition_dropout=0.1,
+    )  # fmt: skip
+    train(plain, "edm", 0, tmp_path / "whole", latents, [0, 3, 6])
+    train(plain, "edm", 0, tmp_path / "parts", latents, [0, 3], part=True)
+    train(plain, "edm", 0, tmp_path / "parts", latents, [0, 3, 6])
+    assert hashes(tmp_path / "whole") == hashes(tmp_path / "parts")
+    weights = load_file(tmp_path / "whole" / "milestones" / "0000006" / "raw" / WEIGHTS)
+    start = load_file(tmp_path / "whole" / "milestones" / "0000000" / "raw" / WEIGHTS)
+    assert not torch.equal(weights["map_augment.weight"], start["map_augment.weight"])  # it is told
 
 
 @pytest.mark.parametrize(
