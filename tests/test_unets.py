@@ -176,6 +176,16 @@ def test_starts_are_the_published_ones():
     )
 
 
+@pytest.mark.parametrize("name", ["speed", "ldm_unet", "adm"])
+def test_unets_open_in_diffusers(name, tmp_path):
+    from diffusers import UNet2DModel
+
+    model = randomised(build(TINY_MODELS[name], (3, 8, 8), {}))
+    save(model, tmp_path)
+    x, t = torch.randn(2, 3, 8, 8), torch.tensor([0, 999])
+    assert torch.equal(UNet2DModel.from_pretrained(tmp_path, use_safetensors=True)(x, t).sample, model(x, t, {}))
+
+
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_odd_sizes_and_as_many_channels_as_asked(name, tmp_path):
     conditions = {**CLASSES, "low_resolution": {"kind": "image", "shape": [3, 7, 5]}}
@@ -199,6 +209,8 @@ def test_odd_sizes_and_as_many_channels_as_asked(name, tmp_path):
         ({"name": "adm", "head_channels": 48}, "head_channels: got 48, allowed: a divisor of every width"),
         ({"name": "adm", "channels": 48}, "norm_groups: got 32, allowed: a divisor of every width"),
         ({"name": "ddpmpp", "channels": 18}, "channels: got 18, allowed: a multiple of 4"),
+        ({"name": "unet", "multipliers": []}, r"multipliers: got those of widths \[\], allowed: a number > 0"),
+        ({"name": "ddpmpp", "multipliers": [1, 0]}, "multipliers: got those of widths"),
         ({"name": "ddpmpp", "augment": 3}, "augment: got 3, allowed: one of 9, 0"),
         ({"name": "ddpmpp", "conditions": ["low_resolution"]}, "allowed with ddpmpp: class"),
     ],

@@ -41,6 +41,12 @@ UNET_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+def check_multipliers(widths: list[int]) -> None:
+    """Refuse levels without channels, and none of them."""
+    if not widths or min(widths) < 1:
+        raise ValueError(f"multipliers: got those of widths {widths}, allowed: a number > 0 for each level")
+
+
 @dataclass(frozen=True)
 class UNetOptions:
     """A U-Net as diffusers' UNet2DModel; by default DDPM's for CIFAR-10, of 35.7 M parameters."""
@@ -66,6 +72,7 @@ class UNetOptions:
 
     def __post_init__(self) -> None:
         fill(self, UNET_SIZES[self.size])
+        check_multipliers(self.widths)
         if any(width % self.norm_groups for width in self.widths):
             raise ValueError(f"norm_groups: got {self.norm_groups}, allowed: a divisor of every width of {self.widths}")
         if any(width % (self.head_channels or width) for width in self.widths):
@@ -111,6 +118,7 @@ class DdpmppOptions:
 
     def __post_init__(self) -> None:
         fill(self, DDPMPP_SIZES[self.size])
+        check_multipliers(self.multipliers)
         if self.channels % 4:  # an even number of sinusoids, groups of 4
             raise ValueError(f"channels: got {self.channels}, allowed: a multiple of 4")
 
