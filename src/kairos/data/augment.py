@@ -3,6 +3,7 @@
 Every image is a function of the seed, the step and its number in the global batch; nothing waits for the device.
 """
 
+import functools
 import math
 
 import torch
@@ -38,7 +39,7 @@ def augmented(images: Tensor, p: float, seed: int, step: int, index: range) -> t
     n = Stream(seed, "augment normal").normal(step, index, (4,), device, torch.float64).T
     happens = (u[:5] < p).double()
     flip_x, flip_y = (u[5] < 0.5).double(), (u[6] < 0.5) * happens[0]
-    scale, stretch, shift_x, shift_y = n * happens[[1, 3, 4, 4]]
+    scale, stretch, shift_x, shift_y = n[0] * happens[1], n[1] * happens[3], n[2] * happens[4], n[3] * happens[4]
     angle = (2 * u[7] - 1) * math.pi * happens[2]
     axis = (2 * u[8] - 1) * math.pi * (u[9] < 0.5)
 
@@ -72,9 +73,8 @@ def _mapped(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
     """
     channels, height, width = images.shape[1:]
     taps = len(_SYM6)
-    kernel = images.new_tensor(_SYM6).repeat(channels, 1, 1, 1)  # (channels, 1, 1, taps)
+    kernel = _filter(images.device, images.dtype).expand(channels, 1, 1, taps)
     fine = functional.pad(images, (width - 1, width - 1, height - 1, height - 1), mode="reflect")
-    size = images.new_tensor([fine.shape[3], fine.shape[2]])  # (x, y)
     for weights, stride, padding in _by_axis(kernel * math.sqrt(2), (taps - 2) // 2):
         fine = functional.conv_transpose2d(fine, weights, stride=stride, padding=padding, groups=channels)
     # places of the pixels of twice the resolution that halving reads
@@ -83,11 +83,18 @@ def _mapped(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
         for side in (width, height)
     )
     places = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1)  # (fine height, fine width, 2)
-    moved = (places - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]
-    fine = functional.grid_sample(fine, (moved * 2 / size).to(images.dtype), align_corners=False)
+    x, y = ((places - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]).unbind(-1)
+    grid = torch.stack([4 * x / fine.shape[3], 4 * y / fine.shape[2]], -1).to(images.dtype)
+    fine = functional.grid_sample(fine, grid, align_corners=False)
     for weights, stride, _ in _by_axis(kernel / math.sqrt(2), 0):
         fine = functional.conv2d(fine, weights, stride=stride, groups=channels)
     return fine
+
+
+@functools.cache
+def _filter(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The filter, moved to the device once: a step waits for no copy."""
+    return torch.tensor(_SYM6, device=device, dtype=dtype)
 
 
 def _by_axis(kernel: Tensor, padding: int) -> tuple[tuple[Tensor, tuple[int, int], tuple[int, int]], ...]:
