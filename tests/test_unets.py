@@ -85,7 +85,7 @@ def test_adms_published_weights_give_adms_output(name, options, reference):
     weights["first_stage_model.encoder"] = torch.zeros(1)
     if name != "ldm_unet":
         weights = published.state_dict()
-    model.load_weights(model.published(weights))
+    model.load_published(weights)
     x, t, y = torch.randn(3, *shape), torch.tensor([0, 500, 999]), torch.tensor([0, 3, 9])
     with torch.no_grad():
         expected = published(x, t, y if classes else None)
@@ -95,7 +95,7 @@ def test_adms_published_weights_give_adms_output(name, options, reference):
         other = {"legacy": "new", "new": "legacy"}[model.options.qkv]
         if reference["head"]:  # the wrong order of rows is another network
             wrong = build({"name": name, "qkv": other, "conditions": list(classes), **options}, shape, classes, 6)
-            wrong.load_weights(wrong.published(weights))
+            wrong.load_published(weights)
             assert (wrong.eval()(x, t, {"class": y} if classes else {}) - expected).abs().max() > 1e-3
 
 
@@ -103,7 +103,7 @@ def test_ddpm_torchs_published_weights_give_its_output():
     torch.manual_seed(1)
     weights = ddpm_torch_weights(16, [1, 2, 2], 2, {1}, 3, 3)
     model = build({"name": "unet", **TINY, "multipliers": [1, 2, 2], "blocks": 2, "attention": [4]}, (3, 8, 8), {})
-    model.load_weights(model.eval().published(weights))
+    model.eval().load_published(weights)
     x, t = torch.randn(3, 3, 8, 8), torch.tensor([0, 500, 999])
     with torch.no_grad():
         expected = ddpm_torch(weights, x, t, 3, 2, 8)
@@ -117,12 +117,20 @@ def test_published_weights_that_do_not_fit_are_refused():
     fitting = {"name": "unet", **TINY, "attention": [4]}
     own = build(fitting, (3, 8, 8), {}).published(weights)
     assert build(fitting, (3, 8, 8), {}).published(own) == own  # names of diffusers stay
-    with pytest.raises(KairosError, match=r"level_0.1.norm1.weight is missing, which is down_blocks.0.*another size"):
-        build({**fitting, "blocks": 2}, (3, 8, 8), {}).published(weights)
-    with pytest.raises(KairosError, match=r"the model has no extra\.weight"):
-        build(fitting, (3, 8, 8), {}).published({**weights, "extra.weight": torch.zeros(1)})
-    with pytest.raises(KairosError, match=r"out_conv.2.weight is of \(3, 16, 3, 3\), allowed: \(6, 16, 3, 3\)"):
-        build(fitting, (3, 8, 8), {}, 6).published(weights)
+    build(fitting, (3, 8, 8), {}).load_published(weights)
+    for changed, outputs, more, said in (
+        ({"blocks": 2}, 3, {}, r"missing: down_blocks.0.*"),
+        ({}, 3, {"extra.weight": torch.zeros(1)}, r"not of this model: extra\.weight"),
+        ({}, 6, {}, r"of another shape: conv_out.bias \(3,\) for \(6,\)"),
+        (
+            {},
+            3,
+            {"middle.1.project_in.weight": torch.zeros(3, 3)},
+            r"another shape: mid_block.attentions.0.to_k.weight",
+        ),
+    ):
+        with pytest.raises(KairosError, match=said):
+            build({**fitting, **changed}, (3, 8, 8), {}, outputs).load_published({**weights, **more})
 
 
 @pytest.mark.parametrize("multipliers", [[2, 2, 2], [1, 2, 2, 2]])
@@ -141,6 +149,7 @@ def test_ddpmpp_is_edms_network(multipliers):
             print(f"ddpmpp {multipliers}: {off / expected.abs().max():.1e} of the largest value")
             assert off < 2e-6 * expected.abs().max() and expected.std() > 0.1
     again = model.published({**weights, "model.enc.8x8_down.conv0.resample_filter": torch.ones(2)})
+    model.load_published(weights)
     assert again.keys() == model.weights().keys()
     assert {"map_layer0.weight", "enc.16x16_block0.norm0.weight", "dec.16x16_aux_conv.weight"} < again.keys()
     assert model.map_label.weight.shape == (16, 10) and model.map_augment.bias is None

@@ -101,9 +101,5 @@ class UNet(Backbone):
         self.unet.load_state_dict(weights)
 
     def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights under the names of ddpm-torch, or of ADM and latent diffusion, under diffusers'.
-
-        Raises:
-            KairosError: a weight is missing, too many or of another shape.
-        """
+        """Weights under the names of ddpm-torch, or of ADM and latent diffusion, under diffusers'."""
         return renamed(self.weights(), weights, self.options)

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kairos.errors import KairosError
-
 _ADM = {
     "conv_in": "input_blocks.0.0", "time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2",
     "class_embedding": "label_emb", "conv_norm_out": "out.0", "conv_out": "out.2",
@@ -23,15 +21,12 @@ _PLACE = re.compile(r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions|(?:
 
 
 def renamed(own: dict[str, Tensor], weights: dict[str, Tensor], options: Any) -> dict[str, Tensor]:
-    """Published weights under the names of `own`, in its shapes; those that have them already as they are.
+    """Published weights under the names of `own`, in its shapes where they can be; what is unknown keeps its name.
 
     Args:
         own: the model's weights.
         weights: a published file's; latent diffusion's may stand behind ``model.diffusion_model.``.
         options: the model's; its `qkv` says whether attention's rows go head by head (legacy) or q, k, v by one.
-
-    Raises:
-        KairosError: a weight is missing, too many or of another shape.
     """
     prefix = "model.diffusion_model."
     within = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
@@ -41,22 +36,16 @@ def renamed(own: dict[str, Tensor], weights: dict[str, Tensor], options: Any) ->
     levels, blocks = len(options.widths), options.blocks
     attended = {int(name.split(".")[1]) for name in own if name.startswith("down_blocks") and "attentions" in name}
     place = _ddpm if "in_conv.weight" in weights else _adm
-    found, used = {}, set()
+    theirs = {name: place(name, levels, blocks, attended) for name in own}
+    found = {name: value for name, value in weights.items() if name not in theirs.values()}
     for name, like in own.items():
-        theirs = place(name, levels, blocks, attended)
-        used.add(theirs)
-        if theirs not in weights:
-            raise KairosError(f"published weights: {theirs} is missing, which is {name}; another size of the model?")
-        value = weights[theirs]
+        if (value := weights.get(theirs[name])) is None:
+            continue
         if (part := re.search(r"\.to_([qkv])\.", name)) and value.numel() == 3 * like.numel():
             heads = like.shape[0] // (options.head_channels or like.shape[0])
             order = (heads, 3, -1) if options.qkv == "legacy" else (3, heads, -1)
             value = value.reshape(*order, *like.shape[1:]).select(order.index(3), "qkv".index(part[1]))
-        if value.numel() != like.numel():
-            raise KairosError(f"published weights: {theirs} is of {tuple(value.shape)}, allowed: {tuple(like.shape)}")
-        found[name] = value.reshape(like.shape)
-    if unknown := sorted(set(weights) - used):
-        raise KairosError(f"published weights: the model has no {', '.join(unknown[:3])}; another size of the model?")
+        found[name] = value.reshape(like.shape) if value.numel() == like.numel() else value
     return found
 
 
