@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from published_unets import Adm, ddpm_torch, ddpm_torch_weights, edm_ddpmpp
 from training_case import experiment, make_latents
 
+from kairos.cli import main
 from kairos.errors import ConfigError, KairosError
 from kairos.models import build, load, save
 from kairos.training.run import train
@@ -131,6 +133,39 @@ def test_published_weights_that_do_not_fit_are_refused():
     ):
         with pytest.raises(KairosError, match=said):
             build({**fitting, **changed}, (3, 8, 8), {}, outputs).load_published({**weights, **more})
+
+
+@pytest.mark.parametrize("system", ["ddpm-torch", "latent diffusion", "ADM"])
+def test_published_files_become_milestones(system, tmp_path):
+    reference = Adm(
+        channels=16, multipliers=[1, 2], blocks=1, attended={1}, head=8, groups=8, inputs=3, outputs=3,
+        scale_shift=system == "ADM", updown=system == "ADM", legacy=True, classes=10 * (system == "ADM"),
+    )  # fmt: skip
+    adm = reference.state_dict()
+    ddpm, ldm = ddpm_torch_weights(16, [1, 2], 1, {1}, 3, 3), {f"diffusion_model.{name}": adm[name] for name in adm}
+    model: dict[str, Any] = {**TINY, "attention": [4], "head_channels": 8}
+    content, model = {
+        "ddpm-torch": ({"model": ddpm, "ema": {"shadow": ddpm}}, {"name": "unet", **model, "head_channels": 0}),
+        "latent diffusion": (
+            {"state_dict": {
+                **{f"model.{name}": value for name, value in ldm.items()},
+                **{f"model_ema.{name.replace('.', '')}": value for name, value in ldm.items()},
+            }},
+            {"name": "ldm_unet", **model},
+        ),
+        "ADM": (adm, {"name": "adm", "conditions": ["class"], **model}),
+    }[system]  # fmt: skip
+    torch.save(content, tmp_path / "published.pt")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(experiment(model=model)))
+    line = ["--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "out"), "--shape", "3,8,8"]
+    assert main(["import-weights", str(tmp_path / "published.pt"), *line, "--classes", "10"]) == 0
+    built = model, (3, 8, 8), CLASSES if system == "ADM" else {}
+    milestone = load(tmp_path / "out" / "ema", *built)
+    x, t, y = torch.randn(2, 3, 8, 8), torch.tensor([0, 999]), torch.tensor([0, 9])
+    with torch.no_grad():
+        told = ({"class": y}, y) if system == "ADM" else ({}, None)
+        expected = ddpm_torch(ddpm, x, t, 2, 1, 8) if system == "ddpm-torch" else reference(x, t, told[1])
+        assert (milestone(x, t, told[0]) - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("multipliers", [[2, 2, 2], [1, 2, 2, 2]])
