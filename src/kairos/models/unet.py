@@ -15,7 +15,9 @@ from kairos.models.unet_names import renamed
 
 
 class UNet(Backbone):
-    """diffusers' UNet2DModel; arguments as of `Backbone`. Its config.json and weights are diffusers' own.
+    """diffusers' UNet2DModel; arguments as of `Backbone`.
+
+    Its config.json and weights are diffusers' own, and open there where the first of the multipliers is 1.
 
     Raises:
         KairosError: the levels cannot halve the size and padding is off.
