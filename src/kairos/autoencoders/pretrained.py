@@ -1,4 +1,4 @@
-"""A pretrained autoencoder of diffusers (AutoencoderKL or AutoencoderTiny), from a folder or the Hugging Face hub."""
+"""A pretrained autoencoder of diffusers (see `codec.KINDS`), from a folder or the Hugging Face hub."""
 
 from pathlib import Path
 from typing import Any
