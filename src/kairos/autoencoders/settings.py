@@ -17,7 +17,7 @@ class AutoencoderConfig(Section):
     scaling: float | None = Field(
         None,
         gt=0,
-        description="pretrained: factor from its latents to x0, such as 0.18215 (SD's KL-f8), 0.23010 (U-ViT's COCO) or "
+        description="pretrained: factor from its latents to x0, such as 0.18215 (SD's KL-f8), 0.23010 (U-ViT's COCO), "
         "1 (LDM's VQ-f4); null: its config's, but 1 for a VQModel that has diffusers' default",
     )
     latent_channels: int = Field(4, ge=1, le=64, description="train: channels of the latents")

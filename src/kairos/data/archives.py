@@ -1,4 +1,4 @@
-"""Images in a zip, as EDM's and StyleGAN's tools pack them, and the lists that say which files of a data set are used."""
+"""Images in a zip, as EDM's and StyleGAN's tools pack them, and lists of the files of a data set that are used."""
 
 import json
 import os
@@ -12,7 +12,14 @@ from kairos.errors import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _LABELS = "dataset.json"  # {"labels": [["00000/img00000000.png", 6], ...]}, or null
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError)  # RuntimeError: a password
+_BROKEN = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    OSError,
+)  # RuntimeError: a password
 
 T = TypeVar("T")
 
@@ -94,7 +101,7 @@ def listed(config: DatasetConfig, names: list[str], kinds: list[T]) -> tuple[lis
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read ({error}), allowed: a text file with a name in each line") from None
     if chosen:
-        lines = [line.rpartition(" ")[0].strip() for line in lines if line.split()[-1] == chosen]
+        lines = [line.rsplit(maxsplit=1)[0] for line in lines if line.split()[-1] == chosen]
     if not lines:
         raise ConfigError(f"{where} has no line{chosen and f' that ends in {chosen}'}, allowed: a name in each")
     places = {os.path.splitext(name)[0]: place for place, name in enumerate(names)}

@@ -18,11 +18,13 @@ class DatasetConfig(Section):
     path: str | None = Field(None, description="folder, zip, parquet file(s) (glob allowed) or hub id; not for digits")
     files: str | None = Field(
         None,
-        description="folder and zip: a list of the files that are used, a name in a line; LIST:N: those of its lines that "
-        "end in N (CelebA's partition); heldout may name another list then",
+        description="folder and zip: a list of the files that are used, a name in a line; LIST:N: of its lines those "
+        "that end in N (CelebA's partition); heldout may name another list then",
     )
     images: int | None = Field(
-        None, ge=1, description="number of images the source must hold (held-out ones with a place of their own not counted)"
+        None,
+        ge=1,
+        description="number of images the source must hold (held-out ones with a place of their own not counted)",
     )
     split: str = Field("train", description="split of a hub data set")
     image_column: str | None = Field(None, description="column of the images; null: the only image column")
@@ -30,14 +32,14 @@ class DatasetConfig(Section):
     resolution: int | None = Field(None, ge=4, le=2048, description="side in pixels; null: the images' own, all equal")
     crop: Literal["center", "adm", "pad", "none"] = Field(
         "center",
-        description="centre crop to a square, then resized; adm: ADM's, halved by box and resized before the crop; pad: "
+        description="centre crop to a square, then resized; adm: ADM's, halved by box and resized before the cut; pad: "
         "black around it up to resolution; none: images are square",
     )
     resample: Literal["bicubic", "lanczos"] = Field("bicubic", description="filter that images are resized with")
     color: Literal["rgb", "grey"] = Field("rgb", description="colour channels kept")
     heldout: float | str = Field(
         0.1,
-        description="held out for evaluation: a share from 0, below 1; or a split (hub), a folder, zip or parquet file(s), "
+        description="held out for evaluation: a share from 0, below 1; or a split (hub), a folder, zip, parquet file(s), "
         "or a list of files where `files` is one",
     )
     split_seed: int = Field(0, ge=0, description="seed of the split into training and held-out images")
@@ -68,7 +70,9 @@ class DatasetConfig(Section):
         if self.files and self.source not in ("folder", "zip"):
             raise ValueError(f"dataset.files: got {self.files!r}, allowed: null with source {self.source}")
         if self.crop == "adm" and not self.resolution:
-            raise ValueError("dataset.resolution: got null, allowed: a number with crop adm, which resizes before it cuts")
+            raise ValueError(
+                "dataset.resolution: got null, allowed: a number with crop adm, which resizes before it cuts"
+            )
         if self.low_resolution and (self.resolution or 0) % self.low_resolution:
             raise ValueError(
                 f"dataset.low_resolution: got {self.low_resolution}, allowed: a divisor of resolution {self.resolution}"
