@@ -65,7 +65,7 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
         config = _pretrained(str(autoencoder.path))
         arrays = 1 if config.get("_class_name") in ("AutoencoderTiny", "VQModel") else 2
         levels = config.get("block_out_channels") or config.get("encoder_block_out_channels")
-        channels = config.get("vq_embed_dim") or config.get("latent_channels")
+        channels = config.get("vq_embed_dim") or config.get("latent_channels", 0)
         found = _latent(image, channels, levels) if config else None
     elif autoencoder.kind == "train":
         found = _latent(image, autoencoder.latent_channels, autoencoder.channels)

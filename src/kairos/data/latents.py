@@ -24,8 +24,8 @@ class Latents:
     Attributes:
         manifest: the record of stage encode.
         dataset: the data set that was encoded.
-        moments: array files of float32 (count, c, h, w) by name (mean, logvar; low_mean of the images in low resolution;
-            each of the flipped images: mean_flipped ...); empty for pixels.
+        moments: array files of float32 (count, c, h, w) by name (mean, logvar; low_mean of images in low resolution;
+            each of the flipped images, mean_flipped ...); empty for pixels.
     """
 
     manifest: dict[str, Any]

@@ -39,7 +39,7 @@ class DatasetConfig(Section):
     color: Literal["rgb", "grey"] = Field("rgb", description="colour channels kept")
     heldout: float | str = Field(
         0.1,
-        description="held out for evaluation: a share from 0, below 1; or a split (hub), a folder, zip, parquet file(s), "
+        description="held out for evaluation: a share from 0, below 1; a split (hub), folder, zip or parquet file(s), "
         "or a list of files where `files` is one",
     )
     split_seed: int = Field(0, ge=0, description="seed of the split into training and held-out images")

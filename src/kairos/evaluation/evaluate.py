@@ -202,7 +202,7 @@ def _validation(
     milestone = open_milestone(job.milestone, protocol.get("weights") or "ema", device)
     opened = _trained_on(job, protocol, milestone.record, latents)
     loss = LossSettings(**reference.record["validation"], precision=reference.record["precision"])
-    record = {}
+    record: dict[str, Any] = {}
     for named in reference.target.metrics:
         if "milestone" in needs_of([named]):
             record |= METRICS.entry(named["name"]).load()(milestone, opened, loss, device)
