@@ -170,7 +170,8 @@ def sections(**changes):
         },
         "diffusion": {"process": {"name": "discrete", "timesteps": 100}},
         "training": {
-            "batch_size": 8, "milestones": [20], "device": "cpu", "ema": {"decay": 0.9}, "condition_dropout": 0.1, "optimizer": {"lr": 1e-3},
+            "batch_size": 8, "milestones": [20], "device": "cpu", "ema": {"decay": 0.9}, "condition_dropout": 0.1,
+            "optimizer": {"lr": 1e-3},
         },
         "methods": STRATEGIES,
         "sampling": {"steps": 5, "batch_size": 20, "guidance_scale": 1.5, "scheduler": {"name": "ddim", "clip": True}},
