@@ -23,8 +23,8 @@ def fetch(config: AutoencoderConfig) -> Any:
         return load_model(path)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ConfigError(
-            f"autoencoder.path: got {path!r}, allowed: a folder that holds {' and '.join(FILES)} (a diffusers folder), or "
-            "a hub id OWNER/NAME"
+            f"autoencoder.path: got {path!r}, allowed: a diffusers folder ({' and '.join(FILES)}), or a hub id "
+            "OWNER/NAME"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
