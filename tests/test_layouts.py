@@ -241,6 +241,8 @@ def test_lists_that_cannot_be_used(tmp_path):
         opened("list.txt")
     with pytest.raises(ConfigError, match=r"dataset\.heldout: .*list\.txt names 2 of 3 files"):
         opened("good.txt", heldout=str(tmp_path / "list.txt"))
+    with pytest.raises(ConfigError, match=r"good\.txt and dataset\.files both name '000\.png' \(2 such files\)"):
+        opened("good.txt", heldout=str(tmp_path / "good.txt"))
     for name in ("gone.txt", "binary.txt"):
         with pytest.raises(ConfigError, match=rf"{name} cannot be read.*allowed: a text file with a name in each line"):
             opened(name)

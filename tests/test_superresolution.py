@@ -159,6 +159,8 @@ def test_psnr(encoded):
     assert psnr(None, told.pairs(images, range(70, 80)))["psnr"] == pytest.approx(np.mean(each))
     assert psnr(None, told.pairs(images, range(1, 2)))["psnr"] == pytest.approx(each[1])
     assert psnr(None, told.pairs(true, range(100)))["psnr"] > 150
+    with pytest.raises(KairosError, match="psnr needs samples whose file says what they show"):
+        psnr(None, Told(latents, kinds, {}).pairs(true, range(100)))
 
 
 def sections(**changes):
@@ -189,10 +191,12 @@ def sections(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset": {"low_resolution": 5}}, r"dataset\.low_resolution: got 5, allowed: a divisor of resolution 32"),
+        ({"dataset": {"low_resolution": 5}}, r"low_resolution: got 5, allowed: a divisor of the images' side, 32"),
         ({"dataset": {"low_resolution": None}}, r"dataset\.low_resolution: got None, allowed: a number, since model"),
         ({"model": {"conditions": []}, "training": {"condition_dropout": 0.0}, "sampling": {"guidance_scale": 1.0}},
          r"dataset\.low_resolution: got 4, allowed: null, since model\.conditions has no low_resolution"),
+        ({"dataset": {"source": "digits", "path": None, "resolution": None, "flips": False, "low_resolution": 3}},
+         r"got 3, allowed: a divisor of the images' side, 8"),
         ({"dataset": {"low_resolution": 1}}, "greater than or equal to 2"),
         ({"dataset": {"low_resolution": None}, "model": {"conditions": []}, "sampling": {"guidance_scale": 1.0}},
          r"evaluation\.metrics: got psnr, allowed where model\.conditions has low_resolution"),

@@ -12,14 +12,8 @@ from kairos.errors import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _LABELS = "dataset.json"  # {"labels": [["00000/img00000000.png", 6], ...]}, or null
-_BROKEN = (
-    zipfile.BadZipFile,
-    zlib.error,
-    EOFError,
-    NotImplementedError,
-    RuntimeError,
-    OSError,
-)  # RuntimeError: a password
+# of what zipfile raises RuntimeError is a password, or a compression that it does not know
+_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError)
 
 T = TypeVar("T")
 

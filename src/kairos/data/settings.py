@@ -73,9 +73,10 @@ class DatasetConfig(Section):
             raise ValueError(
                 "dataset.resolution: got null, allowed: a number with crop adm, which resizes before it cuts"
             )
-        if self.low_resolution and (self.resolution or 0) % self.low_resolution:
+        side = self.resolution or 8 * (self.source == "digits")  # of other sources it is known when they are prepared
+        if self.low_resolution and side % self.low_resolution:
             raise ValueError(
-                f"dataset.low_resolution: got {self.low_resolution}, allowed: a divisor of resolution {self.resolution}"
+                f"dataset.low_resolution: got {self.low_resolution}, allowed: a divisor of the images' side, {side}"
             )
         return self
 

@@ -54,17 +54,28 @@ def open_source(config: DatasetConfig) -> Source:
     """The source that an experiment's section `dataset` names.
 
     Raises:
-        ConfigError: the folder, file, data set or column does not exist, or holds no image; or the classes of held-out
-            images with a place of their own are no classes of the others.
+        ConfigError: the folder, file, data set or column does not exist, or holds no image, or another number of them
+            than `dataset.images`; or the classes of held-out images with a place of their own are no classes of the
+            others; or a list names images that are trained on.
     """
     opener = {"digits": _digits, "folder": _folder, "zip": _zip, "parquet": _parquet, "hub": _hub}[config.source]
     source, *heldout = config.parts
     opened = opener(source)
     config.check_count(opened.count)
     try:
-        return _with_heldout(opened, opener(heldout[0])) if heldout else opened
+        held = opener(heldout[0]) if heldout else None
     except KairosError as error:
         raise type(error)(re.sub(r"dataset\.(path|files)", "dataset.heldout", str(error), count=1)) from None
+    if held is None:
+        return opened
+    if config.files:  # names in one folder or zip
+        names = [set(map(part.name, range(part.count))) for part in (opened, held)]
+        if both := sorted(names[0] & names[1]):
+            raise ConfigError(
+                f"dataset.heldout: {config.heldout} and dataset.files both name {both[0]!r} ({len(both)} such files), "
+                "allowed: images that are not trained on"
+            )
+    return _with_heldout(opened, held)
 
 
 def _with_heldout(one: Source, other: Source) -> Source:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kairos.errors import KairosError
 from kairos.evaluation.moments import BATCH
 from kairos.registry import NoOptions
 from kairos.sampling.drawn_conditions import told_of
@@ -29,7 +30,13 @@ class Told:
     protocol: dict[str, Any]
 
     def pairs(self, images: Any, part: range) -> Pairs:
-        """The samples `part` of `images` and those that they tell of, batches of uint8 (n, height, width, channels)."""
+        """The samples `part` of `images` and the real images of their conditions, batches of uint8 (n, h, w, channels).
+
+        Raises:
+            KairosError: the samples do not say how their conditions were chosen.
+        """
+        if "labels" not in self.protocol:
+            raise KairosError("evaluation.metrics: psnr needs samples whose file says what they show: kairos sample's")
         for batch in (part[start : start + BATCH] for start in range(0, len(part), BATCH)):
             origin = told_of(self.latents, batch, self.conditions, self.protocol["labels"], self.protocol["seed"])
             yield images[batch.start : batch.stop], self.latents.dataset.images[origin]
