@@ -16,7 +16,7 @@ import torch
 
 from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import Rows, blocks, create_array
-from kairos.data.dataset import PreparedDataset
+from kairos.data.dataset import PreparedDataset, low_resolution
 from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import check_files, open_record, read_json, sha256_file, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
@@ -25,7 +25,7 @@ from kairos.shards import AGAIN, Shard, in_order
 
 _PARTIAL = ".partial"
 _SAVE_SECONDS = 2.0
-_ARRAYS = ("mean", "logvar", "mean_flipped", "logvar_flipped")
+_ARRAYS = [name + suffix for suffix in ("", "_flipped") for name in ("mean", "logvar", "low_mean")]
 
 
 def encode(
@@ -36,6 +36,7 @@ def encode(
     batch_size: int,
     shard: Shard | None = None,
     parts: Sequence[Path] = (),
+    factor: int | None = None,
 ) -> dict[str, Any]:
     """Encode a data set, write the folder and return its manifest.
 
@@ -43,8 +44,10 @@ def encode(
         flips: the horizontally flipped images too.
         shard: the part that is encoded; None: all images.
         parts: folders of all shards, which are joined; none: the images are encoded.
+        factor: of the images of low resolution that are a condition; None: none are.
 
     Raises:
+        ConfigError: the factor does not divide the images' sides.
         KairosError: the autoencoder is for images of another shape, or a part cannot be used; the message names it.
     """
     if list(dataset.shape) != codec.manifest["image_shape"]:
@@ -52,11 +55,17 @@ def encode(
             f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "
             f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
         )
+    if any(side % (factor or 1) for side in dataset.shape[1:]):
+        raise ConfigError(
+            f"dataset.low_resolution: got {factor}, allowed: a divisor of both sides of the images, "
+            f"{dataset.shape[1]}×{dataset.shape[2]}"
+        )
     identity = {
         "autoencoder": codec.manifest["sha256"],
         "dataset": dataset.manifest["content_sha256"],
         "flips": flips,
         "batch_size": batch_size,
+        "low_resolution": factor,
         "threads": torch.get_num_threads(),
         "code": fingerprint([__name__]),
     }
@@ -78,13 +87,17 @@ def encode(
         for name in files:
             os.replace(partial / name, out / name)
         sync_folder(out)
+    conditions = dict(dataset.manifest["conditions"])
+    if factor:
+        shape = codec.manifest["latent_shape"]
+        conditions["low_resolution"] = {"kind": "image", "shape": shape, "factor": factor}
     manifest = {
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
         "count": len(dataset.images),
         **{name: codec.manifest[name] for name in ("scaling_factor", "shift_factor")},
         "flips": flips,
-        "conditions": dataset.manifest["conditions"],
+        "conditions": conditions,
         "autoencoder_sha256": codec.manifest["sha256"],
         "dataset_sha256": dataset.manifest["content_sha256"],
         "files": files,
@@ -135,9 +148,8 @@ def _encode_moments(
 ) -> dict[str, str]:
     """Fill the arrays of the images `rows` in a private folder and return the hash of each."""
     key = sha256_json({**identity, "rows": [rows.start, rows.stop]})
-    flips, batch_size = identity["flips"], identity["batch_size"]
-    first = zip(("mean", "logvar"), codec.encode(dataset.tensor([0])))
-    moments = [name for name, values in first if values is not None]
+    flips, batch_size, factor = identity["flips"], identity["batch_size"], identity["low_resolution"]
+    moments = list(_moments(codec, dataset.tensor([0]), factor))
     names = [name + suffix for suffix in ("", "_flipped")[: 1 + flips] for name in moments]
     shape = (len(rows), *codec.manifest["latent_shape"])
     done = _done(partial, key, names, shape)
@@ -155,9 +167,8 @@ def _encode_moments(
         places = np.arange(start, min(start + batch_size, shape[0]))
         images = dataset.tensor(rows.start + places)
         for suffix, batch in (("", images), ("_flipped", images.flip(3)))[: 1 + flips]:
-            for name, values in zip(("mean", "logvar"), codec.encode(batch)):
-                if values is not None:
-                    arrays[name + suffix].write(start, values.float().cpu().numpy())
+            for name, values in _moments(codec, batch, factor).items():
+                arrays[name + suffix].write(start, values.float().cpu().numpy())
         progress.advance(len(places))
         whole = int(places[-1]) + 1
         if time.monotonic() - saved > _SAVE_SECONDS or whole == shape[0]:
@@ -167,6 +178,13 @@ def _encode_moments(
             saved = time.monotonic()
     progress.close()
     return {f"{name}.npy": sha256_file(partial / f"{name}.npy") for name in names}
+
+
+def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str, torch.Tensor]:
+    """What is kept of images (n, C, H, W), each (n, c, h, w), by the names of the arrays."""
+    mean, logvar = codec.encode(images)
+    found = {"mean": mean} | ({} if logvar is None else {"logvar": logvar})
+    return found | ({"low_mean": codec.encode(low_resolution(images, factor))[0]} if factor else {})
 
 
 def _done(partial: Path, key: str, names: list[str], shape: tuple[int, ...]) -> int:

@@ -115,6 +115,15 @@ class Experiment(Section):
             self.sampling.check_fits(self.diffusion.model_dump(), conditions, self.training.condition_dropout)
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        taken, factor = "low_resolution" in conditions, self.dataset.low_resolution
+        if taken != (factor is not None):
+            raise ValueError(
+                f"dataset.low_resolution: got {factor}, allowed: "
+                + ("a number, since model.conditions has" if taken else "null, since model.conditions has no")
+                + " low_resolution"
+            )
+        if not taken and any(metric["name"] == "psnr" for metric in self.evaluation.metrics or ()):
+            raise ValueError("evaluation.metrics: got psnr, allowed where model.conditions has low_resolution")
         return self
 
     @model_validator(mode="after")

@@ -63,9 +63,10 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
     found, arrays = image, 2
     if autoencoder.kind == "pretrained":
         config = _pretrained(str(autoencoder.path))
-        arrays = 1 if config.get("_class_name") == "AutoencoderTiny" else 2
+        arrays = 1 if config.get("_class_name") in ("AutoencoderTiny", "VQModel") else 2
         levels = config.get("block_out_channels") or config.get("encoder_block_out_channels")
-        found = _latent(image, config["latent_channels"], levels) if config else None
+        channels = config.get("vq_embed_dim") or config.get("latent_channels", 0)
+        found = _latent(image, channels, levels) if config else None
     elif autoencoder.kind == "train":
         found = _latent(image, autoencoder.latent_channels, autoencoder.channels)
     encoded = _record(results / "latents")
@@ -75,8 +76,9 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
             "the shape of what the network is trained on is not known yet: set dataset.resolution (a pretrained "
             "autoencoder has to be fetched as well), run kairos prepare and encode, or give --shape C H W"
         )
+    arrays += experiment.dataset.low_resolution is not None
     moments = 0 if autoencoder.kind == "none" else arrays * (1 + experiment.dataset.flips)
-    return Data(image, shape, images, train, _conditions(experiment, record, classes), moments, known)
+    return Data(image, shape, images, train, _conditions(experiment, record, classes, shape), moments, known)
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -118,9 +120,11 @@ def _latent(image: Shape | None, channels: int, levels: Any) -> Shape | None:
     return (channels, image[1] // factor, image[2] // factor) if image else None
 
 
-def _conditions(experiment: Experiment, record: dict[str, Any], classes: int | None) -> dict[str, dict[str, Any]]:
+def _conditions(
+    experiment: Experiment, record: dict[str, Any], classes: int | None, x0: Shape
+) -> dict[str, dict[str, Any]]:
     wanted = experiment.model.get("conditions") or []
-    known = dict(record.get("conditions", {}))
+    known = {"low_resolution": {"kind": "image", "shape": list(x0)}, **record.get("conditions", {})}
     if classes is None and experiment.dataset.source == "digits":
         classes = 10
     if classes is not None:

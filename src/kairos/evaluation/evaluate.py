@@ -10,14 +10,16 @@ from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, make, open_extractor
 from kairos.evaluation.metrics import Target
 from kairos.evaluation.moments import in_batches, measure
+from kairos.evaluation.pairs import Told
 from kairos.evaluation.reference import Reference, open_reference, outside_statistics, reference_hash
 from kairos.evaluation.registries import METRICS, UNREAL, default_metrics, needs_of
 from kairos.evaluation.settings import LossSettings, check_metrics, named_metrics
 from kairos.evaluation.validation import latents_folder
-from kairos.files import write_json
+from kairos.files import read_json, write_json
 from kairos.progress import say
 from kairos.sampling.sample import settings
 from kairos.sampling.samples_file import open_samples
+from kairos.section import build
 
 PUBLISHED = ("inception", "dinov2")  # extractors that no data set is needed for
 
@@ -92,7 +94,14 @@ def evaluate(
     parts, warnings = split(len(images), reference.record["num_samples"], sets, str(job.samples))
     warnings += metrics.check_number(len(parts[0]), extractor.width, str(job.samples))
     measured = (measure(extractor, in_batches(images, part), target.needs) for part in parts)
-    found = metrics.summarise([target.score(one) for one in measured])
+    scores = [target.score(one) for one in measured]
+    if job.milestone is not None and "pairs" in target.needs:
+        trained = read_json(job.milestone / "milestone.json")
+        told = Told(_trained_on(job, protocol, trained, latents), trained["conditions"], protocol)
+        for named in target.metrics:
+            if "pairs" in needs_of([named]):
+                scores = [score | build(METRICS, named, told.pairs(images, part)) for score, part in zip(scores, parts)]
+    found = metrics.summarise(scores)
     record = {
         "step": protocol.get("step"),
         "metrics": found,
@@ -187,12 +196,28 @@ def _validation(
     Raises:
         KairosError: the samples were drawn from another milestone, or the latents are not those it was trained on.
     """
-    from kairos.data.latents import open_latents
     from kairos.milestones import open_milestone
 
     assert job.milestone is not None
     milestone = open_milestone(job.milestone, protocol.get("weights") or "ema", device)
-    record = milestone.record
+    opened = _trained_on(job, protocol, milestone.record, latents)
+    loss = LossSettings(**reference.record["validation"], precision=reference.record["precision"])
+    record: dict[str, Any] = {}
+    for named in reference.target.metrics:
+        if "milestone" in needs_of([named]):
+            record |= METRICS.entry(named["name"]).load()(milestone, opened, loss, device)
+    return record
+
+
+def _trained_on(job: EvaluationJob, protocol: dict[str, Any], record: dict[str, Any], latents: Path | None) -> Any:
+    """The latents that a milestone with this record was trained on.
+
+    Raises:
+        KairosError: the samples were drawn from another milestone, or the latents are others.
+    """
+    from kairos.data.latents import open_latents
+
+    assert job.milestone is not None
     drawn = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
     if drawn != (record["identity"], record["step"]):
         raise KairosError(f"{job.samples}: drawn from another milestone than {job.milestone}; draw the samples again")
@@ -203,9 +228,4 @@ def _validation(
             raise KairosError(
                 f"{folder}: {name} is not that of {job.milestone}; pass the latents it was trained on as --latents DIR"
             )
-    loss = LossSettings(**reference.record["validation"], precision=reference.record["precision"])
-    record = {}
-    for named in reference.target.metrics:
-        if "milestone" in needs_of([named]):
-            record |= METRICS.entry(named["name"]).load()(milestone, opened, loss, device)
-    return record
+    return opened

@@ -148,7 +148,8 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         return (conditions(indices)[name][:kept].numpy() for indices, kept in batches(rows, size))
 
     images = joined(job.parts, protocol, num, size) if job.parts else drawn()
-    write_samples(job.out, images, protocol, {name: all_of(name) for name in names}, len(rows))
+    kept = [name for name in names if record["conditions"][name]["kind"] != "image"]  # those would be as large again
+    write_samples(job.out, images, protocol, {name: all_of(name) for name in kept}, len(rows))
     if job.grid is not None:
         write_grid(job.grid, open_samples(job.out).images[: options.grid])
     say(f"{label}: {len(rows)} images in {job.out}")
