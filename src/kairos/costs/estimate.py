@@ -11,6 +11,7 @@ from kairos.costs.network import Network, measure
 from kairos.costs.passes import Passes, passes
 from kairos.costs.rate import Rate
 from kairos.costs.storage import memory, storage
+from kairos.diffusion.processes import build_process
 from kairos.workflow.layout import Layout
 from kairos.workflow.resources import gpus
 
@@ -107,7 +108,8 @@ def estimate(
     data = describe(experiment, results, x0, classes)
     share = -(-training.batch_size // training.processes)
     samples = min(training.microbatch or share, share)
-    network = measure(experiment.model, data.x0, data.conditions, samples, training.precision)
+    outputs = build_process(plain["diffusion"], sigma_data=1.0).channels(data.x0[0])
+    network = measure(experiment.model, data.x0, data.conditions, samples, training.precision, outputs)
     microbatches = -(-share // samples)
     forward, both = network.forward / samples, (network.forward + network.backward) / samples
     extras = {name: passes(plain, name, data.x0[0]) for name in experiment.methods}

@@ -221,6 +221,11 @@ class Weighting(Stateful):
         self.options = options
         self.schedule = schedule
         self.prediction = prediction
+        self.step_number = 0
+
+    def begin(self, step: int) -> None:
+        """Say which step comes next, from 0: weights that change over training follow it."""
+        self.step_number = step
 
     def of_snr(self, snr: Array) -> Array:
         """The factor on the error that the formula is stated for, elementwise."""
