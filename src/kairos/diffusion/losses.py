@@ -92,7 +92,7 @@ def vlb(options: LossOptions, prediction: Prediction) -> Tensor:
 
 
 def vb(options: VbOptions, prediction: Prediction) -> Tensor:
-    """What a learned variance costs at t, in bits per dimension, shape (batch,) (Nichol and Dhariwal 2021, section 3.1).
+    """What a learned variance costs, in bits per dimension, shape (batch,) (Nichol and Dhariwal 2021, section 3.1).
 
     KL(q(x_{t-1} | x_t, x0) || p(x_{t-1} | x_t)), at t = 0 the negative log-likelihood of x0 rounded to 256 levels of
     [-1, 1]. The mean is held fixed: the term trains the variance alone.

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kairos.diffusion.registries import CELLS, PROCESSES, DiscreteOptions, EdmOptions, FdmOptions, FlowOptions, VpOptions
+from kairos.diffusion.registries import (
+    CELLS,
+    PROCESSES,
+    DiscreteOptions,
+    EdmOptions,
+    FdmOptions,
+    FlowOptions,
+    VpOptions,
+)
 from kairos.diffusion.schedule import NoiseSchedule, make_schedule
 from kairos.errors import ConfigError
 from kairos.options import parse

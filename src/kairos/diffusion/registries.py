@@ -29,7 +29,9 @@ class DiscreteOptions:
     def __post_init__(self) -> None:
         given = self.beta_start, self.beta_end
         if self.schedule == "cosine" and any(given):
-            raise ValueError(f"beta_start and beta_end: got {given[0]} and {given[1]} with schedule cosine, allowed: null")
+            raise ValueError(
+                f"beta_start and beta_end: got {given[0]} and {given[1]} with schedule cosine, allowed: null"
+            )
         first, last = (beta or usual for beta, usual in zip(given, ENDS.get(self.schedule, (0, 1))))
         if first >= last:
             raise ValueError(f"beta_start: got {first}, allowed: less than beta_end = {last}")

@@ -1,11 +1,13 @@
 """Sampling schemes: from noise to x0 along the places of a process.
 
 A scheme is a function ``scheme(options, process, grid, estimate, noise)``: `grid` holds the places from noise to the
-image, ``estimate(x, place)`` is the network's x0 there, and ``noise(k)`` is standard normal of the batch's shape, for
+image, ``estimate(x, place)`` is the network's x0 there and what it says of the variance (the channels of its output
+behind x0's), and ``noise(k)`` is standard normal of the batch's shape, for
 k = 0 what the first place begins with and for k = 1 ... what is added in interval k. All of it is in the coordinates of
 `sampling.places`, where DDIM without noise, Euler's method on a flow and EDM's Euler are one and the same step.
 """
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,27 +16,28 @@ import numpy as np
 from torch import Tensor
 
 from kairos.sampling.places import Place, places_at, times_of
-from kairos.sampling.registries import DdimOptions, DdpmOptions, EulerOptions
+from kairos.sampling.registries import DdimOptions, DdpmOptions, EulerOptions, OdeOptions
 
-Estimate = Callable[[Tensor, Place], Tensor]
+Estimate = Callable[[Tensor, Place], tuple[Tensor, Tensor]]
 Noise = Callable[[int], Tensor]
 
 
 def ddpm(options: DdpmOptions, process: Any, grid: list[Place], estimate: Estimate, noise: Noise) -> Tensor:
     """Ancestral sampling (Ho et al. 2020, algorithm 2) on the visited places alone (Nichol and Dhariwal 2021, sec. 4).
 
-    The variance is that of q(x_s | x_t, x0), or with ``fixed_large`` that of q(x_s | x_t) for x0 ~ N(0, I): beta_t.
+    The variance is that of q(x_s | x_t, x0), or with ``fixed_large`` that of q(x_s | x_t) for x0 ~ N(0, I): beta_t, or
+    with ``learned_range`` between the two in its logarithm, as far as the network says (eq. 15 there).
     """
     x = grid[0].noise * noise(0)
     for k, (place, end) in enumerate(pairwise(grid), 1):
-        x0 = estimate(x, place)
+        x0, v = estimate(x, place)
         ratio = _ratio(place, end)
         x = end.signal * x0 + end.noise * ratio * _epsilon(x, x0, place)
         if end.noise > 0:
-            variance = end.noise**2 * (1 - ratio**2)
-            if options.variance == "fixed_large":
-                before, after = (p.signal**2 / (p.signal**2 + p.noise**2) for p in (place, end))  # alpha-bar
-                variance = (end.signal**2 + end.noise**2) * (1 - before / after)
+            before, after = (p.signal**2 / (p.signal**2 + p.noise**2) for p in (place, end))  # alpha-bar
+            small, large = end.noise**2 * (1 - ratio**2), (end.signal**2 + end.noise**2) * (1 - before / after)
+            learned = small * (large / small) ** ((v + 1) / 2)
+            variance = {"fixed_small": small, "fixed_large": large, "learned_range": learned}[options.variance]
             x = x + variance**0.5 * noise(k)
     return x
 
@@ -43,7 +46,7 @@ def ddim(options: DdimOptions, process: Any, grid: list[Place], estimate: Estima
     """DDIM (Song et al. 2021, eq. 12 and 16)."""
     x = grid[0].noise * noise(0)
     for k, (place, end) in enumerate(pairwise(grid), 1):
-        x0 = estimate(x, place)
+        x0, _ = estimate(x, place)
         share = options.eta**2 * (1 - _ratio(place, end) ** 2)  # of the noise at the end, drawn anew
         x = end.signal * x0 + end.noise * (1 - share) ** 0.5 * _epsilon(x, x0, place)
         if end.noise * share > 0:
@@ -60,15 +63,62 @@ def edm(options: EulerOptions, process: Any, grid: list[Place], estimate: Estima
             less = place.noise
             (place,) = places_at(process, times_of(process, np.array([less * (1 + gamma)])))
             x = x + (place.noise**2 - less**2) ** 0.5 * options.s_noise * noise(k)
-        x0 = estimate(x, place)
+        x0, _ = estimate(x, place)
         epsilon = _epsilon(x, x0, place)
         there = end.signal * x0 + end.noise * epsilon
         if options.evaluations == 2 and end.noise > 0:  # the mean of the slopes at both ends; the image has none
-            second = estimate(there, end)
+            second, _ = estimate(there, end)
             x0, epsilon = (x0 + second) / 2, (epsilon + _epsilon(there, second, end)) / 2
             there = x + (end.signal - place.signal) * x0 + (end.noise - place.noise) * epsilon
         x = there
     return x
+
+
+def dpm_solver(options: OdeOptions, process: Any, grid: list[Place], estimate: Estimate, noise: Noise) -> Tensor:
+    """DPM-Solver++, singlestep of orders up to 3 (Lu et al. 2022, "DPM-Solver++", algorithm 1 and appendix).
+
+    The places of the grid are those in between too, so that the network is called once at each. Their levels are wanted
+    to be even in time: with uneven ones order 3 is a little less, as in U-ViT's code.
+    """
+    sigma = [place.noise / place.signal for place in grid]
+    x, k = sigma[0] * noise(0), 0
+    for order in orders(len(grid) - 1, grid[-1].noise == 0):
+        x = _singlestep(x, sigma[k : k + order + 1], lambda x, j: estimate(grid[j].signal * x, grid[j])[0], k)
+        k += order
+    return grid[-1].signal * x
+
+
+def orders(intervals: int, to_image: bool) -> list[int]:
+    """Orders of the steps of DPM-Solver-fast (Lu et al. 2022, "DPM-Solver", section 3.4), their sum is `intervals`.
+
+    A step into the image, where the noise ends, can be of order 1 only.
+    """
+    whole, rest = divmod(intervals, 3)
+    last = {0: [2, 1], 1: [1], 2: [1, 1] if to_image else [2]}[rest]
+    return [3] * (whole - (rest == 0)) + last
+
+
+def _singlestep(x: Tensor, sigma: list[float], data: Callable[[Tensor, int], Tensor], k: int) -> Tensor:
+    """One step along the levels `sigma`, as many as its order and one, with ``data(x, place)`` from place k on.
+
+    x is over the signal, so that a step that takes x0 for constant leads straight to it.
+    """
+    start, *levels = sigma
+    x0 = data(x, k)
+    straight = [x0 + level / start * (x - x0) for level in levels]
+    if len(levels) == 1:
+        return straight[0]
+    h = [math.log(start / level) for level in levels]
+    slope = (data(straight[0], k + 1) - x0) / h[0]
+    if len(levels) == 2:
+        return straight[1] - math.expm1(-h[1]) * h[1] / 2 * slope
+    slope = (data(straight[1] + _phi(h[1]) * slope, k + 2) - x0) / h[1]
+    return straight[2] + _phi(h[2]) * slope
+
+
+def _phi(h: float) -> float:
+    """What an x0 that changes by 1 per log-SNR/2 adds over h: h - 1 + exp(-h)."""
+    return h + math.expm1(-h)
 
 
 def _epsilon(x: Tensor, x0: Tensor, place: Place) -> Tensor:

@@ -106,7 +106,7 @@ def _pass(
     """Forward and backward pass number `number` of the global batch, which is of the samples `place` in it."""
     torch.manual_seed(derived_seed(training.seed, f"dropout {number}" if number else "dropout", draw.step))
     samples = Samples(training.seed, draw.step, range(place.start, place.stop))
-    prediction, terms = predicted(training, samples, draw.x0, noise, draw.t, conditions)
+    prediction, terms = predicted(training, training.trained, samples, draw.x0, noise, draw.t, conditions)
     weighted, plain = _scaled(training, terms, weighted=True), _scaled(training, terms, weighted=False)
     means = [training.strategy.loss(draw, torch.stack(weighted).sum(0))] if weighted else []
     share = len(draw.t) / training.settings["batch_size"]
@@ -114,17 +114,23 @@ def _pass(
     objective = torch.stack([*means, *(p.mean() for p in plain)]).sum() * (share * distributed.ranks())
     objective.backward()
     terms = {name: term.detach() for name, term in terms.items()}
-    return Computed(replace(prediction, output=output.detach()), terms, objective.detach())
+    return Computed(replace(prediction, output=prediction.output.detach()), terms, objective.detach())
 
 
 def predicted(
-    training: Training, samples: Samples, x0: Tensor, noise: Tensor, t: Tensor, conditions: dict[str, Tensor]
+    training: Training,
+    network: Any,
+    samples: Samples,
+    x0: Tensor,
+    noise: Tensor,
+    t: Tensor,
+    conditions: dict[str, Tensor],
 ) -> tuple[Prediction, dict[str, Tensor]]:
-    """What the network gives for some samples, and the terms of its loss by name, each (batch,)."""
+    """What a network gives for some samples, and the terms of its loss by name, each (batch,)."""
 
     def predict(x_t: Tensor, further: dict[str, Tensor]) -> Tensor:
         with training.autocast():
-            output: Tensor = training.process.predict(training.trained, x_t, t, {**conditions, **further})
+            output: Tensor = training.process.predict(network, x_t, t, {**conditions, **further})
         return output
 
     x_t = training.process.noised(x0, noise, t)

@@ -66,7 +66,7 @@ def _pass(training: Training, size: int) -> None:
     t = training.process.times(torch.full((size,), 0.5, dtype=torch.float64)).to(training.device)
     samples = Samples(training.seed, training.step, range(size))
     for _ in range(2):
-        _, terms = predicted(training, samples, x0, x0, t, conditions)
+        _, terms = predicted(training, training.model, samples, x0, x0, t, conditions)
         torch.stack([*terms.values()]).sum().backward()
 
 
