@@ -107,16 +107,28 @@ def guided(
     return both
 
 
-def estimate_of(process: Any, predict: Predict, clip: bool, precision: str = "fp32") -> Estimate:
-    """The estimate of x0 and variance at a place; the network computes in `precision`, all else in that of x."""
+@dataclass(frozen=True)
+class _Estimate:
+    """See `estimate_of`."""
 
-    def estimate(x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+    process: Any
+    predict: Predict
+    clip: bool
+    precision: str
+
+    def __call__(self, x: Tensor, place: Place) -> Tensor:
+        return self.both(x, place)[0]
+
+    def both(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
         x_t = place.scale * x  # (batch, c, h, w)
         t = torch.as_tensor(place.t, device=x.device).expand(len(x))
-        with compute.precision(precision, x.device):
-            output = predict(x_t.float(), t)
+        with compute.precision(self.precision, x.device):
+            output = self.predict(x_t.float(), t)
         output = output.to(x.dtype)
-        x0: Tensor = process.estimate(process.mean(output, x), x_t, t)
-        return x0.clamp(-1, 1) if clip else x0, output[:, x.shape[1] :]
+        x0: Tensor = self.process.estimate(self.process.mean(output, x), x_t, t)
+        return x0.clamp(-1, 1) if self.clip else x0, output[:, x.shape[1] :]
 
-    return estimate
+
+def estimate_of(process: Any, predict: Predict, clip: bool, precision: str = "fp32") -> Estimate:
+    """The estimate of x0 and variance at a place; the network computes in `precision`, all else in that of x."""
+    return _Estimate(process, predict, clip, precision)

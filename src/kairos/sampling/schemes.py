@@ -1,8 +1,7 @@
 """Sampling schemes: from noise to x0 along the places of a process.
 
 A scheme is a function ``scheme(options, process, grid, estimate, noise)``: `grid` holds the places from noise to the
-image, ``estimate(x, place)`` is the network's x0 there and what it says of the variance (the channels of its output
-behind x0's), and ``noise(k)`` is standard normal of the batch's shape, for
+image, ``estimate(x, place)`` is the network's x0 there, and ``noise(k)`` is standard normal of the batch's shape, for
 k = 0 what the first place begins with and for k = 1 ... what is added in interval k. All of it is in the coordinates of
 `sampling.places`, where DDIM without noise, Euler's method on a flow and EDM's Euler are one and the same step.
 """
@@ -10,7 +9,7 @@ k = 0 what the first place begins with and for k = 1 ... what is added in interv
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -18,8 +17,17 @@ from torch import Tensor
 from kairos.sampling.places import Place, places_at, times_of
 from kairos.sampling.registries import DdimOptions, DdpmOptions, EulerOptions, OdeOptions
 
-Estimate = Callable[[Tensor, Place], tuple[Tensor, Tensor]]
 Noise = Callable[[int], Tensor]
+
+
+class Estimate(Protocol):
+    """What the network says at a place."""
+
+    def __call__(self, x: Tensor, place: Place) -> Tensor:
+        """x0, shape of x."""
+
+    def both(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+        """x0, and the channels behind it, which tell of the variance."""
 
 
 def ddpm(options: DdpmOptions, process: Any, grid: list[Place], estimate: Estimate, noise: Noise) -> Tensor:
@@ -30,7 +38,7 @@ def ddpm(options: DdpmOptions, process: Any, grid: list[Place], estimate: Estima
     """
     x = grid[0].noise * noise(0)
     for k, (place, end) in enumerate(pairwise(grid), 1):
-        x0, v = estimate(x, place)
+        x0, v = estimate.both(x, place)
         ratio = _ratio(place, end)
         x = end.signal * x0 + end.noise * ratio * _epsilon(x, x0, place)
         if end.noise > 0:
@@ -46,7 +54,7 @@ def ddim(options: DdimOptions, process: Any, grid: list[Place], estimate: Estima
     """DDIM (Song et al. 2021, eq. 12 and 16)."""
     x = grid[0].noise * noise(0)
     for k, (place, end) in enumerate(pairwise(grid), 1):
-        x0, _ = estimate(x, place)
+        x0 = estimate(x, place)
         share = options.eta**2 * (1 - _ratio(place, end) ** 2)  # of the noise at the end, drawn anew
         x = end.signal * x0 + end.noise * (1 - share) ** 0.5 * _epsilon(x, x0, place)
         if end.noise * share > 0:
@@ -63,11 +71,11 @@ def edm(options: EulerOptions, process: Any, grid: list[Place], estimate: Estima
             less = place.noise
             (place,) = places_at(process, times_of(process, np.array([less * (1 + gamma)])))
             x = x + (place.noise**2 - less**2) ** 0.5 * options.s_noise * noise(k)
-        x0, _ = estimate(x, place)
+        x0 = estimate(x, place)
         epsilon = _epsilon(x, x0, place)
         there = end.signal * x0 + end.noise * epsilon
         if options.evaluations == 2 and end.noise > 0:  # the mean of the slopes at both ends; the image has none
-            second, _ = estimate(there, end)
+            second = estimate(there, end)
             x0, epsilon = (x0 + second) / 2, (epsilon + _epsilon(there, second, end)) / 2
             there = x + (end.signal - place.signal) * x0 + (end.noise - place.noise) * epsilon
         x = there
@@ -83,7 +91,7 @@ def dpm_solver(options: OdeOptions, process: Any, grid: list[Place], estimate: E
     sigma = [place.noise / place.signal for place in grid]
     x, k = sigma[0] * noise(0), 0
     for order in orders(len(grid) - 1, grid[-1].noise == 0):
-        x = _singlestep(x, sigma[k : k + order + 1], lambda x, j: estimate(grid[j].signal * x, grid[j])[0], k)
+        x = _singlestep(x, sigma[k : k + order + 1], lambda x, j: estimate(grid[j].signal * x, grid[j]), k)
         k += order
     return grid[-1].signal * x
 
