@@ -44,7 +44,10 @@ def process_of(name="discrete", prediction="epsilon", **options):
     ("options", "wanted"),
     [
         ({}, [0.9999, 0.895142, 0.0777966, 4.03583e-5]),
-        ({"schedule": "scaled_linear", "beta_start": 0.0015, "beta_end": 0.0195}, [0.9985, 0.823117, 0.114922, 1.42304e-4]),
+        (
+            {"schedule": "scaled_linear", "beta_start": 0.0015, "beta_end": 0.0195},
+            [0.9985, 0.823117, 0.114922, 1.42304e-4],
+        ),
         ({"schedule": "scaled_linear"}, [0.99915, 0.894223, 0.276333, 0.0046601]),
         ({"beta_start": 1e-4, "beta_end": 0.02}, [0.9999, 0.895142, 0.0777966, 4.03583e-5]),
     ],
@@ -130,11 +133,11 @@ def test_vb_against_torchs_own_divergence():
     ("diffusion", "message"),
     [
         ({"process": LEARNED}, r"diffusion.losses: got mse with variance learned_range, allowed: .*: vb, masked_vb"),
-        ({"losses": ["mse", "vb"]}, r"diffusion.losses: got vb with process discrete and variance fixed_large, allowed"),
+        ({"losses": ["mse", "vb"]}, r"diffusion.losses: got vb with process discrete and variance fixed_large"),
         ({"process": "edm", "losses": ["mse", "vb"]}, r"diffusion.losses: got vb with process edm"),
         (MASKED, r"diffusion.losses: got masked_mse with model unet, allowed: with a model that hides tokens"),
-        ({"process": {"name": "discrete", "schedule": "cosine", "beta_end": 0.1}}, r"beta_end: got None and 0.1 with sch"),
-        ({"process": {"name": "discrete", "beta_start": 0.1}}, r"beta_start: got 0.1, allowed: less than beta_end = 0.02"),
+        ({"process": {"name": "discrete", "schedule": "cosine", "beta_end": 0.1}}, r"beta_end: got None and 0.1 with"),
+        ({"process": {"name": "discrete", "beta_start": 0.1}}, r"beta_start: got 0.1, allowed: less than beta_end = 0"),
         ({"process": {"name": "discrete", "first_index": 2}}, r"first_index: got 2, allowed: one of 0, 1"),
         ({"process": {"name": "fdm", "multiplier": 0}}, r"multiplier: got 0, allowed: number > 0"),
     ],
@@ -204,7 +207,7 @@ class Hiding(nn.Module):
             self.calls.append((x.detach().clone(), t, None if mask is None else mask.clone()))
         if mask is None:
             return self.convolution(self.dropout(x))[:, :, self.order]
-        assert mask.shape == (len(x), *x.shape[2:]) and 0 <= mask.min() and mask.max() < 1
+        assert mask.shape == (len(x), *x.shape[2:]) and mask.min() >= 0 and mask.max() < 1
         hidden = torch.where(mask[:, None] > 0.7, self.token, x)
         return self.side(self.convolution(self.dropout(hidden)))[:, :, self.order]
 
@@ -257,7 +260,7 @@ def test_the_masked_pass_asks_at_the_same_x0_with_noise_of_its_own(hiding, laten
     train(plain, "uniform", 0, tmp_path, latents, [0, 1])
     (x, t, _), (masked, _, mask) = Hiding.calls
     process = process_of(timesteps=100, variance="learned_range")
-    a, s = process._shaped(t, x)
+    _, s = process._shaped(t, x)
     off = (x - masked) / s  # the difference of two standard normals
     assert off.std().item() == pytest.approx(2**0.5, rel=0.03)
     assert mask.mean().item() == pytest.approx(0.5, abs=0.03) and len(mask.unique()) > 0.99 * mask.numel()
@@ -314,11 +317,11 @@ def test_two_processes_and_a_second_pass(hiding, latents, tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(_RANKS.format(tests=str(Path(__file__).parent)))
     models = []
-    for processes in (1, 2):
+    for processes, microbatch in ((1, None), (2, 4), (2, None)):
         plain = hiding({"speed": METHODS["speed"]}, training__precision="fp64", training__processes=processes,
-                       training__milestones=[6], training__microbatch=4)  # fmt: skip
-        out = tmp_path / str(processes)
-        config = write_experiment(tmp_path / f"{processes}.yaml", plain)
+                       training__milestones=[6], training__microbatch=microbatch)  # fmt: skip
+        out = tmp_path / f"{processes} {microbatch}"
+        config = write_experiment(tmp_path / f"{processes} {microbatch}.yaml", plain)
         line = train_command(config, "speed", out, latents)[3:]
         start = [sys.executable, str(script)]
         if processes == 2:
@@ -326,7 +329,7 @@ def test_two_processes_and_a_second_pass(hiding, latents, tmp_path):
         done = subprocess.run([*start, *line], capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         models.append(open_milestone(out / "milestones/0000006", "raw").model.state_dict())
-    assert difference(*models) < 1e-6
+    assert max(difference(models[0], model) for model in models[1:]) < 1e-6
 
 
 def test_the_memory_guard_tries_both_passes(hiding, latents):

@@ -297,10 +297,10 @@ def test_guidance_in_an_interval_of_noise_saves_evaluations(process_name):
     [
         ({"guidance_power": 4.0}, r"sampling.guidance_power: got 4.0 with guidance_scale 1, .*allowed: null"),
         ({"guidance_channels": 3}, r"sampling.guidance_channels: got 3 with guidance_scale 1"),
-        ({"guidance_scale": 2, "guidance_interval": [5.0, 0.1]}, r"guidance_interval: got \[5.0, 0.1\], allowed: 0 <= l"),
+        ({"guidance_scale": 2, "guidance_interval": [5.0, 0.1]}, r"guidance_interval: got \[5.0, 0.1\], allowed: 0 <"),
         ({"guidance_scale": 2, "guidance_interval": [5.0]}, r"guidance_interval: got \[5.0\], allowed: .*at least 2"),
         ({"guidance_scale": 2, "guidance_power": 0}, r"guidance_power: got 0, allowed: greater than 0"),
-        ({"guidance_scale": 2, "guidance_channels": 0}, r"guidance_channels: got 0, allowed: greater than or equal to 1"),
+        ({"guidance_scale": 2, "guidance_channels": 0}, r"guidance_channels: got 0, allowed: greater than or equal"),
         ({"guidance_scale": 2, "guidance_channels": "3"}, r"guidance_channels: got '3', allowed: a valid integer"),
     ],
 )  # fmt: skip

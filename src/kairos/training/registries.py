@@ -8,7 +8,10 @@ from kairos.registry import NoOptions, Registry
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Adam, or AdamW with decoupled weight decay; with linear warm-up and gradient clipping."""
+    """Adam, or AdamW with decoupled weight decay; with linear warm-up and gradient clipping.
+
+    A gradient that is not finite ends the training; EDM's code puts 0 and 1e5 in its place.
+    """
 
     lr: float = option(2e-4, "learning rate after warm-up", gt=0)
     betas: tuple[float, ...] = option((0.9, 0.999), "decay rates of the two moment estimates, each in [0, 1)")
