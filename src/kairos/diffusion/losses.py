@@ -38,7 +38,7 @@ class Prediction:
         process: forward process.
         x0, noise, t, x_t: what the network was asked.
         output: what it gave, with the channels of a learned variance.
-        predict: asks it once more: ``predict(x_t, further conditions)`` at the same t, (batch, ...); loss terms have it.
+        predict: asks it once more: ``predict(x_t, further conditions)`` at the same t, (batch, ...); for loss terms.
         samples: which these are.
     """
 

@@ -85,8 +85,8 @@ def edm(options: EulerOptions, process: Any, grid: list[Place], estimate: Estima
 def dpm_solver(options: OdeOptions, process: Any, grid: list[Place], estimate: Estimate, noise: Noise) -> Tensor:
     """DPM-Solver++, singlestep of orders up to 3 (Lu et al. 2022, "DPM-Solver++", algorithm 1 and appendix).
 
-    The places of the grid are those in between too, so that the network is called once at each. Their levels are wanted
-    to be even in time: with uneven ones order 3 is a little less, as in U-ViT's code.
+    The places in between are the grid's own, as in U-ViT's code, so that the network is called once at each. The method
+    has its full order where they cut a step into thirds of the log-SNR; a grid even in time nearly does.
     """
     sigma = [place.noise / place.signal for place in grid]
     x, k = sigma[0] * noise(0), 0
