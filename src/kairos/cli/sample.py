@@ -1,6 +1,7 @@
 """``kairos sample``."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,16 @@ def run(arguments: argparse.Namespace) -> None:
     write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))
 
 
+def _plain(text: str) -> Any:
+    """A value as JSON, which the workflow writes, or YAML, for which 1e-05 is a text."""
+    import yaml
+
+    try:
+        return json.loads(text)
+    except ValueError:
+        return yaml.safe_load(text)
+
+
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     import yaml
 
@@ -68,7 +79,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, meant in allowed.items():
         if (given := getattr(arguments, name)) is not None:
             try:
-                values[name] = yaml.safe_load(given)
+                values[name] = _plain(given)
             except yaml.YAMLError:
                 raise ConfigError(f"--{name.replace('_', '-')}: got {given!r}, allowed: {meant}") from None
     return values
