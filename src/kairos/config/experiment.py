@@ -16,7 +16,7 @@ from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
-from kairos.diffusion.registries import CELLS
+from kairos.diffusion.registries import CELLS, LOSSES
 from kairos.errors import ConfigError
 from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
@@ -98,7 +98,14 @@ class Experiment(Section):
                 f"sampling.shards: got {self.sampling.shards}, allowed: at most {-(-images // size)}, the batches "
                 f"(sampling.batch_size {size}) that the {images} images of a milestone are drawn in"
             )
-        process = self.diffusion.process
+        process, losses = self.diffusion.process, [loss["name"] for loss in self.diffusion.losses]
+        masked = [name for name in losses if LOSSES.entry(name).facts.get("masked")]
+        if masked and not MODELS.entry(self.model["name"]).facts.get("masks"):
+            able = [name for name, entry in MODELS.items() if entry.facts.get("masks")]
+            raise ValueError(
+                f"diffusion.losses: got {masked[0]} with model {self.model['name']}, allowed: with a model that hides "
+                f"tokens: {', '.join(able) or 'none is known'}"
+            )
         timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
         shown = process["timesteps"] + process.get("first_index", 0) if "timesteps" in process else math.inf
         if self.model.get("timesteps", math.inf) < shown:
