@@ -24,7 +24,6 @@ from typing import Any
 import yaml
 
 from kairos.config import validate
-from kairos.files import sha256_json
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data")).resolve()
@@ -73,7 +72,7 @@ SYSTEMS = {
     "vit_imagenet256": System(448_934_416, (4, 32, 32), KL, _DIT, classes(1000)),
     "dit_imagenet256": System(675_129_632, (4, 32, 32), KL, _DIT, classes(1000)),
     "unet_ffhq": System(35_876_104, (4, 32, 32), KL, {**_UNET, "attention": [4]}),
-    "dit_metfaces512": System(674_862_000, (4, 64, 64), KL, _DIT),
+    "dit_metfaces512": System(674_861_216, (4, 64, 64), KL, _DIT),
     "dit_super_resolution": System(0, (4, 64, 64), COCO, _DIT),
     "mdt_imagenet256": System(35_797_208, (4, 32, 32), KL, {**_DIT, "width": 64}, classes(1000)),
     "edm_cifar10": System(55_735_299, (3, 32, 32), PIXELS, {**_UNET, "attention": [8]}, classes(10)),
@@ -120,7 +119,7 @@ def _data(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
             return {"dataset": coco | kept, "autoencoder": taesd}
         for name, split in (("captions", "train"), ("heldout_captions", "val")):
             coco[name] = f"{DATA}/coco_mini/annotations/captions_{split}2017.json"
-        return {"dataset": coco, "autoencoder": taesd, "text_encoder": {"path": str(tiny_clip(folder / "clip"))}}
+        return {"dataset": coco, "autoencoder": taesd, "text_encoder": {"path": str(tiny_clip(folder))}}
     cifar = {"source": "parquet", "path": f"{DATA}/cifar10/train-*.parquet", "limit": 600, "heldout": 0.2}
     at_hand = (DATA / "cifar10").is_dir()
     side = 64 if kind == KL and at_hand else 16

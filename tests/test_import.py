@@ -3,6 +3,7 @@
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,7 +14,6 @@ from kairos.cli import main
 from kairos.config import validate
 from kairos.files import read_json, write_json
 from kairos.milestones import open_milestone
-from kairos.sampling.samples_file import open_samples
 from kairos.training.run import train
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
@@ -151,11 +151,13 @@ def test_images_are_drawn_from_published_weights(tmp_path, capsys):
     torch.save(weights_of("dit", 8), tmp_path / "a.pt")
     pixels = tmp_path / "autoencoder"
     pixels.mkdir()
-    write_json(pixels / "manifest.json", {"kind": "none", "sha256": "pixels", "latent_shape": [4, 8, 8],
-                                          "image_shape": [4, 8, 8], "scaling_factor": 1.0, "shift_factor": 0.0})  # fmt: skip
+    shape, factors = [4, 8, 8], {"scaling_factor": 1.0, "shift_factor": 0.0}
+    manifest = {"kind": "none", "sha256": "pixels", "latent_shape": shape, "image_shape": shape, **factors}
+    write_json(pixels / "manifest.json", manifest)
     out, status = import_(tmp_path, tmp_path / "a.pt", wanted, "--autoencoder", pixels, "--classes", 10)
     assert status == 0, capsys.readouterr().err
     images = tmp_path / "images.npz"
     command = ["sample", "--milestone", out, "--out", images, "--num", 3, "--steps", 4, "--guidance-scale", 1.5]
     assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0, capsys.readouterr().err
-    assert open_samples(images).images.shape == (3, 8, 8, 4)
+    with np.load(images) as drawn:
+        assert drawn["images"].shape == (3, 8, 8, 4)
