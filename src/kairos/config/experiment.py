@@ -20,16 +20,18 @@ from kairos.errors import ConfigError
 from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
+from kairos.models import check_takes
 from kairos.models.registries import MODELS
 from kairos.options import but_name
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import Section, check, component
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 from kairos.training.lengths import length_in_steps
+from kairos.text.settings import TextEncoderConfig
 from kairos.training.settings import TrainingConfig
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
-_FOLDERS = ("dataset", "autoencoder", "latents", "extractor", "reference", "figures", "timing", "sums", "logs")
+_FOLDERS = ("dataset", "autoencoder", "text", "latents", "extractor", "reference", "figures", "timing", "sums", "logs")
 RESERVED = (*REFERENCE_ROWS, *_FOLDERS)
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")
 
@@ -41,6 +43,7 @@ class Experiment(Section):
     seeds: list[int] = Field([0], min_length=1, description="seeds; all methods of a seed share data order and noise")
     dataset: DatasetConfig = DatasetConfig()
     autoencoder: AutoencoderConfig = AutoencoderConfig()
+    text_encoder: TextEncoderConfig | None = Field(None, description="of captions, for a model that is told of texts")
     model: component(MODELS) = Field("unet", validate_default=True, description="backbone")  # type: ignore[valid-type]
     diffusion: DiffusionConfig = DiffusionConfig()
     training: TrainingConfig = TrainingConfig()
@@ -83,6 +86,27 @@ class Experiment(Section):
         return self
 
     @model_validator(mode="after")
+    def _texts_are_encoded(self) -> "Experiment":
+        named, encoder, captions = self.model["name"], self.text_encoder, self.dataset.captions
+        if not self.takes_text:
+            if encoder is not None:
+                raise ValueError(
+                    f"text_encoder: got {encoder.path!r}, allowed: null where model.conditions does not name text"
+                )
+            if any(metric["name"] == "clip" for metric in self.evaluation.metrics or ()):
+                raise ValueError("evaluation.metrics: got clip, allowed: where model.conditions names text")
+            return self
+        if captions is None:
+            raise ValueError("dataset.captions: got null, allowed: where they are, since model.conditions names text")
+        if encoder is None:
+            raise ValueError(
+                "text_encoder: got null, allowed: {path: ...}, the encoder of captions, since model.conditions names text"
+            )
+        takes = MODELS.entry(named).facts.get("text")
+        object.__setattr__(self, "text_encoder", encoder.settled(takes))
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> "Experiment":
         steps = self.milestones
         if list(steps) != sorted(set(steps)):
@@ -100,6 +124,7 @@ class Experiment(Section):
         timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
         conditions = self.model.get("conditions") or []
         try:
+            check_takes(self.model)
             for name, method in self.methods.items():
                 for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
                     named = getattr(method, part)
@@ -109,6 +134,11 @@ class Experiment(Section):
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return self
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether the model is told of captions."""
+        return "text" in (self.model.get("conditions") or [])
 
     @property
     def milestones(self) -> tuple[int, ...]:

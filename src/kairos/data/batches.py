@@ -83,7 +83,10 @@ class Batches:
         index, flips = self.latents.train[np.concatenate(places)], None
         if self.latents.can_flip:
             flips = Stream(self.seed, "flips").uniform(step, self.index).numpy() < 0.5
-        rows, conditions = self.latents.rows(index, flips), self.latents.conditions(index, flips)
+        which = None
+        if "text" in self.conditions:  # a caption per visit
+            which = Stream(self.seed, "captions").integers(step, 2**32, self.index).numpy()
+        rows, conditions = self.latents.rows(index, flips), self.latents.conditions(index, flips, which)
         return _pinned(rows, self.device), _pinned({name: conditions[name] for name in self.conditions}, self.device)
 
     def _on_device(self, step: int, rows: dict[str, Tensor], conditions: dict[str, Tensor]) -> Batch:

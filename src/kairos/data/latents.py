@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kairos.data.arrays import Rows, read_array
+from kairos.data.captions import Text, open_text
 from kairos.data.dataset import PreparedDataset, open_dataset, scaled
 from kairos.errors import KairosError
 from kairos.files import open_record
@@ -26,11 +27,13 @@ class Latents:
         dataset: the data set that was encoded.
         moments: array files of float32 (count, c, h, w) by name (mean, logvar, mean_flipped, logvar_flipped); empty for
             pixels.
+        text: states of the captions, where they were encoded.
     """
 
     manifest: dict[str, Any]
     dataset: PreparedDataset
     moments: dict[str, Rows]
+    text: Text | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -60,8 +63,11 @@ class Latents:
 
     @property
     def condition_kinds(self) -> dict[str, dict[str, Any]]:
-        """Descriptions of the conditions by name, as in the manifests."""
-        return self.manifest["conditions"]
+        """Descriptions of the conditions by name, as in the manifests; with that of a text ``empty``, its null."""
+        kinds: dict[str, dict[str, Any]] = dict(self.manifest["conditions"])
+        if self.text is not None:
+            kinds["text"] = {**kinds["text"], "empty": self.text.empty}
+        return kinds
 
     def rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """What x0 of some images is made of, by name, each row read once: moments, or pixels (n, h, w, c) uint8.
@@ -107,14 +113,22 @@ class Latents:
         """x0 of some images on the CPU, see `rows` and `x0`."""
         return self.x0(self.rows(indices, flips), noise)
 
-    def conditions(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
-        """The conditions of some images by name, row i for indices[i]; those that are images flip with the image."""
+    def conditions(
+        self, indices: Any, flips: np.ndarray | None = None, which: np.ndarray | None = None
+    ) -> dict[str, Tensor]:
+        """The conditions of some images by name, row i for indices[i]; those that are images flip with the image.
+
+        `which` of its captions an image is told of: any int64 (n,), going round; None: the first.
+        """
         indices, found = np.asarray(indices), {}
         for name, values in self.dataset.conditions.items():
             rows = values[indices]
             if flips is not None and self.condition_kinds[name]["kind"] == "image":
                 rows[flips] = rows[flips][..., ::-1]
             found[name] = torch.from_numpy(rows)
+        if self.text is not None and self.dataset.captions is not None:
+            numbers = self.dataset.captions.numbers(indices, which)
+            found["text"] = torch.from_numpy(self.text.states[numbers]).float()
         return found
 
     def sigma_data(self) -> float:
@@ -141,4 +155,7 @@ def open_latents(folder: Path | str) -> Latents:
             f"{folder}: was made from another version of {dataset.folder}; make it with: kairos {command}"
         )
     moments = {Path(name).stem: read_array(folder / name, command) for name in manifest["files"]}
-    return Latents(manifest, dataset, moments)
+    text = open_text(folder / manifest["text"], dataset) if "text" in manifest else None
+    if text is not None and text.manifest["content_sha256"] != manifest["text_sha256"]:
+        raise KairosError(f"{folder}: was made with other texts than are now there; make it with: kairos {command}")
+    return Latents(manifest, dataset, moments, text)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from kairos.data.captions import Missing, in_table, with_captions
 from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError, KairosError
@@ -30,7 +31,7 @@ class Source:
     `read` raises ValueError with the reason where an image is broken; `name` says which file or row it is; `labels` is
     int64 (count,) with values below len(classes), or None. `further` holds conditions of other kinds by name: what
     `conditions.CONDITIONS` needs to know of each, ``{"kind": ...}``, and an array with a row per image. The last
-    `heldout` images are held out, whatever the share.
+    `heldout` images are held out, whatever the share. `captions` are those of each image; `missing` have no image.
     """
 
     count: int
@@ -40,6 +41,8 @@ class Source:
     classes: list[str] | None = None
     further: dict[str, tuple[dict[str, Any], np.ndarray]] = field(default_factory=dict)
     heldout: int = 0
+    captions: list[list[str]] | None = None
+    missing: Missing = frozenset()
 
     @property
     def conditions(self) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
@@ -58,15 +61,19 @@ def open_source(config: DatasetConfig) -> Source:
     """
     opener = {"digits": _digits, "folder": _folder, "parquet": _parquet, "hub": _hub}[config.source]
     source, *heldout = config.parts
-    opened = opener(source)
+    opened = with_captions(opener(source), source)
     try:
-        return _with_heldout(opened, opener(heldout[0])) if heldout else opened
+        if not heldout:
+            return opened
+        other = with_captions(opener(heldout[0]), heldout[0])
+        return _with_heldout(opened, other, config.heldout_captions is None)
     except KairosError as error:
-        raise type(error)(str(error).replace("dataset.path", "dataset.heldout", 1)) from None
+        said = str(error).replace("dataset.path", "dataset.heldout", 1)
+        raise type(error)(said.replace("dataset.captions", "dataset.heldout_captions", 1)) from None
 
 
-def _with_heldout(one: Source, other: Source) -> Source:
-    """The images of one source, and those of another one that are all held out."""
+def _with_heldout(one: Source, other: Source, same: bool) -> Source:
+    """The images of one source, and those of another one that are all held out; `same`: with captions in one file."""
     if (unknown := set(other.classes or ()) - set(one.classes or ())) or (one.labels is None) != (other.labels is None):
         raise ConfigError(
             f"dataset.heldout: its images have the classes {other.classes}, allowed: classes of the training images "
@@ -81,7 +88,10 @@ def _with_heldout(one: Source, other: Source) -> Source:
         return lambda index: first(index) if index < one.count else second(index - one.count)
 
     read, name = either(one.read, other.read), either(one.name, other.name)
-    return Source(one.count + other.count, read, name, labels, one.classes, heldout=other.count)
+    captions = None if one.captions is None or other.captions is None else one.captions + other.captions
+    missing = one.missing & other.missing if same else one.missing | other.missing
+    count = one.count + other.count
+    return Source(count, read, name, labels, one.classes, {}, other.count, captions, missing)
 
 
 def _digits(config: DatasetConfig) -> Source:
@@ -213,7 +223,8 @@ def _table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Sou
             raise ValueError("the cell is empty")
         return read_image(Path(cell) if isinstance(cell, str) else bytes(cell))
 
-    return Source(len(table), read, name, labels, classes)
+    captions = in_table(lambda name: _column(table, name), table.features, config)
+    return Source(len(table), read, name, labels, classes, captions=captions)
 
 
 def _image_column(features: Any, config: DatasetConfig) -> str:
@@ -235,13 +246,18 @@ def _image_column(features: Any, config: DatasetConfig) -> str:
     return wanted or found[0]
 
 
+def _column(table: Any, name: str) -> list[Any]:
+    values: list[Any] = table.select_columns(name).with_format("arrow")[:][name].to_pylist()
+    return values
+
+
 def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[str] | None]:
     column = config.label_column_of(table.features)
     if column is None:
         return None, None
     if column not in table.features:
         raise ConfigError(f"dataset.label_column: got {column!r}, allowed: one of {', '.join(table.features)}")
-    values = table.select_columns(column).with_format("arrow")[:][column].to_pylist()
+    values = _column(table, column)
     if all(isinstance(value, str) for value in values):
         return _numbered(values)
     odd = [value for value in values if not isinstance(value, int) or value < 0]

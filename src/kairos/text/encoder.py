@@ -1,0 +1,145 @@
+"""Text encoders of transformers: texts of any length to states of one shape.
+
+CLIP's text model is causal and was trained on texts that are padded with their end: it gets no mask, and the states of
+the padding are among its tokens, as models that attend to all of them saw it (U-ViT). Its pooled state is that of the
+first end of text, behind the last norm and before the projection. Other encoders (T5 and its like) get the mask, and
+their pooled state is the mean over it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kairos.errors import ConfigError, KairosError
+from kairos.files import read_json, sha256_file, sha256_json
+from kairos.text.settings import TextEncoderConfig
+
+NETWORK = ("config.json", "model.safetensors")
+TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("vocab.txt",))  # one of these
+FILES = (*NETWORK, "tokenizer_config.json", "special_tokens_map.json", *(name for kind in TOKENIZERS for name in kind))
+_CLIP = ("clip", "clip_text_model")
+_ENDLESS = 10**6  # what tokenizers without a length of their own say is longer
+
+
+def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Path:
+    """The folder with a network and its tokenizer that a field names, from the hub where it is none here.
+
+    Raises:
+        ConfigError: the folder lacks a file, or the path is neither a folder nor a hub id.
+        KairosError: the hub cannot be reached and its cache has no copy.
+    """
+    folder, needed = Path(path), f"{' and '.join(NETWORK)}, and tokenizer.json or vocab.json and merges.txt"
+    if not folder.is_dir():
+        if path.startswith((".", "/", "~")) or path.count("/") != 1:
+            raise ConfigError(f"{field}: got {path!r}, allowed: a folder that exists, or a hub id OWNER/NAME")
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(path, allow_patterns=list(files)))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+            raise KairosError(
+                f"{field}: {path!r} is no folder here and cannot be had from the hub "
+                f"({' '.join(str(error).split())[:200]}). `kairos fetch` brings it where there is a network; or put "
+                f"{needed} into a folder and set {field} to it"
+            ) from None
+    lacks = [name for name in NETWORK if not (folder / name).is_file()]
+    if not any(all((folder / name).is_file() for name in kind) for kind in TOKENIZERS):
+        lacks.append("a tokenizer (" + ", or ".join(" and ".join(kind) for kind in TOKENIZERS) + ")")
+    if lacks:
+        raise ConfigError(f"{field}: {path!r} lacks {' and '.join(lacks)}; a text encoder is {needed}")
+    return folder
+
+
+def fingerprint_of(folder: Path, files: tuple[str, ...] = FILES) -> str:
+    """Hash of a network's files."""
+    return sha256_json({name: sha256_file(folder / name) for name in files if (folder / name).is_file()})
+
+
+def opened(path: Any, load: Any, field: str, **options: Any) -> Any:
+    """What a `from_pretrained` makes of a folder; transformers raises many kinds for a damaged one.
+
+    Raises:
+        KairosError: it cannot be opened.
+    """
+    try:
+        return load(path, local_files_only=True, **options)
+    except Exception as error:
+        raise KairosError(f"{field}: {path} cannot be opened ({' '.join(str(error).split())[:300]})") from None
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """A text encoder ready for use.
+
+    Attributes:
+        model, tokenizer: of transformers.
+        output: ``tokens`` or ``pooled``.
+        length: tokens that texts are padded to.
+        sha256: of its files.
+        device: where it computes.
+    """
+
+    model: Any
+    tokenizer: Any
+    output: str
+    length: int
+    sha256: str
+    device: torch.device
+
+    def tokens(self, texts: list[str]) -> list[int]:
+        """Numbers of tokens, with those around the text, before any is cut off."""
+        return [len(ids) for ids in self.tokenizer(texts, verbose=False)["input_ids"]]
+
+    @torch.no_grad()
+    def __call__(self, texts: list[str]) -> Tensor:
+        """States, float32 (n, length, width) or (n, width)."""
+        cut = {"padding": "max_length", "truncation": True, "max_length": self.length, "return_tensors": "pt"}
+        told = self.tokenizer(texts, **cut)
+        ids, mask = told["input_ids"].to(self.device), told["attention_mask"].to(self.device)
+        if self.model.config.model_type in _CLIP:
+            found = self.model(input_ids=ids)
+            return (found.last_hidden_state if self.output == "tokens" else found.pooler_output).float().cpu()
+        states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float()  # (n, length, width)
+        if self.output == "pooled":
+            states = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return states.cpu()
+
+
+def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder:
+    """The encoder that a settled section names.
+
+    Raises:
+        ConfigError: no text encoder with a tokenizer is there, or it does not take texts of that length.
+        KairosError: it cannot be opened.
+    """
+    from transformers import AutoModelForTextEncoding, AutoTokenizer, CLIPTextModel
+
+    field = "text_encoder.path"
+    folder = network_folder(config.path, field)
+    kind = read_json(folder / "config.json").get("model_type")
+    model = opened(folder, (CLIPTextModel if kind in _CLIP else AutoModelForTextEncoding).from_pretrained, field)
+    tokenizer = opened(folder, AutoTokenizer.from_pretrained, field)
+    if len(tokenizer) > model.config.vocab_size:
+        raise ConfigError(
+            f"{field}: {config.path!r} has a tokenizer of {len(tokenizer)} tokens and a network of "
+            f"{model.config.vocab_size}; allowed: a tokenizer that belongs to the network"
+        )
+    if tokenizer.pad_token is None:
+        raise ConfigError(f"{field}: {config.path!r} has a tokenizer without a padding token, allowed: one with it")
+    length = _length(config.length, model.config, tokenizer, config.path)
+    return TextEncoder(model.eval().to(device), tokenizer, config.output, length, fingerprint_of(folder), device)
+
+
+def _length(wanted: int | None, config: Any, tokenizer: Any, path: str) -> int:
+    """Tokens that texts are padded to: at most what the network has positions for, and the tokenizer's own length."""
+    own, most = tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)
+    if wanted is not None and most is not None and wanted > most:
+        raise ConfigError(f"text_encoder.length: got {wanted}, allowed: at most {most}, the positions of {path!r}")
+    known = [limit for limit in (own, most) if limit is not None and limit < _ENDLESS]
+    if wanted is None and not known:
+        raise ConfigError(f"text_encoder.length: got null, allowed: a number, since {path!r} takes texts of any length")
+    return wanted or min(known)

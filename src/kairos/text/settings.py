@@ -1,0 +1,33 @@
+"""Section `text_encoder`."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from kairos.section import Section
+
+
+class TextEncoderConfig(Section):
+    """What encodes the captions for a model that is told of texts."""
+
+    path: str = Field(description="folder or hub id of a text encoder of transformers, with its tokenizer")
+    output: Literal["auto", "tokens", "pooled"] = Field("auto", description="a state per token, or one; auto: the model's")
+    null: Literal["auto", "empty", "learned", "random"] = Field(
+        "auto", description='no text: state of "", trained, or a fixed draw; auto: empty for tokens, random for pooled'
+    )
+    length: int | None = Field(None, ge=2, description="tokens that texts are padded to; null: all that the encoder takes")
+    too_long: Literal["truncate", "refuse"] = Field("truncate", description="texts with more tokens")
+    batch_size: int = Field(64, ge=1, description="texts per encoding step")
+    dtype: Literal["float32", "float16"] = Field("float32", description="of the states on disk")
+
+    def settled(self, takes: str | None) -> "TextEncoderConfig":
+        """The section without ``auto``, for a model that takes ``tokens`` or ``pooled`` states (None: either).
+
+        Raises:
+            ValueError: the model takes the other.
+        """
+        if takes and self.output not in ("auto", takes):
+            raise ValueError(f"text_encoder.output: got {self.output}, allowed with this model: {takes} or auto")
+        output = takes or "tokens" if self.output == "auto" else self.output
+        null = {"tokens": "empty", "pooled": "random"}[output] if self.null == "auto" else self.null
+        return self.model_copy(update={"output": output, "null": null})
