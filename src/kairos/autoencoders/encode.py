@@ -14,8 +14,8 @@ import torch
 
 from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import Rows, blocks, create_array
-from kairos.data.dataset import PreparedDataset
 from kairos.data.captions import open_text
+from kairos.data.dataset import PreparedDataset
 from kairos.data.growing import PARTIAL, grow
 from kairos.errors import ConfigError, KairosError
 from kairos.files import check_files, open_record, sha256_file, sha256_json, sync_folder, write_json

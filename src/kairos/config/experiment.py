@@ -26,8 +26,8 @@ from kairos.options import but_name
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import Section, check, component
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
-from kairos.training.lengths import length_in_steps
 from kairos.text.settings import TextEncoderConfig
+from kairos.training.lengths import length_in_steps
 from kairos.training.settings import TrainingConfig
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
@@ -100,7 +100,7 @@ class Experiment(Section):
             raise ValueError("dataset.captions: got null, allowed: where they are, since model.conditions names text")
         if encoder is None:
             raise ValueError(
-                "text_encoder: got null, allowed: {path: ...}, the encoder of captions, since model.conditions names text"
+                "text_encoder: got null, allowed: {path: ...}, what encodes captions, since model.conditions names text"
             )
         takes = MODELS.entry(named).facts.get("text")
         object.__setattr__(self, "text_encoder", encoder.settled(takes))

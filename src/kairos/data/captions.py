@@ -132,7 +132,9 @@ def coco(path: str, names: list[str]) -> tuple[list[list[str]], Missing]:
     for place, (image, text) in enumerate(texts):
         numbers = places.get(files.get(image, ""), [])
         if len(numbers) > 1:
-            raise ConfigError(f"dataset.captions: {path!r} says {files[image]!r}, which {len(numbers)} images are named")
+            raise ConfigError(
+                f"dataset.captions: {path!r} says {files[image]!r}, which {len(numbers)} images are named"
+            )
         if numbers:
             found[numbers[0]] += cleaned([text])
         else:
@@ -175,7 +177,9 @@ def captioned(source: "Source", config: DatasetConfig) -> tuple[list[int], dict[
         if config.unmatched == "refuse":
             first = next((source.name(number) for number, own in enumerate(source.captions) if not own), None)
             named = f"; the first image without is {first}" if first else ""
-            raise KairosError(f"dataset.unmatched: got refuse, but {facts}{named}; allowed: count, which leaves them out")
+            raise KairosError(
+                f"dataset.unmatched: got refuse, but {facts}{named}; allowed: count, which leaves them out"
+            )
         say(f"prepare: {facts}; they are left out")
     return have, {"images_without": without, "captions_without": missing}
 
@@ -204,6 +208,8 @@ def open_text(folder: Path, dataset: "PreparedDataset") -> Text:
     command = f"text --config F --dataset {dataset.folder} --out {folder}"
     manifest = open_record(folder, command)
     if manifest["dataset_sha256"] != dataset.manifest["content_sha256"]:
-        raise KairosError(f"{folder}: was made from another version of {dataset.folder}; make it with: kairos {command}")
+        raise KairosError(
+            f"{folder}: was made from another version of {dataset.folder}; make it with: kairos {command}"
+        )
     states, empty = (read_array(folder / f"{name}.npy", command) for name in ("states", "empty"))
     return Text(manifest, states, empty[0])

@@ -9,7 +9,7 @@ from kairos.errors import ConfigError, KairosError
 from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, make, open_extractor
 from kairos.evaluation.metrics import Target
-from kairos.evaluation.moments import in_batches, measure
+from kairos.evaluation.moments import Pairs, in_batches, measure
 from kairos.evaluation.reference import Reference, open_reference, outside_statistics, reference_hash
 from kairos.evaluation.registries import METRICS, UNREAL, default_metrics, needs_of
 from kairos.evaluation.settings import LossSettings, check_metrics, named_metrics
@@ -17,7 +17,7 @@ from kairos.evaluation.validation import latents_folder
 from kairos.files import write_json
 from kairos.progress import say
 from kairos.sampling.sample import settings
-from kairos.sampling.samples_file import open_samples
+from kairos.sampling.samples_file import Samples, open_samples
 
 PUBLISHED = ("inception", "dinov2")  # extractors that no data set is needed for
 
@@ -91,7 +91,13 @@ def evaluate(
     images, protocol = samples.images, samples.protocol
     parts, warnings = split(len(images), reference.record["num_samples"], sets, str(job.samples))
     warnings += metrics.check_number(len(parts[0]), extractor.width, str(job.samples))
-    measured = (measure(extractor, in_batches(images, part), target.needs) for part in parts)
+    measured = (
+        replace(
+            measure(extractor, in_batches(images, part), target.needs),
+            pairs=_pairs(job, samples, part, target, extractor),
+        )
+        for part in parts
+    )
     found = metrics.summarise([target.score(one) for one in measured])
     record = {
         "step": protocol.get("step"),
@@ -105,6 +111,24 @@ def evaluate(
     value, spread = found[target.metric], found[f"{target.metric}_spread"] or 0
     say(f"evaluate {job.samples}: {target.metric} {value:.4g} ± {spread:.2g}")
     return record
+
+
+def _pairs(job: EvaluationJob, samples: Samples, part: range, target: Target, extractor: Extractor) -> Pairs | None:
+    """A set of images with the captions that they were drawn of, if a metric needs them.
+
+    Raises:
+        KairosError: the file has none.
+    """
+    if "captions" not in target.needs:
+        return None
+    told = samples.conditions.get("text")
+    if told is None or told.dtype.kind != "S":
+        raise KairosError(
+            f"{job.samples}: holds no captions, which metric clip needs; allowed: what kairos sample draws of a model "
+            "that is told of text"
+        )
+    texts = [text.decode("utf-8", "replace") for text in told[part.start : part.stop].tolist()]
+    return Pairs(lambda: in_batches(samples.images, part), texts, extractor.device)
 
 
 def split(images: int, num_samples: int | None, sets: int | None, where: str) -> tuple[list[range], list[str]]:

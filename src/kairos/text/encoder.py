@@ -15,11 +15,8 @@ from torch import Tensor
 
 from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json, sha256_file, sha256_json
-from kairos.text.settings import TextEncoderConfig
+from kairos.text.settings import FILES, NETWORK, TOKENIZERS, TextEncoderConfig
 
-NETWORK = ("config.json", "model.safetensors")
-TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("vocab.txt",))  # one of these
-FILES = (*NETWORK, "tokenizer_config.json", "special_tokens_map.json", *(name for kind in TOKENIZERS for name in kind))
 _CLIP = ("clip", "clip_text_model")
 _ENDLESS = 10**6  # what tokenizers without a length of their own say is longer
 

@@ -6,16 +6,25 @@ from pydantic import Field
 
 from kairos.section import Section
 
+NETWORK = ("config.json", "model.safetensors")
+TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("vocab.txt",))  # one of these
+FILES = (*NETWORK, "tokenizer_config.json", "special_tokens_map.json", *(name for kind in TOKENIZERS for name in kind))
+PREPROCESSOR = "preprocessor_config.json"  # of CLIP's images
+
 
 class TextEncoderConfig(Section):
     """What encodes the captions for a model that is told of texts."""
 
     path: str = Field(description="folder or hub id of a text encoder of transformers, with its tokenizer")
-    output: Literal["auto", "tokens", "pooled"] = Field("auto", description="a state per token, or one; auto: the model's")
+    output: Literal["auto", "tokens", "pooled"] = Field(
+        "auto", description="a state per token, or one; auto: the model's"
+    )
     null: Literal["auto", "empty", "learned", "random"] = Field(
         "auto", description='no text: state of "", trained, or a fixed draw; auto: empty for tokens, random for pooled'
     )
-    length: int | None = Field(None, ge=2, description="tokens that texts are padded to; null: all that the encoder takes")
+    length: int | None = Field(
+        None, ge=2, description="tokens that texts are padded to; null: all that the encoder takes"
+    )
     too_long: Literal["truncate", "refuse"] = Field("truncate", description="texts with more tokens")
     batch_size: int = Field(64, ge=1, description="texts per encoding step")
     dtype: Literal["float32", "float16"] = Field("float32", description="of the states on disk")

@@ -25,7 +25,9 @@ _COUNTED = 4096  # texts whose tokens are counted at a time
 _NAMES = ("states.npy", "empty.npy")
 
 
-def encode_texts(config: TextEncoderConfig, dataset: PreparedDataset, out: Path, device: torch.device) -> dict[str, Any]:
+def encode_texts(
+    config: TextEncoderConfig, dataset: PreparedDataset, out: Path, device: torch.device
+) -> dict[str, Any]:
     """Encode the captions of a data set, write the folder and return its manifest.
 
     Args:
@@ -97,7 +99,7 @@ def _too_long(config: TextEncoderConfig, encoder: TextEncoder, captions: Any, co
         longest, over = max(longest, int(lengths.max())), over + int((lengths > encoder.length).sum())
     if over and config.too_long == "refuse":
         raise KairosError(
-            f"text_encoder.too_long: got refuse, but {over} of {count} captions have more than {encoder.length} tokens, "
+            f"text_encoder.too_long: got refuse, but {over} of {count} captions have over {encoder.length} tokens, "
             f"the first: {captions.texts([first])[0]!r}; allowed: truncate"
         )
     if over:
