@@ -16,13 +16,13 @@ from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import Rows, blocks, create_array
 from kairos.data.captions import open_text
 from kairos.data.dataset import PreparedDataset
-from kairos.data.growing import PARTIAL, grow
+from kairos.data.growing import begin, grow, publish
 from kairos.errors import ConfigError, KairosError
 from kairos.files import check_files, open_record, sha256_file, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
 from kairos.shards import AGAIN, Shard, in_order
 
-_ARRAYS = ("mean", "logvar", "mean_flipped", "logvar_flipped")
+_ARRAYS = ("mean.npy", "logvar.npy", "mean_flipped.npy", "logvar_flipped.npy")
 
 
 def encode(
@@ -62,22 +62,15 @@ def encode(
     if shard is not None:
         return _encode_shard(dataset, codec, out, identity, shard)
     told = open_text(text, dataset).manifest if text else {}
-    out.mkdir(parents=True, exist_ok=True)
-    if (out / "manifest.json").exists():  # complete and asked for again: computed again
-        shutil.rmtree(out / PARTIAL, ignore_errors=True)
-        (out / "manifest.json").unlink()
-    for name in _ARRAYS:
-        (out / f"{name}.npy").unlink(missing_ok=True)
+    partial = begin(out, _ARRAYS)
     files: dict[str, str] = {}
     if codec.manifest["kind"] != "none":
-        rows, partial = range(len(dataset.images)), out / PARTIAL
+        rows = range(len(dataset.images))
         if parts:
             files = _joined(parts, identity, partial, rows)
         else:
             files = _encode_moments(dataset, codec, partial, identity, rows)
-        for name in files:
-            os.replace(partial / name, out / name)
-        sync_folder(out)
+        publish(out, files)
     manifest = {
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
@@ -94,7 +87,7 @@ def encode(
     for name, folder in {"dataset": dataset.folder, **({"text": text} if text else {})}.items():
         manifest[name] = Path(os.path.relpath(folder.resolve(), out.resolve())).as_posix()
     write_json(out / "manifest.json", manifest)
-    shutil.rmtree(out / PARTIAL, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
     return manifest
 
 

@@ -87,23 +87,18 @@ class Experiment(Section):
 
     @model_validator(mode="after")
     def _texts_are_encoded(self) -> "Experiment":
-        named, encoder, captions = self.model["name"], self.text_encoder, self.dataset.captions
-        if not self.takes_text:
-            if encoder is not None:
-                raise ValueError(
-                    f"text_encoder: got {encoder.path!r}, allowed: null where model.conditions does not name text"
-                )
-            if any(metric["name"] == "clip" for metric in self.evaluation.metrics or ()):
-                raise ValueError("evaluation.metrics: got clip, allowed: where model.conditions names text")
-            return self
-        if captions is None:
-            raise ValueError("dataset.captions: got null, allowed: where they are, since model.conditions names text")
-        if encoder is None:
-            raise ValueError(
-                "text_encoder: got null, allowed: {path: ...}, what encodes captions, since model.conditions names text"
-            )
-        takes = MODELS.entry(named).facts.get("text")
-        object.__setattr__(self, "text_encoder", encoder.settled(takes))
+        encoder, scored = self.text_encoder, [named["name"] for named in self.evaluation.metrics or ()]
+        needed = {"dataset.captions": self.dataset.captions, "text_encoder": encoder}
+        useless = {"text_encoder": encoder and encoder.path, "evaluation.metrics": "clip" if "clip" in scored else None}
+        for field, value in needed.items() if self.takes_text else ():
+            if value is None:
+                raise ValueError(f"{field}: got null, allowed: what it needs where model.conditions names text")
+        for field, value in useless.items() if not self.takes_text else ():
+            if value is not None:
+                raise ValueError(f"{field}: got {value}, allowed: where model.conditions names text")
+        if encoder is not None:
+            takes = MODELS.entry(self.model["name"]).facts.get("text")
+            object.__setattr__(self, "text_encoder", encoder.settled(takes))
         return self
 
     @model_validator(mode="after")

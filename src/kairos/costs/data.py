@@ -138,7 +138,7 @@ def _text(config: TextEncoderConfig, results: Path) -> dict[str, Any] | None:
     width = found.get("hidden_size") or found.get("d_model")
     length = config.length or found.get("max_position_embeddings")
     shape = [length, width] if config.output == "tokens" else [width]
-    return {"kind": "text", "shape": shape, "null": config.null} if width and length else None
+    return {"kind": "text", "shape": shape, "null": config.dropped} if width and length else None
 
 
 def _conditions(

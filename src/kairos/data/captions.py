@@ -116,13 +116,9 @@ def coco(path: str, names: list[str]) -> tuple[list[list[str]], Missing]:
         content = json.loads(Path(path).read_bytes())
         files = {item["id"]: str(item["file_name"]) for item in content["images"]}
         texts = [(item["image_id"], item["caption"]) for item in content["annotations"]]
-    except OSError as error:
-        raise ConfigError(f"dataset.captions: {path!r} cannot be read ({error.strerror})") from None
-    except (ValueError, TypeError, LookupError, RecursionError):
-        raise ConfigError(
-            f"dataset.captions: {path!r} has not the form of COCO's captions, allowed: JSON with `images` (id, "
-            "file_name) and `annotations` (image_id, caption)"
-        ) from None
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        form = "JSON with `images` (id, file_name) and `annotations` (image_id, caption)"
+        raise ConfigError(f"dataset.captions: {path!r} cannot be read ({error!r}), allowed: {form}") from None
     places: dict[str, list[int]] = {}
     for number, name in enumerate(names):
         for known in {name, PurePosixPath(name).name}:
@@ -169,19 +165,16 @@ def captioned(source: "Source", config: DatasetConfig) -> tuple[list[int], dict[
     if source.captions is None:
         return list(range(source.count)), {}
     have = [number for number, own in enumerate(source.captions) if own]
-    without, missing = source.count - len(have), len(source.missing)
-    facts = f"{without} of {source.count} images have no caption, {missing} captions no image"
+    without = [source.name(number) for number, own in enumerate(source.captions) if not own]
+    missing, named = len(source.missing), f" (the first: {without[0]})" if without else ""
+    facts = f"{len(without)} of {source.count} images have no caption{named}, {missing} captions no image"
     if not have:
-        raise KairosError(f"dataset.captions: {config.captions!r} has none of the {source.count} images ({facts})")
-    if without + missing:
+        raise KairosError(f"dataset.captions: {config.captions!r} has none of the images: {facts}")
+    if without or missing:
         if config.unmatched == "refuse":
-            first = next((source.name(number) for number, own in enumerate(source.captions) if not own), None)
-            named = f"; the first image without is {first}" if first else ""
-            raise KairosError(
-                f"dataset.unmatched: got refuse, but {facts}{named}; allowed: count, which leaves them out"
-            )
+            raise KairosError(f"dataset.unmatched: got refuse, but {facts}; allowed: count, which leaves them out")
         say(f"prepare: {facts}; they are left out")
-    return have, {"images_without": without, "captions_without": missing}
+    return have, {"images_without": len(without), "captions_without": missing}
 
 
 @dataclass(frozen=True)

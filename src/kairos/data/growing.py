@@ -3,9 +3,10 @@
 Batches are cut at the same places, so that the result has the same bits.
 """
 
+import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,29 @@ import numpy as np
 
 from kairos.data.arrays import Rows, create_array
 from kairos.errors import DamagedError
-from kairos.files import read_json, sha256_file, sha256_json, write_json
+from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
 from kairos.progress import Progress, say
 
 PARTIAL = ".partial"
 _SAVE_SECONDS = 2.0
+
+
+def begin(out: Path, names: Iterable[str]) -> Path:
+    """Make room for the files of a stage; gives the private folder, in which a killed job's arrays may still be."""
+    out.mkdir(parents=True, exist_ok=True)
+    if (out / "manifest.json").exists():  # complete and asked for again: computed again
+        shutil.rmtree(out / PARTIAL, ignore_errors=True)
+        (out / "manifest.json").unlink()
+    for name in names:
+        (out / name).unlink(missing_ok=True)
+    return out / PARTIAL
+
+
+def publish(out: Path, names: Iterable[str]) -> None:
+    """Give whole files their names."""
+    for name in names:
+        os.replace(out / PARTIAL / name, out / name)
+    sync_folder(out)
 
 
 def grow(
@@ -43,17 +62,16 @@ def grow(
         unit: what a row is of, likewise.
     """
     key, count = sha256_json({**identity, "rows": [rows.start, rows.stop]}), len(rows)
-    done = _done(partial, key, {name: (count, *shape) for name, (shape, _) in arrays.items()})
+    shapes = {partial / f"{name}.npy": (count, *shape) for name, (shape, _) in arrays.items()}
+    done = _done(partial, key, shapes)
     if done:
         say(f"{label}: goes on after {unit} {rows.start + done}")
-        opened = {name: Rows(partial / f"{name}.npy", writable=True) for name in arrays}
     else:
         shutil.rmtree(partial, ignore_errors=True)  # with it the record, so that no other job trusts our arrays
         partial.mkdir()
-        opened = {
-            name: create_array(partial / f"{name}.npy", (count, *shape), dtype)
-            for name, (shape, dtype) in arrays.items()
-        }
+        for path, shape in shapes.items():
+            create_array(path, shape, arrays[path.stem][1])
+    opened = {path.stem: Rows(path, writable=True) for path in shapes}
     progress, saved = Progress(count, label, unit, start=done), time.monotonic()
     for start in range(done, count, batch_size):
         numbers = np.arange(start, min(start + batch_size, count))
@@ -67,14 +85,14 @@ def grow(
             write_json(partial / "progress.json", {"key": key, "done": whole})
             saved = time.monotonic()
     progress.close()
-    return {f"{name}.npy": sha256_file(partial / f"{name}.npy") for name in arrays}
+    return {path.name: sha256_file(path) for path in shapes}
 
 
-def _done(partial: Path, key: str, shapes: dict[str, tuple[int, ...]]) -> int:
+def _done(partial: Path, key: str, shapes: dict[Path, tuple[int, ...]]) -> int:
     """How many rows a killed job of exactly this has left whole."""
     try:
         record = read_json(partial / "progress.json")
-        found = {name: Rows(partial / f"{name}.npy").shape for name in shapes}
+        found = {path: Rows(path).shape for path in shapes}
     except (OSError, ValueError, EOFError, DamagedError):
         return 0
     return record["done"] if record["key"] == key and found == shapes else 0

@@ -59,17 +59,14 @@ class DatasetConfig(Section):
     @model_validator(mode="after")
     def _captions_fit(self) -> "DatasetConfig":
         tables = self.source in ("parquet", "hub")
-        for name in ("captions", "heldout_captions"):
-            value = getattr(self, name)
-            in_table = value is not None and value != "sidecar" and not value.endswith(".json")
+        allowed = "a column" if tables else "null" if self.source == "digits" else "a path *.json, or sidecar"
+        for name, value in (("captions", self.captions), ("heldout_captions", self.heldout_captions)):
+            in_table = value != "sidecar" and not str(value).endswith(".json")
             if value is not None and (self.source == "digits" or in_table != tables):
-                allowed = "a column" if tables else "null" if self.source == "digits" else "a path *.json, or sidecar"
                 raise ValueError(f"dataset.{name}: got {value!r}, allowed: {allowed} with source {self.source}")
         if self.heldout_captions and not (self.captions and isinstance(self.heldout, str)):
-            raise ValueError(
-                f"dataset.heldout_captions: got {self.heldout_captions!r}, allowed: null without captions, or where "
-                "dataset.heldout is no place of its own"
-            )
+            got = f"dataset.heldout_captions: got {self.heldout_captions!r}, allowed"
+            raise ValueError(f"{got}: null without captions, or where dataset.heldout is no place of its own")
         return self
 
     @property

@@ -91,14 +91,12 @@ def evaluate(
     images, protocol = samples.images, samples.protocol
     parts, warnings = split(len(images), reference.record["num_samples"], sets, str(job.samples))
     warnings += metrics.check_number(len(parts[0]), extractor.width, str(job.samples))
-    measured = (
-        replace(
-            measure(extractor, in_batches(images, part), target.needs),
-            pairs=_pairs(job, samples, part, target, extractor),
-        )
-        for part in parts
-    )
-    found = metrics.summarise([target.score(one) for one in measured])
+    scores = []
+    for part in parts:
+        measured = measure(extractor, in_batches(images, part), target.needs)
+        pairs = _pairs(job, samples, part, extractor.device) if "captions" in target.needs else None
+        scores.append(target.score(replace(measured, pairs=pairs)))
+    found = metrics.summarise(scores)
     record = {
         "step": protocol.get("step"),
         "metrics": found,
@@ -113,22 +111,19 @@ def evaluate(
     return record
 
 
-def _pairs(job: EvaluationJob, samples: Samples, part: range, target: Target, extractor: Extractor) -> Pairs | None:
-    """A set of images with the captions that they were drawn of, if a metric needs them.
+def _pairs(job: EvaluationJob, samples: Samples, part: range, device: Any) -> Pairs:
+    """A set of images with the captions that they were drawn of.
 
     Raises:
         KairosError: the file has none.
     """
-    if "captions" not in target.needs:
-        return None
     told = samples.conditions.get("text")
     if told is None or told.dtype.kind != "S":
         raise KairosError(
-            f"{job.samples}: holds no captions, which metric clip needs; allowed: what kairos sample draws of a model "
-            "that is told of text"
+            f"{job.samples}: holds no captions, which clip needs; allowed: samples of a model told of text"
         )
     texts = [text.decode("utf-8", "replace") for text in told[part.start : part.stop].tolist()]
-    return Pairs(lambda: in_batches(samples.images, part), texts, extractor.device)
+    return Pairs(lambda: in_batches(samples.images, part), texts, device)
 
 
 def split(images: int, num_samples: int | None, sets: int | None, where: str) -> tuple[list[range], list[str]]:

@@ -28,7 +28,7 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
         ConfigError: the folder lacks a file, or the path is neither a folder nor a hub id.
         KairosError: the hub cannot be reached and its cache has no copy.
     """
-    folder, needed = Path(path), f"{' and '.join(NETWORK)}, and tokenizer.json or vocab.json and merges.txt"
+    folder, needed = Path(path), "config.json, model.safetensors and tokenizer.json (or vocab.json and merges.txt)"
     if not folder.is_dir():
         if path.startswith((".", "/", "~")) or path.count("/") != 1:
             raise ConfigError(f"{field}: got {path!r}, allowed: a folder that exists, or a hub id OWNER/NAME")
@@ -38,32 +38,25 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
         try:
             folder = Path(snapshot_download(path, allow_patterns=list(files)))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-            raise KairosError(
-                f"{field}: {path!r} is no folder here and cannot be had from the hub "
-                f"({' '.join(str(error).split())[:200]}). `kairos fetch` brings it where there is a network; or put "
-                f"{needed} into a folder and set {field} to it"
-            ) from None
+            why = f"{path!r} is no folder here and cannot be had from the hub ({' '.join(str(error).split())[:200]})"
+            advice = f"`kairos fetch` brings it where there is a network; or put {needed} into a folder and name that"
+            raise KairosError(f"{field}: {why}. {advice}") from None
     lacks = [name for name in NETWORK if not (folder / name).is_file()]
     if not any(all((folder / name).is_file() for name in kind) for kind in TOKENIZERS):
-        lacks.append("a tokenizer (" + ", or ".join(" and ".join(kind) for kind in TOKENIZERS) + ")")
+        lacks.append("a tokenizer")
     if lacks:
-        raise ConfigError(f"{field}: {path!r} lacks {' and '.join(lacks)}; a text encoder is {needed}")
+        raise ConfigError(f"{field}: {path!r} lacks {' and '.join(lacks)}; allowed: a folder with {needed}")
     return folder
 
 
-def fingerprint_of(folder: Path, files: tuple[str, ...] = FILES) -> str:
-    """Hash of a network's files."""
-    return sha256_json({name: sha256_file(folder / name) for name in files if (folder / name).is_file()})
-
-
-def opened(path: Any, load: Any, field: str, **options: Any) -> Any:
+def opened(path: Any, load: Any, field: str) -> Any:
     """What a `from_pretrained` makes of a folder; transformers raises many kinds for a damaged one.
 
     Raises:
         KairosError: it cannot be opened.
     """
     try:
-        return load(path, local_files_only=True, **options)
+        return load(path, local_files_only=True)
     except Exception as error:
         raise KairosError(f"{field}: {path} cannot be opened ({' '.join(str(error).split())[:300]})") from None
 
@@ -120,23 +113,15 @@ def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder
     kind = read_json(folder / "config.json").get("model_type")
     model = opened(folder, (CLIPTextModel if kind in _CLIP else AutoModelForTextEncoding).from_pretrained, field)
     tokenizer = opened(folder, AutoTokenizer.from_pretrained, field)
-    if len(tokenizer) > model.config.vocab_size:
-        raise ConfigError(
-            f"{field}: {config.path!r} has a tokenizer of {len(tokenizer)} tokens and a network of "
-            f"{model.config.vocab_size}; allowed: a tokenizer that belongs to the network"
-        )
-    if tokenizer.pad_token is None:
-        raise ConfigError(f"{field}: {config.path!r} has a tokenizer without a padding token, allowed: one with it")
-    length = _length(config.length, model.config, tokenizer, config.path)
-    return TextEncoder(model.eval().to(device), tokenizer, config.output, length, fingerprint_of(folder), device)
-
-
-def _length(wanted: int | None, config: Any, tokenizer: Any, path: str) -> int:
-    """Tokens that texts are padded to: at most what the network has positions for, and the tokenizer's own length."""
-    own, most = tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)
-    if wanted is not None and most is not None and wanted > most:
-        raise ConfigError(f"text_encoder.length: got {wanted}, allowed: at most {most}, the positions of {path!r}")
-    known = [limit for limit in (own, most) if limit is not None and limit < _ENDLESS]
-    if wanted is None and not known:
-        raise ConfigError(f"text_encoder.length: got null, allowed: a number, since {path!r} takes texts of any length")
-    return wanted or min(known)
+    network, end = model.config, tokenizer.eos_token_id
+    found = kind in _CLIP and network.eos_token_id not in (2, end)  # by the pooled state; 2: CLIP's former mistake
+    if len(tokenizer) > network.vocab_size or tokenizer.pad_token is None or found:
+        what = f"{len(tokenizer)} tokens, padding {tokenizer.pad_token}, end {end}"
+        raise ConfigError(f"{field}: {config.path!r} has a tokenizer ({what}) that does not belong to its network")
+    most = getattr(network, "max_position_embeddings", _ENDLESS)
+    length = config.length or min(tokenizer.model_max_length, most)
+    if length > most or length >= _ENDLESS:
+        limit = "a number" if most == _ENDLESS else f"at most {most}"
+        raise ConfigError(f"text_encoder.length: got {config.length or 'null'}, allowed with {config.path!r}: {limit}")
+    sha256 = sha256_json({name: sha256_file(folder / name) for name in FILES if (folder / name).is_file()})
+    return TextEncoder(model.eval().to(device), tokenizer, config.output, length, sha256, device)

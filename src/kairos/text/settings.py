@@ -19,8 +19,8 @@ class TextEncoderConfig(Section):
     output: Literal["auto", "tokens", "pooled"] = Field(
         "auto", description="a state per token, or one; auto: the model's"
     )
-    null: Literal["auto", "empty", "learned", "random"] = Field(
-        "auto", description='no text: state of "", trained, or a fixed draw; auto: empty for tokens, random for pooled'
+    dropped: Literal["auto", "empty", "learned", "random"] = Field(  # `null` would be YAML's own
+        "auto", description='without text: state of "", trained, or a fixed draw; auto: tokens empty, pooled random'
     )
     length: int | None = Field(
         None, ge=2, description="tokens that texts are padded to; null: all that the encoder takes"
@@ -38,5 +38,5 @@ class TextEncoderConfig(Section):
         if takes and self.output not in ("auto", takes):
             raise ValueError(f"text_encoder.output: got {self.output}, allowed with this model: {takes} or auto")
         output = takes or "tokens" if self.output == "auto" else self.output
-        null = {"tokens": "empty", "pooled": "random"}[output] if self.null == "auto" else self.null
-        return self.model_copy(update={"output": output, "null": null})
+        dropped = {"tokens": "empty", "pooled": "random"}[output] if self.dropped == "auto" else self.dropped
+        return self.model_copy(update={"output": output, "dropped": dropped})
