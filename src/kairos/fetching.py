@@ -62,9 +62,7 @@ def needs(experiment: Experiment) -> list[Need]:
     found = [_dataset(part) for part in experiment.dataset.parts if part.source != "digits"]
     if experiment.autoencoder.kind == "pretrained":
         found.append(_network("autoencoder", experiment.autoencoder.path, "autoencoder.path", _DIFFUSERS))
-    found += [
-        _captions(str(part.captions)) for part in experiment.dataset.parts if str(part.captions).endswith(".json")
-    ]
+    found += map(_captions, experiment.dataset.caption_files)
     if experiment.text_encoder is not None:
         found.append(_network("text encoder", experiment.text_encoder.path, "text_encoder.path", _TRANSFORMERS, FILES))
     for metric in experiment.evaluation.metrics or ():

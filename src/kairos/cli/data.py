@@ -9,20 +9,14 @@ from kairos.cli.common import add_config, add_shards, add_timing, write_timing
 from kairos.errors import ConfigError
 
 Done = tuple[str, dict[str, Any]]  # what to say of the folder that was written, and facts for the record of the time
-_WRITES = {
-    "prepare": "dataset",
-    "autoencoder": "autoencoder",
-    "text": "text",
-    "encode": "latents",
-}  # where in an experiment's results
+# where in an experiment's results
+_WRITES = {"prepare": "dataset", "autoencoder": "autoencoder", "text": "text", "encode": "latents"}
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of one of the four subcommands."""
     add_config(parser)
-    read = {"autoencoder": ("dataset",), "text": ("dataset",), "encode": ("dataset", "autoencoder", "text")}.get(
-        name, ()
-    )
+    read = {"prepare": (), "encode": ("dataset", "autoencoder", "text")}.get(name, ("dataset",))
     for option, stage in (*zip(read, read), ("out", _WRITES[name])):
         what = "folder to write" if option == "out" else f"folder that holds the {stage}"
         default = f"{what} (default: results/<experiment>/{stage})"

@@ -84,10 +84,8 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
             "autoencoder has to be fetched as well), run kairos prepare and encode, or give --shape C H W"
         )
     moments = 0 if autoencoder.kind == "none" else arrays * (1 + experiment.dataset.flips)
-    captions = record.get("captions", {}).get("count")
-    return Data(
-        image, shape, images, train, _conditions(experiment, record, results, classes), moments, known, captions
-    )
+    told, captions = _conditions(experiment, record, results, classes), record.get("captions", {}).get("count")
+    return Data(image, shape, images, train, told, moments, known, captions)
 
 
 def _record(folder: Path) -> dict[str, Any]:

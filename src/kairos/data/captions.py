@@ -115,22 +115,20 @@ def coco(path: str, names: list[str]) -> tuple[list[list[str]], Missing]:
     try:
         content = json.loads(Path(path).read_bytes())
         files = {item["id"]: str(item["file_name"]) for item in content["images"]}
-        texts = [(item["image_id"], item["caption"]) for item in content["annotations"]]
+        texts = [(files.get(item["image_id"], ""), item["caption"]) for item in content["annotations"]]
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         form = "JSON with `images` (id, file_name) and `annotations` (image_id, caption)"
         raise ConfigError(f"dataset.captions: {path!r} cannot be read ({error!r}), allowed: {form}") from None
     places: dict[str, list[int]] = {}
     for number, name in enumerate(names):
-        for known in {name, PurePosixPath(name).name}:
-            places.setdefault(known, []).append(number)
+        places.setdefault(PurePosixPath(name).name, []).append(number)
+    places |= {name: [number] for number, name in enumerate(names)}
     found: list[list[str]] = [[] for _ in names]
     missing = set()
-    for place, (image, text) in enumerate(texts):
-        numbers = places.get(files.get(image, ""), [])
+    for place, (name, text) in enumerate(texts):
+        numbers = places.get(name, [])
         if len(numbers) > 1:
-            raise ConfigError(
-                f"dataset.captions: {path!r} says {files[image]!r}, which {len(numbers)} images are named"
-            )
+            raise ConfigError(f"dataset.captions: {path!r} says {name!r}, which {len(numbers)} images are named")
         if numbers:
             found[numbers[0]] += cleaned([text])
         else:

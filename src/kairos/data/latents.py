@@ -128,7 +128,7 @@ class Latents:
             found[name] = torch.from_numpy(rows)
         if self.text is not None and self.dataset.captions is not None:
             numbers = self.dataset.captions.numbers(indices, which)
-            found["text"] = torch.from_numpy(self.text.states[numbers]).float()
+            found["text"] = torch.from_numpy(self.text.states[numbers].astype(np.float32, copy=False))
         return found
 
     def sigma_data(self) -> float:

@@ -78,6 +78,11 @@ class DatasetConfig(Section):
         own = {"captions": self.heldout_captions or self.captions, "heldout_captions": None}
         return self, self.model_copy(update={field: self.heldout, "heldout": 0.0, **own})
 
+    @property
+    def caption_files(self) -> list[str]:
+        """The files of captions."""
+        return [str(part.captions) for part in self.parts if str(part.captions).endswith(".json")]
+
     def label_column_of(self, columns: Collection[str]) -> str | None:
         """The column of the classes in a table with some columns, or None."""
         return self.label_column or ("label" if "label" in columns else None)

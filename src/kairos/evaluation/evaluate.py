@@ -120,7 +120,7 @@ def _pairs(job: EvaluationJob, samples: Samples, part: range, device: Any) -> Pa
     told = samples.conditions.get("text")
     if told is None or told.dtype.kind != "S":
         raise KairosError(
-            f"{job.samples}: holds no captions, which clip needs; allowed: samples of a model told of text"
+            f"{job.samples}: holds no captions, which metric clip needs; only a model told of text has them"
         )
     texts = [text.decode("utf-8", "replace") for text in told[part.start : part.stop].tolist()]
     return Pairs(lambda: in_batches(samples.images, part), texts, device)

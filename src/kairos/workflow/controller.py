@@ -142,8 +142,7 @@ def _forget_failed_import(results: Path, configured: str | None) -> None:
 
 def data_files(layout: Layout) -> list[str]:
     """The parquet files of a data set and of captions, as far as they exist; `kairos prepare` says what is missing."""
-    captions = [str(part.captions) for part in layout.experiment.dataset.parts if str(part.captions).endswith(".json")]
-    found = [path for path in captions if os.path.isfile(path)]
+    found = [path for path in layout.experiment.dataset.caption_files if os.path.isfile(path)]
     for part in layout.experiment.dataset.parts if layout.experiment.dataset.source == "parquet" else ():
         path = str(part.path)
         inside = os.path.isdir(path)
