@@ -452,8 +452,8 @@ def test_from_photographs_with_captions_to_a_clip_score(encoder, clip_folder, tm
     )
     found = read_json(Path("s.json"))
     rows = read_json(results / "reference/reference.json")["rows"]
-    assert -100 <= found["metrics"]["clip"] <= 100
-    assert "clip" in rows["floor"] and "clip" in rows["reconstruction"] and "clip" not in rows["noise"]
+    assert -100 <= found["metrics"]["clip_score"] <= 100
+    assert [name for name in rows if "clip_score" in rows[name]] == ["floor", "reconstruction"]
     assert np.isfinite(found["validation"]["loss"])
 
 
@@ -509,7 +509,7 @@ def test_clip_score_is_the_mean_cosine_and_captions_matter(tmp_path):
 
     def score(told):
         pairs = Pairs(lambda: iter(np.split(images, 4)), told, CPU)
-        return clip.clip(ClipOptions(str(tmp_path)), Measured(20, {}, pairs=pairs), None)["clip"]
+        return clip.clip(ClipOptions(str(tmp_path)), Measured(20, {}, pairs=pairs), None)["clip_score"]
 
     own, shuffled = score(texts * 5), score([*texts[1:], texts[0]] * 5)
     assert own > shuffled + 20

@@ -24,7 +24,7 @@ Network = tuple[Any, Any, Any]  # CLIP, its tokenizer, and what brings images in
 
 
 def clip(options: ClipOptions, measured: Measured, target: Any) -> dict[str, float]:
-    """The score of a set of images; no column where they have no captions."""
+    """The score of a set of images; no column where they have no captions. (`clip` is a sampling scheme's option.)"""
     pairs = measured.pairs
     if pairs is None:
         return {}
@@ -32,7 +32,7 @@ def clip(options: ClipOptions, measured: Measured, target: Any) -> dict[str, flo
     for images in pairs.images():
         found.append(cosines(network, images, pairs.texts[seen : seen + len(images)]))
         seen += len(images)
-    return {"clip": 100 * float(torch.cat(found).double().mean())}
+    return {"clip_score": 100 * float(torch.cat(found).double().mean())}
 
 
 @torch.no_grad()
