@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 import yaml
 from clip_case import make_clip, write_text_encoder, write_tokenizer
 from PIL import Image
-from torch import nn
 
 from kairos.cli import main
 from kairos.compute import setup
@@ -29,8 +28,6 @@ from kairos.evaluation import clip
 from kairos.evaluation.moments import Measured, Pairs
 from kairos.evaluation.registries import ClipOptions
 from kairos.files import read_json
-from kairos.models.registries import MODELS
-from kairos.options import option
 from kairos.sampling.samples_file import open_samples
 from kairos.text import encoder as encoders
 from kairos.text.settings import TextEncoderConfig
@@ -39,45 +36,13 @@ from kairos.training.run import train
 
 CPU = torch.device("cpu")
 COCO = Path(__file__).parents[2] / "shared" / "data" / "coco_mini"
-MODEL = {"name": "told", "conditions": ["text"]}  # any that takes text: {"name": "uvit", "conditions": ["text"], ...}
+SMALL = {"patch": 8, "width": 32, "depth": 2, "heads": 2, "conditions": ["text"]}
+MODEL = {"name": "uvit", **SMALL}
 needs_coco = pytest.mark.skipif(not COCO.is_dir(), reason="COCO-mini is not in ../shared/data")
 
 
-class Told(nn.Module):
-    """A backbone that adds a colour of the text; texts that are dropped have a null of its own."""
-
-    def __init__(self, options, shape, conditions, outputs):
-        super().__init__()
-        width = conditions["text"]["shape"][-1]
-        self.factor = nn.Parameter(torch.full((), 0.5))
-        self.colour = nn.Linear(width, outputs)
-        null = conditions["text"].get("empty", np.zeros(conditions["text"]["shape"], np.float32))
-        self.register_buffer("null", torch.as_tensor(null).clone())
-
-    def forward(self, x, t, conditions):
-        text = conditions["text"]
-        text = torch.where(text.isnan(), self.null, text).flatten(1, -2).mean(1)
-        return self.factor * x + self.colour(text)[:, :, None, None]
-
-    def config(self):
-        return {"_class_name": "Told"}
-
-    def weights(self):
-        return dict(self.state_dict())
-
-    def load_weights(self, weights):
-        self.load_state_dict(weights)
-
-
-@dataclass(frozen=True)
-class ToldOptions:
-    conditions: list[str] = option(["text"], "conditions")
-
-
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setitem(MODELS, "told", None)
-    MODELS.add("told", "test_text:Told", ToldOptions, takes=("class", "text"), text="tokens")
+def one_thread():
     setup(1, "cpu")
 
 
@@ -356,11 +321,11 @@ METHODS = {
 }
 
 
-def experiment(encoder: Path, clip_folder: Path) -> dict:
+def experiment(model: str, encoder: Path, clip_folder: Path) -> dict:
     return {
         "experiment": "coco",
         "methods": METHODS,
-        "model": MODEL,
+        "model": {"name": model, **SMALL},
         "dataset": {
             "source": "folder", "path": str(COCO / "train2017"), "resolution": 64, "heldout": str(COCO / "val2017"),
             "captions": str(COCO / "annotations/captions_train2017.json"),
@@ -389,9 +354,12 @@ def clip_folder(tmp_path_factory) -> Path:
 
 
 @needs_coco
-def test_from_photographs_with_captions_to_a_clip_score(encoder, clip_folder, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("model", "shape"), [("uvit", [77, 32]), ("dit", [32])])
+def test_from_photographs_with_captions_to_a_clip_score(
+    model, shape, encoder, clip_folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    Path("e.yaml").write_text(yaml.safe_dump(experiment(encoder, clip_folder)))
+    Path("e.yaml").write_text(yaml.safe_dump(experiment(model, encoder, clip_folder)))
 
     def run(*arguments: str) -> str:
         assert main([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
@@ -401,17 +369,17 @@ def test_from_photographs_with_captions_to_a_clip_score(encoder, clip_folder, tm
     assert "text         1" in capsys.readouterr().out
     assert "26 training and 25 held-out images of 64×64×3 with 255 captions" in run("prepare", "--config", "e.yaml")
     run("autoencoder", "--config", "e.yaml")
-    assert "states of 255 captions, each 77×32" in run("text", "--config", "e.yaml")
+    assert f"states of 255 captions, each {'×'.join(map(str, shape))}" in run("text", "--config", "e.yaml")
     run("encode", "--config", "e.yaml")
     results = Path("results/coco")
     manifest = read_json(results / "latents/manifest.json")
-    assert (manifest["text"], manifest["conditions"]["text"]["shape"]) == ("../text", [77, 32])
+    assert (manifest["text"], manifest["conditions"]["text"]["shape"]) == ("../text", shape)
     assert manifest["text_sha256"] == read_json(results / "text/manifest.json")["content_sha256"]
     assert main(["plan", "e.yaml"]) == 0
     assert "text" in capsys.readouterr().out
 
     plain, latents = load(Path("e.yaml")).plain(), open_latents(results / "latents")
-    assert latents.condition_kinds["text"]["empty"].shape == (77, 32)
+    assert latents.condition_kinds["text"]["empty"].shape == tuple(shape)
     for method in METHODS:
         train(plain, method, 0, results / method / "seed0", results / "latents", [10, 20])
     interrupted = results / "again" / "seed0"

@@ -227,7 +227,7 @@ def experiment(
         "milestones": [1000], "segments": 1, "checkpoint_every": 500, "log_every": 1,
         "optimizer": named(OPTIMIZERS, "adam"), "schedule": named(SCHEDULES, "constant"),
         "ema": named(AVERAGES, "decay"), "precision": "fp32", "compile": False, "deterministic": True, "threads": 1,
-        "device": "auto", "condition_dropout": 0.0, "probes": [],
+        "device": "auto", "condition_dropout": 0.0, "start_from": None, "probes": [],
     }  # fmt: skip
     return {
         "model": named(MODELS, **model),

@@ -19,6 +19,7 @@ COMMANDS = {
     "text": ("kairos.cli.data", "encode the captions of a data set"),
     "encode": ("kairos.cli.data", "encode a data set into latent moments"),
     "train": ("kairos.cli.train", "train one method with one seed"),
+    "import-weights": ("kairos.cli.import_weights", "make a milestone of published weights"),
     "sample": ("kairos.cli.sample", "draw images from milestones"),
     "extractor": ("kairos.cli.evaluate", "train or fetch the feature extractor"),
     "reference": ("kairos.cli.evaluate", "statistics of real images and the reference rows"),

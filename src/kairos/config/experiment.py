@@ -3,6 +3,7 @@
 An experiment file stands alone: what it does not say has the default stated here, never another file's value.
 """
 
+import math
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from kairos.errors import ConfigError
 from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
+from kairos.milestones import hash_of_start
 from kairos.models import check_takes
 from kairos.models.registries import MODELS
 from kairos.options import but_name
@@ -117,6 +119,11 @@ class Experiment(Section):
             )
         process = self.diffusion.process
         timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
+        shown = process["timesteps"] + process.get("first_index", 0) if "timesteps" in process else math.inf
+        if self.model.get("timesteps", math.inf) < shown:
+            of = shown if "timesteps" in process else f"{process['name']} is continuous"
+            got = f"model.timesteps: got {self.model['timesteps']}"
+            raise ValueError(f"{got}, allowed: at least the indices that a discrete process shows ({of})")
         conditions = self.model.get("conditions") or []
         try:
             check_takes(self.model)
@@ -149,7 +156,13 @@ class Experiment(Section):
         return tuple(steps[a:b] for a, b in pairwise([0, *ends]))
 
     def settled(self) -> tuple["Experiment", list[str]]:
-        """The experiment with a definite extractor, and what is to be said of it; see `choice.choose`."""
+        """The experiment with a definite extractor, and what is to be said of it; see `choice.choose`.
+
+        Raises:
+            ConfigError: there is no milestone where trainings are to start from one.
+        """
+        if start := self.training.start_from:
+            hash_of_start(Path(start), self.model["name"])
         evaluation, said = choose(self.evaluation, self.dataset)
         return self.model_copy(update={"evaluation": evaluation}), said
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kairos.errors import KairosError
-from kairos.files import atomic_folder, check_files, hash_folder, read_json, write_json, write_text
+from kairos.errors import ConfigError, KairosError
+from kairos.files import atomic_folder, check_files, hash_folder, read_json, sha256_json, write_json, write_text
 from kairos.strategies.columns import strategy_csv
 
 
@@ -51,6 +51,39 @@ def check_milestone(folder: Path) -> dict[str, Any]:
     record = read_json(path)
     check_files(folder, record["files"], "train again, or pull it with dvc")
     return record
+
+
+def start_of(folder: Path) -> dict[str, Any]:
+    """The average that a milestone keeps, for another training to start from.
+
+    Raises:
+        KairosError: there is no milestone.
+        DamagedError: a file is missing or has changed.
+    """
+    from safetensors.torch import load_file
+
+    from kairos.models import WEIGHTS
+
+    check_milestone(folder)
+    return load_file(folder / "ema" / WEIGHTS)
+
+
+def hash_of_start(folder: Path, model: str) -> str:
+    """Which weights `start_of` gives, by its record alone.
+
+    Raises:
+        ConfigError: there is no milestone, or one of another backbone than `model`.
+    """
+    path = folder / "milestone.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"training.start_from: got {str(folder)!r}, allowed: the folder of a milestone (it holds milestone.json), "
+            "of a training or of kairos import-weights"
+        )
+    record = read_json(path)
+    if (other := record["config"]["model"]["name"]) != model:
+        raise ConfigError(f"training.start_from: {folder} holds a {other}, allowed: a {model}, as in model.name")
+    return sha256_json({name: value for name, value in record["files"].items() if name.startswith("ema/")})
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,42 @@ from kairos.options import dump
 Descriptions = dict[str, dict[str, Any]]
 
 
+class Null(nn.Module):
+    """What stands where a text was dropped, whose values are all NaN.
+
+    Its kind is the description's `null`: ``empty`` (a fixed value: that of no text, from ``description["empty"]``, or
+    zeros until weights are loaded), ``random`` (a fixed one, normal of norm about 1, as SpeeD has it) or ``learned``.
+
+    Args:
+        description: of the condition; `shape` is that of its value for one image.
+        axes: how many the model takes: 1, a vector; 2, a sequence of vectors.
+
+    Raises:
+        KairosError: the text has another number of axes.
+    """
+
+    def __init__(self, description: dict[str, Any], axes: int):
+        super().__init__()
+        shape, kind = tuple(description["shape"]), description.get("null", "empty")
+        if len(shape) != axes:
+            takes = "one vector" if axes == 1 else "a sequence of vectors"
+            raise KairosError(
+                f"model.conditions: got text of shape {shape} per image, allowed with this model: {takes}"
+            )
+        value = torch.zeros(shape) if kind == "empty" else torch.randn(shape) / shape[-1] ** 0.5
+        if kind == "empty" and description.get("empty") is not None:
+            value = torch.tensor(description["empty"], dtype=torch.float32)
+        self.value: Tensor
+        if kind == "learned":
+            self.value = nn.Parameter(value)
+        else:
+            self.register_buffer("value", value)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Values (batch, *shape) without NaN."""
+        return torch.where(values.isnan(), self.value, values)
+
+
 class Backbone(nn.Module):
     """A module ``model(x, t, conditions)``.
 
@@ -33,7 +69,8 @@ class Backbone(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """What config.json holds, for those who open the file elsewhere."""
-        facts = {"shape": list(self.shape), "conditions": self.conditions, "outputs": self.outputs}
+        described = {name: {k: v for k, v in item.items() if k != "empty"} for name, item in self.conditions.items()}
+        facts = {"shape": list(self.shape), "conditions": described, "outputs": self.outputs}
         return {"_class_name": type(self).__name__, "options": dump(self.options), **facts}
 
     def weights(self) -> dict[str, Tensor]:
@@ -47,6 +84,29 @@ class Backbone(nn.Module):
     def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """A published file's weights under our names."""
         return weights
+
+    def load_published(self, weights: dict[str, Tensor]) -> None:
+        """Load a published file's weights, which `published` names; buffers that it lacks stay as they are.
+
+        Raises:
+            KairosError: names what is missing, what the model has not, and shapes that differ.
+        """
+        own, given = self.weights(), self.published(weights)
+        fixed = dict(self.named_buffers())
+        given = {name: value for name, value in own.items() if name in fixed} | given
+        differing = [name for name in own.keys() & given.keys() if own[name].shape != given[name].shape]
+        shapes = [f"{name} {tuple(given[name].shape)} for {tuple(own[name].shape)}" for name in sorted(differing)]
+        wrong = {
+            "missing": sorted(own.keys() - given.keys()),
+            "not of this model": sorted(given.keys() - own.keys()),
+            "of another shape": shapes,
+        }
+        if any(wrong.values()):
+            told = (
+                f"{what}: {', '.join(names[:5])}{', …' * (len(names) > 5)}" for what, names in wrong.items() if names
+            )
+            raise KairosError(f"the weights do not fit {type(self).__name__} as configured; {'; '.join(told)}")
+        self.load_weights(given)
 
     def joined(self, x: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """x with the images that it is told of behind it, (batch, inputs, height, width)."""

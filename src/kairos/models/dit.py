@@ -4,14 +4,12 @@ Parameter names are those of the published checkpoints. diffusers' DiTTransforme
 every block and is another model.
 """
 
-import math
-from collections import OrderedDict
-
 import torch
 from torch import Tensor, nn
 
 from kairos.errors import KairosError
-from kairos.models.backbone import Backbone, Descriptions
+from kairos.models.backbone import Backbone, Descriptions, Null
+from kairos.models.layers import Attention, mlp, named, sinusoids
 from kairos.models.registries import DiTOptions
 
 
@@ -26,33 +24,7 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         """Embedding of each t."""
-        half = self.frequencies // 2
-        rates = torch.exp(-math.log(10_000) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
-        angles = t.float()[:, None] * rates[None]  # (batch, half)
-        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=1))
-
-
-def named(**layers: nn.Module) -> nn.Sequential:
-    """Layers one after the other, their parameters under these names."""
-    return nn.Sequential(OrderedDict(layers))
-
-
-class Attention(nn.Module):
-    """Multi-head self-attention on (batch, tokens, width)."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attended tokens."""
-        batch, tokens, width = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, tokens, width / heads)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.proj(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return self.mlp(sinusoids(t, self.frequencies))
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -63,20 +35,18 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 class Block(nn.Module):
     """A transformer block whose normalisations and residuals are driven by the embedding: adaLN-zero."""
 
-    def __init__(self, width: int, heads: int, mlp_ratio: float):
+    def __init__(self, width: int, attention: nn.Module, mlp_ratio: float):
         super().__init__()
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.attn = Attention(width, heads)
+        self.attn = attention
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        hidden = int(width * mlp_ratio)
-        gelu = nn.GELU(approximate="tanh")
-        self.mlp = named(fc1=nn.Linear(width, hidden), act=gelu, fc2=nn.Linear(hidden, width))
+        self.mlp = mlp(width, int(width * mlp_ratio), width, "tanh")
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """Tokens (batch, tokens, width) under embedding c (batch, width)."""
+    def forward(self, x: Tensor, c: Tensor, *more: Tensor) -> Tensor:
+        """Tokens (batch, tokens, width) under embedding c (batch, width); attention is told the rest."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1))
+        x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1), *more)
         return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))
 
 
@@ -95,11 +65,24 @@ class FinalLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
+def initialise(module: nn.Module) -> None:
+    """Linear layers by Xavier with biases 0; blocks and final layers modulate by 0, so that blocks change nothing."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    for part in module.modules():
+        if isinstance(part, Block | FinalLayer):
+            nn.init.zeros_(part.adaLN_modulation[1].weight)
+
+
 class DiT(Backbone):
     """The diffusion transformer; arguments as of `Backbone`, any size that patches divide.
 
+    Text is one vector an image, whose MLP adds to the embedding of time (SpeeD's code).
+
     Raises:
-        KairosError: patches do not divide the size.
+        KairosError: patches do not divide the size; the text is a sequence.
     """
 
     def __init__(self, options: DiTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
@@ -107,41 +90,58 @@ class DiT(Backbone):
         width, patch = options.width, options.patch
         self.x_embedder = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
         self.t_embedder = TimestepEmbedder(width)
-        self.y_embedder = None
+        self.y_embedder = nn.ModuleDict()
         if "class" in conditions:  # the row past the last class stands for no class
-            self.y_embedder = named(embedding_table=nn.Embedding(conditions["class"]["num_classes"] + 1, width))
+            self.y_embedder["embedding_table"] = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
+        if "text" in conditions:
+            self.y_embedder["null"] = Null(conditions["text"], axes=1)
+            self.y_embedder["y_proj"] = mlp(conditions["text"]["shape"][0], width, width, "tanh")
         self.pos_embed = nn.Parameter(_positions(width, self.grid(patch))[None], requires_grad=False)
-        self.blocks = nn.ModuleList(Block(width, options.heads, options.mlp_ratio) for _ in range(options.depth))
+        self.blocks = nn.ModuleList(self.block() for _ in range(options.depth))
         self.final_layer = FinalLayer(width, patch, outputs)
         self._initialise()
 
+    def block(self) -> Block:
+        """One of its blocks."""
+        width, heads = self.options.width, self.options.heads
+        return Block(width, Attention(width, heads), self.options.mlp_ratio)
+
     def _initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
+        initialise(self)
         patches = self.x_embedder[0]
         nn.init.xavier_uniform_(patches.weight.data.flatten(1))
         nn.init.zeros_(patches.bias)
-        for layer in (self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
-            nn.init.normal_(layer.weight, std=0.02)
-        if self.y_embedder is not None:
-            nn.init.normal_(self.y_embedder[0].weight, std=0.02)
-        zeroed = [*(block.adaLN_modulation[1] for block in self.blocks), self.final_layer.adaLN_modulation[1]]
-        for layer in [*zeroed, self.final_layer.linear]:
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        embedders = [*self.t_embedder.modules(), *self.y_embedder.modules()]
+        for layer in embedders:
+            if isinstance(layer, nn.Linear | nn.Embedding):
+                nn.init.normal_(layer.weight, std=0.02)
+        nn.init.zeros_(self.final_layer.linear.weight)
+
+    def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A published file's weights under our names: those of SpeeD's null text differ."""
+        null = {"y_embedder.y_embedding": "y_embedder.null.value"}
+        return {null.get(name, name): value[0] if name in null else value for name, value in weights.items()}
+
+    def embedded(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Tokens (batch, tokens, width), row by row, and what drives the blocks, (batch, width)."""
+        tokens = self.x_embedder(self.joined(x, conditions)).flatten(2).transpose(1, 2) + self.pos_embed
+        c = self.t_embedder(t)
+        if "class" in self.conditions:
+            c = c + self.y_embedder["embedding_table"](conditions["class"])
+        if "text" in self.conditions:
+            c = c + self.y_embedder["y_proj"](self.y_embedder["null"](conditions["text"]))
+        return tokens, c
+
+    def pixels(self, tokens: Tensor, c: Tensor) -> Tensor:
+        """What the last tokens say, (batch, outputs, height, width)."""
+        return self.unpatched(self.final_layer(tokens, c), self.options.patch)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Prediction (batch, outputs, height, width)."""
-        x = self.x_embedder(self.joined(x, conditions))
-        tokens = x.flatten(2).transpose(1, 2) + self.pos_embed  # (batch, tokens, width), row by row
-        c = self.t_embedder(t)
-        if self.y_embedder is not None:
-            c = c + self.y_embedder(conditions["class"])
+        tokens, c = self.embedded(x, t, conditions)
         for block in self.blocks:
             tokens = block(tokens, c)
-        return self.unpatched(self.final_layer(tokens, c), self.options.patch)
+        return self.pixels(tokens, c)
 
 
 def _positions(width: int, grid: tuple[int, int]) -> Tensor:

@@ -4,10 +4,12 @@ Number of steps, milestones, segments, logging and paths are not in it: a longer
 goes on where the shorter one ended. No torch here: the workflow asks for code fingerprints too.
 """
 
+from pathlib import Path
 from typing import Any
 
 from kairos.files import sha256_json
 from kairos.fingerprint import fingerprint
+from kairos.milestones import hash_of_start
 
 # All settings count but these: one that is new and forgotten here makes another identity, not a wrong one.
 _PLACE = ("processes", "nodes", "trainings_per_gpu", "device")  # where it is computed
@@ -67,4 +69,6 @@ def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str
         "device": device,
         "code": code_fingerprint(plain, method),
     }
+    if start := plain["training"]["start_from"]:
+        parts["start"] = hash_of_start(Path(start), plain["model"]["name"])
     return {**parts, "identity": sha256_json(parts)}

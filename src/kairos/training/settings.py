@@ -41,6 +41,7 @@ class TrainingConfig(Section):
     threads: int = Field(1, ge=1, description="computing threads of every job; results differ between thread counts")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
     condition_dropout: float = Field(0.0, ge=0, lt=1, description="share of samples trained without their conditions")
+    start_from: str | None = Field(None, description="milestone whose averaged weights are trained on; null: none")
     probes: list[component(PROBES)] = Field([], description="measurements taken during training")  # type: ignore[valid-type]
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """What a training moves: model, average of its weights, optimiser, strategy; and what it moves them with."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from kairos.data.latents import Latents
 from kairos.diffusion.processes import build_process
 from kairos.diffusion.registries import LOSSES
 from kairos.errors import KairosError
+from kairos.milestones import start_of
 from kairos.randomness import derived_seed
 from kairos.registry import Registry, split
 from kairos.strategies.strategy import Strategy
@@ -55,6 +57,8 @@ class Training:
             torch.random.default_generator.manual_seed(derived_seed(seed, "weights"))
             outputs = self.process.channels(latents.shape[0])
             model = models.build(plain["model"], latents.shape, latents.condition_kinds, outputs)
+        if settings["start_from"]:
+            model.load_weights(start_of(Path(settings["start_from"])))
         self.model: Any = model.to(device, self.dtype)
         if self.dtype == torch.float64:
             for module in self.model.modules():  # times are embedded in float32 whatever the model is in

@@ -87,6 +87,12 @@ class Layout:
         return ["text"] if "text" in self.shared else []
 
     @property
+    def start(self) -> list[str]:
+        """The record of the milestone that trainings start from, if they do."""
+        start = self.experiment.training.start_from
+        return [f"{start}/milestone.json"] if start else []
+
+    @property
     def methods(self) -> list[str]:
         """Names of the methods."""
         return list(self.experiment.methods)

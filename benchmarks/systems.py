@@ -1,0 +1,246 @@
+"""Every system of both papers in a small form: the same parts, under a million parameters, 200 steps on real images.
+
+    python benchmarks/systems.py [NAME ...]
+
+Each goes through the pipeline's own commands with the methods uniform, speed and adaptive: prepare, text, autoencoder,
+encode, train, sample. A row says the published system's parameters (counted), the small form's, the validation loss
+before and after (squared error of epsilon on held-out images, raw weights), and the seconds a training took. Images go
+beside the results. CIFAR-10 and COCO are read from ../shared/data, or $DATA; where CIFAR-10 is absent the digits stand
+in, and systems that need COCO are skipped.
+"""
+
+import argparse
+import csv
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kairos.config import validate
+from kairos.files import sha256_json
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data")).resolve()
+STEPS, BATCH = 200, 16
+METHODS = ("uniform", "speed", "adaptive")
+PIXELS, KL, VQ, COCO = "pixels", "kl", "vq", "coco"
+
+
+@dataclass(frozen=True)
+class System:
+    """A system: `experiments/systems/<name>.yaml`.
+
+    Attributes:
+        parameters: published, all tensors of the model that are no buffers.
+        shape: of the published x0.
+        conditions: that the published model is told, as manifests describe them.
+        data: of the small form.
+        small: fields of the small form's model.
+    """
+
+    parameters: int
+    shape: tuple[int, int, int]
+    data: str
+    small: dict[str, Any]
+    conditions: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def classes(number: int) -> dict[str, dict[str, Any]]:
+    return {"class": {"kind": "class", "num_classes": number}}
+
+
+def text(*shape: int, null: str) -> dict[str, dict[str, Any]]:
+    return {"text": {"kind": "text", "shape": list(shape), "null": null}}
+
+
+_UNET = {"channels": 32, "multipliers": [1, 2], "blocks": 1, "attention": [8], "norm_groups": 8}
+_ADM = {**_UNET, "head_channels": 16}
+_DIT = {"width": 96, "depth": 4, "heads": 4, "patch": 2}
+SYSTEMS = {
+    "ddpm_cifar10": System(35_746_307, (3, 32, 32), PIXELS, _UNET),
+    "ldm_celebahq": System(274_056_163, (3, 64, 64), VQ, _ADM),
+    "adm_imagenet64": System(295_904_454, (3, 64, 64), PIXELS, _ADM, classes(1000)),
+    "adm_imagenet256": System(553_838_086, (3, 256, 256), PIXELS, _ADM, classes(1000)),
+    "uvit_cifar10": System(44_255_328, (3, 32, 32), PIXELS, _DIT),
+    "uvit_imagenet256": System(500_832_016, (4, 32, 32), KL, _DIT, classes(1000)),
+    "vit_imagenet256": System(448_934_416, (4, 32, 32), KL, _DIT, classes(1000)),
+    "dit_imagenet256": System(675_129_632, (4, 32, 32), KL, _DIT, classes(1000)),
+    "unet_ffhq": System(35_876_104, (4, 32, 32), KL, {**_UNET, "attention": [4]}),
+    "dit_metfaces512": System(674_862_000, (4, 64, 64), KL, _DIT),
+    "dit_super_resolution": System(0, (4, 64, 64), COCO, _DIT),
+    "mdt_imagenet256": System(35_797_208, (4, 32, 32), KL, {**_DIT, "width": 64}, classes(1000)),
+    "edm_cifar10": System(55_735_299, (3, 32, 32), PIXELS, {**_UNET, "attention": [8]}, classes(10)),
+    "fdm_cifar10": System(55_735_299, (3, 32, 32), PIXELS, {**_UNET, "attention": [8]}, classes(10)),
+    "dit_coco": System(675_895_712, (4, 32, 32), COCO, _DIT, text(512, null="random")),
+    "uvit_coco": System(44_692_644, (4, 32, 32), COCO, _DIT, text(77, 768, null="empty")),
+}
+
+
+def published(name: str) -> dict[str, Any]:
+    """The configuration of a system as its file has it."""
+    values: dict[str, Any] = yaml.safe_load((ROOT / "experiments" / "systems" / f"{name}.yaml").read_text())
+    return values
+
+
+def small(name: str, steps: int, folder: Path) -> dict[str, Any]:
+    """The small form's experiment: the file's parts with a small model on small real images."""
+    system, values = SYSTEMS[name], published(name)
+    values |= {"experiment": name, **_data(system.data, values, folder)}
+    values["model"] = {**values["model"], **system.small}
+    kept = {key: values["training"][key] for key in ("augment", "condition_dropout") if key in values["training"]}
+    optimizer = {**values["training"]["optimizer"], "lr": 2e-3, "warmup_steps": 20}
+    values["training"] = {
+        **kept, "batch_size": BATCH, "milestones": [steps], "checkpoint_every": steps, "log_every": 10,
+        "optimizer": optimizer, "ema": {"decay": 0.98}, "device": "cpu",
+    }  # fmt: skip
+    values["sampling"] |= {"steps": 10, "batch_size": BATCH, "grid": BATCH}
+    values["evaluation"] = {"num_samples": BATCH, "sets": 1, "extractor": "selfsupervised"}
+    values["tracking"] = {"enabled": False}
+    values["methods"] = {name: value for name, value in values["methods"].items() if name in METHODS} | (
+        {} if "uniform" in values["methods"] else {"uniform": next(iter(values["methods"].values()))}
+    )
+    return values
+
+
+def _data(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Sections dataset, autoencoder and text_encoder of a small form."""
+    taesd = {"kind": "pretrained", "path": str(DATA / "taesd"), "scaling": values.get("autoencoder", {}).get("scaling")}
+    if kind == COCO:
+        coco = {"source": "folder", "resolution": 64, "crop": "adm", "flips": True, "path": str(DATA / "coco_mini")}
+        kept = {key: values["dataset"][key] for key in ("low_resolution",) if key in values["dataset"]}
+        coco["path"], coco["heldout"] = (f"{DATA}/coco_mini/{split}2017" for split in ("train", "val"))
+        if "captions" not in values["dataset"]:
+            return {"dataset": coco | kept, "autoencoder": taesd}
+        for name, split in (("captions", "train"), ("heldout_captions", "val")):
+            coco[name] = f"{DATA}/coco_mini/annotations/captions_{split}2017.json"
+        return {"dataset": coco, "autoencoder": taesd, "text_encoder": {"path": str(tiny_clip(folder / "clip"))}}
+    cifar = {"source": "parquet", "path": f"{DATA}/cifar10/train-*.parquet", "limit": 600, "heldout": 0.2}
+    at_hand = (DATA / "cifar10").is_dir()
+    side = 64 if kind == KL and at_hand else 16
+    dataset = {**(cifar if at_hand else {"heldout": 0.2}), "resolution": side}
+    if kind == PIXELS:
+        return {"dataset": dataset, "autoencoder": {"kind": "none"}}
+    if kind == VQ:
+        dataset |= {"resolution": 32}
+        return {
+            "dataset": dataset,
+            "autoencoder": {"kind": "pretrained", "path": str(tiny_vq(folder / "vq")), "scaling": 1.0},
+        }
+    ours = {"kind": "train", "channels": [16, 32], "steps": 200}
+    return {"dataset": dataset, "autoencoder": taesd if at_hand else ours}
+
+
+def tiny_vq(folder: Path) -> Path:
+    """A VQ autoencoder of 2 levels, 32 channels and 256 codes, untrained."""
+    import torch
+    from diffusers import VQModel
+
+    torch.manual_seed(0)
+    down, up = ["DownEncoderBlock2D"] * 2, ["UpDecoderBlock2D"] * 2
+    VQModel(
+        down_block_types=down, up_block_types=up, block_out_channels=[32, 32], layers_per_block=1, latent_channels=3,
+        num_vq_embeddings=256, vq_embed_dim=3, norm_num_groups=8, scaling_factor=1.0,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def run(name: str, steps: int, out: Path) -> list[dict[str, Any]]:
+    """Rows of a system: a method each."""
+    import torch
+
+    from kairos import models
+    from kairos.cli import main as kairos
+    from kairos.data.latents import open_latents
+    from kairos.diffusion.processes import build_process
+    from kairos.evaluation.settings import LossSettings
+    from kairos.evaluation.validation import validation_loss
+    from kairos.milestones import open_milestone
+
+    system = SYSTEMS[name]
+    if system.data == COCO and not (DATA / "coco_mini").is_dir():
+        print(f"{name}: skipped, {DATA / 'coco_mini'} is not here", flush=True)
+        return []
+    with tempfile.TemporaryDirectory(prefix="kairos-systems-") as temporary:
+        folder = Path(temporary)
+        plain = validate(small(name, steps, folder), name).plain()
+        config, results = folder / "config.yaml", folder / "results"
+        config.write_text(yaml.safe_dump(plain))
+
+        def call(*arguments: Any) -> None:
+            if kairos([str(argument) for argument in arguments]):
+                raise SystemExit(f"{name}: kairos {arguments[0]} failed")
+
+        at = {stage: results / stage for stage in ("dataset", "text", "autoencoder", "latents")}
+        given = ["--config", config]
+        call("prepare", *given, "--out", at["dataset"])
+        told = []
+        if "text" in (plain["model"]["conditions"] or []):
+            call("text", *given, "--dataset", at["dataset"], "--out", at["text"])
+            told = ["--text", at["text"]]
+        call("autoencoder", *given, "--dataset", at["dataset"], "--out", at["autoencoder"])
+        read = ["--dataset", at["dataset"], "--autoencoder", at["autoencoder"], *told]
+        call("encode", *given, *read, "--out", at["latents"])
+        rows = []
+        for method in plain["methods"]:
+            training, begun = results / method / "seed0", time.monotonic()
+            call("train", *given, "--method", method, "--seed", 0, "--latents", at["latents"], "--out", training)
+            seconds = time.monotonic() - begun
+            last, grid = training / "milestones" / f"{steps:07d}", out / "systems" / f"{name}_{method}.png"
+            grid.parent.mkdir(parents=True, exist_ok=True)
+            images = ["--out", folder / "images.npz", "--grid", grid, "--num", BATCH]
+            call("sample", "--milestone", last, *images, "--weights", "raw")
+            latents, settings = open_latents(at["latents"]), LossSettings(64, 16, 0)
+            losses = []
+            for step in (0, steps):
+                milestone = open_milestone(training / "milestones" / f"{step:07d}", "raw")
+                losses.append(validation_loss(milestone, latents, settings)["loss"])
+            own = sum(value.numel() for value in milestone.model.parameters())
+            rows.append({
+                "system": name, "method": method, "small_parameters": own, "steps": steps,
+                "loss_before": f"{losses[0]:.4f}", "loss_after": f"{losses[1]:.4f}", "seconds": f"{seconds:.1f}",
+            })  # fmt: skip
+    process = build_process(plain["diffusion"], 0.5)
+    with torch.device("meta"):
+        whole = {**validate({**published(name)}, name).plain()["model"]}
+        model = models.build(whole, system.shape, system.conditions, process.channels(system.shape[0]))
+    counted = sum(value.numel() for value in model.parameters())
+    return [{**row, "published": system.parameters, "parameters": counted} for row in rows]
+
+
+def main() -> int:
+    """Run the systems side by side, a process each, and write results/systems.csv."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SYSTEMS)}; default: all")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    a = parser.parse_args()
+    if unknown := set(a.names) - set(SYSTEMS):
+        parser.error(f"unknown system {', '.join(sorted(unknown))}")
+    begun, rows = time.monotonic(), []
+    with ProcessPoolExecutor(a.processes, get_context("spawn")) as pool:
+        for found in [pool.submit(run, name, a.steps, a.out) for name in a.names or SYSTEMS]:
+            for row in found.result():
+                rows.append(row)
+                print(
+                    {key: row[key] for key in ("system", "method", "loss_before", "loss_after", "seconds")}, flush=True
+                )
+    if rows:
+        with open(a.out / "systems.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    print(f"{len(rows)} trainings in {time.monotonic() - begun:.0f} s")
+    worse = [row for row in rows if not float(row["loss_after"]) < float(row["loss_before"])]
+    return int(bool(worse))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

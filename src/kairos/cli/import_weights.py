@@ -1,0 +1,77 @@
+"""``kairos import-weights``."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from kairos.cli.common import demand
+from kairos.errors import ConfigError
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``kairos import-weights``."""
+    parser.epilog = (
+        "What the weights are of is said by --config, an experiment file, by --model, or by both: --model then takes "
+        "the place of the file's. The shape of x0 comes from --latents, from --autoencoder or from --shape."
+    )
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE", help="published weights: a .pt, .pth or .ckpt of tensors, or .safetensors")
+    add("--config", type=Path, metavar="F", help="experiment file that the weights fit")
+    add("--model", metavar="MODEL", help="e.g. '{name: dit, size: xl/2, conditions: [class]}'")
+    add("--latents", type=Path, metavar="DIR", help="latents or pixels that the weights go with")
+    add("--autoencoder", type=Path, metavar="DIR", help="autoencoder that the weights go with")
+    add("--shape", metavar="C,H,W", help="shape of x0")
+    add("--classes", type=int, metavar="N", help="classes that the model is told")
+    add("--step", type=int, default=0, metavar="N", help="steps that the weights were trained for")
+    add("--out", type=Path, required=True, metavar="DIR", help="milestone folder to write")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the milestone."""
+    a, shape = arguments, None
+    if a.shape is not None:
+        parts = a.shape.split(",")
+        demand(
+            len(parts) == 3 and all(p.isdigit() and int(p) for p in parts), "shape", a.shape, "C,H,W such as 4,32,32"
+        )
+        channels, height, width = map(int, parts)
+        shape = channels, height, width
+    demand(a.classes is None or a.classes > 0, "classes", a.classes, "1 or more")
+    demand(a.step >= 0, "step", a.step, "0 or more")
+    plain = _experiment(a)
+    from kairos.progress import say
+    from kairos.training.imported import import_weights
+
+    record = import_weights(a.file, plain, a.out, a.latents, a.autoencoder, shape, a.classes, a.step)
+    weights = "×".join(map(str, record["shape"]))
+    say(f"{a.out}: milestone of {plain['model']['name']}, x0 of shape {weights}; draw with: kairos sample --milestone")
+
+
+def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The whole experiment that the weights are said to be of."""
+    import yaml
+
+    from kairos.config import load, validate
+    from kairos.training.imported import PUBLISHED
+
+    model = None
+    if arguments.model is not None:
+        try:
+            model = yaml.safe_load(arguments.model)
+        except yaml.YAMLError:
+            raise ConfigError(f"--model: got {arguments.model!r}, allowed: a name or {{name: ..., options}}") from None
+        model = {"name": model} if isinstance(model, str) else model
+    demand(model or arguments.config, "model", "neither it nor --config", "one of them")
+    if arguments.config is not None:
+        plain = load(arguments.config).plain()
+        return validate({**plain, "model": model}, str(arguments.config)).plain() if model else plain
+    named = model.get("name") if isinstance(model, dict) else None
+    told = bool(isinstance(model, dict) and model.get("conditions"))
+    values: dict[str, Any] = {
+        "experiment": "imported",
+        "methods": {"imported": {}},
+        "model": model,
+        "diffusion": PUBLISHED.get(str(named), {}),
+        "training": {"condition_dropout": 0.1 if told else 0.0},  # the files' models can be guided
+    }
+    return validate(values, "--model").plain()

@@ -1,0 +1,72 @@
+"""Files of published weights: opened without running what is in them, and their averaged weights found."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kairos.errors import KairosError
+
+Weights = dict[str, Tensor]
+
+
+def read_published(path: Path) -> tuple[Weights, Weights]:
+    """The averaged and the raw weights of a file under their published names; where it holds one of them, that twice.
+
+    Known are a state dict alone (DiT, U-ViT, MDT, ADM), DiT's and SpeeD's ``{model, ema, ...}``, ddpm-torch's
+    ``{model, ema: {shadow}}`` and LDM's ``{state_dict}`` with ``model_ema``, as a pickle of torch or safetensors.
+
+    Raises:
+        KairosError: there is no such file, it holds more than tensors and numbers, or no weights.
+    """
+    found = _opened(path)
+    raw: Any
+    average: Any
+    if isinstance(found.get("state_dict"), dict):
+        raw, average = _latent_diffusion(found["state_dict"])
+    else:
+        raw, average = found.get("model"), found.get("ema")
+        if isinstance(average, dict) and isinstance(average.get("shadow"), dict):
+            average = average["shadow"]
+        if not isinstance(raw, dict) and not isinstance(average, dict):
+            raw = found
+    chosen = [{k: v for k, v in part.items() if isinstance(v, Tensor)} for part in (average, raw) if part]
+    if not chosen or not all(chosen):
+        raise KairosError(f"{path}: no weights found; its keys: {', '.join(map(str, list(found)[:8])) or 'none'}")
+    return chosen[0], chosen[-1]
+
+
+def _opened(path: Path) -> dict[str, Any]:
+    import pickle
+
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise KairosError(f"{path}: no such file")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise KairosError(
+            f"{path}: not opened, for it holds more than tensors and numbers, and such a pickle runs code when it is "
+            f"opened ({' '.join(str(error).split())[:160]} ...). EDM's files are of this kind: save the state_dict of "
+            "their network as safetensors where you trust the file"
+        ) from None
+    except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
+        raise KairosError(f"{path}: damaged, or no file of weights ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(found, dict):
+        raise KairosError(f"{path}: holds {type(found).__name__}, allowed: a dictionary of weights")
+    return found
+
+
+def _latent_diffusion(state: Weights) -> tuple[Weights, Weights | None]:
+    """Weights of LDM's ``model.diffusion_model`` and their averages, whose names have lost their dots."""
+    first = "model.diffusion_model."
+    raw = {name.removeprefix(first): value for name, value in state.items() if name.startswith(first)}
+    averages = {name: "model_ema." + f"diffusion_model.{name}".replace(".", "") for name in raw}
+    if not any(name in state for name in averages.values()):
+        return raw, None
+    return raw, {name: state.get(average, raw[name]) for name, average in averages.items()}

@@ -1,0 +1,76 @@
+"""U-ViT (Bao et al. 2023): a transformer on patches, time, class and text as tokens, with long skips.
+
+Parameter names are those of the published checkpoints.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from kairos.models.backbone import Backbone, Descriptions, Null
+from kairos.models.layers import Attention, PlainBlock, named, sinusoids, start_normal
+from kairos.models.registries import UViTOptions
+
+
+class UViT(Backbone):
+    """U-ViT; arguments as of `Backbone`, any size that patches divide.
+
+    Tokens are class, time, text (as far as there are any) and patches, with one table of learned positions.
+
+    Raises:
+        KairosError: patches do not divide the size; the text is not a sequence.
+    """
+
+    def __init__(self, options: UViTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
+        super().__init__(options, shape, conditions, outputs)
+        width, patch, half = options.width, options.patch, options.depth // 2
+        rows, columns = self.grid(patch)
+        self.patches = rows * columns
+        self.patch_embed = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
+        count, self.label_emb, self.context_embed = 1 + self.patches, None, None
+        if "class" in conditions:  # the row past the last class stands for no class
+            self.label_emb = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
+            count += 1
+        if "text" in conditions:
+            self.null = Null(conditions["text"], axes=2)
+            tokens, text_width = conditions["text"]["shape"]
+            self.context_embed = nn.Linear(text_width, width)
+            count += tokens
+        self.pos_embed = nn.Parameter(torch.empty(1, count, width))
+
+        def block(skip: bool = False) -> PlainBlock:
+            return PlainBlock(width, Attention(width, options.heads, qkv_bias=False), options.mlp_ratio, 1e-5, skip)
+
+        self.in_blocks = nn.ModuleList(block() for _ in range(half))
+        self.mid_block = block()
+        self.out_blocks = nn.ModuleList(block(skip=True) for _ in range(half))
+        self.norm = nn.LayerNorm(width)
+        self.decoder_pred = nn.Linear(width, patch * patch * outputs)
+        self.final_layer = nn.Conv2d(outputs, outputs, 3, padding=1) if options.convolution else nn.Identity()
+        nn.init.normal_(self.pos_embed, std=0.02)
+        start_normal(self)
+
+    def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A published file's weights; a table of classes without a row for none (ImageNet 64) gets one of zeros."""
+        table = weights.get("label_emb.weight")
+        if table is None or self.label_emb is None or len(table) + 1 != self.label_emb.num_embeddings:
+            return weights
+        return weights | {"label_emb.weight": nn.functional.pad(table, (0, 0, 0, 1))}
+
+    def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+        """Prediction (batch, outputs, height, width)."""
+        tokens = self.patch_embed(self.joined(x, conditions)).flatten(2).transpose(1, 2)  # row by row
+        extra = [sinusoids(t, self.options.width)[:, None]]
+        if self.label_emb is not None:
+            extra.insert(0, self.label_emb(conditions["class"])[:, None])
+        if self.context_embed is not None:
+            extra.append(self.context_embed(self.null(conditions["text"])))
+        tokens = torch.cat([*extra, tokens], dim=1) + self.pos_embed
+        skips = []
+        for block in self.in_blocks:
+            tokens = block(tokens)
+            skips.append(tokens)
+        tokens = self.mid_block(tokens)
+        for block in self.out_blocks:
+            tokens = block(tokens, skips.pop())
+        pixels = self.decoder_pred(self.norm(tokens[:, -self.patches :]))
+        return self.final_layer(self.unpatched(pixels, self.options.patch))

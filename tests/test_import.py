@@ -1,0 +1,165 @@
+"""Published weights: files with the published names and shapes become milestones that sample and are trained on."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from training_case import experiment, make_latents
+
+from kairos import models
+from kairos.cli import main
+from kairos.config import validate
+from kairos.files import read_json
+from kairos.milestones import open_milestone
+from kairos.training.run import train
+
+CLASSES = {"class": {"kind": "class", "num_classes": 10}}
+SMALL = {"width": 16, "depth": 2, "heads": 2}
+MODELS = {
+    "dit": {"name": "dit", "patch": 2, **SMALL, "conditions": ["class"]},
+    "mdt": {"name": "mdt", "patch": 2, **SMALL, "conditions": ["class"]},
+    "uvit": {"name": "uvit", "patch": 2, **SMALL, "conditions": ["class"]},
+}
+
+
+def weights_of(name, outputs=8, seed=0):
+    """A state dict under the published names: those of our models are the published ones but for what is noted."""
+    torch.manual_seed(seed)
+    plain = validate({"experiment": "x", "methods": {"a": {}}, "model": MODELS[name]}).plain()["model"]
+    model = models.build(plain, (4, 8, 8), CLASSES, outputs)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    return {key: value.clone() for key, value in model.weights().items()}
+
+
+def import_(tmp_path, file, model, *more):
+    out = tmp_path / "imported"
+    return out, main(["import-weights", str(file), "--model", str(model), "--out", str(out), *map(str, more)])
+
+
+@pytest.mark.parametrize("name", ["dit", "mdt", "uvit"])
+def test_published_weights_sample(name, tmp_path, capsys):
+    outputs = 4 if name == "uvit" else 8
+    raw, average = weights_of(name, outputs), weights_of(name, outputs, seed=1)
+    file = tmp_path / "0400000.pt"
+    torch.save({"model": raw, "ema": average, "opt": {"state": {}}}, file)
+    out, status = import_(tmp_path, file, MODELS[name], "--shape", "4,8,8", "--classes", 10, "--step", 400_000)
+    assert status == 0, capsys.readouterr().err
+    record = read_json(out / "milestone.json")
+    assert record["step"] == 400_000 and record["imported"]["file"] == "0400000.pt" and record["shape"] == [4, 8, 8]
+    opened = {kind: open_milestone(out, kind).model.weights() for kind in ("ema", "raw")}
+    assert all(torch.equal(opened["ema"][key], average[key]) for key in average)
+    assert all(torch.equal(opened["raw"][key], raw[key]) for key in raw)
+
+
+def test_a_milestone_of_published_weights_draws_images_and_is_trained_on(tmp_path, capsys):
+    latents = make_latents(tmp_path / "data")
+    wanted = {**MODELS["dit"], "conditions": ["class"]}
+    torch.manual_seed(0)
+    settings = experiment({"uniform": {}}, model=wanted)["model"]
+    model = models.build(settings, (4, 4, 4), CLASSES, 8)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    save_file({key: value.clone() for key, value in model.weights().items()}, tmp_path / "dit.safetensors")
+    out, status = import_(tmp_path, tmp_path / "dit.safetensors", wanted, "--latents", latents)
+    assert status == 0, capsys.readouterr().err
+    start = {key: value.clone() for key, value in open_milestone(out).model.weights().items()}
+
+    changes = {"diffusion": {"process": {"name": "discrete", "variance": "learned_range"}, "losses": ["mse", "vb"]}}
+    plain = experiment({"uniform": {}}, model=wanted, training__start_from=str(out), **changes)
+    train(plain, "uniform", 0, tmp_path / "run", latents, [0, 5])
+    first, last = (open_milestone(tmp_path / "run/milestones" / f"{step:07d}", "raw").model for step in (0, 5))
+    assert all(torch.equal(first.weights()[key], start[key]) for key in start)
+    assert any(not torch.equal(last.weights()[key], start[key]) for key in start)
+    identity = read_json(tmp_path / "run/training.json")["identity"]
+
+    other = {key: value + 0.01 for key, value in start.items()}
+    save_file(other, tmp_path / "other.safetensors")
+    assert import_(tmp_path, tmp_path / "other.safetensors", wanted, "--latents", latents)[1] == 0
+    train(plain, "uniform", 0, tmp_path / "again", latents, [0, 1])
+    assert read_json(tmp_path / "again/training.json")["identity"] != identity  # other weights, another training
+
+
+def test_latent_diffusions_averages_are_found(tmp_path):
+    from kairos.models.published import read_published
+
+    raw = {"input_blocks.0.0.weight": torch.zeros(2), "out.2.bias": torch.zeros(3)}
+    state = {f"model.diffusion_model.{key}": value for key, value in raw.items()}
+    state["model_ema.diffusion_modelinput_blocks00weight"] = torch.ones(2)
+    state["first_stage_model.encoder.weight"] = torch.ones(9)
+    torch.save({"state_dict": state, "global_step": 7}, tmp_path / "model.ckpt")
+    average, found = read_published(tmp_path / "model.ckpt")
+    assert found.keys() == raw.keys() and average["input_blocks.0.0.weight"].tolist() == [1, 1]
+    torch.save(
+        {"model": raw, "ema": {"decay": 0.9999, "shadow": {k: v + 2 for k, v in raw.items()}}}, tmp_path / "d.pt"
+    )
+    assert read_published(tmp_path / "d.pt")[0]["out.2.bias"].tolist() == [2, 2, 2]
+
+
+class Live:
+    """What EDM's files hold: an object of a class of its own."""
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (lambda path: path.write_bytes(pickle.dumps({"ema": Live()})), "runs code when it is opened"),
+        (lambda path: torch.save({"ema": Live()}, path), "runs code when it is opened"),
+        (lambda path: path.write_bytes(b"no weights"), "no file of weights|runs code"),
+        (lambda path: torch.save([1, 2], path), "holds list"),
+        (lambda path: torch.save({"step": 3}, path), "no weights found; its keys: step"),
+        (lambda path: torch.save({"x_embedder.proj.weight": torch.zeros(1)}, path), "do not fit DiT"),
+        (lambda path: None, "no such file"),
+    ],
+)
+def test_files_that_are_refused(write, said, tmp_path, capsys):
+    path = tmp_path / "weights.pkl"
+    write(path)
+    out, status = import_(tmp_path, path, MODELS["dit"], "--shape", "4,8,8", "--classes", 10)
+    assert status == 1 and not out.exists()
+    import re
+
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ((), "--shape: got none"),
+        (("--shape", "4,8"), "--shape: got 4,8, allowed: C,H,W"),
+        (("--shape", "4,8,8"), "--classes: got none"),
+        (("--shape", "4,8,8", "--classes", "0"), "--classes: got 0"),
+    ],
+)
+def test_what_is_not_said_is_asked_for(more, said, tmp_path, capsys):
+    torch.save(weights_of("dit"), tmp_path / "a.pt")
+    out, status = import_(tmp_path, tmp_path / "a.pt", MODELS["dit"], *more)
+    assert status == 2 and said in capsys.readouterr().err and not out.exists()
+
+
+def test_a_start_that_is_none_is_refused_before_anything_runs(tmp_path):
+    from kairos.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"training.start_from: got .*nowhere.* allowed: the folder of a milestone"):
+        validate(experiment(training__start_from=str(tmp_path / "nowhere"))).settled()
+
+
+def test_images_are_drawn_from_published_weights(tmp_path, capsys):
+    """Pixels need no autoencoder; the command line draws from what it has made."""
+    wanted = {**MODELS["dit"]}
+    torch.save(weights_of("dit", 8), tmp_path / "a.pt")
+    pixels = tmp_path / "autoencoder"
+    from kairos.files import write_json
+
+    pixels.mkdir()
+    write_json(pixels / "manifest.json", {"kind": "none", "sha256": "pixels", "latent_shape": [4, 8, 8],
+                                          "image_shape": [4, 8, 8], "scaling_factor": 1.0, "shift_factor": 0.0})  # fmt: skip
+    out, status = import_(tmp_path, tmp_path / "a.pt", wanted, "--autoencoder", pixels, "--classes", 10)
+    assert status == 0, capsys.readouterr().err
+    images = tmp_path / "images.npz"
+    command = ["sample", "--milestone", out, "--out", images, "--num", 3, "--steps", 4, "--guidance-scale", 1.5]
+    assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0, capsys.readouterr().err
+    with np.load(images) as drawn:
+        assert drawn["arr_0"].shape == (3, 8, 8, 4)
