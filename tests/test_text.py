@@ -13,6 +13,7 @@ import torch
 import yaml
 from clip_case import make_clip, write_text_encoder, write_tokenizer
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from kairos.cli import main
 from kairos.compute import setup
@@ -272,6 +273,15 @@ def test_encoders_that_cannot_be_used(tmp_path, encoder, monkeypatch):
         (tmp_path / "alone" / name).unlink()
     assert "lacks a tokenizer" in refusal(tmp_path / "alone")
     assert "text_encoder.length: got 78, allowed with" in refusal(encoder, length=78)
+    config, states = TextEncoderConfig(path=str(encoder), output="tokens"), load_file(encoder / "model.safetensors")
+    told, old, lacking = encoders.load_encoder(config, CPU)(["a cat"]), tmp_path / "old", tmp_path / "lacking"
+    for folder in (old, lacking):
+        write_text_encoder(folder)
+    save_file(dict(sorted(states.items())[5:]), lacking / "model.safetensors", {"format": "pt"})
+    assert "lacks weights: embeddings." in refusal(lacking)
+    (old / "model.safetensors").unlink()  # as OpenAI's files are
+    torch.save({f"text_model.{name}": values for name, values in states.items()}, old / "pytorch_model.bin")
+    assert torch.equal(encoders.load_encoder(config.model_copy(update={"path": str(old)}), CPU)(["a cat"]), told)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "`kairos fetch` brings it" in refusal("kairos/no-such-encoder")
     for length, positions in ((100, 20), (20, 100)):  # of the tokenizer and of the network: the shorter one counts

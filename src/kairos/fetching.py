@@ -20,7 +20,7 @@ from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import weights
 from kairos.files import read_json, sha256_file
 from kairos.progress import say
-from kairos.text.settings import FILES, PREPROCESSOR
+from kairos.text.settings import FILES, PREPROCESSOR, WEIGHTS
 
 OFFLINE = "HF_HUB_OFFLINE"
 _CONFIG = "config.json"
@@ -152,7 +152,9 @@ def _network(kind: str, path: str | None, field: str, form: tuple[str, str], mor
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
         try:
-            snapshot_download(path, allow_patterns=files)
+            folder = Path(snapshot_download(path, allow_patterns=files))
+            if more and not (folder / form[0]).is_file():
+                snapshot_download(path, allow_patterns=[WEIGHTS[1]])
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             raise KairosError(" ".join(str(error).split())[:300]) from None
 
@@ -162,6 +164,8 @@ def _network(kind: str, path: str | None, field: str, form: tuple[str, str], mor
 def _whole(folder: Path, form: tuple[str, str]) -> str | None:
     """The folder, if configuration and weights are there and whole; a blob of the hub's cache is named by its hash."""
     weights_file, described = form
+    if not (folder / weights_file).is_file() and (folder / WEIGHTS[1]).is_file():
+        return str(folder)
     for name in (_CONFIG, weights_file):
         file = (folder / name).resolve()
         if not file.is_file():

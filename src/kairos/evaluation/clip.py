@@ -62,6 +62,5 @@ def _network(path: str, device: torch.device) -> Network:
     kind = read_json(folder / "config.json").get("model_type")
     if kind != "clip" or not (folder / PREPROCESSOR).is_file():
         raise ConfigError(f"{FIELD}: got a {kind} in {path!r}, allowed: a clip with {PREPROCESSOR}")
-    model = opened(folder, CLIPModel.from_pretrained, FIELD).eval()
-    tokenizer, processor = (opened(folder, kind.from_pretrained, FIELD) for kind in (AutoTokenizer, CLIPImageProcessor))
-    return model.to(device), tokenizer, processor
+    tokenizer, processor = (opened(folder, kind, FIELD) for kind in (AutoTokenizer, CLIPImageProcessor))
+    return opened(folder, CLIPModel, FIELD, weights=True).to(device), tokenizer, processor

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json, sha256_file, sha256_json
-from kairos.text.settings import FILES, NETWORK, TOKENIZERS, TextEncoderConfig
+from kairos.text.settings import FILES, TOKENIZERS, WEIGHTS, TextEncoderConfig
 
 _CLIP = ("clip", "clip_text_model")
 _ENDLESS = 10**6  # what tokenizers without a length of their own say is longer
@@ -37,26 +37,33 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
 
         try:
             folder = Path(snapshot_download(path, allow_patterns=list(files)))
+            if not (folder / WEIGHTS[0]).is_file():
+                snapshot_download(path, allow_patterns=[WEIGHTS[1]])
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             why = f"{path!r} is no folder here and cannot be had from the hub ({' '.join(str(error).split())[:200]})"
             advice = f"`kairos fetch` brings it where there is a network; or put {needed} into a folder and name that"
             raise KairosError(f"{field}: {why}. {advice}") from None
-    lacks = [name for name in NETWORK if not (folder / name).is_file()]
-    if not any(all((folder / name).is_file() for name in kind) for kind in TOKENIZERS):
-        lacks.append("a tokenizer")
+    wanted = {"config.json": [["config.json"]], WEIGHTS[0]: [[name] for name in WEIGHTS], "a tokenizer": TOKENIZERS}
+    whole = {name: [all((folder / file).is_file() for file in kind) for kind in wanted[name]] for name in wanted}
+    lacks = [name for name, kinds in whole.items() if not any(kinds)]
     if lacks:
         raise ConfigError(f"{field}: {path!r} lacks {' and '.join(lacks)}; allowed: a folder with {needed}")
     return folder
 
 
-def opened(path: Any, load: Any, field: str) -> Any:
-    """What a `from_pretrained` makes of a folder; transformers raises many kinds for a damaged one.
+def opened(path: Any, kind: Any, field: str, weights: bool = False) -> Any:
+    """What a class of transformers makes of a folder; it raises many kinds for a damaged one.
 
     Raises:
-        KairosError: it cannot be opened.
+        KairosError: it cannot be opened, or lacks weights, which would be random.
     """
     try:
-        return load(path, local_files_only=True)
+        if not weights:
+            return kind.from_pretrained(path, local_files_only=True)
+        model, found = kind.from_pretrained(path, local_files_only=True, output_loading_info=True)
+        if found["missing_keys"]:
+            raise ValueError(f"lacks weights: {', '.join(sorted(found['missing_keys'])[:3])} ...")
+        return model.eval()
     except Exception as error:
         raise KairosError(f"{field}: {path} cannot be opened ({' '.join(str(error).split())[:300]})") from None
 
@@ -111,8 +118,8 @@ def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder
     field = "text_encoder.path"
     folder = network_folder(config.path, field)
     kind = read_json(folder / "config.json").get("model_type")
-    model = opened(folder, (CLIPTextModel if kind in _CLIP else AutoModelForTextEncoding).from_pretrained, field)
-    tokenizer = opened(folder, AutoTokenizer.from_pretrained, field)
+    model = opened(folder, CLIPTextModel if kind in _CLIP else AutoModelForTextEncoding, field, weights=True)
+    tokenizer = opened(folder, AutoTokenizer, field)
     network, end = model.config, tokenizer.eos_token_id
     found = kind in _CLIP and network.eos_token_id not in (2, end)  # by the pooled state; 2: CLIP's former mistake
     if len(tokenizer) > network.vocab_size or tokenizer.pad_token is None or found:
@@ -123,5 +130,5 @@ def load_encoder(config: TextEncoderConfig, device: torch.device) -> TextEncoder
     if length > most or length >= _ENDLESS:
         limit = "a number" if most == _ENDLESS else f"at most {most}"
         raise ConfigError(f"text_encoder.length: got {config.length or 'null'}, allowed with {config.path!r}: {limit}")
-    sha256 = sha256_json({name: sha256_file(folder / name) for name in FILES if (folder / name).is_file()})
-    return TextEncoder(model.eval().to(device), tokenizer, config.output, length, sha256, device)
+    sha256 = sha256_json({name: sha256_file(folder / name) for name in {*FILES, *WEIGHTS} if (folder / name).is_file()})
+    return TextEncoder(model.to(device), tokenizer, config.output, length, sha256, device)

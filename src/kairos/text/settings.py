@@ -6,9 +6,15 @@ from pydantic import Field
 
 from kairos.section import Section
 
-NETWORK = ("config.json", "model.safetensors")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # one of these; the latter is the form of older files
 TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("vocab.txt",))  # one of these
-FILES = (*NETWORK, "tokenizer_config.json", "special_tokens_map.json", *(name for kind in TOKENIZERS for name in kind))
+FILES = (
+    "config.json",
+    WEIGHTS[0],
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    *(name for kind in TOKENIZERS for name in kind),
+)
 PREPROCESSOR = "preprocessor_config.json"  # of CLIP's images
 
 
