@@ -66,12 +66,13 @@ def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
         plain = load(arguments.config).plain()
         return validate({**plain, "model": model}, str(arguments.config)).plain() if model else plain
     named = model.get("name") if isinstance(model, dict) else None
-    told = bool(isinstance(model, dict) and model.get("conditions"))
     values: dict[str, Any] = {
         "experiment": "imported",
         "methods": {"imported": {}},
         "model": model,
         "diffusion": PUBLISHED.get(str(named), {}),
-        "training": {"condition_dropout": 0.1 if told else 0.0},  # the files' models can be guided
     }
-    return validate(values, "--model").plain()
+    plain = validate(values, "--model").plain()
+    if plain["model"].get("conditions") and plain["model"].get("null_class") is not False:
+        plain["training"]["condition_dropout"] = 0.1  # the files' models can be guided
+    return plain

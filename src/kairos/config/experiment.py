@@ -137,6 +137,26 @@ class Experiment(Section):
             raise ValueError(str(error)) from None
         return self
 
+    @model_validator(mode="after")
+    def _network_is_told(self) -> "Experiment":
+        dropout, augment, model = self.training.condition_dropout, self.training.augment, self.model
+        if dropout and model.get("null_class") is False and "class" in model["conditions"]:
+            raise ValueError(
+                f"training.condition_dropout: got {dropout} with model.null_class: false, allowed: 0, and no guidance "
+                "(as published: there is no row for no class)"
+            )
+        if augment is not None and self.autoencoder.kind != "none":
+            kind = self.autoencoder.kind
+            raise ValueError(f"autoencoder.kind: got {kind} with training.augment, allowed: none (it moves pixels)")
+        if augment is not None and self.dataset.flips:
+            raise ValueError("dataset.flips: got true with training.augment, allowed: false (it flips by itself)")
+        if augment is not None and not model.get("augment"):
+            raise ValueError(
+                f"training.augment: got {augment} with model {model['name']}, allowed: null, or a model that is told "
+                "of it: ddpmpp with augment: 9"
+            )
+        return self
+
     @property
     def takes_text(self) -> bool:
         """Whether the model is told of captions."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kairos import conditions as conditioning
+from kairos.data.augment import augmented
 from kairos.data.latents import Latents
 from kairos.randomness import Stream
 
@@ -52,6 +53,7 @@ class Batches:
         dropout: share of samples that lose their conditions.
         device: where x0 goes.
         dtype: of x0.
+        augment: probability of each of EDM's augmentations, whose labels are condition ``augment``; None: as it is.
     """
 
     latents: Latents
@@ -62,6 +64,7 @@ class Batches:
     dropout: float = 0.0
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
+    augment: float | None = None
 
     def steps(self, first: int, end: int) -> Iterator[Batch]:
         """The batches of steps `first` ... `end` - 1."""
@@ -99,7 +102,10 @@ class Batches:
             dropped = Stream(self.seed, "condition_dropout").uniform(step, self.index, (), self.device) < self.dropout
             kinds = conditioning.build({name: self.latents.condition_kinds[name] for name in conditions})
             conditions = conditioning.drop(conditions, kinds, dropped)
-        return Batch(step, self.index, self.latents.x0(rows, noise).to(self.dtype), conditions)
+        x0 = self.latents.x0(rows, noise).to(self.dtype)
+        if self.augment is not None:
+            x0, conditions["augment"] = augmented(x0, self.augment, self.seed, step, self.index)
+        return Batch(step, self.index, x0, conditions)
 
 
 @functools.lru_cache(maxsize=4)

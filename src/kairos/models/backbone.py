@@ -1,5 +1,6 @@
 """What our own backbones share: their weights' names, images told by channels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -128,3 +129,14 @@ class Backbone(nn.Module):
         _, height, width = self.shape
         values = patches.view(len(patches), height // patch, width // patch, patch, patch, self.outputs)
         return values.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), self.outputs, height, width)
+
+
+def padded(network: Callable[[Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
+    """``network(x)`` of images (batch, channels, height, width) of any size, which it sees in multiples of `factor`."""
+    height, width = x.shape[-2:]
+    below, right = -height % factor, -width % factor
+    if not (below or right):
+        return network(x)
+    top, left = below // 2, right // 2
+    x = network(nn.functional.pad(x, (left, right - left, top, below - top)))
+    return x[..., top : top + height, left : left + width]

@@ -14,19 +14,113 @@ def fill(options: Any, size: dict[str, Any]) -> None:
             object.__setattr__(options, name, value)
 
 
+_DDPM = {
+    "channels": 128, "multipliers": [1, 2, 2, 2], "blocks": 2, "attention": [16], "dropout": 0.1, "norm_eps": 1e-6,
+    "head_channels": 0, "embedding": "ddpm", "padding": 0, "scale_shift": False, "resample": "conv", "init": "ddpm",
+    "null_class": True, "qkv": "new",
+}  # fmt: skip
+_LDM = {
+    **_DDPM, "channels": 224, "multipliers": [1, 2, 3, 4], "attention": [32, 16, 8], "dropout": 0.0, "norm_eps": 1e-5,
+    "head_channels": 32, "embedding": "adm", "padding": 1, "init": "adm", "qkv": "legacy",
+}  # fmt: skip
+_SPEED = {
+    **_LDM, "channels": 128, "multipliers": [1, 2, 2, 1], "blocks": 3, "attention": [16], "head_channels": 0,
+    "null_class": False,
+}  # fmt: skip
+_ADM = {
+    **_LDM, "channels": 256, "multipliers": [1, 1, 2, 2, 4, 4], "head_channels": 64, "scale_shift": True,
+    "resample": "resnet", "null_class": False,
+}  # fmt: skip
+UNET_SIZES: dict[str, dict[str, Any]] = {
+    "ddpm": _DDPM,
+    "speed": _SPEED,
+    "celebahq": _LDM,
+    "64": {**_ADM, "channels": 192, "multipliers": [1, 2, 3, 4], "blocks": 3, "dropout": 0.1, "qkv": "new"},
+    "256": _ADM,
+    "512": {**_ADM, "multipliers": [0.5, 1, 1, 2, 2, 4, 4]},
+}
+
+
+def check_multipliers(widths: list[int]) -> None:
+    """Refuse levels without channels, and none of them."""
+    if not widths or min(widths) < 1:
+        raise ValueError(f"multipliers: got those of widths {widths}, allowed: a number > 0 for each level")
+
+
 @dataclass(frozen=True)
 class UNetOptions:
-    """The DDPM U-Net (diffusers UNet2DModel); the defaults are the CIFAR-10 model of 35.7 M parameters."""
+    """A U-Net as diffusers' UNet2DModel; by default DDPM's for CIFAR-10, of 35.7 M parameters."""
 
-    channels: int = option(128, "width of the first level", ge=8)
-    multipliers: list[int] = option([1, 2, 2, 2], "width of each level, in multiples of channels")
-    blocks: int = option(2, "residual blocks per level", ge=1)
-    attention: list[int] = option([16], "resolutions (sides) with self-attention")
-    dropout: float = option(0.1, "dropout in residual blocks", ge=0, lt=1)
+    size: str = option("ddpm", "published size, which the fields below may change", choices=("ddpm", "speed"))
+    channels: int = option(None, "width of the first level", ge=8)
+    multipliers: list[int | float] = option(None, "width of each level, in multiples of channels")
+    blocks: int = option(None, "residual blocks per level", ge=1)
+    attention: list[int] = option(None, "resolutions (sides) with self-attention")
+    dropout: float = option(None, "dropout in residual blocks", ge=0, lt=1)
     norm_groups: int = option(32, "groups of the group normalisation", ge=1)
+    norm_eps: float = option(None, "added to the variance in the group normalisation", gt=0)
+    head_channels: int = option(None, "width of an attention head; 0: one head of the full width", ge=0)
+    embedding: str = option(None, "order and spacing of the sinusoids of t", choices=("ddpm", "adm"))
+    padding: int = option(None, "of strided convolutions; 0: right and below only", choices=(0, 1))
+    scale_shift: bool = option(None, "t scales and shifts the normalised; false: it is added")
+    resample: str = option(None, "between levels: strided convolutions, or residual blocks", choices=("conv", "resnet"))
     pad: bool = option(True, "pad sizes that the levels cannot halve; false: refuse them")
-    init: str = option("ddpm", "weights to start from: DDPM's, or diffusers'", choices=("ddpm", "diffusers"))
+    init: str = option(None, "weights to start from: of that code", choices=("ddpm", "adm", "diffusers"))
+    null_class: bool = option(None, "a row past the last class for no class, which dropping it needs")
+    qkv: str = option(None, "order of attention's rows in published weights", choices=("new", "legacy"))
     conditions: list[str] = option([], "conditions the model takes: of class, low_resolution")
+
+    def __post_init__(self) -> None:
+        fill(self, UNET_SIZES[self.size])
+        check_multipliers(self.widths)
+        if any(width % self.norm_groups for width in self.widths):
+            raise ValueError(f"norm_groups: got {self.norm_groups}, allowed: a divisor of every width of {self.widths}")
+        if any(width % (self.head_channels or width) for width in self.widths):
+            raise ValueError(
+                f"head_channels: got {self.head_channels}, allowed: a divisor of every width of {self.widths}"
+            )
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of each level."""
+        return [round(self.channels * multiplier) for multiplier in self.multipliers]
+
+
+@dataclass(frozen=True)
+class LdmOptions(UNetOptions):
+    """The U-Net of latent diffusion on CelebA-HQ (Rombach et al. 2022), of 274 M parameters."""
+
+    size: str = option("celebahq", "published size, which the fields below may change", choices=("celebahq",))
+
+
+@dataclass(frozen=True)
+class AdmOptions(UNetOptions):
+    """ADM's U-Net by the side of its images (Dhariwal and Nichol 2021)."""
+
+    size: str = option("256", "published size, which the fields below may change", choices=("64", "256", "512"))
+
+
+DDPMPP_SIZES: dict[str, dict[str, Any]] = {"ddpmpp": {"multipliers": [2, 2, 2]}, "vp": {"multipliers": [1, 2, 2, 2]}}
+
+
+@dataclass(frozen=True)
+class DdpmppOptions:
+    """EDM's DDPM++ for CIFAR-10 (Karras et al. 2022), of 55.7 M parameters."""
+
+    size: str = option("ddpmpp", "published size, which the fields below may change", choices=tuple(DDPMPP_SIZES))
+    channels: int = option(128, "width of the first convolution", ge=8)
+    multipliers: list[int] = option(None, "width of each level, in multiples of channels")
+    blocks: int = option(4, "residual blocks per level", ge=1)
+    attention: list[int] = option([16], "resolutions (sides) with self-attention")
+    dropout: float = option(0.13, "dropout in residual blocks", ge=0, lt=1)
+    augment: int = option(9, "labels of training.augment that it is told; 0: none", choices=(9, 0))
+    conditions: list[str] = option([], "conditions the model takes: of class")
+
+    def __post_init__(self) -> None:
+        fill(self, DDPMPP_SIZES[self.size])
+        check_multipliers(self.multipliers)
+        if self.channels % 4:  # an even number of sinusoids, groups of 4
+            raise ValueError(f"channels: got {self.channels}, allowed: a multiple of 4")
 
 
 def _sizes(*rows: tuple[Any, ...], **more: Any) -> dict[str, dict[str, Any]]:
@@ -107,10 +201,11 @@ class ViTOptions(DiTOptions):
 
 
 MODELS = Registry("model")  # `takes`: the conditions a backbone can be told of; `text`: whether as tokens or pooled
-MODELS.add(
-    "unet", "kairos.models.unet:UNet", UNetOptions, "DDPM U-Net, opens in diffusers", takes=("class", "low_resolution")
-)
 _TAKES = ("class", "text", "low_resolution")
+MODELS.add("unet", "kairos.models.unet:UNet", UNetOptions, "DDPM U-Net, opens in diffusers", takes=_TAKES[::2])
+MODELS.add("ldm_unet", "kairos.models.unet:UNet", LdmOptions, "latent diffusion's U-Net", takes=_TAKES[::2])
+MODELS.add("adm", "kairos.models.unet:UNet", AdmOptions, "ADM's U-Net", takes=_TAKES[::2])
+MODELS.add("ddpmpp", "kairos.models.ddpmpp:DDPMpp", DdpmppOptions, "EDM's DDPM++", takes=("class",))
 MODELS.add(
     "dit", "kairos.models.dit:DiT", DiTOptions, "diffusion transformer in its published layout",
     takes=_TAKES, text="pooled",

@@ -1,4 +1,4 @@
-"""The DDPM U-Net: diffusers' UNet2DModel, padded to sizes that its levels can halve."""
+"""The U-Nets of DDPM, latent diffusion and ADM: diffusers' UNet2DModel, padded to sizes that its levels can halve."""
 
 from typing import Any
 
@@ -9,78 +9,85 @@ from diffusers.models.unets.unet_2d import UNet2DModel
 from torch import Tensor, nn
 
 from kairos.errors import KairosError
-from kairos.models.backbone import Backbone, Descriptions
+from kairos.models.backbone import Backbone, Descriptions, padded
 from kairos.models.registries import UNetOptions
+from kairos.models.unet_names import renamed
 
 
 class UNet(Backbone):
-    """diffusers' UNet2DModel; arguments as of `Backbone`. Its config.json and weights are diffusers' own.
+    """diffusers' UNet2DModel; arguments as of `Backbone`.
+
+    Its config.json and weights are diffusers' own, and open there where the first of the multipliers is 1.
 
     Raises:
-        KairosError: the levels cannot halve the size and padding is off; widths do not fit the group normalisation.
+        KairosError: the levels cannot halve the size and padding is off.
     """
 
     def __init__(self, options: UNetOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         _, height, width = shape
-        factor = 2 ** (len(options.multipliers) - 1)
+        self._factor = factor = 2 ** (len(options.widths) - 1)
         if not options.pad and (height % factor or width % factor):
             raise KairosError(
                 f"model.pad: got false with images of {height}x{width}, allowed: sizes that are multiples of {factor} "
-                f"({len(options.multipliers)} levels), or pad: true"
+                f"({len(options.widths)} levels), or pad: true"
             )
-        widths = [options.channels * multiplier for multiplier in options.multipliers]
-        if any(width % options.norm_groups for width in widths):
-            raise KairosError(
-                f"model.norm_groups: got {options.norm_groups}, allowed: a divisor of every width of {widths}"
-            )
-        padded = -(-height // factor) * factor
-        attention = [padded // 2**level in options.attention for level in range(len(widths))]
+        side = -(-height // factor) * factor
+        blocks = ["Attn" if side // 2**level in options.attention else "" for level in range(len(options.widths))]
+        plain = "Resnet" if options.resample == "resnet" else ""
+        down, up = ("Downsample", "Upsample") if plain else ("Down", "Up")
+        adm = options.embedding == "adm"
         self.unet = UNet2DModel(
-            sample_size=padded,
+            sample_size=side,
             in_channels=self.inputs,
             out_channels=outputs,
-            block_out_channels=widths,
+            block_out_channels=options.widths,
             layers_per_block=options.blocks,
-            down_block_types=["AttnDownBlock2D" if here else "DownBlock2D" for here in attention],
-            up_block_types=["AttnUpBlock2D" if here else "UpBlock2D" for here in reversed(attention)],
+            down_block_types=[f"{name}DownBlock2D" if name else f"{plain}{down}Block2D" for name in blocks],
+            up_block_types=[f"{name}UpBlock2D" if name else f"{plain}{up}Block2D" for name in reversed(blocks)],
+            downsample_type=options.resample,
+            upsample_type=options.resample,
+            resnet_time_scale_shift="scale_shift" if options.scale_shift else "default",
             dropout=options.dropout,
             norm_num_groups=options.norm_groups,
-            norm_eps=1e-6,
-            attention_head_dim=None,
-            downsample_padding=0,
-            flip_sin_to_cos=False,
-            freq_shift=1,
-            num_class_embeds=conditions["class"]["num_classes"] + 1 if "class" in conditions else None,
+            attn_norm_num_groups=options.norm_groups,
+            norm_eps=options.norm_eps,
+            attention_head_dim=options.head_channels or None,
+            downsample_padding=options.padding,
+            time_embedding_dim=4 * options.channels,
+            flip_sin_to_cos=adm,
+            freq_shift=0 if adm else 1,
+            num_class_embeds=conditions["class"]["num_classes"] + options.null_class if "class" in conditions else None,
         )
-        if options.init == "ddpm":
-            self._initialise()
+        if options.widths[0] != options.channels:  # of ADM for 512: diffusers embeds t in the first level's width
+            self.unet.time_proj.num_channels = options.channels
+            self.unet.time_embedding.linear_1 = nn.Linear(options.channels, 4 * options.channels)
+        if options.init != "diffusers":
+            self._initialise(options.init == "ddpm")
 
     @torch.no_grad()
-    def _initialise(self) -> None:
-        """As DDPM's code: weights uniform by fan average, biases 0, and the last layer of every branch 0."""
-        for module in self.unet.modules():
+    def _initialise(self, ddpm: bool) -> None:
+        """The last layer of every branch 0; before, as DDPM's code: weights uniform by fan average, biases 0."""
+        modules = list(self.unet.modules())
+        for module in modules if ddpm else ():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        branches = [module.conv2 for module in self.unet.modules() if isinstance(module, ResnetBlock2D)]
-        branches += [module.to_out[0] for module in self.unet.modules() if isinstance(module, Attention)]
+        branches = [module.conv2 for module in modules if isinstance(module, ResnetBlock2D)]
+        branches += [module.to_out[0] for module in modules if isinstance(module, Attention)]
         for last in (*branches, self.unet.conv_out):
             nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Prediction (batch, outputs, height, width)."""
-        factor = 2 ** (len(self.unet.config["block_out_channels"]) - 1)
-        x = self.joined(x, conditions)
-        height, width = x.shape[-2:]
-        bottom, right = -height % factor, -width % factor
-        if bottom or right:
-            x = nn.functional.pad(x, (right // 2, right - right // 2, bottom // 2, bottom - bottom // 2))
-        output = self.unet(x, t, class_labels=conditions.get("class"), return_dict=False)[0]
-        if bottom or right:
-            output = output[..., bottom // 2 : bottom // 2 + height, right // 2 : right // 2 + width]
-        return output
+        labels = conditions.get("class")
+        return padded(
+            lambda x: self.unet(x, t, class_labels=labels, return_dict=False)[0],
+            self.joined(x, conditions),
+            self._factor,
+        )
 
     def config(self) -> dict[str, Any]:
         """What diffusers writes to config.json, without library versions (they are in the provenance)."""
@@ -94,3 +101,7 @@ class UNet(Backbone):
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Load what `weights` gave."""
         self.unet.load_state_dict(weights)
+
+    def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights under the names of ddpm-torch, or of ADM and latent diffusion, under diffusers'."""
+        return renamed(self.weights(), weights, self.options)

@@ -42,6 +42,9 @@ class TrainingConfig(Section):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU where there is one")
     condition_dropout: float = Field(0.0, ge=0, lt=1, description="share of samples trained without their conditions")
     start_from: str | None = Field(None, description="milestone whose averaged weights are trained on; null: none")
+    augment: float | None = Field(
+        None, ge=0, le=1, description="probability of each of EDM's augmentations, flips always; null: none of them"
+    )
     probes: list[component(PROBES)] = Field([], description="measurements taken during training")  # type: ignore[valid-type]
 
     @model_validator(mode="after")

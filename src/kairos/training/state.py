@@ -44,7 +44,15 @@ class Training:
         self.conditions = tuple(plain["model"].get("conditions") or [])
         dropout = settings["condition_dropout"]
         self.batches = Batches(
-            latents, seed, settings["batch_size"], index, self.conditions, dropout, device, self.dtype
+            latents,
+            seed,
+            settings["batch_size"],
+            index,
+            self.conditions,
+            dropout,
+            device,
+            self.dtype,
+            settings["augment"],
         )
         self.sigma_data = latents.sigma_data()
         self.process = build_process(plain["diffusion"], self.sigma_data)
