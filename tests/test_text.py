@@ -30,6 +30,7 @@ from kairos.evaluation.moments import Measured, Pairs
 from kairos.evaluation.registries import ClipOptions
 from kairos.files import read_json
 from kairos.sampling.samples_file import open_samples
+from kairos.staging import staged
 from kairos.text import encoder as encoders
 from kairos.text.settings import TextEncoderConfig
 from kairos.text.stage import encode_texts
@@ -433,9 +434,12 @@ def test_from_photographs_with_captions_to_a_clip_score(
     assert -100 <= found["metrics"]["clip_score"] <= 100
     assert [name for name in rows if "clip_score" in rows[name]] == ["floor", "reconstruction"]
     assert np.isfinite(found["validation"]["loss"])
+    np.savez("foreign.npz", arr_0=samples.images[:])
+    assert main(["evaluate", "--samples", "foreign.npz", "--reference", str(results / "reference"), "--out", "f"]) == 1
+    assert "foreign.npz: holds no captions, which metric clip needs" in capsys.readouterr().err
 
 
-def test_a_caption_per_visit_is_drawn_by_the_seed(encoder, captioned, tmp_path):
+def test_a_caption_per_visit_is_drawn_by_the_seed(encoder, captioned, tmp_path, monkeypatch):
     from kairos.autoencoders.codec import Codec
     from kairos.autoencoders.encode import encode
     from kairos.data.batches import Batches
@@ -459,6 +463,12 @@ def test_a_caption_per_visit_is_drawn_by_the_seed(encoder, captioned, tmp_path):
     assert 3 <= len(others) <= 15  # about half of those images that have a second caption, which are half of 32
     dropped = batch(range(32), dropout=0.5).isnan()
     assert 8 <= dropped.all(1).sum() == dropped.any(1).sum() <= 24
+    monkeypatch.setenv("KAIROS_LOCAL", str(tmp_path / "local"))
+    (tmp_path / "local").mkdir()
+    with staged(tmp_path / "latents") as local:  # a node's own disk
+        assert local.is_relative_to(tmp_path / "local") and (local / "../text/states.npy").is_file()
+        copied = next(Batches(open_latents(local), 0, 32, range(32), ("text",)).steps(5, 6))
+    assert torch.equal(copied.conditions["text"], whole)
     (tmp_path / "text/manifest.json").write_text(
         json.dumps({**read_json(tmp_path / "text/manifest.json"), "content_sha256": "other"})
     )
