@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kairos.data.arrays import Rows, read_array
-from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError, KairosError
 from kairos.files import open_record
 from kairos.progress import say
 
 if TYPE_CHECKING:
     from kairos.data.dataset import PreparedDataset
+    from kairos.data.settings import DatasetConfig  # pydantic, which a training on latents needs not
     from kairos.data.sources import Source
 
 ARRAYS = ("captions", "caption_ends", "caption_firsts")
@@ -74,7 +74,7 @@ def packed(captions: list[list[str]]) -> dict[str, np.ndarray]:
     return dict(zip(ARRAYS, (content, ends.astype(np.int64), firsts.astype(np.int64))))
 
 
-def with_captions(source: "Source", config: DatasetConfig) -> "Source":
+def with_captions(source: "Source", config: "DatasetConfig") -> "Source":
     """A source with what `dataset.captions` names: COCO's JSON, or files beside the images; tables bring their own.
 
     Raises:
@@ -136,7 +136,7 @@ def coco(path: str, names: list[str]) -> tuple[list[list[str]], Missing]:
     return found, frozenset(missing)
 
 
-def in_table(read: Callable[[str], list[Any]], columns: Any, config: DatasetConfig) -> list[list[str]] | None:
+def in_table(read: Callable[[str], list[Any]], columns: Any, config: "DatasetConfig") -> list[list[str]] | None:
     """The captions in a table's column of texts or of lists of texts, `read` by its name.
 
     Raises:
@@ -154,7 +154,7 @@ def in_table(read: Callable[[str], list[Any]], columns: Any, config: DatasetConf
     return [cleaned(cell) for cell in lists]
 
 
-def captioned(source: "Source", config: DatasetConfig) -> tuple[list[int], dict[str, int]]:
+def captioned(source: "Source", config: "DatasetConfig") -> tuple[list[int], dict[str, int]]:
     """Numbers of the images that can be used, which are all where there are no captions; and how many cannot.
 
     Raises:
