@@ -103,7 +103,7 @@ def test_batches_are_those_of_any_number_of_ranks_and_of_a_resume(tmp_path):
     for part in (range(3), range(3, 8)):
         for here, batch in zip(batches(part, 0), whole, strict=True):
             rows = slice(part.start, part.stop)
-            assert torch.equal(here.x0, batch.x0[rows])
+            assert torch.allclose(here.x0, batch.x0[rows], atol=2e-6)  # convolutions round by the number of images
             assert all(torch.equal(value, batch.conditions[name][rows]) for name, value in here.conditions.items())
     labels, classes = (torch.cat([batch.conditions[name] for batch in whole]) for name in ("augment", "class"))
     dropped = classes == 10

@@ -185,8 +185,8 @@ def test_pretrained_mistakes(digits, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"lacks config\.json and diffusion_pytorch_model\.safetensors"):
         make(tmp_path / "empty")
     (tmp_path / "empty" / "diffusion_pytorch_model.safetensors").write_bytes(b"")
-    (tmp_path / "empty" / "config.json").write_text(json.dumps({"_class_name": "VQModel"}))
-    with pytest.raises(ConfigError, match=r"'VQModel', allowed: AutoencoderKL or AutoencoderTiny"):
+    (tmp_path / "empty" / "config.json").write_text(json.dumps({"_class_name": "ConsistencyDecoderVAE"}))
+    with pytest.raises(ConfigError, match=r"'ConsistencyDecoderVAE', allowed: AutoencoderKL, AutoencoderTiny, VQModel"):
         make(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text(json.dumps({"_class_name": "AutoencoderTiny"}))
     with pytest.raises(KairosError, match=r"empty cannot be loaded"):

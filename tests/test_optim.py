@@ -31,7 +31,7 @@ def test_schedules():
 
 def test_half_life_is_in_images_and_grows_with_them():
     assert share("half_life", 10**6, 64, images=6400.0, rampup=None) ** 100 == pytest.approx(0.5)
-    assert share("half_life", 9, 64, images=1e9, rampup=0.05) == pytest.approx(0.5 ** (1 / (10 * 0.05)))
+    assert share("half_life", 10, 64, images=1e9, rampup=0.05) == pytest.approx(0.5 ** (1 / (10 * 0.05)))
 
 
 @pytest.mark.parametrize("width", [0.05, 0.1, 0.2])

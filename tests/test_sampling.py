@@ -359,7 +359,7 @@ def draw_all(model, batch_size, num, scheduler="ddpm", process_name="discrete", 
     parts = []
     with torch.inference_mode():
         for indices, kept in draw.batches(range(num), batch_size):
-            predict = draw.guided(process, model, {}, {}, 1.0)
+            predict = draw.guided(process, model, {}, {}, draw.Guidance())
             estimate = draw.estimate_of(process, predict, False, precision)
             noise = draw.noise_of(seed, indices, (4, 4, 4), "cpu")
             grid = places(process, 5, scheduler)
@@ -408,7 +408,7 @@ def test_guidance(process_name):
         conditional = process.predict(model, x, t, labels)
         null = process.predict(model, x, t, {"class": torch.full((6,), 3)})
         for scale in (0.0, 1.0, 2.5):
-            output = draw.guided(process, model, labels, description, scale)(x, t)
+            output = draw.guided(process, model, labels, description, draw.Guidance(scale))(x, t)
             torch.testing.assert_close(output, null + scale * (conditional - null), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(conditional, null)
 

@@ -212,7 +212,7 @@ def test_table_says_what_it_shows(call):
         (["show", "clts", "--progress", "1.5"], ["got 1.5", "0 to 1"]),
         (["show", "clts", "--progress", "nan"], ["nan", "0 to 1"]),
         (["show", "clts", "--progress", "1", "--checkpoint", "x"], ["--progress", "checkpoint"]),
-        (["show", "speed", "--process", "ddpm"], ["unknown process 'ddpm'", "discrete, edm, flow, vp"]),
+        (["show", "speed", "--process", "ddpm"], ["unknown process 'ddpm'", "discrete, edm, fdm, flow, vp"]),
         (["show", "speed", "--process", "edm", "--schedule", "cosine"], ["process edm", "'schedule'", "sigma_max"]),
         (["show", "speed", "--process", "flow", "--timesteps", "10"], ["process flow", "'timesteps'", "shift"]),
         (["show", "speed", "--process", "flow", "--prediction", "v"], ["prediction: got 'v'", "flow", "null"]),

@@ -31,7 +31,7 @@ from common import (
 
 from kairos import compute, models
 from kairos.diffusion.processes import build_process
-from kairos.sampling.draw import estimate_of, guided, noise_of
+from kairos.sampling.draw import Guidance, estimate_of, guided, noise_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
 
@@ -73,7 +73,7 @@ class Drawn:
         self.scheduler = resolved(named(SCHEDULERS, scheme), plain["diffusion"]["process"])
         self.grid = places(self.process, steps, self.scheduler)
         conditions = {name: torch.arange(batch, device=device) % 10 for name in plain["model"]["conditions"]}
-        self.predict = guided(self.process, network.to(device).eval(), conditions, CLASSES, guidance)
+        self.predict = guided(self.process, network.to(device).eval(), conditions, CLASSES, Guidance(guidance))
         self.noise = noise_of(0, range(batch), shape, device)
         self.x_t = self.noise(0).float()
         self.t = self.process.times(torch.full((batch,), 0.5, dtype=torch.float64)).to(device)

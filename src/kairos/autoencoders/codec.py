@@ -11,9 +11,10 @@ from kairos.errors import ConfigError, KairosError
 from kairos.files import check_files, open_record, read_json
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, AutoencoderTiny
+    from diffusers import AutoencoderKL, AutoencoderTiny, VQModel
 
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")  # a diffusers folder
+KINDS = ("AutoencoderKL", "AutoencoderTiny", "VQModel")
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ class Codec:
 
 @dataclass(frozen=True)
 class AutoencoderCodec(Codec):
-    """An AutoencoderKL or AutoencoderTiny of diffusers.
+    """An AutoencoderKL, AutoencoderTiny or VQModel of diffusers.
+
+    What a VQModel encodes is the vector before quantisation (LDM's `VQModelInterface`); decoding quantises.
 
     `grey`: the images have one channel and the autoencoder three; grey is repeated before encoding and the three
     channels are averaged after decoding.
     """
 
-    model: "AutoencoderKL | AutoencoderTiny"
+    model: "AutoencoderKL | AutoencoderTiny | VQModel"
     device: torch.device
     grey: bool
 
@@ -55,7 +58,7 @@ class AutoencoderCodec(Codec):
         """Images (n, C, H, W) in [-1, 1] to mean and log-variance (n, c, h, w), None without a variance."""
         images = images.to(self.device)
         encoded = self.model.encode(images.expand(-1, 3, -1, -1) if self.grey else images)
-        if hasattr(encoded, "latents"):  # AutoencoderTiny
+        if hasattr(encoded, "latents"):  # AutoencoderTiny, VQModel
             return encoded.latents, None
         return encoded.latent_dist.mean, encoded.latent_dist.logvar
 
@@ -92,8 +95,8 @@ def wrap(model: Any, manifest: dict[str, Any], device: torch.device | str) -> Au
 def load_model(folder: Path | str) -> Any:
     """The diffusers autoencoder in a folder, in float32, its class as its config.json says."""
     name = read_json(Path(folder) / "config.json").get("_class_name")
-    if name not in ("AutoencoderKL", "AutoencoderTiny"):
-        raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: AutoencoderKL or AutoencoderTiny")
+    if name not in KINDS:
+        raise ConfigError(f"autoencoder.path: {folder} holds {name!r}, allowed: {', '.join(KINDS)}")
     import diffusers
 
     diffusers.logging.set_verbosity_error()  # it warns of a field that every AutoencoderTiny it saved itself has

@@ -15,14 +15,14 @@ import torch
 from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import Rows, blocks, create_array
 from kairos.data.captions import open_text
-from kairos.data.dataset import PreparedDataset
+from kairos.data.dataset import PreparedDataset, low_resolution
 from kairos.data.growing import begin, grow, publish
 from kairos.errors import ConfigError, KairosError
 from kairos.files import check_files, open_record, sha256_file, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
 from kairos.shards import AGAIN, Shard, in_order
 
-_ARRAYS = ("mean.npy", "logvar.npy", "mean_flipped.npy", "logvar_flipped.npy")
+_ARRAYS = [f"{name}{suffix}.npy" for suffix in ("", "_flipped") for name in ("mean", "logvar", "low_mean")]
 
 
 def encode(
@@ -33,6 +33,7 @@ def encode(
     batch_size: int,
     shard: Shard | None = None,
     parts: Sequence[Path] = (),
+    factor: int | None = None,
     text: Path | None = None,
 ) -> dict[str, Any]:
     """Encode a data set, write the folder and return its manifest.
@@ -41,9 +42,11 @@ def encode(
         flips: the horizontally flipped images too.
         shard: the part that is encoded; None: all images.
         parts: folders of all shards, which are joined; none: the images are encoded.
+        factor: of the images of low resolution that are a condition; None: none are.
         text: folder of stage text, whose states a training reads beside the latents; None: there is none.
 
     Raises:
+        ConfigError: the factor does not divide the images' sides.
         KairosError: the autoencoder is for images of another shape, or a part cannot be used; the message names it.
     """
     if list(dataset.shape) != codec.manifest["image_shape"]:
@@ -51,11 +54,17 @@ def encode(
             f"the autoencoder is for images of shape {codec.manifest['image_shape']} (channels, height, width), the "
             f"data set has {list(dataset.shape)}; make it again with: kairos autoencoder"
         )
+    if any(side % (factor or 1) for side in dataset.shape[1:]):
+        raise ConfigError(
+            f"dataset.low_resolution: got {factor}, allowed: a divisor of both sides of the images, "
+            f"{dataset.shape[1]}×{dataset.shape[2]}"
+        )
     identity = {
         "autoencoder": codec.manifest["sha256"],
         "dataset": dataset.manifest["content_sha256"],
         "flips": flips,
         "batch_size": batch_size,
+        "low_resolution": factor,
         "threads": torch.get_num_threads(),
         "code": fingerprint([__name__]),
     }
@@ -71,13 +80,19 @@ def encode(
         else:
             files = _encode_moments(dataset, codec, partial, identity, rows)
         publish(out, files)
+    conditions = dict(dataset.manifest["conditions"])
+    if factor:
+        shape = codec.manifest["latent_shape"]
+        conditions["low_resolution"] = {"kind": "image", "shape": shape, "factor": factor}
+    if text:
+        conditions["text"] = told["condition"]
     manifest = {
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
         "count": len(dataset.images),
         **{name: codec.manifest[name] for name in ("scaling_factor", "shift_factor")},
         "flips": flips,
-        "conditions": {**dataset.manifest["conditions"], **({"text": told["condition"]} if text else {})},
+        "conditions": conditions,
         **({"text_sha256": told["content_sha256"]} if text else {}),
         "autoencoder_sha256": codec.manifest["sha256"],
         "dataset_sha256": dataset.manifest["content_sha256"],
@@ -129,19 +144,23 @@ def _encode_moments(
     dataset: PreparedDataset, codec: Codec, partial: Path, identity: dict[str, Any], rows: range
 ) -> dict[str, str]:
     """Fill the arrays of the images `rows` in a private folder and return the hash of each."""
-    first = zip(("mean", "logvar"), codec.encode(dataset.tensor([0])))
-    moments = [name for name, values in first if values is not None]
-    suffixes = ("", "_flipped")[: 1 + identity["flips"]]
+    factor, suffixes = identity["low_resolution"], ("", "_flipped")[: 1 + identity["flips"]]
     row = (tuple(codec.manifest["latent_shape"]), np.float32)
 
     def compute(numbers: np.ndarray) -> dict[str, np.ndarray]:
         images, found = dataset.tensor(numbers), {}
         for suffix in suffixes:
-            batch = images.flip(3) if suffix else images
-            for name, values in zip(moments, codec.encode(batch)):
-                assert values is not None
+            for name, values in _moments(codec, images.flip(3) if suffix else images, factor).items():
                 found[name + suffix] = values.float().cpu().numpy()
         return found
 
-    arrays = {name + suffix: row for suffix in suffixes for name in moments}
+    names = list(_moments(codec, dataset.tensor([0]), factor))
+    arrays = {name + suffix: row for suffix in suffixes for name in names}
     return grow(partial, identity, arrays, rows, identity["batch_size"], compute, "encode", "image")
+
+
+def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str, torch.Tensor]:
+    """What is kept of images (n, C, H, W), each (n, c, h, w), by the names of the arrays."""
+    mean, logvar = codec.encode(images)
+    found = {"mean": mean} | ({} if logvar is None else {"logvar": logvar})
+    return found | ({"low_mean": codec.encode(low_resolution(images, factor))[0]} if factor else {})

@@ -1,4 +1,4 @@
-"""A pretrained autoencoder of diffusers (AutoencoderKL or AutoencoderTiny), from a folder or the Hugging Face hub."""
+"""A pretrained autoencoder of diffusers (see `codec.KINDS`), from a folder or the Hugging Face hub."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ def fetch(config: AutoencoderConfig) -> Any:
             raise ConfigError(f"autoencoder.path: folder {path!r} lacks {' and '.join(missing)} (a diffusers folder)")
         return load_model(path)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ConfigError(f"autoencoder.path: got {path!r}, allowed: a folder that exists, or a hub id OWNER/NAME")
+        raise ConfigError(
+            f"autoencoder.path: got {path!r}, allowed: a diffusers folder ({' and '.join(FILES)}), or a hub id "
+            "OWNER/NAME"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

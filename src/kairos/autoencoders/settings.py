@@ -11,7 +11,15 @@ class AutoencoderConfig(Section):
     """The space that the diffusion model works in."""
 
     kind: Literal["none", "train", "pretrained"] = Field("none", description="pixels, our own, or from diffusers")
-    path: str | None = Field(None, description="pretrained: folder or hub id of an AutoencoderKL or AutoencoderTiny")
+    path: str | None = Field(
+        None, description="pretrained: folder or hub id of an AutoencoderKL, AutoencoderTiny or VQModel"
+    )
+    scaling: float | None = Field(
+        None,
+        gt=0,
+        description="pretrained: factor from its latents to x0, such as 0.18215 (SD's KL-f8), 0.23010 (U-ViT's COCO), "
+        "1 (LDM's VQ-f4); null: its config's, but 1 for a VQModel that has diffusers' default",
+    )
     latent_channels: int = Field(4, ge=1, le=64, description="train: channels of the latents")
     channels: list[int] = Field([32, 64], min_length=1, description="train: width per level; each further level halves")
     layers: int = Field(1, ge=1, le=4, description="train: residual blocks per level")
@@ -27,4 +35,6 @@ class AutoencoderConfig(Section):
     def _path_where_needed(self) -> "AutoencoderConfig":
         if self.kind == "pretrained" and not self.path:
             raise ValueError("autoencoder.path: got null, allowed: folder or hub id of the pretrained autoencoder")
+        if self.kind != "pretrained" and self.scaling:
+            raise ValueError(f"autoencoder.scaling: got {self.scaling}, allowed: null with kind {self.kind}")
         return self

@@ -15,6 +15,7 @@ from kairos.errors import ConfigError
 from kairos.files import sha256_file, sha256_json, write_json, write_text, write_weights
 
 _PSNR_IMAGES = 512  # of the held-out ones, at most; of the training images where none are held out
+_UNSET = 0.18215  # VQModel's scaling factor where nobody chose one: it is SD's, and no VQModel's
 _STATE = ".state.pt"  # checkpoint of a training that was killed
 
 
@@ -77,6 +78,9 @@ def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
             f"autoencoder.path: {config.path!r} takes {model.config.in_channels} channels, the images have "
             f"{dataset.shape[0]}; set dataset.color"
         )
+    unset = type(model).__name__ == "VQModel" and model.config.scaling_factor == _UNSET
+    if config.scaling or unset:
+        model.register_to_config(scaling_factor=config.scaling or 1.0)
     return model
 
 

@@ -97,7 +97,8 @@ def _encode(arguments: Any, experiment: Any, dataset: Any, autoencoder: Path, ou
     codec = load_codec(autoencoder, device)
     clock.work_begins()
     size, flips = experiment.autoencoder.encode_batch_size, experiment.dataset.flips
-    manifest = encode(dataset, codec, out, flips, size, arguments.shard, arguments.part, arguments.text)
+    factor, text = experiment.dataset.low_resolution, arguments.text
+    manifest = encode(dataset, codec, out, flips, size, arguments.shard, arguments.part, factor, text)
     if arguments.shard is not None:
         return "images {first} to {end}, part {number} of {of}".format(**manifest["shard"]), {}
     shape, flipped = "×".join(map(str, manifest["shape"])), ", flipped ones too" if manifest["flips"] else ""

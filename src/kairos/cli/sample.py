@@ -1,6 +1,7 @@
 """``kairos sample``."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("--num", type=int, required=True, metavar="N", help="number of images")
     add("--seed", type=int, metavar="S", help="seed of the images")
     add("--weights", choices=("ema", "raw"), help="which weights")
-    scheme = "ddpm, ddim, euler, heun, or with options as in an experiment file: '{name: ddim, spacing: leading}'"
+    scheme = "ddpm, ddim, dpm_solver, euler, heun, or with options as in an experiment file: '{name: ddim, eta: 1}'"
     add("--scheduler", metavar="NAME", help=scheme)
     add("--steps", type=int, metavar="N", help="intervals of the grid from noise to the image")
     add("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1: none")
+    add("--guidance-channels", metavar="K", help="only the first K channels are guided; null: all")
+    add("--guidance-power", metavar="P", help="power-cosine guidance, none at noise; null: constant")
+    add("--guidance-interval", metavar="[A,B]", help="least and most noise over signal that is guided; null: all")
     add("--precision", choices=("fp32", "tf32", "bf16"), help="of the network")
     add("--batch-size", type=int, metavar="N", help="images per network evaluation")
     add("--labels", choices=("balanced", "data"), help="classes alike, or as often as in the training data")
@@ -51,14 +55,31 @@ def run(arguments: argparse.Namespace) -> None:
     write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))
 
 
+def _plain(text: str) -> Any:
+    """A value as JSON, which the workflow writes, or YAML, for which 1e-05 is a text."""
+    import yaml
+
+    try:
+        return json.loads(text)
+    except ValueError:
+        return yaml.safe_load(text)
+
+
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     import yaml
 
-    same = ("weights", "scheduler", "steps", "guidance_scale", "precision", "batch_size", "labels")
+    same = ("weights", "steps", "guidance_scale", "precision", "batch_size", "labels")
     values = {name: getattr(arguments, name) for name in same} | {"grid": arguments.grid_images}
-    if (given := arguments.scheduler) is not None:
-        try:
-            values["scheduler"] = yaml.safe_load(given)
-        except yaml.YAMLError:
-            raise ConfigError(f"--scheduler: got {given!r}, allowed: a name or {{name: ..., options}}") from None
-    return {key: value for key, value in values.items() if value is not None}
+    values = {key: value for key, value in values.items() if value is not None}
+    allowed = {
+        "scheduler": "a name or {name: ..., options}",
+        **dict.fromkeys(("guidance_channels", "guidance_power"), "a number or null"),
+        "guidance_interval": "[least, most] or null",
+    }
+    for name, meant in allowed.items():
+        if (given := getattr(arguments, name)) is not None:
+            try:
+                values[name] = _plain(given)
+            except yaml.YAMLError:
+                raise ConfigError(f"--{name.replace('_', '-')}: got {given!r}, allowed: {meant}") from None
+    return values

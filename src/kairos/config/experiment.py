@@ -16,7 +16,7 @@ from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
-from kairos.diffusion.registries import CELLS
+from kairos.diffusion.registries import CELLS, LOSSES
 from kairos.errors import ConfigError
 from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
@@ -117,7 +117,14 @@ class Experiment(Section):
                 f"sampling.shards: got {self.sampling.shards}, allowed: at most {-(-images // size)}, the batches "
                 f"(sampling.batch_size {size}) that the {images} images of a milestone are drawn in"
             )
-        process = self.diffusion.process
+        process, losses = self.diffusion.process, [loss["name"] for loss in self.diffusion.losses]
+        masked = [name for name in losses if LOSSES.entry(name).facts.get("masked")]
+        if masked and not MODELS.entry(self.model["name"]).facts.get("masks"):
+            able = [name for name, entry in MODELS.items() if entry.facts.get("masks")]
+            raise ValueError(
+                f"diffusion.losses: got {masked[0]} with model {self.model['name']}, allowed: with a model that hides "
+                f"tokens: {', '.join(able) or 'none is known'}"
+            )
         timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
         shown = process["timesteps"] + process.get("first_index", 0) if "timesteps" in process else math.inf
         if self.model.get("timesteps", math.inf) < shown:
@@ -135,6 +142,15 @@ class Experiment(Section):
             self.sampling.check_fits(self.diffusion.model_dump(), conditions, self.training.condition_dropout)
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        taken, factor = "low_resolution" in conditions, self.dataset.low_resolution
+        if taken != (factor is not None):
+            raise ValueError(
+                f"dataset.low_resolution: got {factor}, allowed: "
+                + ("a number, since model.conditions has" if taken else "null, since model.conditions has no")
+                + " low_resolution"
+            )
+        if not taken and any(metric["name"] == "psnr" for metric in self.evaluation.metrics or ()):
+            raise ValueError("evaluation.metrics: got psnr, allowed where model.conditions has low_resolution")
         return self
 
     @model_validator(mode="after")

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from kairos.diffusion.registries import LOSSES, PROCESSES, chosen_prediction
+from kairos.diffusion.registries import LOSSES, PROCESSES, check_losses, chosen_prediction
 from kairos.errors import ConfigError
 from kairos.section import Section, component
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
@@ -31,6 +31,14 @@ class DiffusionConfig(Section):
             return chosen_prediction(process["name"], value)
         except ConfigError as error:
             raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _variance_is_trained(self) -> "DiffusionConfig":
+        try:
+            check_losses(self.losses, self.process)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
 
 
 class MethodConfig(Section):

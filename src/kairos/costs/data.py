@@ -71,9 +71,10 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
     found, arrays = image, 2
     if autoencoder.kind == "pretrained":
         config = _pretrained(str(autoencoder.path))
-        arrays = 1 if config.get("_class_name") == "AutoencoderTiny" else 2
+        arrays = 1 if config.get("_class_name") in ("AutoencoderTiny", "VQModel") else 2
         levels = config.get("block_out_channels") or config.get("encoder_block_out_channels")
-        found = _latent(image, config["latent_channels"], levels) if config else None
+        channels = config.get("vq_embed_dim") or config.get("latent_channels", 0)
+        found = _latent(image, channels, levels) if config else None
     elif autoencoder.kind == "train":
         found = _latent(image, autoencoder.latent_channels, autoencoder.channels)
     encoded = _record(results / "latents")
@@ -83,8 +84,9 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
             "the shape of what the network is trained on is not known yet: set dataset.resolution (a pretrained "
             "autoencoder has to be fetched as well), run kairos prepare and encode, or give --shape C H W"
         )
+    arrays += experiment.dataset.low_resolution is not None
     moments = 0 if autoencoder.kind == "none" else arrays * (1 + experiment.dataset.flips)
-    told, captions = _conditions(experiment, record, results, classes), record.get("captions", {}).get("count")
+    told, captions = _conditions(experiment, record, results, classes, shape), record.get("captions", {}).get("count")
     return Data(image, shape, images, train, told, moments, known, captions)
 
 
@@ -140,10 +142,10 @@ def _text(config: TextEncoderConfig, results: Path) -> dict[str, Any] | None:
 
 
 def _conditions(
-    experiment: Experiment, record: dict[str, Any], results: Path, classes: int | None
+    experiment: Experiment, record: dict[str, Any], results: Path, classes: int | None, x0: Shape
 ) -> dict[str, dict[str, Any]]:
     wanted = experiment.model.get("conditions") or []
-    known = dict(record.get("conditions", {}))
+    known = {"low_resolution": {"kind": "image", "shape": list(x0)}, **record.get("conditions", {})}
     if experiment.text_encoder is not None and (text := _text(experiment.text_encoder, results)):
         known["text"] = text
     if classes is None and experiment.dataset.source == "digits":

@@ -1,6 +1,6 @@
 """An experiment's cost as a whole: jobs, operations, memory, storage, time, and what an interruption takes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from kairos.costs.network import Network, measure
 from kairos.costs.passes import Passes, passes
 from kairos.costs.rate import Rate
 from kairos.costs.storage import memory, storage
+from kairos.diffusion.processes import build_process
+from kairos.diffusion.registries import LOSSES
 from kairos.workflow.layout import Layout
 from kairos.workflow.resources import gpus
 
@@ -107,13 +109,14 @@ def estimate(
     data = describe(experiment, results, x0, classes)
     share = -(-training.batch_size // training.processes)
     samples = min(training.microbatch or share, share)
-    network = measure(experiment.model, data.x0, data.conditions, samples, training.precision)
-    microbatches = -(-share // samples)
+    outputs = build_process(plain["diffusion"], sigma_data=1.0).channels(data.x0[0])
+    network = measure(experiment.model, data.x0, data.conditions, samples, training.precision, outputs)
+    microbatches, batch = -(-share // samples), training.batch_size
+    if any(LOSSES.entry(loss["name"]).facts.get("masked") for loss in plain["diffusion"]["losses"]):  # at most twice
+        batch, network = 2 * batch, replace(network, activations=2 * network.activations, traffic=2 * network.traffic)
     forward, both = network.forward / samples, (network.forward + network.backward) / samples
     extras = {name: passes(plain, name, data.x0[0]) for name in experiment.methods}
-    operations = {
-        name: (training.batch_size + extra.gradient) * both + extra.forward * forward for name, extra in extras.items()
-    }
+    operations = {name: (batch + extra.gradient) * both + extra.forward * forward for name, extra in extras.items()}
     rate = rates.given(operations, training.processes, steps_per_second, tflops, utilisation)
     rate = rate or rates.measured(results, operations, training.processes)
     times = {name: _times(experiment, rate, name, forward) if rate else {} for name in extras}
@@ -123,7 +126,7 @@ def estimate(
         data=data,
         network=network,
         microbatches=microbatches,
-        operations=training.batch_size * both,
+        operations=batch * both,
         # Adam reads weights, gradients and two moments and writes all but the gradients; the norm and the EMA: six more
         traffic=network.traffic * microbatches + 13 * network.parameters * network.value_bytes,
         memory=memory(network, training.processes),

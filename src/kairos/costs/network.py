@@ -39,7 +39,12 @@ class Network:
 
 
 def measure(
-    model: dict[str, Any], x0: Shape, conditions: dict[str, dict[str, Any]], samples: int, precision: str = "fp32"
+    model: dict[str, Any],
+    x0: Shape,
+    conditions: dict[str, dict[str, Any]],
+    samples: int,
+    precision: str = "fp32",
+    outputs: int | None = None,
 ) -> Network:
     """Count a pass. In fp64 every number of fp32 takes twice the bytes.
 
@@ -49,6 +54,7 @@ def measure(
         conditions: descriptions of the conditions that the network takes.
         samples: images in the pass.
         precision: as in section `training`.
+        outputs: channels of what it gives; None: those of x0.
 
     Raises:
         KairosError: the model does not fit x0.
@@ -83,7 +89,7 @@ def measure(
     MODELS.entry(model["name"]).load()  # imports must find torch as it is
     traffic, forward, backward = Traffic(), FlopCounterMode(display=False), FlopCounterMode(display=False)
     with FakeTensorMode():
-        network = models.build(model, x0, conditions).train()
+        network = models.build(model, x0, conditions, outputs).train()
         if precision == "bf16":  # a GPU normalises in float32, a processor, which these tensors are said to be on, not
             for part in network.modules():
                 if isinstance(part, torch.nn.GroupNorm):

@@ -89,12 +89,15 @@ class Batches:
         which = None
         if "text" in self.conditions:  # a caption per visit
             which = Stream(self.seed, "captions").integers(step, 2**32, self.index).numpy()
-        rows, conditions = self.latents.rows(index, flips), self.latents.conditions(index, flips, which)
-        return _pinned(rows, self.device), _pinned({name: conditions[name] for name in self.conditions}, self.device)
+        rows, stored = self.latents.rows(index, flips), self.latents.stored_conditions(index, flips, which)
+        conditions = {name: stored[name] for name in self.conditions if name in stored}
+        return _pinned(rows, self.device), _pinned(conditions, self.device)
 
     def _on_device(self, step: int, rows: dict[str, Tensor], conditions: dict[str, Tensor]) -> Batch:
         rows = {name: values.to(self.device, non_blocking=True) for name, values in rows.items()}
         conditions = {name: values.to(self.device, non_blocking=True) for name, values in conditions.items()}
+        if "low_resolution" in self.conditions:
+            conditions["low_resolution"] = self.latents.low_resolution(rows)
         noise = None
         if self.latents.stochastic:
             noise = Stream(self.seed, "latents").normal(step, self.index, self.latents.shape, self.device)

@@ -60,6 +60,13 @@ def scaled(images: "torch.Tensor") -> "torch.Tensor":
     return images.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1
 
 
+def low_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
+    """Images (n, channels, height, width) made smaller by area and enlarged again, bilinearly (ADM's SuperResModel)."""
+    from torch.nn.functional import avg_pool2d, interpolate
+
+    return interpolate(avg_pool2d(images, factor), size=images.shape[2:], mode="bilinear")
+
+
 def to_uint8(images: "torch.Tensor") -> np.ndarray:
     """Float (n, channels, height, width) in [-1, 1], clipped, to uint8 (n, height, width, channels)."""
     pixels = ((images.float() + 1) * 127.5).round().clamp(0, 255).byte()

@@ -8,6 +8,8 @@ from PIL import Image, ImageOps
 
 from kairos.errors import KairosError
 
+RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.LANCZOS}
+
 
 def read_image(data: bytes | Path) -> Image.Image:
     """Decode an image file completely, upright as its EXIF orientation says.
@@ -23,20 +25,27 @@ def read_image(data: bytes | Path) -> Image.Image:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
-def to_pixels(image: Image.Image, color: str, crop: str, resolution: int | None, name: str) -> np.ndarray:
+def to_pixels(
+    image: Image.Image, color: str, crop: str, resolution: int | None, name: str, resample: str = "bicubic"
+) -> np.ndarray:
     """Bring a decoded image into the data set's form: uint8 (height, width, channels).
 
     Args:
         color: ``grey`` (1 channel) or ``rgb`` (3 channels).
         crop: ``center`` cuts the largest centred square out; ``pad`` sets the image in the middle of a black square of
-            side `resolution`, or of its own longer side; ``none`` wants square images.
-        resolution: side in pixels after resizing (bicubic with antialiasing), or None to keep the size.
+            side `resolution`, or of its own longer side; ``none`` wants square images; ``adm`` is ADM's (also DiT's,
+            U-ViT's and SpeeD's): halved by box while the short side has twice the resolution, resized, then cut.
+        resolution: side in pixels after resizing (with antialiasing), or None to keep the size.
         name: what messages call the image.
+        resample: the filter, of `RESAMPLING`.
 
     Raises:
         KairosError: the image is not square and nothing says to cut it, or too large to be padded.
     """
     image = _eight_bit(image).convert("L" if color == "grey" else "RGB")
+    if crop == "adm":
+        assert resolution is not None  # the section's own check
+        image = _resized_as_adm(image, resolution, resample)
     width, height = image.size
     if crop == "none" and width != height:
         raise KairosError(f"dataset.crop: {name} is {width}×{height} pixels, crop none takes square images only")
@@ -46,11 +55,19 @@ def to_pixels(image: Image.Image, color: str, crop: str, resolution: int | None,
             f"dataset.resolution: got {resolution} with crop pad, but {name} is {width}×{height} pixels; "
             "allowed: its longer side or more"
         )
-    left, top = int((width - side) / 2), int((height - side) / 2)
+    left, top = int((width - side) / 2), int((height - side) / 2)  # adm: never negative, so as its own // 2
     image = image.crop((left, top, left + side, top + side))  # black where that is beyond its edges
     if resolution is not None and image.size != (resolution, resolution):
-        image = image.resize((resolution, resolution), Image.Resampling.BICUBIC)
+        image = image.resize((resolution, resolution), RESAMPLING[resample])
     return np.atleast_3d(np.asarray(image))
+
+
+def _resized_as_adm(image: Image.Image, side: int, resample: str) -> Image.Image:
+    """Short side `side` (ADM's image_datasets.py, center_crop_arr)."""
+    while min(image.size) >= 2 * side:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = side / min(image.size)
+    return image.resize((round(image.width * scale), round(image.height * scale)), RESAMPLING[resample])
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

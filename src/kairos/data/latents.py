@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kairos.data.arrays import Rows, read_array
 from kairos.data.captions import Text, open_text
-from kairos.data.dataset import PreparedDataset, open_dataset, scaled
+from kairos.data.dataset import PreparedDataset, low_resolution, open_dataset, scaled
 from kairos.errors import KairosError
 from kairos.files import open_record
 
@@ -25,8 +25,8 @@ class Latents:
     Attributes:
         manifest: the record of stage encode.
         dataset: the data set that was encoded.
-        moments: array files of float32 (count, c, h, w) by name (mean, logvar, mean_flipped, logvar_flipped); empty for
-            pixels.
+        moments: array files of float32 (count, c, h, w) by name (mean, logvar; low_mean of images in low resolution;
+            each of the flipped images, mean_flipped ...); empty for pixels.
         text: states of the captions, where they were encoded.
     """
 
@@ -70,7 +70,9 @@ class Latents:
         return kinds
 
     def rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
-        """What x0 of some images is made of, by name, each row read once: moments, or pixels (n, h, w, c) uint8.
+        """What x0 of some images is made of, and what they look like in low resolution, each row read once.
+
+        By name: moments, or pixels (n, h, w, c) uint8.
 
         Args:
             indices: which images, (n,).
@@ -88,7 +90,7 @@ class Latents:
             pixels[flips] = pixels[flips, :, ::-1]
             return {"pixels": torch.from_numpy(pixels)}
         rows = {}
-        for name in ("mean", "logvar")[: 1 + self.stochastic]:
+        for name in filter(self.moments.__contains__, ("mean", "logvar", "low_mean")):
             values = np.empty((len(indices), *self.shape), np.float32)
             values[~flips] = self.moments[name][indices[~flips]]
             if flips.any():
@@ -107,6 +109,15 @@ class Latents:
         z = scaled(rows["pixels"]) if "pixels" in rows else rows["mean"]
         if noise is not None and self.stochastic:
             z = z + (0.5 * rows["logvar"]).exp() * noise
+        return self._in_model_space(z)
+
+    def low_resolution(self, rows: dict[str, Tensor]) -> Tensor:
+        """The images in low resolution, in the space and size of x0, float32 (n, c, h, w); arguments as of `x0`."""
+        if "low_mean" in rows:
+            return self._in_model_space(rows["low_mean"])
+        return low_resolution(scaled(rows["pixels"]), self.condition_kinds["low_resolution"]["factor"])
+
+    def _in_model_space(self, z: Tensor) -> Tensor:
         return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
     def batch(self, indices: Any, flips: np.ndarray | None = None, noise: Tensor | None = None) -> Tensor:
@@ -120,6 +131,15 @@ class Latents:
 
         `which` of its captions an image is told of: any int64 (n,), going round; None: the first.
         """
+        found = self.stored_conditions(indices, flips, which)
+        if "low_resolution" in self.condition_kinds:
+            found["low_resolution"] = self.low_resolution(self.rows(indices, flips))
+        return found
+
+    def stored_conditions(
+        self, indices: Any, flips: np.ndarray | None = None, which: np.ndarray | None = None
+    ) -> dict[str, Tensor]:
+        """Those of the conditions that are read from files of their own, and not made of the images."""
         indices, found = np.asarray(indices), {}
         for name, values in self.dataset.conditions.items():
             rows = values[indices]

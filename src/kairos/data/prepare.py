@@ -137,7 +137,7 @@ def _look_at(
             say(f"prepare: skipped {name} ({error})")
             progress.advance()
             continue
-        pixels = to_pixels(image, config.color, config.crop, config.resolution, name)
+        pixels = to_pixels(image, config.color, config.crop, config.resolution, name, config.resample)
         if sums is None:
             shape, sums = pixels.shape, np.empty((len(chosen), 2, pixels.shape[2]), np.int64)
             if config.store != "refer":

@@ -58,7 +58,7 @@ class ReferredImages:
             image = self._source.read(number)
         except ValueError as error:
             raise DamagedError(f"{name} cannot be read any more ({error}); {_AGAIN}") from None
-        pixels = to_pixels(image, config.color, config.crop, config.resolution, name)
+        pixels = to_pixels(image, config.color, config.crop, config.resolution, name, config.resample)
         if pixels.shape != self.shape[1:] or (checksum(pixels) != self._checksums[row]).any():
             raise DamagedError(f"{name} has changed since kairos prepare; {_AGAIN}")
         return pixels

@@ -1,4 +1,4 @@
-"""Where images come from: scikit-learn's digits, a folder, parquet files, the Hugging Face hub.
+"""Where images come from: scikit-learn's digits, a folder, a zip, parquet files, the Hugging Face hub.
 
 A source knows how many images it has and reads one by its number, so that a random subset reads no other. Images are
 decoded by us, not by the library that stores them, so that a broken one can be named.
@@ -7,6 +7,7 @@ decoded by us, not by the library that stores them, so that a broken one can be 
 import glob
 import os
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +16,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from kairos.data.archives import SUFFIXES, Archive, listed
 from kairos.data.captions import Missing, in_table, with_captions
 from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError, KairosError
 
 _REOPENED = 512  # images that are read before a table is opened anew
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 @dataclass(frozen=True)
@@ -56,20 +57,29 @@ def open_source(config: DatasetConfig) -> Source:
     """The source that an experiment's section `dataset` names.
 
     Raises:
-        ConfigError: the folder, file, data set or column does not exist, or holds no image; or the classes of held-out
-            images with a place of their own are no classes of the others.
+        ConfigError: the folder, file, data set or column does not exist, or holds no image, or another number of them
+            than `dataset.images`; or the classes of held-out images with a place of their own are no classes of the
+            others; or a list names images that are trained on.
     """
-    opener = {"digits": _digits, "folder": _folder, "parquet": _parquet, "hub": _hub}[config.source]
+    opener = {"digits": _digits, "folder": _folder, "zip": _zip, "parquet": _parquet, "hub": _hub}[config.source]
     source, *heldout = config.parts
     opened = with_captions(opener(source), source)
+    config.check_count(opened.count)
     try:
-        if not heldout:
-            return opened
-        other = with_captions(opener(heldout[0]), heldout[0])
-        return _with_heldout(opened, other, config.heldout_captions is None)
+        held = with_captions(opener(heldout[0]), heldout[0]) if heldout else None
     except KairosError as error:
-        said = str(error).replace("dataset.path", "dataset.heldout", 1)
+        said = re.sub(r"dataset\.(path|files)", "dataset.heldout", str(error), count=1)
         raise type(error)(said.replace("dataset.captions", "dataset.heldout_captions", 1)) from None
+    if held is None:
+        return opened
+    if config.files:  # names in one folder or zip
+        names = [set(map(part.name, range(part.count))) for part in (opened, held)]
+        if both := sorted(names[0] & names[1]):
+            raise ConfigError(
+                f"dataset.heldout: {config.heldout} and dataset.files both name {both[0]!r} ({len(both)} such files), "
+                "allowed: images that are not trained on"
+            )
+    return _with_heldout(opened, held, config.heldout_captions is None)
 
 
 def _with_heldout(one: Source, other: Source, same: bool) -> Source:
@@ -125,7 +135,17 @@ def folder_files(config: DatasetConfig) -> tuple[list[str], list[str]]:
     if not names:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
     kinds = [name.split("/")[0] for name in names]
-    return names, kinds if all("/" in name for name in names) and len(set(kinds)) > 1 else []
+    kinds = kinds if all("/" in name for name in names) and len(set(kinds)) > 1 else []
+    return listed(config, names, kinds)
+
+
+def _zip(config: DatasetConfig) -> Source:
+    """The images in a zip, read where they lie in it; their classes are those of its dataset.json."""
+    archive = Archive(config)
+    names, labels = listed(config, *archive.images())
+    classes = list(map(str, range(max(labels) + 1))) if labels else None
+    numbers = np.array(labels, np.int64) if labels else None
+    return Source(len(names), lambda index: read_image(archive.read(names[index])), names.__getitem__, numbers, classes)
 
 
 def _numbered(names: list[str]) -> tuple[np.ndarray, list[str]]:

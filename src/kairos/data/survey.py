@@ -35,12 +35,17 @@ def survey(config: DatasetConfig) -> Survey:
     """What is known of a data set.
 
     With `dataset.limit`, the smallest class is given as a random subset has it on average. Broken images are counted.
+
+    Raises:
+        ConfigError: it is known that their number is not `dataset.images`.
     """
     try:
-        looks = {"digits": lambda _: (_DIGITS, _RAREST), "folder": _folder, "parquet": _parquet, "hub": _hub}
+        looks: dict[str, Any] = {"folder": _folder, "zip": _zip, "parquet": _parquet, "hub": _hub}
+        looks["digits"] = lambda _: (_DIGITS, _RAREST)
         count, smallest = looks[config.source](config)
     except (ConfigError, OSError, ValueError, LookupError) as error:  # arrow's own errors are of the latter kinds
         return Survey(unknown=" ".join(str(error).split()))
+    config.check_count(count)
     kept = min(count, config.limit or count)
     heldout = 0 if isinstance(config.heldout, str) else config.held_out(kept)
     return Survey(kept - heldout, smallest and smallest * kept // count)
@@ -51,6 +56,13 @@ def _folder(config: DatasetConfig) -> tuple[int, int | None]:
 
     names, classes = folder_files(config)
     return len(names), min(Counter(classes).values(), default=None)
+
+
+def _zip(config: DatasetConfig) -> tuple[int, int | None]:
+    from kairos.data.archives import Archive, listed
+
+    names, labels = listed(config, *Archive(config).images())
+    return len(names), min(Counter(labels).values(), default=None)
 
 
 def _parquet(config: DatasetConfig) -> tuple[int, int | None]:

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos.diffusion.processes import Discrete, Edm, Flow, Vp
+from kairos.diffusion.processes import Discrete, Edm, Fdm, Flow, Vp
 from kairos.diffusion.registries import DiscreteOptions
 from kairos.diffusion.schedule import PREDICTIONS, SCHEDULES, Array, NoiseSchedule
 from kairos.errors import ConfigError
 
-CONTINUOUS = {"edm": Edm, "flow": Flow, "vp": Vp}
+CONTINUOUS = {"edm": Edm, "fdm": Fdm, "flow": Flow, "vp": Vp}
 _DIFFUSERS = {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}
 
 

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kairos.diffusion.registries import CELLS, PROCESSES, DiscreteOptions, EdmOptions, FlowOptions, VpOptions
+from kairos.diffusion.registries import (
+    CELLS,
+    PROCESSES,
+    DiscreteOptions,
+    EdmOptions,
+    FdmOptions,
+    FlowOptions,
+    VpOptions,
+)
 from kairos.diffusion.schedule import NoiseSchedule, make_schedule
 from kairos.errors import ConfigError
 from kairos.options import parse
@@ -90,8 +98,12 @@ class Process:
         return channels
 
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
-        """The network's prediction at t; preconditioned processes scale its input and output here."""
+        """The network's prediction at t, all its channels; preconditioned processes scale input and output here."""
         return call(network, x_t, self._shown(t, x_t), conditions)
+
+    def mean(self, output: Tensor, like: Tensor) -> Tensor:
+        """The channels of an output that are the prediction, shape of `like`; those behind them are its variance."""
+        return output if output.shape == like.shape else output[:, : like.shape[1]]
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """What the prediction should be, shape of x0."""
@@ -145,7 +157,9 @@ class Discrete(Process):
     """The discrete Gaussian process of DDPM (Ho et al. 2020): t = 0 ... T-1."""
 
     def __init__(self, options: DiscreteOptions | NoiseSchedule, prediction: str = "epsilon"):
-        self.schedule = options if isinstance(options, NoiseSchedule) else make_schedule(**asdict(options))
+        named = {"first_index": 0} if isinstance(options, NoiseSchedule) else asdict(options)
+        self._first = named.pop("first_index")
+        self.schedule = options if isinstance(options, NoiseSchedule) else make_schedule(**named)
         self.prediction = prediction
         self._tables: dict[Any, Any] = {}
 
@@ -168,7 +182,11 @@ class Discrete(Process):
         return self._tabled(t)[2][t]
 
     def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
-        return t  # an index, which networks embed in float32
+        return t + self._first  # an index, which networks embed in float32
+
+    def channels(self, channels: int) -> int:
+        """As many again where the variance is learned."""
+        return channels * (2 if self.schedule.variance == "learned_range" else 1)
 
     def _tabled(self, t: Any) -> tuple[Any, Any, Any]:
         """sqrt(alpha-bar), sqrt(1 - alpha-bar) and the SNR of all timesteps, each (T,), of numpy or where t is."""
@@ -184,7 +202,9 @@ class Discrete(Process):
         return self._tables[t.device]
 
     def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
-        """Of DDPMScheduler."""
+        """Of DDPMScheduler, where the network is shown what that counts from 0."""
+        if self._first:
+            return None
         names = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}
         return {
             "_class_name": "DDPMScheduler",
@@ -236,9 +256,31 @@ class Edm(Process):
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
         """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise): an estimate of x0."""
         data, total = self.sigma_data, t**2 + self.sigma_data**2
-        output = call(network, shaped(total**-0.5, x_t) * x_t, self._shown(t, x_t), conditions)
+        output = call(network, shaped(self._input_scale(t), x_t) * x_t, self._shown(t, x_t), conditions)
         skip, out = data**2 / total, self._sign * data * t * total**-0.5
         return shaped(skip, x_t) * x_t + shaped(out, x_t) * output
+
+    def _input_scale(self, t: Any) -> Any:
+        """c_in, which gives the network's input unit variance."""
+        return (t**2 + self.sigma_data**2) ** -0.5
+
+
+class Fdm(Edm):
+    """EDM with fast diffusion's momentum: c_in = s(sigma) = exp(-m B)(1 + m B) (Wu et al. 2023).
+
+    B is the integral of VP's beta up to the share that sigma is of the largest noise level, and s the mean of a
+    critically damped oscillator after the time m B.
+    """
+
+    def __init__(self, options: FdmOptions | None = None, prediction: str | None = None, **named: Any):
+        options = options or parse(FdmOptions, {"sigma_data": 0.5, "time_scale": 1.0, **named}, "process fdm")
+        super().__init__(options)
+        self._multiplier = options.multiplier
+
+    def _input_scale(self, t: Any) -> Any:
+        share = (t - self._low) / (self._low * self._ratio - self._low)
+        damped = self._multiplier * (0.1 * share + 19.9 * share**2 / 2)
+        return math.e**-damped * (1 + damped)
 
 
 class Flow(Process):

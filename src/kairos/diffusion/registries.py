@@ -1,11 +1,14 @@
 """Forward processes and loss terms by name."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from kairos.errors import ConfigError
 from kairos.options import option
 from kairos.registry import Registry
 
+VARIANCES = ("fixed_large", "fixed_small", "learned_range")
+ENDS = {"linear": (1e-4, 0.02), "quadratic": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}  # usual betas
 CELLS = 1000  # of a continuous process, on which strategies are shown and those of discrete processes stand
 
 
@@ -14,11 +17,24 @@ class DiscreteOptions:
     """A discrete Gaussian process (DDPM)."""
 
     timesteps: int = option(1000, "number of timesteps T", ge=2, le=100_000)
-    schedule: str = option("linear", "noise schedule", choices=("linear", "cosine", "quadratic"))
-    scale_betas: bool = option(True, "multiply the end points of linear and quadratic by 1000/T")
-    variance: str = option("fixed_large", "reverse variance in the VLB", choices=("fixed_large", "fixed_small"))
+    schedule: str = option("linear", "noise schedule", choices=("linear", "cosine", "quadratic", "scaled_linear"))
+    scale_betas: bool = option(True, "multiply the end points of beta by 1000/T")
+    variance: str = option("fixed_large", "reverse variance; learned_range: by twice the channels", choices=VARIANCES)
+    beta_start: float | None = option(None, "beta of the first timestep; null: the schedule's usual", gt=0, lt=1)
+    beta_end: float | None = option(None, "beta of the last timestep; null: the schedule's usual", gt=0, lt=1)
+    first_index: int = option(0, "what the network is shown of the first timestep; U-ViT on latents: 1", choices=(0, 1))
 
     predictions = ("epsilon", "x0", "v")
+
+    def __post_init__(self) -> None:
+        given = self.beta_start, self.beta_end
+        if self.schedule == "cosine" and any(given):
+            raise ValueError(
+                f"beta_start and beta_end: got {given[0]} and {given[1]} with schedule cosine, allowed: null"
+            )
+        first, last = (beta or usual for beta, usual in zip(given, ENDS.get(self.schedule, (0, 1))))
+        if first >= last:
+            raise ValueError(f"beta_start: got {first}, allowed: less than beta_end = {last}")
 
 
 @dataclass(frozen=True)
@@ -36,6 +52,13 @@ class EdmOptions:
             raise ValueError(
                 f"sigma_min and sigma_max: got {self.sigma_min} and {self.sigma_max}, allowed: 0 < min < max"
             )
+
+
+@dataclass(frozen=True)
+class FdmOptions(EdmOptions):
+    """The same with momentum in what the network sees."""
+
+    multiplier: float = option(2.0, "m of the momentum's time; published: 2 for CIFAR-10, else 1", gt=0)
 
 
 @dataclass(frozen=True)
@@ -61,6 +84,7 @@ class VpOptions:
 PROCESSES = Registry("process")
 PROCESSES.add("discrete", "kairos.diffusion.processes:Discrete", DiscreteOptions, "DDPM: T steps of Gaussian noise")
 PROCESSES.add("edm", "kairos.diffusion.processes:Edm", EdmOptions, "EDM: noise levels, preconditioned (estimates x0)")
+PROCESSES.add("fdm", "kairos.diffusion.processes:Fdm", FdmOptions, "EDM whose network's input has momentum (FDM)")
 PROCESSES.add("flow", "kairos.diffusion.processes:Flow", FlowOptions, "rectified flow: a straight path to noise")
 PROCESSES.add("vp", "kairos.diffusion.processes:Vp", VpOptions, "DDPM's process in continuous time")
 
@@ -88,6 +112,46 @@ class LossOptions:
     weighted: bool = option(True, "whether the strategy's weights multiply the term")
 
 
+@dataclass(frozen=True)
+class VbOptions(LossOptions):
+    """A term of the variance; T/1000 as its scale is improved DDPM's RESCALED_MSE."""
+
+    weighted: bool = option(False, "whether the strategy's weights multiply the term")
+
+
 LOSSES = Registry("loss")
 LOSSES.add("mse", "kairos.diffusion.losses:mse", LossOptions, "mean squared error of the prediction (simple loss)")
 LOSSES.add("vlb", "kairos.diffusion.losses:vlb", LossOptions, "the VLB term: c_t times the squared error of epsilon")
+# `variance`: trains a learned variance; `masked`: asks a backbone that hides tokens once more
+LOSSES.add("vb", "kairos.diffusion.losses:vb", VbOptions, "bits that the learned variance costs", variance=True)
+LOSSES.add(
+    "masked_mse", "kairos.diffusion.losses:masked_mse", LossOptions, "mse of a second pass with a mask", masked=True
+)
+LOSSES.add(
+    "masked_vb",
+    "kairos.diffusion.losses:masked_vb",
+    VbOptions,
+    "vb of that second pass",
+    variance=True,
+    masked=True,
+)
+
+
+def check_losses(losses: list[dict[str, Any]], process: dict[str, Any]) -> None:
+    """A learned variance needs a term that trains it, and such a term a learned variance.
+
+    Raises:
+        ConfigError: one is there without the other.
+    """
+    names, variance = [loss["name"] for loss in losses], process.get("variance", "none")
+    training = [name for name, entry in LOSSES.items() if entry.facts.get("variance")]
+    if variance == "learned_range" and not set(names) & set(training):
+        raise ConfigError(
+            f"diffusion.losses: got {', '.join(names)} with variance learned_range, allowed: with a term that trains "
+            f"it: {', '.join(training)}"
+        )
+    if variance != "learned_range" and (wrong := [name for name in names if name in training]):
+        raise ConfigError(
+            f"diffusion.losses: got {wrong[0]} with process {process['name']} and variance {variance}, allowed: with "
+            "process discrete and variance learned_range"
+        )

@@ -10,28 +10,36 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kairos.diffusion.registries import ENDS
 from kairos.errors import ConfigError
 
 Array = NDArray[np.float64]
 
-SCHEDULES = ("linear", "cosine", "quadratic")
+SCHEDULES = ("linear", "cosine", "quadratic", "scaled_linear")
 PREDICTIONS = ("epsilon", "x0", "v")
 
 
-def make_betas(schedule: str, timesteps: int, scale_betas: bool = True) -> Array:
+def make_betas(
+    schedule: str,
+    timesteps: int,
+    scale_betas: bool = True,
+    beta_start: float | None = None,
+    beta_end: float | None = None,
+) -> Array:
     """The variances beta_t of the forward steps, shape (T,).
 
-    Linear and quadratic: end points 1e-4 and 0.02 (Ho et al. 2020), multiplied by 1000/T for other T (improved DDPM;
-    without it the process of T = 100 does not reach noise). Cosine: Nichol and Dhariwal 2021, eq. 17.
+    Linear and quadratic: end points 1e-4 and 0.02 (Ho et al. 2020); scaled_linear, which is quadratic with those of
+    latent diffusion, 0.00085 and 0.012 (Rombach et al. 2022); or those given. They are multiplied by 1000/T for other T
+    (improved DDPM; without it the process of T = 100 does not reach noise). Cosine: Nichol and Dhariwal 2021, eq. 17.
 
     Raises:
         ConfigError: an unknown schedule.
     """
-    scale = 1000 / timesteps if scale_betas else 1.0
-    first, last = 1e-4 * scale, 0.02 * scale
+    scale, usual = 1000 / timesteps if scale_betas else 1.0, ENDS.get(schedule, (0.0, 0.0))
+    first, last = ((given or end) * scale for given, end in zip((beta_start, beta_end), usual))
     if schedule == "linear":
         betas = np.linspace(first, last, timesteps)
-    elif schedule == "quadratic":
+    elif schedule in ("quadratic", "scaled_linear"):
         betas = np.linspace(first**0.5, last**0.5, timesteps) ** 2
     elif schedule == "cosine":
         u = np.arange(timesteps + 1) / timesteps
@@ -101,7 +109,7 @@ class NoiseSchedule:
     @functools.cached_property
     def vlb(self) -> Array:
         """c_t, the VLB's coefficient of the squared error of epsilon, shape (T,) (Kim et al. 2025, eq. 7)."""
-        sigma2 = self.betas if self.variance == "fixed_large" else self.posterior_variance
+        sigma2 = self.posterior_variance if self.variance == "fixed_small" else self.betas
         return self.betas**2 / (2 * sigma2 * (1 - self.betas) * (1 - self.alphas_cumprod))
 
     def in_prediction(self, epsilon_weight: Array, prediction: str) -> Array:
@@ -127,11 +135,16 @@ def error_ratio(snr: Array, prediction: str) -> Array:
 
 
 def make_schedule(
-    schedule: str = "linear", timesteps: int = 1000, scale_betas: bool = True, variance: str = "fixed_large"
+    schedule: str = "linear",
+    timesteps: int = 1000,
+    scale_betas: bool = True,
+    variance: str = "fixed_large",
+    beta_start: float | None = None,
+    beta_end: float | None = None,
 ) -> NoiseSchedule:
     """A noise schedule by name; warns where its process does not end in noise."""
-    made = NoiseSchedule(make_betas(schedule, timesteps, scale_betas), variance, schedule)
-    if made.alphas_cumprod[-1] > 1e-3:
+    made = NoiseSchedule(make_betas(schedule, timesteps, scale_betas, beta_start, beta_end), variance, schedule)
+    if made.alphas_cumprod[-1] > 5e-3:  # that of latent diffusion ends at 4.7e-3
         warnings.warn(
             f"alpha-bar at the last timestep is {made.alphas_cumprod[-1]:.3g}: the process does not end in noise, "
             "and sampling from N(0, I) is wrong; raise the betas (scale_betas: true)",

@@ -25,12 +25,12 @@ Network = tuple[Any, Any, Any]  # CLIP, its tokenizer, and what brings images in
 
 def clip(options: ClipOptions, measured: Measured, target: Any) -> dict[str, float]:
     """The score of a set of images; no column where they have no captions. (`clip` is a sampling scheme's option.)"""
-    pairs = measured.pairs
-    if pairs is None:
+    told = measured.captioned
+    if told is None:
         return {}
-    network, found, seen = _network(options.path, pairs.device), [], 0
-    for images in pairs.images():
-        found.append(cosines(network, images, pairs.texts[seen : seen + len(images)]))
+    network, found, seen = _network(options.path, told.device), [], 0
+    for images in told.images():
+        found.append(cosines(network, images, told.texts[seen : seen + len(images)]))
         seen += len(images)
     return {"clip_score": 100 * float(torch.cat(found).double().mean())}
 

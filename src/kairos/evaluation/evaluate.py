@@ -9,15 +9,17 @@ from kairos.errors import ConfigError, KairosError
 from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, make, open_extractor
 from kairos.evaluation.metrics import Target
-from kairos.evaluation.moments import Pairs, in_batches, measure
+from kairos.evaluation.moments import Captioned, in_batches, measure
+from kairos.evaluation.pairs import Told
 from kairos.evaluation.reference import Reference, open_reference, outside_statistics, reference_hash
 from kairos.evaluation.registries import METRICS, UNREAL, default_metrics, needs_of
 from kairos.evaluation.settings import LossSettings, check_metrics, named_metrics
 from kairos.evaluation.validation import latents_folder
-from kairos.files import write_json
+from kairos.files import read_json, write_json
 from kairos.progress import say
 from kairos.sampling.sample import settings
 from kairos.sampling.samples_file import Samples, open_samples
+from kairos.section import build
 
 PUBLISHED = ("inception", "dinov2")  # extractors that no data set is needed for
 
@@ -94,8 +96,14 @@ def evaluate(
     scores = []
     for part in parts:
         measured = measure(extractor, in_batches(images, part), target.needs)
-        pairs = _pairs(job, samples, part, extractor.device) if "captions" in target.needs else None
-        scores.append(target.score(replace(measured, pairs=pairs)))
+        captioned = _captioned(job, samples, part, extractor.device) if "captions" in target.needs else None
+        scores.append(target.score(replace(measured, captioned=captioned)))
+    if job.milestone is not None and "pairs" in target.needs:
+        trained = read_json(job.milestone / "milestone.json")
+        told = Told(_trained_on(job, protocol, trained, latents), trained["conditions"], protocol)
+        for named in target.metrics:
+            if "pairs" in needs_of([named]):
+                scores = [score | build(METRICS, named, told.pairs(images, part)) for score, part in zip(scores, parts)]
     found = metrics.summarise(scores)
     record = {
         "step": protocol.get("step"),
@@ -111,7 +119,7 @@ def evaluate(
     return record
 
 
-def _pairs(job: EvaluationJob, samples: Samples, part: range, device: Any) -> Pairs:
+def _captioned(job: EvaluationJob, samples: Samples, part: range, device: Any) -> Captioned:
     """A set of images with the captions that they were drawn of.
 
     Raises:
@@ -123,7 +131,7 @@ def _pairs(job: EvaluationJob, samples: Samples, part: range, device: Any) -> Pa
             f"{job.samples}: holds no captions, which metric clip needs; only a model told of text has them"
         )
     texts = [text.decode("utf-8", "replace") for text in told[part.start : part.stop].tolist()]
-    return Pairs(lambda: in_batches(samples.images, part), texts, device)
+    return Captioned(lambda: in_batches(samples.images, part), texts, device)
 
 
 def split(images: int, num_samples: int | None, sets: int | None, where: str) -> tuple[list[range], list[str]]:
@@ -206,12 +214,28 @@ def _validation(
     Raises:
         KairosError: the samples were drawn from another milestone, or the latents are not those it was trained on.
     """
-    from kairos.data.latents import open_latents
     from kairos.milestones import open_milestone
 
     assert job.milestone is not None
     milestone = open_milestone(job.milestone, protocol.get("weights") or "ema", device)
-    record = milestone.record
+    opened = _trained_on(job, protocol, milestone.record, latents)
+    loss = LossSettings(**reference.record["validation"], precision=reference.record["precision"])
+    record: dict[str, Any] = {}
+    for named in reference.target.metrics:
+        if "milestone" in needs_of([named]):
+            record |= METRICS.entry(named["name"]).load()(milestone, opened, loss, device)
+    return record
+
+
+def _trained_on(job: EvaluationJob, protocol: dict[str, Any], record: dict[str, Any], latents: Path | None) -> Any:
+    """The latents that a milestone with this record was trained on.
+
+    Raises:
+        KairosError: the samples were drawn from another milestone, or the latents are others.
+    """
+    from kairos.data.latents import open_latents
+
+    assert job.milestone is not None
     drawn = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
     if drawn != (record["identity"], record["step"]):
         raise KairosError(f"{job.samples}: drawn from another milestone than {job.milestone}; draw the samples again")
@@ -222,9 +246,4 @@ def _validation(
             raise KairosError(
                 f"{folder}: {name} is not that of {job.milestone}; pass the latents it was trained on as --latents DIR"
             )
-    loss = LossSettings(**reference.record["validation"], precision=reference.record["precision"])
-    record = {}
-    for named in reference.target.metrics:
-        if "milestone" in needs_of([named]):
-            record |= METRICS.entry(named["name"]).load()(milestone, opened, loss, device)
-    return record
+    return opened

@@ -95,7 +95,7 @@ class Target:
         """All columns of one set of images."""
         columns: dict[str, float] = {}
         for named in self.metrics:
-            if "milestone" not in needs_of([named]):
+            if not needs_of([named]) & {"milestone", "pairs"}:
                 columns |= build(METRICS, named, measured, self)
         return columns
 

@@ -120,7 +120,7 @@ def blocks(vectors: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class Captioned:
     """Images and their captions.
 
     Attributes:
@@ -143,14 +143,14 @@ class Measured:
         moments: mean (d,) and covariance (d, d) by layer, of the layers that were asked for.
         features: all feature vectors, or those that were to be kept; or None.
         score: the Inception score, or None.
-        pairs: the images again, with captions where they have any.
+        captioned: the images again, with captions where they have any.
     """
 
     count: int
     moments: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
     features: Spool | None = None
     score: float | None = None
-    pairs: Pairs | None = None
+    captioned: Captioned | None = None
 
 
 def measure(

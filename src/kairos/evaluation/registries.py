@@ -3,7 +3,8 @@
 An extractor's code is called as ``code(options, dataset, folder)``, fills the folder and gives its manifest; its
 module also has ``load(folder, manifest)``, which opens it. A metric's code is called as ``code(options, measured,
 target)``, with what was measured of one set of images and of the real ones, and gives columns: a dictionary of numbers;
-that of a metric that needs a milestone as ``code(milestone, latents, settings, device)``, see `validation`.
+that of a metric that needs a milestone as ``code(milestone, latents, settings, device)``, see `validation`; and that of
+one that needs pairs as ``code(options, pairs)``, see `pairs.Told`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -96,8 +97,9 @@ _metric("recall", "real images in the samples' manifold", "features", ManifoldOp
 _metric("clip", "100 x cosine of images and captions (Hessel et al. 2021)", "captions", ClipOptions, code="clip:{}")
 _metric("validation", "loss by time on held-out images", "milestone", code="validation:validation_loss")
 _metric("mlperf8", "loss at eight equidistant times (MLPerf Training, Flux.1)", "milestone", code="validation:{}")
+_metric("psnr", "PSNR in dB against the images that conditions come from", "pairs", code="pairs:psnr")
 FRECHET = ("frechet", "fid", "fd_dinov2")  # names of the distance that methods are ranked by
-UNREAL = {"logits", "milestone", "captions"}  # what metrics need of samples alone
+UNREAL = {"logits", "milestone", "captions", "pairs"}  # what metrics need of samples alone
 
 
 def needs_of(metrics: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -109,7 +109,7 @@ class Heldout:
                 x0, eps, fraction = (values[part].to(device) for values in (self.x0, noise, u))
                 t = process.times(fraction)
                 x_t = process.noised(x0, eps, t)
-                output = process.predict(milestone.model, x_t, t, told).to(x_t.dtype)
+                output = process.mean(process.predict(milestone.model, x_t, t, told), x_t).to(x_t.dtype)
                 off = process.epsilon(output, x_t, t) - eps if of_epsilon else output - process.target(x0, eps, t)
                 errors.append(off.double().square().flatten(1).mean(1).cpu())  # (batch,)
         return torch.cat(errors)

@@ -6,7 +6,9 @@ batch is therefore filled up with further images, which are thrown away. Batch s
 are equal up to rounding.
 """
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from kairos import compute
 from kairos import conditions as condition_kinds
+from kairos.diffusion.processes import shaped
 from kairos.randomness import Stream
 from kairos.sampling.places import Place
 from kairos.sampling.schemes import Estimate, Noise
@@ -35,39 +38,97 @@ def noise_of(seed: int, indices: range, shape: tuple[int, ...], device: torch.de
     return lambda k: Stream(seed, "sample").normal(k, indices, shape, device, torch.float64)
 
 
+@dataclass(frozen=True)
+class Guidance:
+    """How classifier-free guidance changes over time and channels.
+
+    Attributes:
+        scale: null + scale (cond - null); 1 evaluates the conditional network alone, 0 the unconditional one.
+        channels: the first so many are guided, the others are the conditional network's; None: all of x0's.
+        power: p of a scale that is full at the image and 1 at noise: (scale - 1)(1 - cos(pi (1 - t/T)^p))/2 + 1 (Gao
+            et al. 2023); None: constant.
+        interval: least and largest noise over signal that are guided (Kynkäänniemi et al. 2024); None: all.
+    """
+
+    scale: float = 1.0
+    channels: int | None = None
+    power: float | None = None
+    interval: list[float] | None = None
+
+    def scales(self, process: Any, t: Tensor) -> Tensor:
+        """The scale at every t, float64 (batch,)."""
+        scale = torch.full(t.shape, self.scale, dtype=torch.float64, device=t.device)
+        if self.power is not None:
+            share = process.fractions(t) if t.is_floating_point() else t / process.schedule.timesteps
+            scale = (scale - 1) * (1 - (math.pi * (1 - share) ** self.power).cos()) / 2 + 1
+        if self.interval is not None:
+            sigma = process.snr(t) ** -0.5
+            scale = scale.where((self.interval[0] <= sigma) & (sigma <= self.interval[1]), 1.0)
+        return scale
+
+    @property
+    def changes(self) -> bool:
+        """Whether the scale depends on t."""
+        return self.power is not None or self.interval is not None
+
+
 def guided(
-    process: Any, model: Any, conditions: dict[str, Tensor], descriptions: dict[str, Any], scale: float
+    process: Any, model: Any, conditions: dict[str, Tensor], descriptions: dict[str, Any], guidance: Guidance
 ) -> Predict:
-    """The prediction for a batch with classifier-free guidance (Ho and Salimans 2022): null + scale (cond - null).
+    """The prediction for a batch with classifier-free guidance (Ho and Salimans 2022); a variance is not guided.
 
     Args:
         process: the forward process.
         model: ``model(x, t, conditions)``.
         conditions: of the batch; empty for an unconditional model.
         descriptions: of the conditions, which say what the null values are.
-        scale: 1 evaluates the conditional network alone, 0 the unconditional one.
+        guidance: its strength; where it is 1 the conditional network alone is evaluated.
     """
-    if scale == 1 or not conditions:
-        return lambda x_t, t: process.predict(model, x_t, t, conditions)
+
+    def alone(x_t: Tensor, t: Tensor) -> Tensor:
+        output: Tensor = process.predict(model, x_t, t, conditions)
+        return output
+
+    if guidance.scale == 1 or not conditions:
+        return alone
     kinds = condition_kinds.build({name: descriptions[name] for name in conditions})
     doubled = {name: torch.cat([values, kinds[name].null(values)]) for name, values in conditions.items()}
 
     def both(x_t: Tensor, t: Tensor) -> Tensor:
-        conditional, null = process.predict(model, x_t.repeat(2, 1, 1, 1), t.repeat(2), doubled).chunk(2)
-        return null + scale * (conditional - null)  # each (batch, c, h, w)
+        scale = guidance.scales(process, t)
+        if guidance.changes and bool((scale == 1).all()):
+            return alone(x_t, t)
+        output = process.predict(model, x_t.repeat(2, 1, 1, 1), t.repeat(2), doubled)
+        conditional, null = output.to(x_t.dtype).chunk(2)
+        first = slice(guidance.channels or x_t.shape[1])
+        mixed = null[:, first] + shaped(scale, null) * (conditional - null)[:, first]
+        return torch.cat([mixed, conditional[:, first.stop :]], 1)  # (batch, channels of the output, h, w)
 
     return both
 
 
-def estimate_of(process: Any, predict: Predict, clip: bool, precision: str = "fp32") -> Estimate:
-    """The estimate of x0 at a place; the network computes in `precision`, everything else in that of x."""
+@dataclass(frozen=True)
+class _Estimate:
+    """See `estimate_of`."""
 
-    def estimate(x: Tensor, place: Place) -> Tensor:
+    process: Any
+    predict: Predict
+    clip: bool
+    precision: str
+
+    def __call__(self, x: Tensor, place: Place) -> Tensor:
+        return self.both(x, place)[0]
+
+    def both(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
         x_t = place.scale * x  # (batch, c, h, w)
         t = torch.as_tensor(place.t, device=x.device).expand(len(x))
-        with compute.precision(precision, x.device):
-            output = predict(x_t.float(), t)
-        x0: Tensor = process.estimate(output.to(x.dtype), x_t, t)
-        return x0.clamp(-1, 1) if clip else x0
+        with compute.precision(self.precision, x.device):
+            output = self.predict(x_t.float(), t)
+        output = output.to(x.dtype)
+        x0: Tensor = self.process.estimate(self.process.mean(output, x), x_t, t)
+        return x0.clamp(-1, 1) if self.clip else x0, output[:, x.shape[1] :]
 
-    return estimate
+
+def estimate_of(process: Any, predict: Predict, clip: bool, precision: str = "fp32") -> Estimate:
+    """The estimate of x0 and variance at a place; the network computes in `precision`, all else in that of x."""
+    return _Estimate(process, predict, clip, precision)

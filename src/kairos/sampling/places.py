@@ -44,7 +44,10 @@ def places(process: Any, steps: int, scheduler: dict[str, Any]) -> list[Place]:
     elif spacing == "uniform":
         times = process.times(np.arange(steps, 0, -1) / steps)
     else:
-        times = spaced_timesteps(spacing, steps, process.schedule.timesteps)
+        times = spaced_timesteps(spacing, steps, process.schedule.timesteps) + scheduler.get("offset", 0)
+    if scheduler.get("end") == "first":
+        signal, noise = process.coefficients(np.array([0]))
+        return [*places_at(process, times), Place(0, float(signal[0]), float(noise[0]), 1.0)]  # x_t itself is the image
     return [*places_at(process, times), IMAGE]
 
 

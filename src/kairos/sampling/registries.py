@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from kairos.diffusion.registries import VARIANCES
 from kairos.errors import ConfigError
 from kairos.options import option
 from kairos.registry import Registry
@@ -35,11 +36,21 @@ class GridOptions:
 class DdpmOptions(GridOptions):
     """Ancestral sampling; variance and spacing are explicit because diffusers' defaults are not the papers'."""
 
-    variance: str = option("fixed_large", "reverse variance", choices=("fixed_large", "fixed_small"))
+    variance: str = option("fixed_large", "reverse variance; learned_range: what the network gives", choices=VARIANCES)
 
 
 @dataclass(frozen=True)
-class DdimOptions(GridOptions):
+class OdeOptions(GridOptions):
+    """The ODE on timesteps as latent diffusion's public code has them."""
+
+    offset: int = option(0, "added to leading's timesteps (latent diffusion: 1)", choices=(0, 1))
+    end: str = option(
+        "image", "first: end at the first timestep's noise, as latent diffusion", choices=("image", "first")
+    )
+
+
+@dataclass(frozen=True)
+class DdimOptions(OdeOptions):
     """DDIM sampling."""
 
     eta: float = option(0.0, "noise of each step: 0 deterministic, 1 as DDPM", ge=0, le=1)
@@ -65,6 +76,7 @@ class HeunOptions(EulerOptions):
 SCHEDULERS = Registry("sampling scheme")
 SCHEDULERS.add("ddpm", "kairos.sampling.schemes:ddpm", DdpmOptions, "ancestral sampling (Ho et al. 2020)")
 SCHEDULERS.add("ddim", "kairos.sampling.schemes:ddim", DdimOptions, "DDIM (Song et al. 2021)")
+SCHEDULERS.add("dpm_solver", "kairos.sampling.schemes:dpm_solver", OdeOptions, "DPM-Solver++ (Lu et al. 2022)")
 SCHEDULERS.add("euler", "kairos.sampling.schemes:edm", EulerOptions, "Euler's method on the ODE (flow, EDM)")
 SCHEDULERS.add("heun", "kairos.sampling.schemes:edm", HeunOptions, "EDM's sampler (Karras et al. 2022)")
 
@@ -81,10 +93,17 @@ def resolved(scheduler: dict[str, Any], process: dict[str, Any]) -> dict[str, An
     allowed: dict[str, tuple[Any, ...]] = {"spacing": ("auto", *spacings)}
     if spacings != CONTINUOUS:
         allowed["s_churn"] = (0,)  # noise is added where noise levels are continuous and unbounded
+    if scheduler.get("spacing") != "leading":
+        allowed["offset"] = (0,)
+    if "timesteps" not in process:
+        allowed["end"] = ("image",)
+    if process.get("variance") != "learned_range":
+        allowed["variance"] = VARIANCES[:2]
+    given = {"offset": f"spacing {scheduler.get('spacing')}", "variance": f"variance {process.get('variance')}"}
     for name, values in allowed.items():
         if scheduler.get(name, values[0]) not in values:
             raise ConfigError(
                 f"sampling.scheduler.{name}: got {scheduler[name]!r}, "
-                f"allowed with process {process['name']}: {', '.join(map(str, values))}"
+                f"allowed with {given.get(name, 'process ' + process['name'])}: {', '.join(map(str, values))}"
             )
     return {**scheduler, "spacing": spacings[0]} if scheduler.get("spacing") == "auto" else scheduler

@@ -14,12 +14,12 @@ from kairos.data.grid import write_grid
 from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json
 from kairos.progress import Progress, say
-from kairos.sampling.draw import batches, estimate_of, guided, noise_of
+from kairos.sampling.draw import Guidance, batches, estimate_of, guided, noise_of
 from kairos.sampling.drawn_conditions import conditions_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
 from kairos.sampling.samples_file import joined, open_samples, write_samples
-from kairos.sampling.settings import SamplingConfig
+from kairos.sampling.settings import GUIDANCE, SamplingConfig
 from kairos.section import build, check
 from kairos.shards import Shard
 
@@ -109,11 +109,16 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         "training_seed": record["seed"],
         "model_files": {name: sha256 for name, sha256 in files if name.startswith(f"{options.weights}/")},
         "scheduler": scheduler,
-        **{name: getattr(options, name) for name in ("weights", "steps", "nfe", "precision", "guidance_scale")},
+        **{name: getattr(options, name) for name in ("weights", "steps", "nfe", "precision", *GUIDANCE)},
         "labels": options.labels if names else None,
         "seed": seed,
         "num": request.num,
     }
+    guidance, channels = Guidance(*(getattr(options, name) for name in GUIDANCE)), record["shape"][0]
+    if (guidance.channels or 0) > channels:
+        raise ConfigError(
+            f"sampling.guidance_channels: got {guidance.channels}, allowed: at most {channels}, those of x0"
+        )
     label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
     num, size, shard = request.num, options.batch_size, request.shard
     rows = shard.rows(num, size) if shard else range(num)
@@ -135,7 +140,7 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         for indices, kept in batches(rows, size):
             with torch.inference_mode():
                 told = {name: values.to(device) for name, values in conditions(indices).items()}
-                predict = guided(process, milestone.model, told, record["conditions"], options.guidance_scale)
+                predict = guided(process, milestone.model, told, record["conditions"], guidance)
                 estimate = estimate_of(process, predict, clip, options.precision)
                 noise = noise_of(seed, indices, shape, device)
                 x0 = build(SCHEDULERS, scheduler, process, grid, estimate, noise)  # (batch, c, h, w)
@@ -148,7 +153,8 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         return (conditions.recorded(name, indices)[:kept] for indices, kept in batches(rows, size))
 
     images = joined(job.parts, protocol, num, size) if job.parts else drawn()
-    write_samples(job.out, images, protocol, {name: all_of(name) for name in names}, len(rows))
+    kept = [name for name in names if record["conditions"][name]["kind"] != "image"]  # those would be as large again
+    write_samples(job.out, images, protocol, {name: all_of(name) for name in kept}, len(rows))
     if job.grid is not None:
         write_grid(job.grid, open_samples(job.out).images[: options.grid])
     say(f"{label}: {len(rows)} images in {job.out}")

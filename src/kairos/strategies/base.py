@@ -216,11 +216,16 @@ class Weighting(Stateful):
 
     stated = "epsilon"
     learned = False
+    now = 0  # the step
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
         self.options = options
         self.schedule = schedule
         self.prediction = prediction
+
+    def begin(self, step: int) -> None:
+        """Say which step comes next, from 0: weights that change over training follow it."""
+        self.now = step
 
     def of_snr(self, snr: Array) -> Array:
         """The factor on the error that the formula is stated for, elementwise."""

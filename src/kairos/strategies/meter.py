@@ -47,7 +47,7 @@ class Meter:
         given = self.conditions
         chosen = None if given is None else {name: values[index] for name, values in given.items()}
         with evaluating(self.network, dropout), self.autocast or nullcontext():
-            output = self.process.predict(self.network, x_t, t, chosen).float()
+            output = self.process.mean(self.process.predict(self.network, x_t, t, chosen), x_t).float()
         return clean, t, x_t, output
 
     def error(self, index: Tensor, fractions: Tensor, noise: Tensor, dropout: bool = False) -> Tensor:

@@ -122,7 +122,7 @@ class Public:
 
     def check_fits(self, timesteps: int, schedule: str) -> None:
         """Refuse, before any job, what this process cannot have; raises ValueError."""
-        if schedule in ("edm", "flow", "vp"):
+        if schedule in ("edm", "fdm", "flow", "vp"):
             raise ValueError(f"process: got {schedule}, allowed: discrete, which the public code's form is of")
         check_tau(self.tau, timesteps)
 
@@ -253,6 +253,7 @@ class Edm:
     sigma_data: float | None = option(
         None, "standard deviation of the data; null: that of process edm, else 0.5, as of pixels", gt=0
     )
+    warmup: int | None = option(None, "steps in which a cap of 5 grows to 500 and goes (FDM); null: no cap", ge=1)
 
 
 _BASES = ("none", "vlb", "p2", "min_snr", "soft_min_snr", "debiased", "edm", "change_aware")

@@ -97,7 +97,7 @@ class Strategy:
         The number of the step goes on with each `observe`. Where gradients of several batches are accumulated for one
         step, each has its own draw, and the last is observed.
         """
-        self.sampler.begin(self.step)
+        self._begin()
         place = Place(self.seed, self.step, self._drawn[0], sum(self._drawn))
         fractions = self.sampler.fractions(x0, place)
         self._drawn[0] += distributed.share(len(x0))[0]
@@ -155,8 +155,12 @@ class Strategy:
 
     def table(self, x0: Tensor | None = None) -> dict[str, Array]:
         """What the strategy trains on now: ``t``, ``p``, ``w`` and ``effective`` = p w, each (T,)."""
-        self.sampler.begin(self.step)
+        self._begin()
         return table(self.sampler, self.weighting, x0)
+
+    def _begin(self) -> None:
+        self.sampler.begin(self.step)
+        self.weighting.begin(self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resume needs."""

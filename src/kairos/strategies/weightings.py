@@ -70,10 +70,17 @@ class Debiased(Weighting):
 
 
 class Edm(Weighting):
-    """(sigma² + sigma_data²)/(sigma sigma_data)² on the error of x0 (Karras et al. 2022, table 1), sigma² = 1/SNR."""
+    """(sigma² + sigma_data²)/(sigma sigma_data)² on the error of x0 (Karras et al. 2022, table 1), sigma² = 1/SNR.
+
+    With a warm-up it is at most 5 * 100^(step/warmup) until that is 500, and free from then on (Wu et al. 2023). As the
+    weight is never below 1/sigma_data² = 4, the first steps weigh almost alike.
+    """
 
     stated = "x0"
 
     def of_snr(self, snr: Array) -> Array:
-        """The formula in SNR: 1/sigma_data² + SNR."""
-        return 1 / (self.options.sigma_data or 0.5) ** 2 + snr
+        """The formula in SNR: 1/sigma_data² + SNR, and its cap."""
+        weight, warmup = 1 / (self.options.sigma_data or 0.5) ** 2 + snr, self.options.warmup
+        if warmup is None or self.now >= warmup:
+            return weight
+        return np.minimum(weight, 5 * 100 ** (self.now / warmup))

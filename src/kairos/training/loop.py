@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kairos import distributed
-from kairos.diffusion.losses import Prediction
+from kairos.diffusion.losses import Prediction, Samples
 from kairos.errors import DivergedError
 from kairos.randomness import Stream, derived_seed
 from kairos.strategies.meter import Meter
@@ -82,7 +82,7 @@ class Computed:
 def _passes(training: Training, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]) -> Computed:
     """Forward and backward passes of this rank's part, in microbatches; gradients add up over passes and ranks."""
     if len(training.passes) == 1:
-        return _pass(training, training.passes[0][0], draw, noise, conditions)
+        return _pass(training, *training.passes[0], draw, noise, conditions)
     done, first, last = [], training.batches.index.start, training.passes[-1][0]
     for number, place in training.passes:
         here = slice(place.start - first, place.stop - first)
@@ -90,7 +90,7 @@ def _passes(training: Training, draw: Draw, noise: Tensor, conditions: dict[str,
         part = replace(draw, **{name: getattr(draw, name)[here] for name in tensors})
         chosen = {name: values[here] for name, values in conditions.items()}
         with nullcontext() if number == last or training.trained is training.network else training.trained.no_sync():
-            done.append(_pass(training, number, part, noise[here], chosen))
+            done.append(_pass(training, number, place, part, noise[here], chosen))
     terms = {name: torch.cat([one.terms[name] for one in done]) for name in done[0].terms}
     if weighted := _scaled(training, terms, weighted=True):
         with torch.no_grad():
@@ -100,14 +100,13 @@ def _passes(training: Training, draw: Draw, noise: Tensor, conditions: dict[str,
     return Computed(prediction, terms, torch.stack([one.objective for one in done]).sum())
 
 
-def _pass(training: Training, number: int, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]) -> Computed:
-    """Forward and backward pass number `number` of the global batch."""
+def _pass(
+    training: Training, number: int, place: slice, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]
+) -> Computed:
+    """Forward and backward pass number `number` of the global batch, which is of the samples `place` in it."""
     torch.manual_seed(derived_seed(training.seed, f"dropout {number}" if number else "dropout", draw.step))
-    x_t = training.process.noised(draw.x0, noise, draw.t)
-    with training.autocast():
-        output = training.process.predict(training.trained, x_t, draw.t, conditions)
-    prediction = Prediction(training.process, draw.x0, noise, draw.t, x_t, output)
-    terms = {name: function(options, prediction) for name, options, function in training.losses}
+    samples = Samples(training.seed, draw.step, range(place.start, place.stop))
+    prediction, terms = predicted(training, training.trained, samples, draw.x0, noise, draw.t, conditions)
     weighted, plain = _scaled(training, terms, weighted=True), _scaled(training, terms, weighted=False)
     means = [training.strategy.loss(draw, torch.stack(weighted).sum(0))] if weighted else []
     share = len(draw.t) / training.settings["batch_size"]
@@ -115,7 +114,28 @@ def _pass(training: Training, number: int, draw: Draw, noise: Tensor, conditions
     objective = torch.stack([*means, *(p.mean() for p in plain)]).sum() * (share * distributed.ranks())
     objective.backward()
     terms = {name: term.detach() for name, term in terms.items()}
-    return Computed(replace(prediction, output=output.detach()), terms, objective.detach())
+    return Computed(replace(prediction, output=prediction.output.detach()), terms, objective.detach())
+
+
+def predicted(
+    training: Training,
+    network: Any,
+    samples: Samples,
+    x0: Tensor,
+    noise: Tensor,
+    t: Tensor,
+    conditions: dict[str, Tensor],
+) -> tuple[Prediction, dict[str, Tensor]]:
+    """What a network gives for some samples, and the terms of its loss by name, each (batch,)."""
+
+    def predict(x_t: Tensor, further: dict[str, Tensor]) -> Tensor:
+        with training.autocast():
+            output: Tensor = training.process.predict(network, x_t, t, {**conditions, **further})
+        return output
+
+    x_t = training.process.noised(x0, noise, t)
+    prediction = Prediction(training.process, x0, noise, t, x_t, predict(x_t, {}), predict, samples)
+    return prediction, {name: function(options, prediction) for name, options, function in training.losses}
 
 
 def _scaled(training: Training, terms: dict[str, Tensor], weighted: bool) -> list[Tensor]:

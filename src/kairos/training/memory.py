@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from kairos.diffusion.losses import Samples
 from kairos.errors import KairosError
+from kairos.training.loop import predicted
 from kairos.training.state import Training
 
 
@@ -62,11 +64,10 @@ def _pass(training: Training, size: int) -> None:
     batch = next(training.batches.steps(training.step, training.step + 1))
     x0, conditions = batch.x0[:size], {name: values[:size] for name, values in batch.conditions.items()}
     t = training.process.times(torch.full((size,), 0.5, dtype=torch.float64)).to(training.device)
+    samples = Samples(training.seed, training.step, range(size))
     for _ in range(2):
-        with training.autocast():
-            x_t = training.process.noised(x0, x0, t)
-            output = training.process.predict(training.model, x_t, t, conditions)
-        output.float().square().mean().backward()
+        _, terms = predicted(training, training.model, samples, x0, x0, t, conditions)
+        torch.stack([*terms.values()]).sum().backward()
 
 
 def _free() -> None:

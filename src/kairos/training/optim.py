@@ -51,12 +51,13 @@ def inverse_sqrt(options: InverseSqrtOptions, step: int, length: int) -> float:
 
 def decay(options: DecayOptions, step: int, batch_size: int) -> float:
     """The decay, smaller in the first steps."""
-    return min(options.decay, (1 + step) / (10 + step)) if options.warmup else options.decay
+    n = step + options.count_from
+    return min(options.decay, (1 + n) / (10 + n)) if options.warmup else options.decay
 
 
 def half_life(options: HalfLifeOptions, step: int, batch_size: int) -> float:
-    """0.5^(batch/half-life), the half-life growing with the images seen until it is reached."""
-    seen = options.images if options.rampup is None else min(options.images, (step + 1) * batch_size * options.rampup)
+    """0.5^(batch/half-life), the half-life growing with the images seen before the step until it is reached."""
+    seen = options.images if options.rampup is None else min(options.images, step * batch_size * options.rampup)
     return float(0.5 ** (batch_size / max(seen, 1e-8)))
 
 

@@ -8,13 +8,17 @@ from kairos.registry import NoOptions, Registry
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Adam, or AdamW with decoupled weight decay; with linear warm-up and gradient clipping."""
+    """Adam, or AdamW with decoupled weight decay; with linear warm-up and gradient clipping.
+
+    A gradient that is not finite ends the training; EDM's code puts 0 and 1e5 in its place.
+    """
 
     lr: float = option(2e-4, "learning rate after warm-up", gt=0)
     betas: tuple[float, ...] = option((0.9, 0.999), "decay rates of the two moment estimates, each in [0, 1)")
     eps: float = option(1e-8, "term added to the denominator", gt=0)
     weight_decay: float = option(0.0, "weight decay (decoupled for adamw)", ge=0)
     warmup_steps: int = option(0, "steps of linear warm-up", ge=0)
+    warmup_from_zero: bool = option(False, "the first step has rate 0 (EDM, U-ViT) instead of 1/warmup_steps of lr")
     grad_clip: float | None = option(1.0, "largest gradient norm; null: no clipping", gt=0)
 
     def __post_init__(self) -> None:
@@ -53,7 +57,8 @@ class DecayOptions:
     """An exponential moving average."""
 
     decay: float = option(0.9999, "decay per step", ge=0, lt=1)
-    warmup: bool = option(True, "decay min(decay, (1 + step)/(10 + step)), so that early averages are not initial")
+    warmup: bool = option(True, "decay min(decay, (1 + n)/(10 + n)), so that early averages are not initial")
+    count_from: int = option(0, "n of the first step (ddpm-torch: 0, latent diffusion: 1)", choices=(0, 1))
 
 
 @dataclass(frozen=True)

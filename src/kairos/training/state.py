@@ -79,6 +79,7 @@ class Training:
         self.optimizer: torch.optim.Optimizer = make(options, self.parameters)
         self.grad_clip = math.inf if options.grad_clip is None else options.grad_clip
         self._warmup, self._lr = options.warmup_steps, options.lr
+        self._warmup_first = 0 if options.warmup_from_zero else 1
         self._schedule, self._factor = _part(SCHEDULES, settings["schedule"])
         self.length = None  # that the schedule knows
         if hasattr(self._schedule, "length"):
@@ -88,7 +89,8 @@ class Training:
         self.network = torch.compile(self.model) if settings["compile"] else self.model
         self.trained: Any = self.network  # adds up gradients over the ranks; `network` is for measurements
         if distributed.ranks() > 1:
-            self.trained = nn.parallel.DistributedDataParallel(self.network)
+            # buffers are alike on all ranks, and a second pass must not write what the first one's backward pass reads
+            self.trained = nn.parallel.DistributedDataParallel(self.network, broadcast_buffers=False)
         self.step = 0  # steps completed
         self.sound = torch.ones((), dtype=torch.bool, device=device)  # whether all gradients so far were finite
 
@@ -99,7 +101,7 @@ class Training:
     def learning_rate(self, step: int) -> float:
         """Of a step, from 0: linear warm-up, then the schedule."""
         rate = self._lr * self._factor(self._schedule, step, self.length or 0)
-        return rate * min(1.0, (step + 1) / self._warmup) if self._warmup else rate
+        return rate * min(1.0, (step + self._warmup_first) / self._warmup) if self._warmup else rate
 
     def density_images(self) -> Tensor:
         """The fixed images that a learned sampler's p(t) is averaged over, up to 256, the first of the training set."""

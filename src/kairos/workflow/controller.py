@@ -7,6 +7,7 @@ the experiment as the controller froze it.
 import fcntl
 import glob
 import os
+import re
 import signal
 import socket
 import sys
@@ -141,9 +142,11 @@ def _forget_failed_import(results: Path, configured: str | None) -> None:
 
 
 def data_files(layout: Layout) -> list[str]:
-    """The parquet files of a data set and of captions, as far as they exist; `kairos prepare` says what is missing."""
-    found = [path for path in layout.experiment.dataset.caption_files if os.path.isfile(path)]
-    for part in layout.experiment.dataset.parts if layout.experiment.dataset.source == "parquet" else ():
+    """The files of a data set that are not images, as far as they exist; `kairos prepare` says what is missing."""
+    dataset = layout.experiment.dataset
+    lists = [re.sub(r":\d+$", "", part.files) for part in dataset.parts if part.files]
+    found = sorted({path for path in (*lists, *dataset.caption_files) if os.path.isfile(path)})
+    for part in dataset.parts if dataset.source in ("parquet", "zip") else ():
         path = str(part.path)
         inside = os.path.isdir(path)
         found += sorted(map(str, Path(path).rglob("*.parquet")) if inside else glob.glob(path, recursive=True))

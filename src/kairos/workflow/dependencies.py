@@ -47,15 +47,15 @@ def settings(stage: str, plain: Plain, method: str | None = None) -> Plain:
             "training": trajectory_settings(plain["training"]),
         }
     flips, computed = _only(dataset, "flips"), {} if kind == "none" else {"computing": computing}
-    own = {"none": ("kind",), "pretrained": ("kind", "path")}.get(kind)
+    own = {"none": ("kind",), "pretrained": ("kind", "path", "scaling")}.get(kind)
     made = _only(autoencoder, *own) if own else _without(autoencoder, "path", "shards")
     batch = {"batch_size": autoencoder["encode_batch_size"]} if computed else {}
     images = {"num": evaluation["num_samples"] * evaluation["sets"], "computing": computing}
     return {
-        "prepare": {"dataset": _without(dataset, "flips")},
+        "prepare": {"dataset": _without(dataset, "flips", "low_resolution")},
         "autoencoder": {"autoencoder": made, **(flips if kind == "train" else {}), **computed},
         "text": {"text_encoder": plain["text_encoder"], "computing": computing},
-        "encode": {**flips, **batch, **computed},
+        "encode": {**_only(dataset, "flips", "low_resolution"), **batch, **computed},
         "sample": {"sampling": _without(plain["sampling"], "batch_size", "shards"), **images},
         "extractor": {"extractor": evaluation["extractor"], "computing": computing},
         "reference": {"evaluation": _without(evaluation, "extractor"), "computing": computing},

@@ -129,7 +129,9 @@ class Layout:
     def sampling_options(self, wildcards: Any, output: Any) -> str:
         """Arguments of ``kairos sample`` that state the whole sampling section; not compared either."""
         sampling = {name: value for name, value in self.plain["sampling"].items() if name != "shards"}
-        sampling |= {"scheduler": json.dumps(sampling["scheduler"]), "grid_images": sampling.pop("grid")}
+        sampling |= {"grid_images": sampling.pop("grid")}
+        written = {name: json.dumps(sampling[name]) for name in sampling if not isinstance(sampling[name], str)}
+        sampling |= written  # null too
         return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in sampling.items())
 
     @cached_property

@@ -1,0 +1,411 @@
+"""Published processes, losses and ramps against their check values; MDT's second pass in real trainings."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from training_case import difference, experiment, hashes, make_latents, train_command, write_experiment
+
+import kairos
+from kairos.config import validate
+from kairos.costs import estimate as costs
+from kairos.diffusion import losses
+from kairos.diffusion.processes import build_process
+from kairos.errors import ConfigError
+from kairos.milestones import open_milestone
+from kairos.models.registries import MODELS
+from kairos.options import option
+from kairos.strategies import make_weighting
+from kairos.training.registries import AVERAGES
+from kairos.training.run import train
+
+LEARNED = {"name": "discrete", "timesteps": 100, "variance": "learned_range"}
+MASKED = {"process": LEARNED, "losses": ["mse", "vb", "masked_mse", "masked_vb"]}
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory) -> Path:
+    return make_latents(tmp_path_factory.mktemp("data"))
+
+
+def process_of(name="discrete", prediction="epsilon", **options):
+    options = {"sigma_data": 0.5, **options} if name in ("edm", "fdm") else options
+    return build_process({"process": {"name": name, **options}, "prediction": prediction})
+
+
+# Schedules and what the network is shown
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, [0.9999, 0.895142, 0.0777966, 4.03583e-5]),
+        (
+            {"schedule": "scaled_linear", "beta_start": 0.0015, "beta_end": 0.0195},
+            [0.9985, 0.823117, 0.114922, 1.42304e-4],
+        ),
+        ({"schedule": "scaled_linear"}, [0.99915, 0.894223, 0.276333, 0.0046601]),
+        ({"beta_start": 1e-4, "beta_end": 0.02}, [0.9999, 0.895142, 0.0777966, 4.03583e-5]),
+    ],
+)  # fmt: skip
+def test_schedules(options, wanted, recwarn):
+    schedule = process_of(**options).schedule
+    assert schedule.alphas_cumprod[[0, 100, 500, 999]] == pytest.approx(wanted, rel=2e-6)
+    assert not recwarn
+
+
+def test_scaled_linear_is_diffusers():
+    from diffusers import DDPMScheduler
+
+    theirs = DDPMScheduler(1000, beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+    np.testing.assert_allclose(process_of(schedule="scaled_linear").schedule.betas, theirs.betas.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_network_is_shown_the_index_from_first_index_on(first):
+    process, seen = process_of(first_index=first), []
+    process.predict(lambda x, t: seen.append(t) or x, torch.zeros(2, 4, 2, 2), torch.tensor([0, 999]))
+    assert seen[0].tolist() == [first, 999 + first] and seen[0].dtype == torch.int64
+    assert (process.scheduler_config(False) is None) == bool(first)
+
+
+# Learned variance
+
+
+def prediction_at(t, process, output=None):
+    x0, noise = torch.linspace(-1, 1, 16).view(1, 4, 2, 2), torch.linspace(1, -1, 16).view(1, 4, 2, 2)
+    if output is None:
+        output = torch.cat([torch.full_like(x0, 0.1), torch.full_like(x0, 0.2)], 1)
+    t = torch.tensor([t])
+    return losses.Prediction(process, x0, noise, t, process.noised(x0, noise, t), output)
+
+
+@pytest.mark.parametrize(("t", "wanted"), [(0, 1.8336), (1, 0.278381), (500, 0.00308354), (999, 0.00570884)])
+def test_vb_has_the_published_values(t, wanted):
+    prediction = prediction_at(t, process_of(variance="learned_range"))
+    assert losses.mse(None, prediction).item() == pytest.approx(0.387778, abs=1e-6)
+    assert losses.vb(None, prediction).item() == pytest.approx(wanted, rel=3e-5)
+
+
+def test_vb_is_the_same_whatever_is_predicted():
+    values = []
+    for name in ("epsilon", "x0", "v"):
+        process = process_of(prediction=name, variance="learned_range")
+        given = prediction_at(500, process)
+        epsilon = torch.full_like(given.x0, 0.1)
+        x0 = process_of().estimate(epsilon, given.x_t, given.t)
+        a, s = process._shaped(given.t, x0)
+        mean = {"epsilon": epsilon, "x0": x0, "v": a * epsilon - s * x0}[name]
+        output = torch.cat([mean, torch.full_like(mean, 0.2)], 1)
+        values.append(losses.vb(None, prediction_at(500, process, output)).item())
+    assert values == pytest.approx([0.00308354] * 3, rel=1e-4)
+
+
+@pytest.mark.parametrize("t", [0, 1, 500, 999])
+def test_vb_trains_the_variance_alone(t):
+    output = torch.randn(1, 8, 2, 2, generator=torch.Generator().manual_seed(t)).requires_grad_()
+    losses.vb(None, prediction_at(t, process_of(variance="learned_range"), output)).sum().backward()
+    assert output.grad[:, :4].abs().max() == 0 < output.grad[:, 4:].abs().min()
+    assert output.grad.isfinite().all()
+
+
+def test_vb_against_torchs_own_divergence():
+    from torch.distributions import Normal, kl_divergence
+
+    process, t = process_of(variance="learned_range"), 37
+    given, schedule = prediction_at(t, process), process.schedule
+    beta, bar, before = schedule.betas[t], schedule.alphas_cumprod[t], schedule.alphas_cumprod[t - 1]
+    mean = lambda x0: (  # noqa: E731
+        np.sqrt(before) * beta / (1 - bar) * x0 + np.sqrt(1 - beta) * (1 - before) / (1 - bar) * given.x_t
+    )
+    small = np.log(schedule.posterior_variance[t])
+    scale = np.exp((0.6 * np.log(beta) + 0.4 * small) / 2)
+    x0 = process.estimate(given.mean, given.x_t, given.t)
+    wanted = kl_divergence(Normal(mean(given.x0), np.exp(small / 2)), Normal(mean(x0), scale)).mean() / np.log(2)
+    assert losses.vb(None, given).item() == pytest.approx(wanted.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("diffusion", "message"),
+    [
+        ({"process": LEARNED}, r"diffusion.losses: got mse with variance learned_range, allowed: .*: vb, masked_vb"),
+        ({"losses": ["mse", "vb"]}, r"diffusion.losses: got vb with process discrete and variance fixed_large"),
+        ({"process": "edm", "losses": ["mse", "vb"]}, r"diffusion.losses: got vb with process edm"),
+        (MASKED, r"diffusion.losses: got masked_mse with model unet, allowed: with a model that hides tokens"),
+        ({"process": {"name": "discrete", "schedule": "cosine", "beta_end": 0.1}}, r"beta_end: got None and 0.1 with"),
+        ({"process": {"name": "discrete", "beta_start": 0.1}}, r"beta_start: got 0.1, allowed: less than beta_end = 0"),
+        ({"process": {"name": "discrete", "first_index": 2}}, r"first_index: got 2, allowed: one of 0, 1"),
+        ({"process": {"name": "fdm", "multiplier": 0}}, r"multiplier: got 0, allowed: number > 0"),
+    ],
+)  # fmt: skip
+def test_refusals(diffusion, message):
+    with pytest.raises(ConfigError, match=message):
+        validate({"experiment": "x", "methods": {"a": {}}, "diffusion": diffusion})
+
+
+METHODS = {
+    "speed": {"sampler": "speed", "weighting": "change_aware"},
+    "adaptive": {
+        "sampler": {"name": "adaptive", "frequency": 2, "feature_timesteps": 10, "selected": 2},
+        "weighting": "min_snr",
+    },
+    "gradient_norm": {"sampler": {"name": "gradient_norm", "frequency": 2, "bins": 4, "start": 1}},
+    "loss_rms": {"sampler": {"name": "loss_rms", "start": 2, "frequency": 1}, "weighting": "edm2"},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_strategies_train_a_learned_variance(method, latents, tmp_path):
+    from kairos.data.latents import open_latents
+    from kairos.evaluation.settings import LossSettings
+    from kairos.evaluation.validation import mlperf8, validation_loss
+
+    plain = experiment(METHODS, diffusion={"process": LEARNED, "losses": ["mse", "vb"]})
+    train(plain, method, 0, tmp_path, latents, [0, 12])
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(np.isfinite(row["vb"]) for row in rows) and rows[-1]["mse"] < 2
+    milestone = open_milestone(tmp_path / "milestones" / "0000012")
+    assert milestone.model.weights()["final_layer.linear.weight"].shape[0] == 2 * 2 * 8
+    settings = LossSettings(images=20, strata=4, seed=0)
+    assert validation_loss(milestone, open_latents(latents), settings)["loss"] < 3
+    assert mlperf8(milestone, open_latents(latents), settings)["mlperf8"] < 3
+    scheduler = json.loads((tmp_path / "milestones/0000012/scheduler/scheduler_config.json").read_text())
+    assert scheduler["variance_type"] == "learned_range"
+
+
+def test_costs_count_the_further_channels():
+    found = [
+        costs.estimate(validate(experiment(diffusion=diffusion)), x0=(4, 8, 8), classes=10).network.parameters
+        for diffusion in ({}, {"process": LEARNED, "losses": ["mse", "vb"]})
+    ]
+    assert found[1] - found[0] == (16 + 1) * 2 * 2 * 4
+
+
+# The masked pass
+
+
+class Hiding(nn.Module):
+    """A tiny backbone with a mask token and a block that the masked pass alone uses."""
+
+    calls: list = []  # noqa: RUF012
+
+    def __init__(self, options, shape, conditions, outputs):
+        super().__init__()
+        self.convolution = nn.Conv2d(shape[0], outputs, 3, padding=1)
+        self.token = nn.Parameter(torch.zeros(shape[0], 1, 1))
+        self.side = nn.Conv2d(outputs, outputs, 1)
+        self.dropout = nn.Dropout(0.1)
+        self.register_buffer("order", torch.arange(shape[1]))
+
+    def forward(self, x, t, conditions):
+        mask = conditions.get("mask")
+        if self.training:
+            self.calls.append((x.detach().clone(), t, None if mask is None else mask.clone()))
+        if mask is None:
+            return self.convolution(self.dropout(x))[:, :, self.order]
+        assert mask.shape == (len(x), *x.shape[2:]) and mask.min() >= 0 and mask.max() < 1
+        hidden = torch.where(mask[:, None] > 0.7, self.token, x)
+        return self.side(self.convolution(self.dropout(hidden)))[:, :, self.order]
+
+    def config(self):
+        return {"_class_name": "Hiding"}
+
+    def weights(self):
+        return dict(self.state_dict())
+
+    def load_weights(self, weights):
+        self.load_state_dict(weights)
+
+
+@dataclass(frozen=True)
+class HidingOptions:
+    width: int = option(8, "nothing", ge=1)
+
+
+@pytest.fixture
+def hiding(monkeypatch):
+    monkeypatch.setitem(MODELS, "hiding", None)
+    MODELS.add("hiding", "test_published_diffusion:Hiding", HidingOptions, masks=True)
+    monkeypatch.setattr(Hiding, "calls", [])
+
+    def case(methods=None, **changes):
+        return experiment(methods or METHODS, model={"name": "hiding"}, **{"diffusion": MASKED, **changes})
+
+    return case
+
+
+@pytest.mark.parametrize("method", ["speed", "adaptive"])
+def test_a_masked_pass_is_one_further_forward_and_resumes_exactly(method, hiding, latents, tmp_path):
+    train(hiding(), method, 0, tmp_path / "whole", latents, [0, 8])
+    calls = Hiding.calls
+    assert len(calls) == 2 * 8
+    for (x, t, none), (masked, again, mask) in zip(calls[::2], calls[1::2]):
+        assert none is None and mask.dtype == torch.float32 and torch.equal(t, again)
+        assert not torch.equal(x, masked)  # noise of its own
+    assert not torch.equal(calls[1][2], calls[3][2])
+    train(hiding(), method, 0, tmp_path / "parts", latents, [0, 3], part=True)
+    train(hiding(), method, 0, tmp_path / "parts", latents, [0, 8])
+    parts = {**hashes(tmp_path / "parts"), "metrics": None}
+    assert parts == {**hashes(tmp_path / "whole"), "metrics": None}
+    row = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert all(np.isfinite(row[name]) for name in ("mse", "vb", "masked_mse", "masked_vb"))
+
+
+def test_the_masked_pass_asks_at_the_same_x0_with_noise_of_its_own(hiding, latents, tmp_path):
+    plain = hiding({"uniform": {}}, training__batch_size=64)
+    train(plain, "uniform", 0, tmp_path, latents, [0, 1])
+    (x, t, _), (masked, _, mask) = Hiding.calls
+    process = process_of(timesteps=100, variance="learned_range")
+    _, s = process._shaped(t, x)
+    off = (x - masked) / s  # the difference of two standard normals
+    assert off.std().item() == pytest.approx(2**0.5, rel=0.03)
+    assert mask.mean().item() == pytest.approx(0.5, abs=0.03) and len(mask.unique()) > 0.99 * mask.numel()
+
+
+def test_weights_multiply_both_squared_errors(hiding, latents, tmp_path, monkeypatch):
+    seen = []
+    original = kairos.Strategy.loss
+    monkeypatch.setattr(
+        kairos.Strategy, "loss", lambda self, draw, terms: seen.append(terms) or original(self, draw, terms)
+    )
+    train(hiding({"p2": {"weighting": "p2"}}), "p2", 0, tmp_path, latents, [0, 1])
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert seen[0].mean().item() == pytest.approx(row["mse"] + row["masked_mse"], rel=1e-5)
+
+
+def test_the_mask_token_and_side_block_learn_from_the_masked_pass_alone(hiding, latents, tmp_path):
+    for name, terms in (("both", MASKED["losses"]), ("one", ["mse", "vb"])):
+        plain = hiding({"uniform": {}}, diffusion={"process": LEARNED, "losses": terms})
+        train(plain, "uniform", 0, tmp_path / name, latents, [0, 3])
+    token = {n: open_milestone(tmp_path / n / "milestones/0000003", "raw").model.token for n in ("both", "one")}
+    assert token["both"].abs().max() > 0 and token["one"].abs().max() == 0
+
+
+def test_microbatches_and_a_second_pass(hiding, latents, tmp_path):
+    outs = []
+    for microbatch in (None, 5):
+        plain = hiding({"speed": METHODS["speed"]}, training__microbatch=microbatch, training__precision="fp64")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.Dropout, "forward", lambda self, x: x)  # is drawn per microbatch
+            train(plain, "speed", 0, tmp_path / str(microbatch), latents, [0, 6])
+        outs.append(tmp_path / str(microbatch))
+    models = [open_milestone(out / "milestones/0000006", "raw").model.state_dict() for out in outs]
+    assert difference(*models) < 1e-6  # as float32 on the disk
+
+
+_RANKS = """
+import sys
+from dataclasses import dataclass
+sys.path.insert(0, {tests!r})
+from kairos.models.registries import MODELS
+import test_published_diffusion as t
+MODELS.add("hiding", "test_published_diffusion:Hiding", t.HidingOptions, masks=True)
+t.nn.Dropout.forward = lambda self, x: x
+from kairos.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_two_processes_and_a_second_pass(hiding, latents, tmp_path):
+    import subprocess
+    import sys
+
+    script = tmp_path / "ranks.py"
+    script.write_text(_RANKS.format(tests=str(Path(__file__).parent)))
+    models = []
+    for processes, microbatch in ((1, None), (2, 4), (2, None)):
+        plain = hiding({"speed": METHODS["speed"]}, training__precision="fp64", training__processes=processes,
+                       training__milestones=[6], training__microbatch=microbatch)  # fmt: skip
+        out = tmp_path / f"{processes} {microbatch}"
+        config = write_experiment(tmp_path / f"{processes} {microbatch}.yaml", plain)
+        line = train_command(config, "speed", out, latents)[3:]
+        start = [sys.executable, str(script)]
+        if processes == 2:
+            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        done = subprocess.run([*start, *line], capture_output=True, text=True, timeout=250, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        models.append(open_milestone(out / "milestones/0000006", "raw").model.state_dict())
+    assert max(difference(models[0], model) for model in models[1:]) < 1e-6
+
+
+def test_the_memory_guard_tries_both_passes(hiding, latents):
+    from kairos.data.latents import open_latents
+    from kairos.training.memory import largest_fitting
+    from kairos.training.state import Training
+
+    training = Training(hiding({"uniform": {}}), "uniform", 0, open_latents(latents), torch.device("cpu"))
+    training.model.train()
+    assert largest_fitting(training, 16) == 16
+    assert [mask is None for _, _, mask in Hiding.calls] == [True, False] * 2
+
+
+# Ramps
+
+
+def share(name, step, batch_size=512, **options):
+    return AVERAGES.entry(name).load()(AVERAGES.parse(name, options), step, batch_size)
+
+
+def test_edms_average():
+    for step, wanted in ((0, 0), (100, 0.87055), (1953.125, 0.992927), (19531.25, 0.9992905), (10**6, 0.9992905)):
+        assert share("half_life", step) == pytest.approx(wanted, abs=5e-6)
+
+
+def test_warmups_of_the_average():
+    assert [share("decay", step) for step in (0, 1, 10**7)] == pytest.approx([1 / 10, 2 / 11, 0.9999])
+    assert [share("decay", step, count_from=1) for step in (0, 1)] == pytest.approx([2 / 11, 3 / 12])
+    assert share("decay", 0, warmup=False) == 0.9999
+
+
+@pytest.mark.parametrize(
+    ("from_zero", "wanted"), [(True, [0, 0.25, 0.5, 0.75, 1, 1]), (False, [0.25, 0.5, 0.75, 1, 1, 1])]
+)
+def test_the_first_step_of_the_warmup(from_zero, wanted, latents, tmp_path):
+    optimizer = {"lr": 1.0e-3, "warmup_steps": 4, "warmup_from_zero": from_zero}
+    train(experiment({"u": {}}, training__optimizer=optimizer), "u", 0, tmp_path, latents, [0, 6])
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["lr"] for row in rows] == pytest.approx([1e-3 * factor for factor in wanted])
+
+
+# FDM
+
+
+def test_fdms_input_scale():
+    process, seen = process_of("fdm"), []
+    sigma = torch.tensor([2.0, 5.0, 10.0, 20.0, 40.0], dtype=torch.float64)
+    x = torch.ones(5, 3, 4, 4)
+    denoised = process.predict(lambda x, t: seen.append((x, t)) or torch.zeros_like(x), x, sigma)
+    assert seen[0][0][:, 0, 0, 0].tolist() == pytest.approx([0.99985, 0.996, 0.955, 0.629, 0.038], abs=5e-4)
+    edm = process_of("edm")
+    torch.testing.assert_close(denoised, edm.predict(lambda x, t: torch.zeros_like(x), x, sigma))
+    assert seen[0][1].tolist() == pytest.approx((400 * sigma.log() / 4).tolist(), rel=1e-6)
+    assert process_of("fdm", multiplier=1.0)._input_scale(torch.tensor(20.0)) > 0.629
+
+
+def test_the_weights_warmup():
+    weighting = make_weighting({"name": "edm", "warmup": 200, "sigma_data": 0.5}, process_of("fdm").schedule, "x0")
+    snr = np.array([1e-4, 10.0, 1e5])
+    for step, cap in ((0, 5), (100, 50), (199, 5 * 100 ** (199 / 200))):
+        weighting.begin(step)
+        assert weighting.at_snr(snr) == pytest.approx(np.minimum(4 + snr, cap))
+    weighting.begin(200)
+    assert weighting.at_snr(snr) == pytest.approx(4 + snr)
+
+
+def test_fdm_trains_and_its_warmup_resumes_exactly(latents, tmp_path):
+    method = {"fdm": {"sampler": "edm_log_normal", "weighting": {"name": "edm", "warmup": 6}}}
+    plain = experiment(method, diffusion={"process": "fdm", "losses": [{"name": "mse", "scale": 64.0}]})
+    train(plain, "fdm", 0, tmp_path / "whole", latents, [0, 8])
+    train(plain, "fdm", 0, tmp_path / "parts", latents, [0, 3], part=True)
+    train(plain, "fdm", 0, tmp_path / "parts", latents, [0, 8])
+    parts = {**hashes(tmp_path / "parts"), "metrics": None}
+    assert parts == {**hashes(tmp_path / "whole"), "metrics": None}
+    first, last = (
+        np.loadtxt(tmp_path / "whole" / "milestones" / step / "strategy.csv", delimiter=",", skiprows=1)[:, 2].max()
+        for step in ("0000000", "0000008")
+    )
+    assert first == pytest.approx(5) and last > 1000

@@ -1,0 +1,294 @@
+"""Super-resolution: images in low resolution as a condition, in pixels and in latents, and PSNR on pairs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_data import folder_config, write_pictures
+from training_case import write_experiment
+
+from kairos import conditions as conditioning
+from kairos.autoencoders.codec import load_codec
+from kairos.autoencoders.encode import encode
+from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.autoencoders.stage import make_autoencoder
+from kairos.cli import main
+from kairos.config import validate
+from kairos.costs.data import describe
+from kairos.data.batches import Batches
+from kairos.data.dataset import low_resolution, open_dataset
+from kairos.data.latents import open_latents
+from kairos.data.prepare import prepare
+from kairos.errors import ConfigError, KairosError
+from kairos.evaluation.pairs import Told, psnr
+from kairos.files import read_json
+from kairos.sampling.drawn_conditions import conditions_of, told_of
+from kairos.sampling.samples_file import open_samples, write_samples
+from kairos.shards import Shard
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+CPU = torch.device("cpu")
+STRATEGIES = {
+    "uniform": {},
+    "speed": {"sampler": "speed"},
+    "adaptive": {"sampler": {"name": "adaptive", "frequency": 5, "feature_timesteps": 20}},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact():
+    from kairos.compute import setup
+
+    setup(1, "cpu")
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory):
+    """Random pictures of side 16, in pixels and through a small autoencoder, with low resolutions of factor 4."""
+    root = tmp_path_factory.mktemp("encoded")
+    write_pictures(root / "in", 20, height=16, width=16)
+    prepare(folder_config(root / "in", heldout=0.25), root / "dataset")
+    dataset = open_dataset(root / "dataset")
+    for name, kind in (("pixels", "none"), ("latents", "train")):
+        make_autoencoder(AutoencoderConfig(kind=kind, channels=[8, 8], steps=5), dataset, root / f"{name}-ae", CPU)
+        encode(dataset, load_codec(root / f"{name}-ae"), root / name, True, 4, factor=4)
+    return root
+
+
+def test_it_is_area_then_bilinear():
+    images = torch.rand(2, 3, 8, 8)
+    small = torch.stack([images[..., i::4, j::4] for i in range(4) for j in range(4)]).mean(0)
+    found = low_resolution(images, 4)
+    weights = torch.tensor([1, 1, 0.875, 0.625, 0.375, 0.125, 0, 0])  # of the first of two pixels, half-pixel centres
+    across = small[..., :1] * weights + small[..., 1:] * (1 - weights)
+    torch.testing.assert_close(
+        found, across[..., :1, :] * weights[:, None] + across[..., 1:, :] * (1 - weights)[:, None]
+    )
+    torch.testing.assert_close(low_resolution(images.flip(3), 4), found.flip(3))
+    torch.testing.assert_close(low_resolution(torch.full((1, 1, 8, 8), 0.3), 2), torch.full((1, 1, 8, 8), 0.3))
+
+
+def test_in_pixels(encoded):
+    latents = open_latents(encoded / "pixels")
+    assert latents.condition_kinds["low_resolution"] == {"kind": "image", "shape": [3, 16, 16], "factor": 4}
+    flips = np.array([True, False])
+    images = latents.dataset.tensor([3, 4])
+    images[0] = images[0].flip(2)
+    assert torch.equal(latents.conditions([3, 4], flips)["low_resolution"], low_resolution(images, 4))
+    assert "low_resolution" not in latents.stored_conditions([3])
+
+
+def test_in_latents(encoded):
+    latents, codec = open_latents(encoded / "latents"), load_codec(encoded / "latents-ae")
+    assert latents.condition_kinds["low_resolution"]["shape"] == list(latents.shape) == [4, 8, 8]
+    assert {"low_mean.npy", "low_mean_flipped.npy"} <= set(latents.manifest["files"])
+    images = latents.dataset.tensor([3, 4])
+    images[0] = images[0].flip(2)
+    expected = codec.to_model_space(codec.encode(low_resolution(images, 4))[0])
+    found = latents.conditions([3, 4], np.array([True, False]))["low_resolution"]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)  # encoded in batches of another size
+
+
+def test_other_factors_are_other_latents(encoded, tmp_path):
+    dataset, codec = open_dataset(encoded / "dataset"), load_codec(encoded / "pixels-ae")
+    found = [encode(dataset, codec, tmp_path / str(k), False, 4, factor=k)["content_sha256"] for k in (None, 2, 4)]
+    assert len(set(found)) == 3
+    with pytest.raises(ConfigError, match=r"dataset\.low_resolution: got 5, allowed: a divisor of both sides.*16×16"):
+        encode(dataset, codec, tmp_path / "5", False, 4, factor=5)
+
+
+def test_parts_are_joined_to_the_same(encoded, tmp_path):
+    dataset, codec = open_dataset(encoded / "dataset"), load_codec(encoded / "latents-ae")
+    parts = [tmp_path / f"part{k}" for k in (1, 2)]
+    for k, part in enumerate(parts, 1):
+        encode(dataset, codec, part, True, 4, Shard(k, 2), factor=4)
+    joined = encode(dataset, codec, tmp_path / "joined", True, 4, parts=parts, factor=4)
+    assert joined["files"] == read_json(encoded / "latents" / "manifest.json")["files"]
+    with pytest.raises(KairosError):
+        encode(dataset, codec, tmp_path / "other", True, 4, parts=parts, factor=2)
+
+
+@pytest.mark.parametrize("space", ["pixels", "latents"])
+def test_batches_have_it_of_their_own_flips(encoded, space):
+    latents = open_latents(encoded / space)
+    batches = Batches(latents, 0, 8, range(8), ("low_resolution",), 0.5)
+    dropped = 0
+    for batch in batches.steps(0, 3):
+        low = batch.conditions["low_resolution"]
+        assert low.shape == batch.x0.shape and low.dtype == torch.float32
+        none = low.flatten(1).abs().sum(1) == 0
+        dropped += int(none.sum())
+        if space == "pixels":
+            torch.testing.assert_close(low[~none], low_resolution(batch.x0, 4)[~none])
+    assert 4 <= dropped <= 20
+    kinds = conditioning.build({"low_resolution": latents.condition_kinds["low_resolution"]})
+    assert not kinds["low_resolution"].null(low).any()
+
+
+def test_conditions_come_from_heldout_images(encoded, tmp_path):
+    latents = open_latents(encoded / "pixels")
+    kinds = {"low_resolution": latents.condition_kinds["low_resolution"]}
+    held = latents.heldout
+    assert told_of(latents, range(2, 7), kinds).tolist() == held[[2, 3, 4, 0, 1]].tolist()
+    drawn = told_of(latents, range(40), kinds, "data", 3)
+    assert set(drawn) == set(held) and told_of(latents, range(5, 9), kinds, "data", 3).tolist() == drawn[5:9].tolist()
+    told = conditions_of(["low_resolution"], kinds, encoded / "pixels")(range(2, 4))["low_resolution"]
+    assert torch.equal(told, low_resolution(latents.dataset.tensor(held[[2, 3]]), 4))
+    assert set(told_of(latents, range(40), {"class": {"kind": "class"}}, "data")) <= set(latents.train)
+    with pytest.raises(KairosError, match=r"'low_resolution' is that of real images.*--latents"):
+        conditions_of(["low_resolution"], kinds, tmp_path / "absent")
+    prepare(folder_config(encoded / "in", heldout=0.0), tmp_path / "dataset")
+    make_autoencoder(AutoencoderConfig(), open_dataset(tmp_path / "dataset"), tmp_path / "ae", CPU)
+    encode(open_dataset(tmp_path / "dataset"), load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4, factor=2)
+    assert told_of(open_latents(tmp_path / "latents"), range(18, 22), kinds).tolist() == [18, 19, 0, 1]
+
+
+def test_psnr(encoded):
+    latents = open_latents(encoded / "pixels")
+    kinds = {"low_resolution": latents.condition_kinds["low_resolution"]}
+    told = Told(latents, kinds, {"labels": "balanced", "seed": 0})
+    true = latents.dataset.images[told_of(latents, range(100), kinds)]
+    off = true.astype(int)
+    off[::2] = np.where(off[::2] < 128, off[::2] + 3, off[::2] - 3)
+    off[1::2] = np.where(off[1::2] < 128, off[1::2] + 9, off[1::2] - 9)
+    each = [10 * np.log10(255**2 / 9), 10 * np.log10(255**2 / 81)]
+    images = off.astype(np.uint8)
+    assert psnr(None, told.pairs(images, range(100)))["psnr"] == pytest.approx(np.mean(each))
+    assert psnr(None, told.pairs(images, range(70, 80)))["psnr"] == pytest.approx(np.mean(each))
+    assert psnr(None, told.pairs(images, range(1, 2)))["psnr"] == pytest.approx(each[1])
+    assert psnr(None, told.pairs(true, range(100)))["psnr"] > 150
+    with pytest.raises(KairosError, match="psnr needs samples whose file says what they show"):
+        psnr(None, Told(latents, kinds, {}).pairs(true, range(100)))
+
+
+def sections(**changes):
+    values = {
+        "experiment": "sr",
+        "dataset": {"source": "folder", "path": "in", "resolution": 32, "low_resolution": 4, "flips": True},
+        "model": {
+            "name": "dit", "patch": 4, "width": 32, "depth": 2, "heads": 2, "conditions": ["low_resolution"],
+        },
+        "diffusion": {"process": {"name": "discrete", "timesteps": 100}},
+        "training": {
+            "batch_size": 8, "milestones": [20], "device": "cpu", "ema": {"decay": 0.9}, "condition_dropout": 0.1,
+            "optimizer": {"lr": 1e-3},
+        },
+        "methods": STRATEGIES,
+        "sampling": {"steps": 5, "batch_size": 20, "guidance_scale": 1.5, "scheduler": {"name": "ddim", "clip": True}},
+        "evaluation": {
+            "extractor": {"name": "selfsupervised", "features": 8, "channels": 8, "steps": 5},
+            "metrics": ["frechet", "psnr"], "num_samples": 20, "sets": 2, "loss_images": 8, "strata": 2,
+        },
+        "tracking": {"enabled": False},
+    }  # fmt: skip
+    for name, fields in changes.items():
+        values[name] = {**values[name], **fields}
+    return values
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": {"low_resolution": 5}}, r"low_resolution: got 5, allowed: a divisor of the images' side, 32"),
+        ({"dataset": {"low_resolution": None}}, r"dataset\.low_resolution: got None, allowed: a number, since model"),
+        ({"model": {"conditions": []}, "training": {"condition_dropout": 0.0}, "sampling": {"guidance_scale": 1.0}},
+         r"dataset\.low_resolution: got 4, allowed: null, since model\.conditions has no low_resolution"),
+        ({"dataset": {"source": "digits", "path": None, "resolution": None, "flips": False, "low_resolution": 3}},
+         r"got 3, allowed: a divisor of the images' side, 8"),
+        ({"dataset": {"low_resolution": 1}}, "greater than or equal to 2"),
+        ({"dataset": {"low_resolution": None}, "model": {"conditions": []}, "sampling": {"guidance_scale": 1.0}},
+         r"evaluation\.metrics: got psnr, allowed where model\.conditions has low_resolution"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refusals(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(sections(**changes))
+
+
+def test_what_it_costs_is_known_beforehand(tmp_path):
+    values = {**sections(), "autoencoder": {"kind": "train", "channels": [8, 8]}}
+    known = describe(validate(values), tmp_path, None, None)
+    assert known.conditions == {"low_resolution": {"kind": "image", "shape": [4, 16, 16]}} and known.moments == 6
+
+
+def kairos(*arguments) -> None:
+    assert main([str(argument) for argument in arguments]) == 0
+
+
+def run_chain(root: Path, values: dict, report: bool = False) -> dict[str, dict]:
+    """The pipeline's stages as its rules call them; the record of every method's last milestone."""
+    path, r = write_experiment(root / "sr.yaml", values), root / "results" / "sr"
+    shared = ("--config", path, "--dataset", r / "dataset")
+    kairos("prepare", "--config", path, "--out", r / "dataset")
+    kairos("autoencoder", *shared, "--out", r / "autoencoder")
+    kairos("encode", *shared, "--autoencoder", r / "autoencoder", "--out", r / "latents")
+    kairos("extractor", *shared, "--out", r / "extractor")
+    folders = ("--autoencoder", r / "autoencoder", "--latents", r / "latents", "--extractor", r / "extractor")
+    kairos("reference", *shared, *folders, "--out", r / "reference")
+    found = {}
+    for method in values["methods"]:
+        run = r / method / "seed0"
+        out = ("--out", run, "--latents", r / "latents")
+        kairos("train", "--config", path, "--method", method, "--seed", 0, *out)
+        for step in ("0000000", "0000020"):
+            milestone, samples = run / "milestones" / step, run / "samples" / f"{step}.npz"
+            grid = ("--grid", samples.with_suffix(".png"))
+            kairos("sample", "--milestone", milestone, "--out", samples, "--num", 40, "--seed", 0, *grid)
+            record = run / "evaluation" / f"{step}.json"
+            judge = ("--milestone", milestone, "--samples", samples, "--out", record)
+            kairos("evaluate", *judge, "--reference", r / "reference")
+            found[method, step] = json.loads(record.read_text())["metrics"]
+    if report:
+        (root / "Snakefile").touch()
+        kairos("report", "--config", path, "--results", r)
+    return found
+
+
+@pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="CIFAR-10 is not in ../shared/data")
+@pytest.mark.timeout(300)
+def test_cifar_in_pixels(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    source = {"source": "parquet", "path": str(SHARED / "cifar10" / "*.parquet"), "limit": 200, "heldout": 0.2}
+    found = run_chain(tmp_path, sections(dataset=source), report=True)
+    for metrics in found.values():
+        assert 0 < metrics["psnr"] < 40 and len(metrics["psnr_sets"]) == 2
+    run = tmp_path / "results" / "sr" / "uniform" / "seed0"
+    samples = open_samples(run / "samples" / "0000020.npz")
+    assert samples.images.shape == (40, 32, 32, 3) and samples.conditions == {}
+    latents = open_latents(tmp_path / "results" / "sr" / "latents")
+    true = latents.dataset.images[latents.heldout]  # 40 are held out, in their order
+    error = ((true.astype(float) - samples.images[:]) ** 2).mean((1, 2, 3))
+    assert found["uniform", "0000020"]["psnr"] == pytest.approx(float(np.mean(10 * np.log10(255**2 / error))))
+    assert "psnr" in (tmp_path / "results" / "sr" / "summary.csv").read_text().splitlines()[0]
+    print({key: round(metrics["psnr"], 2) for key, metrics in found.items()})
+
+    other = run / "other.npz"  # drawn from another milestone
+    write_samples(other, samples.images[:], {**samples.protocol, "step": 0})
+    judge = ["--milestone", run / "milestones" / "0000020", "--samples", other, "--out", tmp_path / "x.json"]
+    arguments = ["evaluate", *judge, "--reference", tmp_path / "results" / "sr" / "reference"]
+    assert main([str(argument) for argument in arguments]) != 0
+
+
+@pytest.mark.skipif(not (SHARED / "coco_mini").is_dir(), reason="coco_mini is not in ../shared/data")
+@pytest.mark.skipif(not (SHARED / "taesd").is_dir(), reason="taesd is not in ../shared/data")
+@pytest.mark.timeout(300)
+def test_coco_in_latents(tmp_path, monkeypatch):
+    """Images of side 64 through taesd, with COCO's own held-out images."""
+    monkeypatch.chdir(tmp_path)
+    coco = SHARED / "coco_mini"
+    source = {"path": str(coco / "train2017"), "heldout": str(coco / "val2017"), "resolution": 64, "crop": "adm"}
+    values = sections(dataset=source, model={"patch": 2})
+    values["autoencoder"] = {"kind": "pretrained", "path": str(SHARED / "taesd")}
+    values["methods"] = {"uniform": {}}
+    found = run_chain(tmp_path, values)
+    assert all(0 < metrics["psnr"] < 40 for metrics in found.values())
+    latents = open_latents(tmp_path / "results" / "sr" / "latents")
+    assert set(latents.moments) == {"mean", "low_mean", "mean_flipped", "low_mean_flipped"}
+    record = read_json(tmp_path / "results" / "sr" / "uniform" / "seed0" / "milestones" / "0000020" / "milestone.json")
+    assert record["conditions"] == {"low_resolution": {"kind": "image", "shape": [4, 8, 8], "factor": 4}}

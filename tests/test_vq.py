@@ -1,0 +1,189 @@
+"""VQModel autoencoders: what is before quantisation is trained on, decoding quantises, the scale is LDM's."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL, VQModel
+from test_data import folder_config
+from training_case import experiment
+
+from kairos.autoencoders.codec import load_codec
+from kairos.autoencoders.encode import encode
+from kairos.autoencoders.quality import psnr
+from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.autoencoders.stage import make_autoencoder
+from kairos.cli import main
+from kairos.config import validate
+from kairos.costs.data import describe
+from kairos.data.dataset import open_dataset, to_uint8
+from kairos.data.latents import open_latents
+from kairos.data.prepare import prepare
+from kairos.errors import ConfigError
+from kairos.sampling.samples_file import open_samples
+from kairos.training.run import train
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+CPU = torch.device("cpu")
+VQ_F4 = {
+    "down_block_types": ("DownEncoderBlock2D",) * 3,
+    "up_block_types": ("UpDecoderBlock2D",) * 3,
+    "block_out_channels": (128, 256, 512),
+    "layers_per_block": 2,
+    "latent_channels": 3,
+    "num_vq_embeddings": 8192,
+    "vq_embed_dim": 3,
+    "scaling_factor": 1.0,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact():
+    from kairos.compute import setup
+
+    setup(1, "cpu")
+
+
+def small_vq(**fields) -> VQModel:
+    """32 channels, 2 levels, 256 codes; the codes are spread as wide as what is quantised."""
+    torch.manual_seed(0)
+    model = VQModel(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(32, 32),
+        latent_channels=3,
+        num_vq_embeddings=256,
+        norm_num_groups=8,
+        **fields,
+    ).eval()
+    torch.nn.init.normal_(model.quantize.embedding.weight, std=0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """As diffusers saves it, its scaling factor the default that nobody chose."""
+    folder = tmp_path_factory.mktemp("vq")
+    small_vq().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Real images of side 16."""
+    if not (SHARED / "coco_mini").is_dir():
+        pytest.skip("coco_mini is not in ../shared/data")
+    out = tmp_path_factory.mktemp("coco") / "dataset"
+    heldout = str(SHARED / "coco_mini" / "val2017")
+    prepare(folder_config(SHARED / "coco_mini" / "train2017", crop="adm", resolution=16, heldout=heldout), out)
+    return open_dataset(out)
+
+
+def made(folder: Path, dataset, out: Path, **fields):
+    config = AutoencoderConfig(kind="pretrained", path=str(folder), **fields)
+    return make_autoencoder(config, dataset, out, CPU)
+
+
+def test_equal_to_diffusers(folder, pictures, tmp_path):
+    manifest = made(folder, pictures, tmp_path)
+    assert manifest["class"] == "VQModel" and manifest["latent_shape"] == [3, 8, 8]
+    codec, model = load_codec(tmp_path), VQModel.from_pretrained(folder, low_cpu_mem_usage=False).eval()
+    images = pictures.tensor(pictures.heldout)
+    with torch.no_grad():
+        latents = model.encode(images).latents
+        z, _, (_, _, codes) = model.quantize(latents)
+        mean, logvar = codec.encode(images)
+        assert logvar is None and torch.equal(mean, latents)
+        assert torch.equal(codec.decode(codec.to_model_space(mean)), model.decode(latents).sample)
+        torch.testing.assert_close(codec.decode(mean), model.decode(z, force_not_quantize=True).sample)
+    assert not torch.allclose(mean, z, atol=0.1) and len(codes.unique()) > 10
+    whole = to_uint8(codec.decode(codec.to_model_space(mean)))
+    assert manifest["psnr"] == pytest.approx(psnr(pictures.images[pictures.heldout], whole), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("own", "scaling", "expected"),
+    [(0.18215, None, 1.0), (1.0, None, 1.0), (0.5, None, 0.5), (0.18215, 0.18215, 0.18215), (1.0, 0.2, 0.2)],
+)
+def test_scale(pictures, tmp_path, own, scaling, expected):
+    small_vq(scaling_factor=own).save_pretrained(tmp_path / "vq")
+    manifest = made(tmp_path / "vq", pictures, tmp_path / "out", scaling=scaling)
+    assert manifest["scaling_factor"] == expected
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["scaling_factor"] == expected
+    codec = load_codec(tmp_path / "out")
+    images = pictures.tensor(pictures.train[:3])
+    mean, _ = codec.encode(images)
+    assert torch.equal(codec.to_model_space(mean), mean * expected)
+    torch.testing.assert_close(
+        codec.decode(codec.to_model_space(mean)), codec.model.decode(mean).sample, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_scale_of_a_kl_autoencoder(pictures, tmp_path):
+    """U-ViT's COCO latents: SD's autoencoder with a factor of its own."""
+    torch.manual_seed(0)
+    AutoencoderKL(block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, norm_num_groups=4,
+                  up_block_types=("UpDecoderBlock2D",) * 2).save_pretrained(tmp_path / "kl")  # fmt: skip
+    assert made(tmp_path / "kl", pictures, tmp_path / "own")["scaling_factor"] == 0.18215
+    assert made(tmp_path / "kl", pictures, tmp_path / "out", scaling=0.2301)["scaling_factor"] == 0.2301
+
+
+def test_scale_that_cannot_be_used():
+    for fields, message in (
+        ({"kind": "none", "scaling": 0.5}, r"autoencoder\.scaling: got 0\.5, allowed: null with kind none"),
+        ({"kind": "pretrained", "path": "x", "scaling": 0.0}, "greater than 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate({"experiment": "e", "autoencoder": fields, "methods": {"u": {}}})
+
+
+def test_size_that_cannot_be_halved(folder, tmp_path):
+    prepare(folder_config(_odd(tmp_path)), tmp_path / "data")
+    with pytest.raises(ConfigError, match=r"images are 7×7.*multiples of 2"):
+        made(folder, open_dataset(tmp_path / "data"), tmp_path / "out")
+
+
+def _odd(tmp_path: Path) -> Path:
+    from test_data import write_pictures
+
+    return write_pictures(tmp_path / "in", 3, height=7, width=7)
+
+
+@pytest.mark.parametrize(("cls", "fields", "parameters"), [
+    (VQModel, VQ_F4, 55_322_782),
+    (AutoencoderKL, {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
+                     "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2}, 83_653_863),
+])  # fmt: skip
+def test_published_parameters(cls, fields, parameters):
+    with torch.device("meta"):
+        model = cls(**fields)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_a_training_on_its_latents(folder, pictures, tmp_path, capsys):
+    made(folder, pictures, tmp_path / "autoencoder")
+    codec = load_codec(tmp_path / "autoencoder")
+    manifest = encode(pictures, codec, tmp_path / "latents", True, 8)
+    latents = open_latents(tmp_path / "latents")
+    assert manifest["shape"] == [3, 8, 8] and set(latents.moments) == {"mean", "mean_flipped"}
+    assert not latents.stochastic
+    assert torch.equal(latents.batch(pictures.train[:8]), codec.encode(pictures.tensor(pictures.train[:8]))[0])
+    plain = experiment({"uniform": {}}, dataset={"flips": False, "source": "folder", "path": "in"})
+    run = tmp_path / "uniform" / "seed0"
+    train(plain, "uniform", 0, run, tmp_path / "latents", [0, 20])
+    lines = [json.loads(line)["mse"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert np.isfinite(lines).all()
+    milestone = run / "milestones" / "0000020"
+    out = tmp_path / "images.npz"
+    assert main(["sample", "--milestone", str(milestone), "--out", str(out), "--num", "3", "--seed", "0"]) == 0
+    assert open_samples(out).images.shape == (3, 16, 16, 3)
+
+
+def test_its_cost_is_known_beforehand(folder, tmp_path):
+    known = describe(validate({
+        "experiment": "e", "dataset": {"source": "folder", "path": "in", "resolution": 32, "flips": True},
+        "autoencoder": {"kind": "pretrained", "path": str(folder)}, "methods": {"u": {}},
+    }), tmp_path, None, None)  # fmt: skip
+    assert known.x0 == (3, 16, 16) and known.moments == 2
