@@ -1,8 +1,8 @@
 """Published weights: files with the published names and shapes become milestones that sample and are trained on."""
 
 import pickle
+import re
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -11,8 +11,9 @@ from training_case import experiment, make_latents
 from kairos import models
 from kairos.cli import main
 from kairos.config import validate
-from kairos.files import read_json
+from kairos.files import read_json, write_json
 from kairos.milestones import open_milestone
+from kairos.sampling.samples_file import open_samples
 from kairos.training.run import train
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
@@ -119,8 +120,6 @@ def test_files_that_are_refused(write, said, tmp_path, capsys):
     write(path)
     out, status = import_(tmp_path, path, MODELS["dit"], "--shape", "4,8,8", "--classes", 10)
     assert status == 1 and not out.exists()
-    import re
-
     assert re.search(said, capsys.readouterr().err)
 
 
@@ -151,8 +150,6 @@ def test_images_are_drawn_from_published_weights(tmp_path, capsys):
     wanted = {**MODELS["dit"]}
     torch.save(weights_of("dit", 8), tmp_path / "a.pt")
     pixels = tmp_path / "autoencoder"
-    from kairos.files import write_json
-
     pixels.mkdir()
     write_json(pixels / "manifest.json", {"kind": "none", "sha256": "pixels", "latent_shape": [4, 8, 8],
                                           "image_shape": [4, 8, 8], "scaling_factor": 1.0, "shift_factor": 0.0})  # fmt: skip
@@ -161,5 +158,4 @@ def test_images_are_drawn_from_published_weights(tmp_path, capsys):
     images = tmp_path / "images.npz"
     command = ["sample", "--milestone", out, "--out", images, "--num", 3, "--steps", 4, "--guidance-scale", 1.5]
     assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0, capsys.readouterr().err
-    with np.load(images) as drawn:
-        assert drawn["arr_0"].shape == (3, 8, 8, 4)
+    assert open_samples(images).images.shape == (3, 8, 8, 4)

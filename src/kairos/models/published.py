@@ -38,6 +38,7 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
 
 def _opened(path: Path) -> dict[str, Any]:
     import pickle
+    import warnings
 
     import torch
     from safetensors import SafetensorError
@@ -48,7 +49,8 @@ def _opened(path: Path) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of a pickle's protocol, about which nobody can do anything
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise KairosError(
             f"{path}: not opened, for it holds more than tensors and numbers, and such a pickle runs code when it is "

@@ -210,6 +210,9 @@ MODELS.add(
     "dit", "kairos.models.dit:DiT", DiTOptions, "diffusion transformer in its published layout",
     takes=_TAKES, text="pooled",
 )  # fmt: skip
-MODELS.add("mdt", "kairos.models.mdt:MDT", MDTOptions, "masked diffusion transformer", takes=_TAKES, text="pooled")
+MODELS.add(
+    "mdt", "kairos.models.mdt:MDT", MDTOptions, "masked diffusion transformer",
+    takes=_TAKES, text="pooled", masks=True,
+)  # fmt: skip
 MODELS.add("uvit", "kairos.models.uvit:UViT", UViTOptions, "U-ViT, long skips", takes=_TAKES, text="tokens")
 MODELS.add("vit", "kairos.models.vit:ViT", ViTOptions, "Min-SNR's vision transformer", takes=_TAKES[::2])
