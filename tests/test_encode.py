@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kairos.autoencoders import encode as encoding
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.stage import make_autoencoder
+from kairos.data import growing
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
@@ -122,7 +122,7 @@ def test_content_hash_follows_what_training_reads(results, latents):
 
 
 def _encode_until_killed(results, name, batch_size=16, last_call=9, save_seconds=0.0):
-    encoding._SAVE_SECONDS = save_seconds
+    growing._SAVE_SECONDS = save_seconds
     codec = load_codec(results / "autoencoder")
     dataset = open_dataset(results / "dataset")
 

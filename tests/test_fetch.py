@@ -28,6 +28,14 @@ MODEL = {
     "diffusion_pytorch_model.safetensors": len(HEADER).to_bytes(8, "little") + HEADER + bytes(8),
     "README.md": b"not needed",
 }
+CLIP = {
+    "config.json": b'{"model_type": "clip_text_model"}',
+    "pytorch_model.bin": bytes(100),
+    "vocab.json": b"{}",
+    "merges.txt": b"",
+    "tf_model.h5": b"not needed",
+}
+HUB = {"someone/vae": MODEL, "someone/clip": CLIP}
 COMMIT = "a" * 40
 
 
@@ -48,17 +56,19 @@ class Files(http.server.BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         self.asked.append(path)
         kind, name = path.rsplit("/", 1)
-        if path.startswith("/api/models/someone/vae/tree/"):
-            sizes = {name: len(content) for name, content in MODEL.items()}
-            oids = {name: hashlib.sha1(content).hexdigest() for name, content in MODEL.items()}
-            tree = [{"type": "file", "path": each, "size": sizes[each], "oid": oids[each]} for each in MODEL]
+        repository = "someone/clip" if "someone/clip" in path else "someone/vae"
+        files = HUB[repository]
+        if path.startswith(f"/api/models/{repository}/tree/"):
+            sizes = {name: len(content) for name, content in files.items()}
+            oids = {name: hashlib.sha1(content).hexdigest() for name, content in files.items()}
+            tree = [{"type": "file", "path": each, "size": sizes[each], "oid": oids[each]} for each in files]
             self._send(json.dumps(tree).encode(), body)
-        elif path.startswith("/api/models/someone/vae"):
-            listing = {"id": "someone/vae", "sha": COMMIT, "siblings": [{"rfilename": each} for each in MODEL]}
+        elif path.startswith(f"/api/models/{repository}"):
+            listing = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": each} for each in files]}
             self._send(json.dumps(listing).encode(), body)
-        elif path.startswith("/someone/vae/resolve/") and name in MODEL:
-            digest = hashlib.sha256(MODEL[name]).hexdigest()
-            self._send(MODEL[name], body, {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'})
+        elif path.startswith(f"/{repository}/resolve/") and name in files:
+            digest = hashlib.sha256(files[name]).hexdigest()
+            self._send(files[name], body, {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"'})
         elif name == NAME and kind in ("/whole", "/slow", "/short"):
             self._send(CONTENT, body, how=kind[1:])
         elif kind == "/other":
@@ -194,6 +204,27 @@ def test_autoencoder_of_the_hub(server: str, folder: Path) -> None:
     blob.write_bytes(blob.read_bytes()[:-1])
     assert fetched(environment).returncode == 0
     assert blob.read_bytes() == MODEL["diffusion_pytorch_model.safetensors"]  # brought again
+
+
+def test_text_encoder_and_captions(server: str, folder: Path) -> None:
+    """With its tokenizer, and in the older form where there is no other; jobs find it offline."""
+    (folder / "images").mkdir()
+    captions = {"source": "folder", "path": "images", "captions": "c.json"}
+    model = {"name": "dit", "conditions": ["text"]}
+    write(dataset=captions, model=model, text_encoder={"path": "someone/clip"})
+    environment = {"HF_ENDPOINT": server, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    done = fetched(environment)
+    assert done.returncode == 1
+    assert "captions c.json" in done.stderr and "set dataset.captions to where it is" in done.stderr
+    (folder / "c.json").write_text("{}")
+    done = fetched(environment)
+    assert done.returncode == 0, done.stderr
+    place = Path(next(line for line in done.stdout.splitlines() if "clip" in line).split(": ")[1])
+    assert {path.name for path in place.iterdir()} == set(CLIP) - {"tf_model.h5"}
+    code = "from kairos.text.encoder import network_folder; print(network_folder('someone/clip', 'text_encoder.path'))"
+    offline = {**os.environ, **environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    job = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, check=False)
+    assert Path(job.stdout.strip()) == place, job.stderr
 
 
 def test_autoencoder_in_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,8 +159,8 @@ class TextUNet(Linear):
     """A backbone that takes a sequence per image."""
 
     def forward(self, x, t, conditions):
-        assert conditions["text"].shape[1:] == (3, 2)
-        return self.factor * x + 0 * conditions["text"].mean()
+        assert conditions["sequence"].shape[1:] == (3, 2)
+        return self.factor * x + 0 * conditions["sequence"].mean()
 
 
 class Text:
@@ -174,29 +174,29 @@ def text(options, description):
 
 @dataclass(frozen=True)
 class TextOptions(LinearOptions):
-    conditions: list[str] = option(["text"], "conditions")
+    conditions: list[str] = option(["sequence"], "conditions")
 
 
 def test_a_condition_that_is_a_sequence_per_image(registered, tmp_path):
-    registered(CONDITIONS, "text", "text")
+    registered(CONDITIONS, "sequence", "text")
     registered(MODELS, "text_unet", "TextUNet", TextOptions)
     plain = experiment({"uniform": {}}, model={"name": "text_unet"}, training__condition_dropout=0.5)
     config = validate(plain)
     digits = open_source(config.dataset)
     tokens = np.zeros((digits.count, 3, 2), np.float32)
     folders = dataset, autoencoder, latents = [tmp_path / name for name in ("dataset", "autoencoder", "latents")]
-    write_dataset(config.dataset, replace(digits, further={"text": ({"kind": "text"}, tokens)}), dataset)
+    write_dataset(config.dataset, replace(digits, further={"sequence": ({"kind": "sequence"}, tokens)}), dataset)
     make_autoencoder(config.autoencoder, open_dataset(dataset), autoencoder, torch.device("cpu"), False)
     encode(open_dataset(dataset), load_codec(autoencoder, "cpu"), latents, False, 64)
     run = tmp_path / "text" / "seed0"
     train(plain, "uniform", 0, run, latents, [0, 2])
-    description = {"kind": "text", "file": "conditions/text.npy"}
+    description = {"kind": "sequence", "file": "conditions/sequence.npy"}
     milestone = run / "milestones" / "0000002"
     assert all(read_json(folder / "manifest.json") for folder in folders)
     images = tmp_path / "images.npz"
     assert main(["sample", "--milestone", str(milestone), "--out", str(images), "--num", "3", "--seed", "0"]) == 0
     assert np.load(images)["images"].shape == (3, 8, 8, 3)
-    assert read_json(milestone / "milestone.json")["conditions"] == {"text": description}
+    assert read_json(milestone / "milestone.json")["conditions"] == {"sequence": description}
 
 
 def test_a_probe_changes_nothing_but_the_log(registered, latents, tmp_path):

@@ -36,9 +36,18 @@ class ClassCondition(Condition):
         return torch.full_like(values, self.description["num_classes"])
 
 
+class TextCondition(Condition):
+    """A text's states, float32 (batch, *shape), of ``{"kind": "text", "shape": [77, 768], "null": "empty"}``."""
+
+    def null(self, values: Tensor) -> Tensor:
+        """Not a number: the model owns the value that stands for no text, and puts it there."""
+        return torch.full_like(values, torch.nan)
+
+
 CONDITIONS = Registry("condition")
 CONDITIONS.add("class", "kairos.conditions:ClassCondition", help="a class per image")
 CONDITIONS.add("tensor", "kairos.conditions:Condition", help="a tensor per image")
+CONDITIONS.add("text", "kairos.conditions:TextCondition", help="a text per image, encoded by stage text")
 CONDITIONS.add("image", "kairos.conditions:Condition", help="an image per image, flipped with it")
 
 

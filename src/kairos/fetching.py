@@ -20,6 +20,7 @@ from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import weights
 from kairos.files import read_json, sha256_file
 from kairos.progress import say
+from kairos.text.settings import FILES, PREPROCESSOR, WEIGHTS
 
 OFFLINE = "HF_HUB_OFFLINE"
 _CONFIG = "config.json"
@@ -61,12 +62,24 @@ def needs(experiment: Experiment) -> list[Need]:
     found = [_dataset(part) for part in experiment.dataset.parts if part.source != "digits"]
     if experiment.autoencoder.kind == "pretrained":
         found.append(_network("autoencoder", experiment.autoencoder.path, "autoencoder.path", _DIFFUSERS))
+    found += map(_captions, experiment.dataset.caption_files)
+    if experiment.text_encoder is not None:
+        found.append(_network("text encoder", experiment.text_encoder.path, "text_encoder.path", _TRANSFORMERS, FILES))
+    for metric in experiment.evaluation.metrics or ():
+        if metric["name"] == "clip":
+            files = (*FILES, PREPROCESSOR)
+            found.append(_network("CLIP", metric["path"], "evaluation.metrics: clip.path", _TRANSFORMERS, files))
     extractor = experiment.evaluation.extractor
     if extractor["name"] == "inception":
         found.append(_inception(extractor["path"]))
     if extractor["name"] == "dinov2":
         found.append(_network("DINOv2", extractor["path"], "evaluation.extractor.path", _TRANSFORMERS))
     return found
+
+
+def _captions(path: str) -> Need:
+    advice = "put the file there, or set dataset.captions to where it is"
+    return Need(f"captions {path}", lambda: path if os.path.isfile(path) else None, None, advice)
 
 
 def _dataset(dataset: DatasetConfig) -> Need:
@@ -116,11 +129,12 @@ def _rows(path: str, split: str, offline: bool) -> tuple[bool, str]:
     return done.returncode == 0, done.stdout.strip()
 
 
-def _network(kind: str, path: str | None, field: str, form: tuple[str, str]) -> Need:
-    """A network in a folder, or on the hub, in the form of diffusers or of transformers."""
+def _network(kind: str, path: str | None, field: str, form: tuple[str, str], more: tuple[str, ...] = ()) -> Need:
+    """A network in a folder, or on the hub, in the form of diffusers or of transformers; `more` where it is there."""
     path = str(path)
-    what, files = f"{kind} {path}", [_CONFIG, form[0]]
-    advice = f"put {' and '.join(files)} into a folder that jobs can read and set {field} to it"
+    what, files = f"{kind} {path}", [_CONFIG, form[0], *more]
+    tokenizer = " and its tokenizer" if more else ""
+    advice = f"put {' and '.join(files[:2])}{tokenizer} into a folder that jobs can read and set {field} to it"
     if Path(path).is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
         return Need(what, lambda: _whole(Path(path), form) if Path(path).is_dir() else None, None, advice)
 
@@ -138,7 +152,9 @@ def _network(kind: str, path: str | None, field: str, form: tuple[str, str]) -> 
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
         try:
-            snapshot_download(path, allow_patterns=files)
+            folder = Path(snapshot_download(path, allow_patterns=files))
+            if more and not (folder / form[0]).is_file():
+                snapshot_download(path, allow_patterns=[WEIGHTS[1]])
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             raise KairosError(" ".join(str(error).split())[:300]) from None
 
@@ -148,6 +164,8 @@ def _network(kind: str, path: str | None, field: str, form: tuple[str, str]) -> 
 def _whole(folder: Path, form: tuple[str, str]) -> str | None:
     """The folder, if configuration and weights are there and whole; a blob of the hub's cache is named by its hash."""
     weights_file, described = form
+    if not (folder / weights_file).is_file() and (folder / WEIGHTS[1]).is_file():
+        return str(folder)
     for name in (_CONFIG, weights_file):
         file = (folder / name).resolve()
         if not file.is_file():

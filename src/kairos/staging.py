@@ -42,6 +42,9 @@ def staged(latents: Path) -> Iterator[Path]:
     record = open_record(dataset, f"prepare --config F --out {dataset}")
     read = {name: digest for name, digest in record["files"].items() if name != "images.npy" or not manifest["files"]}
     copied = {"latents": (latents, manifest["files"]), "dataset": (dataset, read)}
+    if "text" in manifest:
+        text = latents / manifest["text"]
+        copied["text"] = (text, open_record(text, f"text --config F --out {text}")["files"])
     size = sum((folder / name).stat().st_size for folder, files in copied.values() for name in files)
 
     local = Path(next(filter(None, map(os.environ.get, _PLACES)), tempfile.gettempdir()))
@@ -112,7 +115,9 @@ def _make(home: Path, used: IO[str], copied: Copied) -> None:
                     relative = file.relative_to(source).as_posix()
                     _place(file, folder / name / relative, files.get(relative))
             manifest = folder / "latents" / "manifest.json"
-            write_json(manifest, {**read_json(manifest), "dataset": "../dataset"})
+            write_json(
+                manifest, {**read_json(manifest), **{name: f"../{name}" for name in copied if name != "latents"}}
+            )
 
 
 def _whole(home: Path, copied: Copied) -> bool:

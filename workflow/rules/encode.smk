@@ -11,6 +11,7 @@ for name in layout.rules("encode"):
         input:
             dataset=f"{RESULTS}/dataset/manifest.json",
             autoencoder=f"{RESULTS}/autoencoder/manifest.json",
+            **{stage: f"{RESULTS}/{stage}/manifest.json" for stage in layout.text},
             parts=[f"{RESULTS}/.parts/latents.{shard}" for shard in layout.shards("encode") if not part],
         output:
             record=(
@@ -27,7 +28,7 @@ for name in layout.rules("encode"):
             gpu=CODING_GPUS if name == layout.rules("encode")[-1] else 0,
         params:
             **layout.params(name),
-            read=stages("dataset", "autoencoder"),
+            read=stages("dataset", "autoencoder", *layout.text),
             out=files("record") if part else folder("record"),
             shards=shards,
         shell:

@@ -1,9 +1,10 @@
 # What all trainings share: the space that the diffusion model works in (pixels, our own autoencoder or a pretrained one),
-# the extractor of features, and the reference that samples are compared with.
+# the states of captions where the model is told of them, the extractor of features, and the reference that samples are compared with.
 
 CODING_GPUS = layout.gpus if layout.experiment.autoencoder.kind != "none" else 0
 SHARED = {  # what each reads, and what it asks for
     "autoencoder": (["dataset"], {"mem_mb": growing(6000), "runtime": growing(480), "gpu": CODING_GPUS}),
+    "text": (["dataset"], {"mem_mb": growing(8000), "runtime": growing(480), "gpu": layout.gpus}),
     "extractor": (["dataset"], {"mem_mb": growing(4000), "runtime": growing(120)}),
     "reference": (
         ["dataset", "autoencoder", "latents", "extractor"],
@@ -12,7 +13,7 @@ SHARED = {  # what each reads, and what it asks for
 }
 
 
-for name, (read, asked) in SHARED.items():
+for name, (read, asked) in ((name, SHARED[name]) for name in SHARED if name in layout.shared):
 
     rule:
         name:

@@ -1,12 +1,10 @@
 """Stage encode: the latent moments of all images, so that trainings never run the autoencoder.
 
-Moments are kept, never one frozen sample. Arrays grow in a private folder; every few seconds a record says how far they
-are whole, and a killed encode goes on there. Batches are cut at the same places, so the result has the same bits.
+Moments are kept, never one frozen sample. A killed encode goes on where it was, see `growing`.
 """
 
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,15 @@ import torch
 
 from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import Rows, blocks, create_array
+from kairos.data.captions import open_text
 from kairos.data.dataset import PreparedDataset, low_resolution
-from kairos.errors import ConfigError, DamagedError, KairosError
-from kairos.files import check_files, open_record, read_json, sha256_file, sha256_json, sync_folder, write_json
+from kairos.data.growing import begin, grow, publish
+from kairos.errors import ConfigError, KairosError
+from kairos.files import check_files, open_record, sha256_file, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
-from kairos.progress import Progress, say
 from kairos.shards import AGAIN, Shard, in_order
 
-_PARTIAL = ".partial"
-_SAVE_SECONDS = 2.0
-_ARRAYS = [name + suffix for suffix in ("", "_flipped") for name in ("mean", "logvar", "low_mean")]
+_ARRAYS = [f"{name}{suffix}.npy" for suffix in ("", "_flipped") for name in ("mean", "logvar", "low_mean")]
 
 
 def encode(
@@ -37,6 +34,7 @@ def encode(
     shard: Shard | None = None,
     parts: Sequence[Path] = (),
     factor: int | None = None,
+    text: Path | None = None,
 ) -> dict[str, Any]:
     """Encode a data set, write the folder and return its manifest.
 
@@ -45,6 +43,7 @@ def encode(
         shard: the part that is encoded; None: all images.
         parts: folders of all shards, which are joined; none: the images are encoded.
         factor: of the images of low resolution that are a condition; None: none are.
+        text: folder of stage text, whose states a training reads beside the latents; None: there is none.
 
     Raises:
         ConfigError: the factor does not divide the images' sides.
@@ -71,26 +70,22 @@ def encode(
     }
     if shard is not None:
         return _encode_shard(dataset, codec, out, identity, shard)
-    out.mkdir(parents=True, exist_ok=True)
-    if (out / "manifest.json").exists():  # complete and asked for again: computed again
-        shutil.rmtree(out / _PARTIAL, ignore_errors=True)
-        (out / "manifest.json").unlink()
-    for name in _ARRAYS:
-        (out / f"{name}.npy").unlink(missing_ok=True)
+    told = open_text(text, dataset).manifest if text else {}
+    partial = begin(out, _ARRAYS)
     files: dict[str, str] = {}
     if codec.manifest["kind"] != "none":
-        rows, partial = range(len(dataset.images)), out / _PARTIAL
+        rows = range(len(dataset.images))
         if parts:
             files = _joined(parts, identity, partial, rows)
         else:
             files = _encode_moments(dataset, codec, partial, identity, rows)
-        for name in files:
-            os.replace(partial / name, out / name)
-        sync_folder(out)
+        publish(out, files)
     conditions = dict(dataset.manifest["conditions"])
     if factor:
         shape = codec.manifest["latent_shape"]
         conditions["low_resolution"] = {"kind": "image", "shape": shape, "factor": factor}
+    if text:
+        conditions["text"] = told["condition"]
     manifest = {
         "kind": "moments" if files else "pixels",
         "shape": codec.manifest["latent_shape"],
@@ -98,14 +93,16 @@ def encode(
         **{name: codec.manifest[name] for name in ("scaling_factor", "shift_factor")},
         "flips": flips,
         "conditions": conditions,
+        **({"text_sha256": told["content_sha256"]} if text else {}),
         "autoencoder_sha256": codec.manifest["sha256"],
         "dataset_sha256": dataset.manifest["content_sha256"],
         "files": files,
     }
     manifest["content_sha256"] = sha256_json(manifest)  # everything above decides what a training reads
-    manifest["dataset"] = Path(os.path.relpath(dataset.folder.resolve(), out.resolve())).as_posix()
+    for name, folder in {"dataset": dataset.folder, **({"text": text} if text else {})}.items():
+        manifest[name] = Path(os.path.relpath(folder.resolve(), out.resolve())).as_posix()
     write_json(out / "manifest.json", manifest)
-    shutil.rmtree(out / _PARTIAL, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
     return manifest
 
 
@@ -147,37 +144,19 @@ def _encode_moments(
     dataset: PreparedDataset, codec: Codec, partial: Path, identity: dict[str, Any], rows: range
 ) -> dict[str, str]:
     """Fill the arrays of the images `rows` in a private folder and return the hash of each."""
-    key = sha256_json({**identity, "rows": [rows.start, rows.stop]})
-    flips, batch_size, factor = identity["flips"], identity["batch_size"], identity["low_resolution"]
-    moments = list(_moments(codec, dataset.tensor([0]), factor))
-    names = [name + suffix for suffix in ("", "_flipped")[: 1 + flips] for name in moments]
-    shape = (len(rows), *codec.manifest["latent_shape"])
-    done = _done(partial, key, names, shape)
-    if done:
-        say(f"encode: goes on after image {rows.start + done}")
-        arrays = {name: Rows(partial / f"{name}.npy", writable=True) for name in names}
-    else:
-        shutil.rmtree(partial, ignore_errors=True)  # with it the record, so that no other encode trusts our arrays
-        partial.mkdir()
-        arrays = {name: create_array(partial / f"{name}.npy", shape, np.float32) for name in names}
+    factor, suffixes = identity["low_resolution"], ("", "_flipped")[: 1 + identity["flips"]]
+    row = (tuple(codec.manifest["latent_shape"]), np.float32)
 
-    progress = Progress(shape[0], "encode", "image", start=done)
-    saved = time.monotonic()
-    for start in range(done, shape[0], batch_size):
-        places = np.arange(start, min(start + batch_size, shape[0]))
-        images = dataset.tensor(rows.start + places)
-        for suffix, batch in (("", images), ("_flipped", images.flip(3)))[: 1 + flips]:
-            for name, values in _moments(codec, batch, factor).items():
-                arrays[name + suffix].write(start, values.float().cpu().numpy())
-        progress.advance(len(places))
-        whole = int(places[-1]) + 1
-        if time.monotonic() - saved > _SAVE_SECONDS or whole == shape[0]:
-            for array in arrays.values():
-                array.flush()  # durable before it is said
-            write_json(partial / "progress.json", {"key": key, "done": whole})
-            saved = time.monotonic()
-    progress.close()
-    return {f"{name}.npy": sha256_file(partial / f"{name}.npy") for name in names}
+    def compute(numbers: np.ndarray) -> dict[str, np.ndarray]:
+        images, found = dataset.tensor(numbers), {}
+        for suffix in suffixes:
+            for name, values in _moments(codec, images.flip(3) if suffix else images, factor).items():
+                found[name + suffix] = values.float().cpu().numpy()
+        return found
+
+    names = list(_moments(codec, dataset.tensor([0]), factor))
+    arrays = {name + suffix: row for suffix in suffixes for name in names}
+    return grow(partial, identity, arrays, rows, identity["batch_size"], compute, "encode", "image")
 
 
 def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str, torch.Tensor]:
@@ -185,13 +164,3 @@ def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str
     mean, logvar = codec.encode(images)
     found = {"mean": mean} | ({} if logvar is None else {"logvar": logvar})
     return found | ({"low_mean": codec.encode(low_resolution(images, factor))[0]} if factor else {})
-
-
-def _done(partial: Path, key: str, names: list[str], shape: tuple[int, ...]) -> int:
-    """How many images a killed encode of exactly this has left whole."""
-    try:
-        record = read_json(partial / "progress.json")
-        shapes = {Rows(partial / f"{name}.npy").shape for name in names}
-    except (OSError, ValueError, EOFError, DamagedError):
-        return 0
-    return record["done"] if record["key"] == key and shapes == {shape} else 0

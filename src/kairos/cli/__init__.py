@@ -16,6 +16,7 @@ from typing import TextIO
 COMMANDS = {
     "prepare": ("kairos.cli.data", "bring a data set into the pipeline's uniform form"),
     "autoencoder": ("kairos.cli.data", "train or fetch the autoencoder"),
+    "text": ("kairos.cli.data", "encode the captions of a data set"),
     "encode": ("kairos.cli.data", "encode a data set into latent moments"),
     "train": ("kairos.cli.train", "train one method with one seed"),
     "import-weights": ("kairos.cli.import_weights", "make a milestone of published weights"),

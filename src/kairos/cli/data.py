@@ -1,4 +1,4 @@
-"""``kairos prepare``, ``kairos autoencoder`` and ``kairos encode``."""
+"""``kairos prepare``, ``kairos autoencoder``, ``kairos text`` and ``kairos encode``."""
 
 import argparse
 from pathlib import Path
@@ -6,15 +6,17 @@ from typing import Any
 
 from kairos import clock
 from kairos.cli.common import add_config, add_shards, add_timing, write_timing
+from kairos.errors import ConfigError
 
 Done = tuple[str, dict[str, Any]]  # what to say of the folder that was written, and facts for the record of the time
-_WRITES = {"prepare": "dataset", "autoencoder": "autoencoder", "encode": "latents"}  # where in an experiment's results
+# where in an experiment's results
+_WRITES = {"prepare": "dataset", "autoencoder": "autoencoder", "text": "text", "encode": "latents"}
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of one of the three subcommands."""
+    """Declare the arguments of one of the four subcommands."""
     add_config(parser)
-    read = {"autoencoder": ("dataset",), "encode": ("dataset", "autoencoder")}.get(name, ())
+    read = {"prepare": (), "encode": ("dataset", "autoencoder", "text")}.get(name, ("dataset",))
     for option, stage in (*zip(read, read), ("out", _WRITES[name])):
         what = "folder to write" if option == "out" else f"folder that holds the {stage}"
         default = f"{what} (default: results/<experiment>/{stage})"
@@ -40,12 +42,16 @@ def run(arguments: argparse.Namespace) -> None:
         from kairos.compute import setup
 
         training = experiment.training  # neither pixels nor joining need a GPU, and are given none
-        device = "cpu" if experiment.autoencoder.kind == "none" or getattr(arguments, "part", None) else training.device
+        idle = experiment.autoencoder.kind == "none" and command != "text"
+        device = "cpu" if idle or getattr(arguments, "part", None) else training.device
         device = setup(training.threads, device, training.deterministic)
-        if command == "autoencoder":
+        if command == "text":
+            said, facts = _text(experiment, dataset, out, device)
+        elif command == "autoencoder":
             said, facts = _autoencoder(experiment, dataset, out, device)
         else:
             folder = arguments.autoencoder or results / "autoencoder"
+            arguments.text = (arguments.text or results / "text") if experiment.takes_text else None
             said, facts = _encode(arguments, experiment, dataset, folder, out, device)
     say(f"{out}: {said}")
     write_timing(arguments, **facts)
@@ -60,8 +66,9 @@ def _prepare(experiment: Any, out: Path) -> Done:
     manifest = write_dataset(experiment.dataset, source, out)
     skipped = f", {len(manifest['skipped'])} broken skipped" if manifest["skipped"] else ""
     images = f"{manifest['train_count']} training and {manifest['heldout_count']} held-out images of "
+    told = f" with {manifest['captions']['count']} captions" if "captions" in manifest else ""
     size = f"{manifest['height']}×{manifest['width']}×{manifest['channels']}"
-    return images + size + skipped, {"images": manifest["count"]}
+    return images + size + told + skipped, {"images": manifest["count"]}
 
 
 def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
@@ -73,6 +80,16 @@ def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
     return f"{manifest['kind']}, x0 of shape {shape}{quality}", {"psnr": manifest["psnr"]}
 
 
+def _text(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
+    from kairos.text.stage import encode_texts
+
+    if experiment.text_encoder is None:
+        raise ConfigError("text_encoder: got null, allowed: {path: ...}, the encoder of the captions")
+    manifest = encode_texts(experiment.text_encoder, dataset, out, device)
+    shape = "×".join(map(str, manifest["condition"]["shape"]))
+    return f"states of {manifest['count']} captions, each {shape}", {"captions": manifest["count"]}
+
+
 def _encode(arguments: Any, experiment: Any, dataset: Any, autoencoder: Path, out: Path, device: Any) -> Done:
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode
@@ -80,8 +97,8 @@ def _encode(arguments: Any, experiment: Any, dataset: Any, autoencoder: Path, ou
     codec = load_codec(autoencoder, device)
     clock.work_begins()
     size, flips = experiment.autoencoder.encode_batch_size, experiment.dataset.flips
-    factor = experiment.dataset.low_resolution
-    manifest = encode(dataset, codec, out, flips, size, arguments.shard, arguments.part, factor)
+    factor, text = experiment.dataset.low_resolution, arguments.text
+    manifest = encode(dataset, codec, out, flips, size, arguments.shard, arguments.part, factor, text)
     if arguments.shard is not None:
         return "images {first} to {end}, part {number} of {of}".format(**manifest["shard"]), {}
     shape, flipped = "×".join(map(str, manifest["shape"])), ", flipped ones too" if manifest["flips"] else ""

@@ -22,16 +22,18 @@ from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
 from kairos.milestones import hash_of_start
+from kairos.models import check_takes
 from kairos.models.registries import MODELS
 from kairos.options import but_name
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import Section, check, component
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
+from kairos.text.settings import TextEncoderConfig
 from kairos.training.lengths import length_in_steps
 from kairos.training.settings import TrainingConfig
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
-_FOLDERS = ("dataset", "autoencoder", "latents", "extractor", "reference", "figures", "timing", "sums", "logs")
+_FOLDERS = ("dataset", "autoencoder", "text", "latents", "extractor", "reference", "figures", "timing", "sums", "logs")
 RESERVED = (*REFERENCE_ROWS, *_FOLDERS)
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")
 
@@ -43,6 +45,7 @@ class Experiment(Section):
     seeds: list[int] = Field([0], min_length=1, description="seeds; all methods of a seed share data order and noise")
     dataset: DatasetConfig = DatasetConfig()
     autoencoder: AutoencoderConfig = AutoencoderConfig()
+    text_encoder: TextEncoderConfig | None = Field(None, description="of captions, for a model that is told of texts")
     model: component(MODELS) = Field("unet", validate_default=True, description="backbone")  # type: ignore[valid-type]
     diffusion: DiffusionConfig = DiffusionConfig()
     training: TrainingConfig = TrainingConfig()
@@ -85,6 +88,22 @@ class Experiment(Section):
         return self
 
     @model_validator(mode="after")
+    def _texts_are_encoded(self) -> "Experiment":
+        encoder, scored = self.text_encoder, [named["name"] for named in self.evaluation.metrics or ()]
+        needed = {"dataset.captions": self.dataset.captions, "text_encoder": encoder}
+        useless = {"text_encoder": encoder and encoder.path, "evaluation.metrics": "clip" if "clip" in scored else None}
+        for field, value in needed.items() if self.takes_text else ():
+            if value is None:
+                raise ValueError(f"{field}: got null, allowed: what it needs where model.conditions names text")
+        for field, value in useless.items() if not self.takes_text else ():
+            if value is not None:
+                raise ValueError(f"{field}: got {value}, allowed: where model.conditions names text")
+        if encoder is not None:
+            takes = MODELS.entry(self.model["name"]).facts.get("text")
+            object.__setattr__(self, "text_encoder", encoder.settled(takes))
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> "Experiment":
         steps = self.milestones
         if list(steps) != sorted(set(steps)):
@@ -114,6 +133,7 @@ class Experiment(Section):
             raise ValueError(f"{got}, allowed: at least the indices that a discrete process shows ({of})")
         conditions = self.model.get("conditions") or []
         try:
+            check_takes(self.model)
             for name, method in self.methods.items():
                 for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
                     named = getattr(method, part)
@@ -152,6 +172,11 @@ class Experiment(Section):
                 "of it: ddpmpp with augment: 9"
             )
         return self
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether the model is told of captions."""
+        return "text" in (self.model.get("conditions") or [])
 
     @property
     def milestones(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 from kairos.config import Experiment
 from kairos.errors import ConfigError
 from kairos.files import read_json
+from kairos.text.settings import TextEncoderConfig
 
 Shape = tuple[int, int, int]
 _DIGITS = 1797
@@ -25,6 +26,7 @@ class Data:
         conditions: descriptions of the conditions that the network takes.
         moments: arrays that the latents consist of; 0 in pixel space.
         known: where the number is from.
+        captions: number of captions; None where that is not known.
     """
 
     image: Shape | None
@@ -34,11 +36,17 @@ class Data:
     conditions: dict[str, dict[str, Any]]
     moments: int
     known: str
+    captions: int | None = None
 
     @property
     def image_bytes(self) -> int | None:
         """Bytes of a prepared image."""
         return math.prod(self.image) if self.image else None
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of the states of a text; 0 where there are none."""
+        return 4 * math.prod(self.conditions["text"]["shape"]) if "text" in self.conditions else 0
 
     @property
     def latent_bytes(self) -> int:
@@ -78,7 +86,8 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
         )
     arrays += experiment.dataset.low_resolution is not None
     moments = 0 if autoencoder.kind == "none" else arrays * (1 + experiment.dataset.flips)
-    return Data(image, shape, images, train, _conditions(experiment, record, classes, shape), moments, known)
+    told, captions = _conditions(experiment, record, results, classes, shape), record.get("captions", {}).get("count")
+    return Data(image, shape, images, train, told, moments, known, captions)
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -120,11 +129,25 @@ def _latent(image: Shape | None, channels: int, levels: Any) -> Shape | None:
     return (channels, image[1] // factor, image[2] // factor) if image else None
 
 
+def _text(config: TextEncoderConfig, results: Path) -> dict[str, Any] | None:
+    """What the states of a text are like, from stage text or else from the encoder's own configuration."""
+    if made := _record(results / "text"):
+        return dict(made["condition"])
+    found = _pretrained(config.path)
+    found = found.get("text_config", found)
+    width = found.get("hidden_size") or found.get("d_model")
+    length = config.length or found.get("max_position_embeddings")
+    shape = [length, width] if config.output == "tokens" else [width]
+    return {"kind": "text", "shape": shape, "null": config.dropped} if width and length else None
+
+
 def _conditions(
-    experiment: Experiment, record: dict[str, Any], classes: int | None, x0: Shape
+    experiment: Experiment, record: dict[str, Any], results: Path, classes: int | None, x0: Shape
 ) -> dict[str, dict[str, Any]]:
     wanted = experiment.model.get("conditions") or []
     known = {"low_resolution": {"kind": "image", "shape": list(x0)}, **record.get("conditions", {})}
+    if experiment.text_encoder is not None and (text := _text(experiment.text_encoder, results)):
+        known["text"] = text
     if classes is None and experiment.dataset.source == "digits":
         classes = 10
     if classes is not None:
@@ -132,6 +155,7 @@ def _conditions(
     missing = [name for name in wanted if name not in known]
     if missing:
         raise ConfigError(
-            f"model.conditions: what {missing} is like is not known yet: run kairos prepare, or give --classes N"
+            f"model.conditions: what {missing} is like is not known yet: run kairos prepare (and text), or "
+            "give --classes N"
         )
     return {name: known[name] for name in wanted}

@@ -160,6 +160,7 @@ def _stages(layout: Layout) -> list[Stage]:
     latent = gpu * (experiment.autoencoder.kind != "none")
     asked = {
         "autoencoder": latent,
+        "text": gpu,
         "encode": latent * (not layout.shards("encode")),
         "encode_parts": latent,
         "train": gpu * training.processes,

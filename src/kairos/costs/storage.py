@@ -50,6 +50,7 @@ def storage(experiment: Experiment, data: Data, network: Network, states: list[i
     return {
         "dataset": 0 if referred else None if image is None or images is None else image * images,
         "latents": 0 if not data.latent_bytes else None if images is None else data.latent_bytes * images,
+        **({"text": data.captions and data.text_bytes * data.captions} if data.text_bytes else {}),
         "checkpoints": seeds * _KEPT * sum(checkpoint_bytes(network) + state for state in states),
         "milestones": milestones * (2 * network.weights * network.value_bytes + _SMALL),
         "samples": None if image is None else milestones * pictures * image,

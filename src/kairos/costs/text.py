@@ -63,10 +63,10 @@ def _storage(found: Estimate) -> str:
     }
     rows = [("storage", "bytes", "")]
     for name, size in parts.items():
-        each = {"dataset": data.image_bytes, "latents": data.latent_bytes}.get(name)
+        each = {"dataset": data.image_bytes, "latents": data.latent_bytes, "text": data.text_bytes}.get(name)
         shown, note = "none" if size == 0 else _size(size or 0), notes.get(name, "")
         if size is None and each:
-            shown, note = _size(each), "per image, whose number is not known"
+            shown, note = _size(each), f"per {'caption' if name == 'text' else 'image'}, whose number is not known"
         elif size is None:
             shown, note = "?", "the size of an image is not known"
         rows.append(("prepared images" if name == "dataset" else name, shown, note))

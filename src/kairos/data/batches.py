@@ -86,7 +86,10 @@ class Batches:
         index, flips = self.latents.train[np.concatenate(places)], None
         if self.latents.can_flip:
             flips = Stream(self.seed, "flips").uniform(step, self.index).numpy() < 0.5
-        rows, stored = self.latents.rows(index, flips), self.latents.stored_conditions(index, flips)
+        which = None
+        if "text" in self.conditions:  # a caption per visit
+            which = Stream(self.seed, "captions").integers(step, 2**32, self.index).numpy()
+        rows, stored = self.latents.rows(index, flips), self.latents.stored_conditions(index, flips, which)
         conditions = {name: stored[name] for name in self.conditions if name in stored}
         return _pinned(rows, self.device), _pinned(conditions, self.device)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kairos.data.arrays import Rows, read_array
+from kairos.data.captions import Captions, open_captions
 from kairos.files import open_record
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class PreparedDataset:
         heldout: int64 indices of the held-out images.
         conditions: an array file per condition, row i for image i.
         manifest: the record of stage prepare.
+        captions: those of the images, where there are any.
     """
 
     folder: Path
@@ -33,6 +35,7 @@ class PreparedDataset:
     heldout: np.ndarray
     conditions: dict[str, Rows]
     manifest: dict[str, Any]
+    captions: Captions | None = None
 
     @property
     def labels(self) -> np.ndarray | None:
@@ -81,8 +84,12 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
     manifest = open_record(folder, command)
     conditions = {name: read_array(folder / item["file"], command) for name, item in manifest["conditions"].items()}
     train, heldout = (read_array(folder / f"{name}.npy", command)[:] for name in ("train", "heldout"))
+    captions = open_captions(folder, command) if "captions" in manifest else None
+    images: Any
     if "refers" in manifest:
         from kairos.data.referred import ReferredImages
 
-        return PreparedDataset(folder, ReferredImages(folder, manifest, command), train, heldout, conditions, manifest)
-    return PreparedDataset(folder, read_array(folder / "images.npy", command), train, heldout, conditions, manifest)
+        images = ReferredImages(folder, manifest, command)
+    else:
+        images = read_array(folder / "images.npy", command)
+    return PreparedDataset(folder, images, train, heldout, conditions, manifest, captions)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kairos.data.arrays import Rows, read_array
+from kairos.data.captions import Text, open_text
 from kairos.data.dataset import PreparedDataset, low_resolution, open_dataset, scaled
 from kairos.errors import KairosError
 from kairos.files import open_record
@@ -26,11 +27,13 @@ class Latents:
         dataset: the data set that was encoded.
         moments: array files of float32 (count, c, h, w) by name (mean, logvar; low_mean of images in low resolution;
             each of the flipped images, mean_flipped ...); empty for pixels.
+        text: states of the captions, where they were encoded.
     """
 
     manifest: dict[str, Any]
     dataset: PreparedDataset
     moments: dict[str, Rows]
+    text: Text | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -60,8 +63,11 @@ class Latents:
 
     @property
     def condition_kinds(self) -> dict[str, dict[str, Any]]:
-        """Descriptions of the conditions by name, as in the manifests."""
-        return self.manifest["conditions"]
+        """Descriptions of the conditions by name, as in the manifests; with that of a text ``empty``, its null."""
+        kinds: dict[str, dict[str, Any]] = dict(self.manifest["conditions"])
+        if self.text is not None:
+            kinds["text"] = {**kinds["text"], "empty": self.text.empty}
+        return kinds
 
     def rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """What x0 of some images is made of, and what they look like in low resolution, each row read once.
@@ -118,14 +124,21 @@ class Latents:
         """x0 of some images on the CPU, see `rows` and `x0`."""
         return self.x0(self.rows(indices, flips), noise)
 
-    def conditions(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
-        """The conditions of some images by name, row i for indices[i]; those that are images flip with the image."""
-        found = self.stored_conditions(indices, flips)
+    def conditions(
+        self, indices: Any, flips: np.ndarray | None = None, which: np.ndarray | None = None
+    ) -> dict[str, Tensor]:
+        """The conditions of some images by name, row i for indices[i]; those that are images flip with the image.
+
+        `which` of its captions an image is told of: any int64 (n,), going round; None: the first.
+        """
+        found = self.stored_conditions(indices, flips, which)
         if "low_resolution" in self.condition_kinds:
             found["low_resolution"] = self.low_resolution(self.rows(indices, flips))
         return found
 
-    def stored_conditions(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
+    def stored_conditions(
+        self, indices: Any, flips: np.ndarray | None = None, which: np.ndarray | None = None
+    ) -> dict[str, Tensor]:
         """Those of the conditions that are read from files of their own, and not made of the images."""
         indices, found = np.asarray(indices), {}
         for name, values in self.dataset.conditions.items():
@@ -133,6 +146,9 @@ class Latents:
             if flips is not None and self.condition_kinds[name]["kind"] == "image":
                 rows[flips] = rows[flips][..., ::-1]
             found[name] = torch.from_numpy(rows)
+        if self.text is not None and self.dataset.captions is not None:
+            numbers = self.dataset.captions.numbers(indices, which)
+            found["text"] = torch.from_numpy(self.text.states[numbers].astype(np.float32, copy=False))
         return found
 
     def sigma_data(self) -> float:
@@ -159,4 +175,7 @@ def open_latents(folder: Path | str) -> Latents:
             f"{folder}: was made from another version of {dataset.folder}; make it with: kairos {command}"
         )
     moments = {Path(name).stem: read_array(folder / name, command) for name in manifest["files"]}
-    return Latents(manifest, dataset, moments)
+    text = open_text(folder / manifest["text"], dataset) if "text" in manifest else None
+    if text is not None and text.manifest["content_sha256"] != manifest["text_sha256"]:
+        raise KairosError(f"{folder}: was made with other texts than are now there; make it with: kairos {command}")
+    return Latents(manifest, dataset, moments, text)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kairos.data import captions as captioning
 from kairos.data.arrays import create_array, shorten
 from kairos.data.decode import to_pixels
 from kairos.data.referred import checksum
@@ -21,7 +22,7 @@ from kairos.files import sha256_file, sha256_json, sync_folder, write_json
 from kairos.progress import Progress, say
 from kairos.randomness import derived_seed
 
-_ARRAYS = ("images", "train", "heldout", "numbers", "checksums", "names")
+_ARRAYS = ("images", "train", "heldout", "numbers", "checksums", "names", *captioning.ARRAYS)
 _TEMPORARY = ".tmp-images.npy"
 
 
@@ -43,8 +44,9 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
         old.unlink(missing_ok=True)
 
     first_heldout = source.count - source.heldout
-    chosen = _lowest(range(first_heldout), config.limit or first_heldout, config.split_seed, "limit")
-    chosen += range(first_heldout, source.count)
+    usable, unmatched = captioning.captioned(source, config)
+    ours, theirs = ([n for n in usable if n < first_heldout], [n for n in usable if n >= first_heldout])
+    chosen = [*_lowest(ours, config.limit or first_heldout, config.split_seed, "limit"), *theirs]
     kept, skipped, checksums, sums, shape = _look_at(config, source, chosen, out)
     is_heldout = kept >= first_heldout
     if not source.heldout:
@@ -67,6 +69,8 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     for name, (description, values) in source.conditions.items():
         conditions[name] = {**description, "file": f"conditions/{name}.npy"}
         arrays[f"conditions/{name}"] = values[kept]
+    if source.captions is not None:
+        arrays |= captioning.packed([source.captions[number] for number in kept.tolist()])
     for name, values in arrays.items():
         np.save(out / f"{name}.npy", values)
     names = [*(["images.npy"] if config.store != "refer" else []), *(f"{name}.npy" for name in arrays)]
@@ -90,8 +94,10 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
         "content_sha256": sha256_json({"files": files, "conditions": conditions}),
         "files": files,
     }
-    if config.store == "refer":
-        manifest["refers"] = config.model_dump(mode="json")
+    if source.captions is not None:
+        manifest["captions"] = {"count": len(arrays["caption_ends"]), **unmatched}
+    if config.store == "refer":  # captions are in the folder
+        manifest["refers"] = {**config.model_dump(mode="json"), "captions": None, "heldout_captions": None}
     write_json(out / "manifest.json", manifest)
     return manifest
 

@@ -29,6 +29,13 @@ class DatasetConfig(Section):
     split: str = Field("train", description="split of a hub data set")
     image_column: str | None = Field(None, description="column of the images; null: the only image column")
     label_column: str | None = Field(None, description="column of the classes; null: `label` where there is one")
+    captions: str | None = Field(
+        None, description="COCO's captions (*.json), a column (parquet, hub), or sidecar: a .txt beside each image"
+    )
+    heldout_captions: str | None = Field(None, description="those of held-out images of their own; null: as captions")
+    unmatched: Literal["count", "refuse"] = Field(
+        "count", description="images without captions and captions without images are left out, or end the job"
+    )
     resolution: int | None = Field(None, ge=4, le=2048, description="side in pixels; null: the images' own, all equal")
     crop: Literal["center", "adm", "pad", "none"] = Field(
         "center",
@@ -80,13 +87,32 @@ class DatasetConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _captions_fit(self) -> "DatasetConfig":
+        tables = self.source in ("parquet", "hub")
+        allowed = "a column" if tables else "null" if self.source == "digits" else "a path *.json, or sidecar"
+        for name, value in (("captions", self.captions), ("heldout_captions", self.heldout_captions)):
+            in_table = value != "sidecar" and not str(value).endswith(".json")
+            if value is not None and (self.source == "digits" or in_table != tables):
+                raise ValueError(f"dataset.{name}: got {value!r}, allowed: {allowed} with source {self.source}")
+        if self.heldout_captions and not (self.captions and isinstance(self.heldout, str)):
+            got = f"dataset.heldout_captions: got {self.heldout_captions!r}, allowed"
+            raise ValueError(f"{got}: null without captions, or where dataset.heldout is no place of its own")
+        return self
+
     @property
     def parts(self) -> "tuple[DatasetConfig, ...]":
         """The section itself and, where held-out images have a place of their own, the section that names it."""
         if not isinstance(self.heldout, str):
             return (self,)
         field = "split" if self.source == "hub" else "files" if self.files else "path"
-        return self, self.model_copy(update={field: self.heldout, "heldout": 0.0, "images": None})
+        own = {"captions": self.heldout_captions or self.captions, "heldout_captions": None}
+        return self, self.model_copy(update={field: self.heldout, "heldout": 0.0, "images": None, **own})
+
+    @property
+    def caption_files(self) -> list[str]:
+        """The files of captions."""
+        return [str(part.captions) for part in self.parts if str(part.captions).endswith(".json")]
 
     def check_count(self, count: int) -> None:
         """Compare the number of images that the source holds with the one it must hold.

@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from kairos.data.archives import SUFFIXES, Archive, listed
+from kairos.data.captions import Missing, in_table, with_captions
 from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError, KairosError
@@ -31,7 +32,7 @@ class Source:
     `read` raises ValueError with the reason where an image is broken; `name` says which file or row it is; `labels` is
     int64 (count,) with values below len(classes), or None. `further` holds conditions of other kinds by name: what
     `conditions.CONDITIONS` needs to know of each, ``{"kind": ...}``, and an array with a row per image. The last
-    `heldout` images are held out, whatever the share.
+    `heldout` images are held out, whatever the share. `captions` are those of each image; `missing` have no image.
     """
 
     count: int
@@ -41,6 +42,8 @@ class Source:
     classes: list[str] | None = None
     further: dict[str, tuple[dict[str, Any], np.ndarray]] = field(default_factory=dict)
     heldout: int = 0
+    captions: list[list[str]] | None = None
+    missing: Missing = frozenset()
 
     @property
     def conditions(self) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
@@ -60,12 +63,13 @@ def open_source(config: DatasetConfig) -> Source:
     """
     opener = {"digits": _digits, "folder": _folder, "zip": _zip, "parquet": _parquet, "hub": _hub}[config.source]
     source, *heldout = config.parts
-    opened = opener(source)
+    opened = with_captions(opener(source), source)
     config.check_count(opened.count)
     try:
-        held = opener(heldout[0]) if heldout else None
+        held = with_captions(opener(heldout[0]), heldout[0]) if heldout else None
     except KairosError as error:
-        raise type(error)(re.sub(r"dataset\.(path|files)", "dataset.heldout", str(error), count=1)) from None
+        said = re.sub(r"dataset\.(path|files)", "dataset.heldout", str(error), count=1)
+        raise type(error)(said.replace("dataset.captions", "dataset.heldout_captions", 1)) from None
     if held is None:
         return opened
     if config.files:  # names in one folder or zip
@@ -75,11 +79,11 @@ def open_source(config: DatasetConfig) -> Source:
                 f"dataset.heldout: {config.heldout} and dataset.files both name {both[0]!r} ({len(both)} such files), "
                 "allowed: images that are not trained on"
             )
-    return _with_heldout(opened, held)
+    return _with_heldout(opened, held, config.heldout_captions is None)
 
 
-def _with_heldout(one: Source, other: Source) -> Source:
-    """The images of one source, and those of another one that are all held out."""
+def _with_heldout(one: Source, other: Source, same: bool) -> Source:
+    """The images of one source, and those of another one that are all held out; `same`: with captions in one file."""
     if (unknown := set(other.classes or ()) - set(one.classes or ())) or (one.labels is None) != (other.labels is None):
         raise ConfigError(
             f"dataset.heldout: its images have the classes {other.classes}, allowed: classes of the training images "
@@ -94,7 +98,10 @@ def _with_heldout(one: Source, other: Source) -> Source:
         return lambda index: first(index) if index < one.count else second(index - one.count)
 
     read, name = either(one.read, other.read), either(one.name, other.name)
-    return Source(one.count + other.count, read, name, labels, one.classes, heldout=other.count)
+    captions = None if one.captions is None or other.captions is None else one.captions + other.captions
+    missing = one.missing & other.missing if same else one.missing | other.missing
+    count = one.count + other.count
+    return Source(count, read, name, labels, one.classes, {}, other.count, captions, missing)
 
 
 def _digits(config: DatasetConfig) -> Source:
@@ -236,7 +243,8 @@ def _table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Sou
             raise ValueError("the cell is empty")
         return read_image(Path(cell) if isinstance(cell, str) else bytes(cell))
 
-    return Source(len(table), read, name, labels, classes)
+    captions = in_table(lambda name: _column(table, name), table.features, config)
+    return Source(len(table), read, name, labels, classes, captions=captions)
 
 
 def _image_column(features: Any, config: DatasetConfig) -> str:
@@ -258,13 +266,18 @@ def _image_column(features: Any, config: DatasetConfig) -> str:
     return wanted or found[0]
 
 
+def _column(table: Any, name: str) -> list[Any]:
+    values: list[Any] = table.select_columns(name).with_format("arrow")[:][name].to_pylist()
+    return values
+
+
 def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[str] | None]:
     column = config.label_column_of(table.features)
     if column is None:
         return None, None
     if column not in table.features:
         raise ConfigError(f"dataset.label_column: got {column!r}, allowed: one of {', '.join(table.features)}")
-    values = table.select_columns(column).with_format("arrow")[:][column].to_pylist()
+    values = _column(table, column)
     if all(isinstance(value, str) for value in values):
         return _numbered(values)
     odd = [value for value in values if not isinstance(value, int) or value < 0]

@@ -9,7 +9,7 @@ from kairos.errors import ConfigError, KairosError
 from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, make, open_extractor
 from kairos.evaluation.metrics import Target
-from kairos.evaluation.moments import in_batches, measure
+from kairos.evaluation.moments import Captioned, in_batches, measure
 from kairos.evaluation.pairs import Told
 from kairos.evaluation.reference import Reference, open_reference, outside_statistics, reference_hash
 from kairos.evaluation.registries import METRICS, UNREAL, default_metrics, needs_of
@@ -18,7 +18,7 @@ from kairos.evaluation.validation import latents_folder
 from kairos.files import read_json, write_json
 from kairos.progress import say
 from kairos.sampling.sample import settings
-from kairos.sampling.samples_file import open_samples
+from kairos.sampling.samples_file import Samples, open_samples
 from kairos.section import build
 
 PUBLISHED = ("inception", "dinov2")  # extractors that no data set is needed for
@@ -93,8 +93,11 @@ def evaluate(
     images, protocol = samples.images, samples.protocol
     parts, warnings = split(len(images), reference.record["num_samples"], sets, str(job.samples))
     warnings += metrics.check_number(len(parts[0]), extractor.width, str(job.samples))
-    measured = (measure(extractor, in_batches(images, part), target.needs) for part in parts)
-    scores = [target.score(one) for one in measured]
+    scores = []
+    for part in parts:
+        measured = measure(extractor, in_batches(images, part), target.needs)
+        captioned = _captioned(job, samples, part, extractor.device) if "captions" in target.needs else None
+        scores.append(target.score(replace(measured, captioned=captioned)))
     if job.milestone is not None and "pairs" in target.needs:
         trained = read_json(job.milestone / "milestone.json")
         told = Told(_trained_on(job, protocol, trained, latents), trained["conditions"], protocol)
@@ -114,6 +117,21 @@ def evaluate(
     value, spread = found[target.metric], found[f"{target.metric}_spread"] or 0
     say(f"evaluate {job.samples}: {target.metric} {value:.4g} ± {spread:.2g}")
     return record
+
+
+def _captioned(job: EvaluationJob, samples: Samples, part: range, device: Any) -> Captioned:
+    """A set of images with the captions that they were drawn of.
+
+    Raises:
+        KairosError: the file has none.
+    """
+    told = samples.conditions.get("text")
+    if told is None or told.dtype.kind != "S":
+        raise KairosError(
+            f"{job.samples}: holds no captions, which metric clip needs; only a model told of text has them"
+        )
+    texts = [text.decode("utf-8", "replace") for text in told[part.start : part.stop].tolist()]
+    return Captioned(lambda: in_batches(samples.images, part), texts, device)
 
 
 def split(images: int, num_samples: int | None, sets: int | None, where: str) -> tuple[list[range], list[str]]:

@@ -4,7 +4,7 @@ No set of images and no set of features is ever held in memory, so a set may be 
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,21 @@ def blocks(vectors: Any) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
+class Captioned:
+    """Images and their captions.
+
+    Attributes:
+        images: gives batches of uint8 (n, height, width, channels).
+        texts: one for each image.
+        device: where a network looks at both.
+    """
+
+    images: Callable[[], Iterable[NDArray[np.uint8]]]
+    texts: list[str]
+    device: torch.device
+
+
+@dataclass(frozen=True)
 class Measured:
     """What was measured of a set of images.
 
@@ -128,12 +143,14 @@ class Measured:
         moments: mean (d,) and covariance (d, d) by layer, of the layers that were asked for.
         features: all feature vectors, or those that were to be kept; or None.
         score: the Inception score, or None.
+        captioned: the images again, with captions where they have any.
     """
 
     count: int
     moments: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
     features: Spool | None = None
     score: float | None = None
+    captioned: Captioned | None = None
 
 
 def measure(

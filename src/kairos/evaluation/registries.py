@@ -61,6 +61,13 @@ class ManifoldOptions:
     neighbours: int = option(3, "a ball reaches to this neighbour", ge=1)
 
 
+@dataclass(frozen=True)
+class ClipOptions:
+    """CLIP score; the default is torchmetrics'."""
+
+    path: str = option("openai/clip-vit-large-patch14", "folder or hub id of a CLIPModel, tokenizer and preprocessor")
+
+
 EXTRACTORS = Registry("extractor")
 EXTRACTORS.add("classifier", "kairos.evaluation.classifier:train", ClassifierOptions, "trained by the pipeline")
 EXTRACTORS.add("selfsupervised", "kairos.evaluation.selfsupervised:train", SelfsupervisedOptions, "needs no labels")
@@ -87,11 +94,12 @@ _metric("kid", "kernel distance (Bińkowski et al. 2018)", "features", KidOption
 _metric("isc", "Inception score (Salimans et al. 2016)", "logits", extractor="inception")
 _metric("precision", "samples in the real manifold (Kynkäänniemi et al. 2019)", "features", ManifoldOptions)
 _metric("recall", "real images in the samples' manifold", "features", ManifoldOptions)
+_metric("clip", "100 x cosine of images and captions (Hessel et al. 2021)", "captions", ClipOptions, code="clip:{}")
 _metric("validation", "loss by time on held-out images", "milestone", code="validation:validation_loss")
 _metric("mlperf8", "loss at eight equidistant times (MLPerf Training, Flux.1)", "milestone", code="validation:{}")
 _metric("psnr", "PSNR in dB against the images that conditions come from", "pairs", code="pairs:psnr")
 FRECHET = ("frechet", "fid", "fd_dinov2")  # names of the distance that methods are ranked by
-UNREAL = {"logits", "milestone", "pairs"}  # what metrics need of samples alone
+UNREAL = {"logits", "milestone", "captions", "pairs"}  # what metrics need of samples alone
 
 
 def needs_of(metrics: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -8,8 +8,8 @@
 All have as many images per set as the samples, the first two as many as are held out where those are fewer.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from kairos.data.dataset import PreparedDataset, to_uint8
 from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.metrics import Target
-from kairos.evaluation.moments import BATCH, in_batches, measure
+from kairos.evaluation.moments import BATCH, Captioned, in_batches, measure
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.progress import Progress, say
 from kairos.randomness import Stream, derived_seed
@@ -63,11 +63,18 @@ def rows_of(
         "gaussian": lambda number: gaussian.decoded(codec, evaluation.num_samples, evaluation.seed, number),
         "noise": lambda number: _noise(dataset.images.shape[1:], evaluation.num_samples, evaluation.seed, number),
     }
+
+    def captioned(images: Callable[[], Images]) -> Captioned | None:
+        captions = dataset.captions
+        if captions is None or "captions" not in target.needs:
+            return None
+        return Captioned(images, captions.texts(captions.numbers(heldout)), extractor.device)
+
     rows = {}
     progress = Progress(len(one_set) + len(drawn), "reference", "row")
     with torch.inference_mode():
         for name, images in one_set.items():
-            measured = measure(extractor, images(), target.needs | {"features"})
+            measured = replace(measure(extractor, images(), target.needs | {"features"}), captioned=captioned(images))
             scores = target.score(measured)
             spread = metrics.bootstrap(measured, target, RESAMPLES, derived_seed(evaluation.seed, "bootstrap"))
             spreads = {f"{column}_spread": spread if column == target.metric else None for column in scores}

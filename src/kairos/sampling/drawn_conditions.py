@@ -1,6 +1,6 @@
 """What a conditional model is told about each image that it draws, as a function of the image's index alone."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kairos.data.latents import Latents, open_latents
 from kairos.errors import KairosError
 from kairos.randomness import Stream
 
@@ -28,14 +29,51 @@ def told_of(
     return np.asarray(pool[drawn % len(pool)])
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """Conditions of the images with some indices; see `conditions_of`."""
+
+    names: list[str]
+    descriptions: dict[str, dict[str, Any]]
+    latents: Latents | None
+    labels: str
+    seed: int
+
+    def __call__(self, indices: range) -> dict[str, Tensor]:
+        """What the model is told, each (n, ...)."""
+        known = self.latents.conditions(self._images(indices), which=self._which(indices)) if self.latents else {}
+        for name, item in self.descriptions.items():
+            if item["kind"] == "class" and self.labels != "data":
+                known[name] = torch.arange(indices.start, indices.stop) % item["num_classes"]
+        return {name: known[name] for name in self.names}
+
+    def recorded(self, name: str, indices: range) -> np.ndarray:
+        """What is kept of a condition, (n, ...): of a text not its states but itself, bytes in UTF-8."""
+        captions = self.latents.dataset.captions if self.latents and self.descriptions[name]["kind"] == "text" else None
+        if captions is None:
+            return self(indices)[name].numpy()
+        texts = captions.texts(captions.numbers(self._images(indices), self._which(indices)))
+        return np.array([text.encode() for text in texts], f"S{captions.longest}")
+
+    def _images(self, indices: range) -> np.ndarray:
+        return told_of(self.latents, indices, self.descriptions, self.labels, self.seed)
+
+    def _which(self, indices: range) -> np.ndarray:
+        """Which of an image's captions: in each round the next, or drawn."""
+        assert self.latents is not None
+        if self.labels == "data":
+            return Stream(self.seed, "sample_captions").integers(0, 2**32, indices).numpy()
+        return np.arange(indices.start, indices.stop) // (len(self.latents.heldout) or len(self.latents.train))
+
+
 def conditions_of(
     names: list[str], descriptions: dict[str, dict[str, Any]], latents: Path, labels: str = "balanced", seed: int = 0
-) -> Callable[[range], dict[str, Tensor]]:
+) -> Prompts:
     """Conditions of the images with some indices, each (n, ...), for the names that the model takes.
 
     Where labels are ``balanced``, classes go round: image i has class i mod K, so that every set of images holds all
-    classes alike; other conditions are those of the images that `told_of` names. Where they are as in the ``data``,
-    image i has all its conditions from one image that `told_of` draws.
+    classes alike; other conditions are those of the images that `told_of` names, and with each round the next caption
+    of each. Where they are as in the ``data``, image i has all its conditions from one image that `told_of` draws.
 
     Raises:
         KairosError: a condition is needed from latents that are not there.
@@ -46,14 +84,4 @@ def conditions_of(
             f"condition {read[0]!r} is that of real images, but {latents} is no folder; "
             "pass --latents DIR, the latents that the model was trained on"
         )
-    from kairos.data.latents import open_latents
-
-    opened = open_latents(latents) if read else None
-
-    def conditions(indices: range) -> dict[str, Tensor]:
-        numbers, known = torch.arange(indices.start, indices.stop), {}
-        if opened is not None:
-            known = opened.conditions(told_of(opened, indices, descriptions, labels, seed))
-        return {name: known[name] if name in read else numbers % descriptions[name]["num_classes"] for name in names}
-
-    return conditions
+    return Prompts(names, descriptions, open_latents(latents) if read else None, labels, seed)

@@ -150,7 +150,7 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         progress.close()
 
     def all_of(name: str) -> Iterator[np.ndarray]:
-        return (conditions(indices)[name][:kept].numpy() for indices, kept in batches(rows, size))
+        return (conditions.recorded(name, indices)[:kept] for indices, kept in batches(rows, size))
 
     images = joined(job.parts, protocol, num, size) if job.parts else drawn()
     kept = [name for name in names if record["conditions"][name]["kind"] != "image"]  # those would be as large again

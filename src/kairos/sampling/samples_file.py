@@ -33,7 +33,7 @@ class Samples:
     Attributes:
         images: uint8 (N, height, width, channels); ``images[slice or int array]`` reads those.
         protocol: how they came about, empty where the file does not say.
-        conditions: what the model was told of each, (N, ...) by name, read likewise.
+        conditions: what the model was told of each, (N, ...) by name, read likewise; texts as bytes in UTF-8.
     """
 
     images: Rows

@@ -99,7 +99,7 @@ def train(
                 "dataset_sha256": latents.manifest["dataset_sha256"],
                 "shape": list(latents.shape),
                 "sigma_data": training.sigma_data,
-                "conditions": {name: latents.condition_kinds[name] for name in training.conditions},
+                "conditions": {name: latents.manifest["conditions"][name] for name in training.conditions},
             }
             run = Run(store, training, about, label, progress, leave, accept_versions)
             steps_run = run.until(milestones, missing)

@@ -142,10 +142,10 @@ def _forget_failed_import(results: Path, configured: str | None) -> None:
 
 
 def data_files(layout: Layout) -> list[str]:
-    """The parquet files, zips and lists of a data set, as far as they exist; `kairos prepare` says what is missing."""
+    """The files of a data set that are not images, as far as they exist; `kairos prepare` says what is missing."""
     dataset = layout.experiment.dataset
     lists = [re.sub(r":\d+$", "", part.files) for part in dataset.parts if part.files]
-    found = sorted({path for path in lists if os.path.isfile(path)})
+    found = sorted({path for path in (*lists, *dataset.caption_files) if os.path.isfile(path)})
     for part in dataset.parts if dataset.source in ("parquet", "zip") else ():
         path = str(part.path)
         inside = os.path.isdir(path)

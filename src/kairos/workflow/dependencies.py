@@ -15,8 +15,13 @@ from kairos.sampling.registries import SCHEDULERS
 from kairos.training.identity import code_roots, trajectory_settings
 
 Plain = dict[str, Any]
-SHARED = ("prepare", "autoencoder", "encode", "extractor", "reference")
+SHARED = ("prepare", "autoencoder", "text", "encode", "extractor", "reference")
 PER_TRAINING = ("train", "sample", "evaluate")
+
+
+def shared(plain: Plain) -> tuple[str, ...]:
+    """The stages that all trainings share: captions are encoded for a model that is told of them."""
+    return tuple(stage for stage in SHARED if stage != "text" or plain["text_encoder"])
 
 
 def of(stage: str, plain: Plain, method: str | None = None) -> Plain:
@@ -49,6 +54,7 @@ def settings(stage: str, plain: Plain, method: str | None = None) -> Plain:
     return {
         "prepare": {"dataset": _without(dataset, "flips", "low_resolution")},
         "autoencoder": {"autoencoder": made, **(flips if kind == "train" else {}), **computed},
+        "text": {"text_encoder": plain["text_encoder"], "computing": computing},
         "encode": {**_only(dataset, "flips", "low_resolution"), **batch, **computed},
         "sample": {"sampling": _without(plain["sampling"], "batch_size", "shards"), **images},
         "extractor": {"extractor": evaluation["extractor"], "computing": computing},
@@ -74,6 +80,7 @@ def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
     return {
         "prepare": ["kairos.data.prepare", "kairos.data.sources"],
         "autoencoder": ["kairos.autoencoders.stage"],
+        "text": ["kairos.text.stage"],
         "encode": ["kairos.autoencoders.encode", "kairos.autoencoders.codec"],
         "sample": ["kairos.sampling.sample", scheduler, model, process],
         "extractor": ["kairos.evaluation.extractors", extractor],

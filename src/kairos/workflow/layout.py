@@ -77,6 +77,16 @@ class Layout:
         return [reference] if reference.endswith(".npz") else []
 
     @property
+    def shared(self) -> tuple[str, ...]:
+        """The stages that all trainings share, in order."""
+        return dependencies.shared(self.plain)
+
+    @property
+    def text(self) -> list[str]:
+        """The stage that encodes captions, if there is one."""
+        return ["text"] if "text" in self.shared else []
+
+    @property
     def start(self) -> list[str]:
         """The record of the milestone that trainings start from, if they do."""
         start = self.experiment.training.start_from
@@ -239,7 +249,7 @@ class Layout:
         """Number of jobs of each stage."""
         parts = len(self.trainings) * len(self.segments)
         counts: dict[str, int] = {}
-        for stage in (*dependencies.SHARED, *dependencies.PER_TRAINING):
+        for stage in (*self.shared, *dependencies.PER_TRAINING):
             number = parts if stage in dependencies.PER_TRAINING else 1
             counts |= dict(zip(self.rules(stage), (number, number * len(self.shards(stage)))))
         return counts | {"report": 1} | ({"track": 1} if self.experiment.tracking.enabled else {})

@@ -28,7 +28,8 @@ def write_dependencies(config: Path, out: Path) -> None:
     The file is left alone where nothing has changed.
     """
     layout = lay_out(load(config))
-    table: dict[str, Any] = {stage: dependencies.of(stage, layout.plain) for stage in (*dependencies.SHARED, "report")}
+    stages = (*layout.shared, "report")
+    table: dict[str, Any] = {stage: dependencies.of(stage, layout.plain) for stage in stages}
     for stage in dependencies.PER_TRAINING:
         table[stage] = {
             method: dependencies.of(stage, layout.plain, method) | {"milestones": list(layout.experiment.milestones)}

@@ -1,0 +1,98 @@
+"""Arrays that grow in a private folder, batch by batch: a killed job goes on where the last record says they are whole.
+
+Batches are cut at the same places, so that the result has the same bits.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kairos.data.arrays import Rows, create_array
+from kairos.errors import DamagedError
+from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
+from kairos.progress import Progress, say
+
+PARTIAL = ".partial"
+_SAVE_SECONDS = 2.0
+
+
+def begin(out: Path, names: Iterable[str]) -> Path:
+    """Make room for the files of a stage; gives the private folder, in which a killed job's arrays may still be."""
+    out.mkdir(parents=True, exist_ok=True)
+    if (out / "manifest.json").exists():  # complete and asked for again: computed again
+        shutil.rmtree(out / PARTIAL, ignore_errors=True)
+        (out / "manifest.json").unlink()
+    for name in names:
+        (out / name).unlink(missing_ok=True)
+    return out / PARTIAL
+
+
+def publish(out: Path, names: Iterable[str]) -> None:
+    """Give whole files their names."""
+    for name in names:
+        os.replace(out / PARTIAL / name, out / name)
+    sync_folder(out)
+
+
+def grow(
+    partial: Path,
+    identity: dict[str, Any],
+    arrays: dict[str, tuple[tuple[int, ...], Any]],
+    rows: range,
+    batch_size: int,
+    compute: Callable[[np.ndarray], dict[str, np.ndarray]],
+    label: str,
+    unit: str,
+) -> dict[str, str]:
+    """Fill arrays in a private folder and return the hash of each file.
+
+    Args:
+        partial: the folder.
+        identity: what decides the content, beside the rows.
+        arrays: shape of a row and dtype by name.
+        rows: numbers of the rows that are computed.
+        batch_size: rows per call of `compute`.
+        compute: the arrays' rows with some numbers (n,).
+        label: of the job, for what is said.
+        unit: what a row is of, likewise.
+    """
+    key, count = sha256_json({**identity, "rows": [rows.start, rows.stop]}), len(rows)
+    shapes = {partial / f"{name}.npy": (count, *shape) for name, (shape, _) in arrays.items()}
+    done = _done(partial, key, shapes)
+    if done:
+        say(f"{label}: goes on after {unit} {rows.start + done}")
+    else:
+        shutil.rmtree(partial, ignore_errors=True)  # with it the record, so that no other job trusts our arrays
+        partial.mkdir()
+        for path, shape in shapes.items():
+            create_array(path, shape, arrays[path.stem][1])
+    opened = {path.stem: Rows(path, writable=True) for path in shapes}
+    progress, saved = Progress(count, label, unit, start=done), time.monotonic()
+    for start in range(done, count, batch_size):
+        numbers = np.arange(start, min(start + batch_size, count))
+        for name, values in compute(rows.start + numbers).items():
+            opened[name].write(start, values)
+        progress.advance(len(numbers))
+        whole = int(numbers[-1]) + 1
+        if time.monotonic() - saved > _SAVE_SECONDS or whole == count:
+            for array in opened.values():
+                array.flush()  # durable before it is said
+            write_json(partial / "progress.json", {"key": key, "done": whole})
+            saved = time.monotonic()
+    progress.close()
+    return {path.name: sha256_file(path) for path in shapes}
+
+
+def _done(partial: Path, key: str, shapes: dict[Path, tuple[int, ...]]) -> int:
+    """How many rows a killed job of exactly this has left whole."""
+    try:
+        record = read_json(partial / "progress.json")
+        found = {path: Rows(path).shape for path in shapes}
+    except (OSError, ValueError, EOFError, DamagedError):
+        return 0
+    return record["done"] if record["key"] == key and found == shapes else 0

@@ -1,0 +1,1 @@
+"""Texts become the states of a text encoder, once, before any training."""

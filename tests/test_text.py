@@ -1,0 +1,524 @@
+"""Captions, stage text and what is told of them: sources, encoders, trainings, samples and the CLIP score."""
+
+import json
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from clip_case import make_clip, write_text_encoder, write_tokenizer
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from kairos.cli import main
+from kairos.compute import setup
+from kairos.config import load, validate
+from kairos.data import growing
+from kairos.data.captions import coco, open_text
+from kairos.data.dataset import open_dataset
+from kairos.data.latents import open_latents
+from kairos.data.prepare import prepare
+from kairos.data.settings import DatasetConfig
+from kairos.errors import ConfigError, KairosError
+from kairos.evaluation import clip
+from kairos.evaluation.moments import Captioned, Measured
+from kairos.evaluation.registries import ClipOptions
+from kairos.files import read_json
+from kairos.sampling.samples_file import open_samples
+from kairos.staging import staged
+from kairos.text import encoder as encoders
+from kairos.text.settings import TextEncoderConfig
+from kairos.text.stage import encode_texts
+from kairos.training.run import train
+
+CPU = torch.device("cpu")
+COCO = Path(__file__).parents[2] / "shared" / "data" / "coco_mini"
+SMALL = {"patch": 8, "width": 32, "depth": 2, "heads": 2, "conditions": ["text"]}
+MODEL = {"name": "uvit", **SMALL}
+needs_coco = pytest.mark.skipif(not COCO.is_dir(), reason="COCO-mini is not in ../shared/data")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    setup(1, "cpu")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> Path:
+    return write_text_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def write_images(folder: Path, names: list[str]) -> Path:
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number * 20, 50, 100)).save(folder / name)
+    return folder
+
+
+def write_captions(path: Path, captions: dict[str, list[str]]) -> str:
+    """A file in COCO's form; ids are numbers in no order."""
+    ids = {name: 1000 - number for number, name in enumerate(captions)}
+    pairs = [(ids[name], text) for name, own in captions.items() for text in own]
+    images = [{"id": ids[name], "file_name": name} for name in captions]
+    annotations = [{"image_id": image, "id": place, "caption": text} for place, (image, text) in enumerate(pairs)]
+    path.write_text(json.dumps({"images": images, "annotations": annotations}))
+    return str(path)
+
+
+def of(dataset, images) -> list[list[str]]:
+    """All captions of some images of a prepared data set."""
+    captions = dataset.captions
+    return [captions.texts(range(captions.firsts[image], captions.firsts[image + 1])) for image in images]
+
+
+@pytest.mark.parametrize("store", ["copy", "refer"])
+def test_coco_captions(tmp_path, capsys, store):
+    images = write_images(tmp_path / "images", ["a.png", "b.png", "c.png", "in/d.png"])
+    captions = {"a.png": ["One.", " zwei ü "], "d.png": ["three"], "b.png": ["", "four"], "x.png": ["gone", "too"]}
+    file = write_captions(tmp_path / "captions.json", captions)
+    settings = {"source": "folder", "path": str(images), "captions": file, "heldout": 0.3, "store": store}
+    manifest = prepare(DatasetConfig(**settings), tmp_path / "out")
+    assert manifest["captions"] == {"count": 4, "images_without": 1, "captions_without": 2}
+    assert (
+        "1 of 4 images have no caption (the first: c.png), 2 captions no image; they are left out"
+        in capsys.readouterr().err
+    )
+    dataset = open_dataset(tmp_path / "out")
+    assert of(dataset, range(3)) == [["One.", "zwei ü"], ["four"], ["three"]]
+    assert dataset.captions.numbers(np.array([2, 0, 0]), np.array([7, 1, 2**31])).tolist() == [3, 1, 0]
+    assert dataset.captions.longest == len("zwei ü".encode())
+    assert dataset.images[[0, 2]].shape == (2, 8, 8, 3)  # a source that is referred to opens without its captions
+    with pytest.raises(
+        KairosError, match=r"dataset.unmatched: got refuse.*the first: c.png.*2 captions no image; allowed: count"
+    ):
+        prepare(DatasetConfig(**settings, unmatched="refuse"), tmp_path / "refused")
+
+
+def test_heldout_images_with_captions_of_their_own_or_in_one_file(tmp_path):
+    ours, theirs = (write_images(tmp_path / name, [f"{name}{n}.png" for n in range(3)]) for name in "ab")
+    captions = {f"{name}{n}.png": [f"{name} {n}"] for name in "ab" for n in range(3)}
+    both = write_captions(tmp_path / "both.json", captions)
+    own = write_captions(tmp_path / "own.json", {"b1.png": ["mine"], "q.png": ["nothing"]})
+    settings = {"source": "folder", "path": str(ours), "heldout": str(theirs), "captions": both}
+    one = prepare(DatasetConfig(**settings), tmp_path / "one")
+    assert one["captions"] == {"count": 6, "images_without": 0, "captions_without": 0}
+    two = prepare(DatasetConfig(**settings, heldout_captions=own), tmp_path / "two")
+    assert two["captions"] == {"count": 4, "images_without": 2, "captions_without": 4}
+    dataset = open_dataset(tmp_path / "two")
+    assert of(dataset, dataset.heldout) == [["mine"]]
+    with pytest.raises(ConfigError, match=r"dataset.heldout_captions: .*cannot be read"):
+        prepare(DatasetConfig(**settings, heldout_captions="none.json"), tmp_path / "three")
+
+
+def test_captions_beside_the_images_and_in_a_column(tmp_path):
+    from datasets import Dataset, Features, List, Value
+    from datasets import Image as ImageFeature
+
+    images = write_images(tmp_path / "images", ["a.png", "b.png"])
+    (images / "a.txt").write_text("first\n\n second \n")
+    (images / "b.txt").write_text("third")
+    prepare(DatasetConfig(source="folder", path=str(images), captions="sidecar"), tmp_path / "beside")
+    assert of(open_dataset(tmp_path / "beside"), range(2)) == [["first", "second"], ["third"]]
+
+    cells = [{"bytes": (images / name).read_bytes(), "path": None} for name in ("a.png", "b.png")]
+    rows = {"image": cells, "text": ["one", " two"], "texts": [["p", "q"], ["r", None]], "n": [1, 2]}
+    features = Features(
+        {"image": ImageFeature(), "text": Value("string"), "texts": List(Value("string")), "n": Value("int64")}
+    )
+    Dataset.from_dict(rows, features).to_parquet(tmp_path / "t.parquet")
+    settings = {"source": "parquet", "path": str(tmp_path / "t.parquet")}
+    for column, expected in (("text", [["one"], ["two"]]), ("texts", [["p", "q"], ["r"]])):
+        prepare(DatasetConfig(**settings, captions=column), tmp_path / column)
+        assert of(open_dataset(tmp_path / column), range(2)) == expected
+    for column, message in (("gone", "allowed: one of image, text, texts, n"), ("n", "holds 1, allowed: texts")):
+        with pytest.raises(ConfigError, match=f"dataset.captions: .*{message}"):
+            prepare(DatasetConfig(**settings, captions=column), tmp_path / "bad")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"images": []}', '{"images": [3], "annotations": []}', "\xff"])
+def test_what_is_no_coco_file_is_refused(tmp_path, content):
+    (tmp_path / "c.json").write_bytes(content.encode("latin1"))
+    with pytest.raises(ConfigError, match=r"dataset.captions: .*cannot be read .*, allowed: JSON"):
+        coco(str(tmp_path / "c.json"), ["a.png"])
+
+
+def test_captions_of_no_image_or_of_two_are_refused(tmp_path):
+    images = write_images(tmp_path / "images", ["x/a.png", "y/a.png"])
+    for captions, message in (
+        ({"a.png": ["which?"]}, "2 images"),
+        ({"x/a.png": [" "]}, "has none of the images: 2 of 2"),
+    ):
+        file = write_captions(tmp_path / "c.json", captions)
+        with pytest.raises(KairosError, match=f"dataset.captions: .*{message}"):
+            prepare(DatasetConfig(source="folder", path=str(images), captions=file), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": {"source": "digits", "captions": "sidecar"}}, "dataset.captions: got 'sidecar', allowed: null"),
+        ({"dataset": {"source": "folder", "path": "x", "captions": "column"}}, "a path *.json, or sidecar with source"),
+        (
+            {"dataset": {"source": "parquet", "path": "x", "captions": "c.json"}},
+            "allowed: a column with source parquet",
+        ),
+        ({"dataset": {"source": "parquet", "path": "x", "heldout_captions": "c"}}, "dataset.heldout_captions: got 'c'"),
+        ({"text_encoder": None}, "text_encoder: got null, allowed: what it needs"),
+        ({"dataset": {"source": "folder", "path": "x"}}, "dataset.captions: got null, allowed: what it needs"),
+        ({"model": "unet"}, "text_encoder: got x, allowed: where model.conditions names text"),
+        ({"model": {"name": "unet", "conditions": ["text"]}}, "model.conditions: got ['text'], allowed with unet"),
+        ({"text_encoder": {"path": "x", "output": "pooled"}}, "text_encoder.output: got pooled, allowed with this"),
+        (
+            {"model": "unet", "text_encoder": None, "evaluation": {"metrics": ["frechet", "clip"]}},
+            "evaluation.metrics: got clip, allowed: where model.conditions names text",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(changes, message):
+    plain = {
+        "experiment": "e",
+        "methods": {"a": {}},
+        "model": MODEL,
+        "dataset": {"source": "parquet", "path": "x", "captions": "text"},
+        "text_encoder": {"path": "x"},
+    }
+    settled = validate(plain).text_encoder
+    assert (settled.output, settled.dropped) == ("tokens", "empty")
+    with pytest.raises(ConfigError) as refused:
+        validate(plain | changes)
+    assert message in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def captioned(tmp_path_factory) -> Path:
+    """A data set of 40 images with 60 captions, one of them too long."""
+    root = tmp_path_factory.mktemp("captioned")
+    names = [f"{number:02}.png" for number in range(40)]
+    captions = {name: [f"a photo of {n}", f"the {n}"][: 1 + n % 2] for n, name in enumerate(names)}
+    captions[names[6]] = ["cat " * 100]
+    file = write_captions(root / "c.json", captions)
+    prepare(DatasetConfig(source="folder", path=str(write_images(root / "images", names)), captions=file), root / "d")
+    return root / "d"
+
+
+def test_states_are_clips_own(encoder, captioned, tmp_path, capsys):
+    from transformers import CLIPTextModel, CLIPTokenizer
+
+    dataset = open_dataset(captioned)
+    model, tokenizer = CLIPTextModel.from_pretrained(encoder), CLIPTokenizer.from_pretrained(encoder)
+    ids = tokenizer(["A photo of  cat"])["input_ids"]
+    words = ["<|startoftext|>", "a</w>", "photo</w>", "of</w>", "cat</w>", "<|endoftext|>"]
+    assert tokenizer.convert_ids_to_tokens(ids[0]) == words
+    manifest = encode_texts(TextEncoderConfig(path=str(encoder)).settled("tokens"), dataset, tmp_path / "tokens", CPU)
+    assert manifest["condition"] == {"kind": "text", "shape": [77, 32], "null": "empty"}
+    assert (manifest["count"], manifest["truncated"], manifest["longest"]) == (60, 1, 102)
+    assert "1 of 60 captions have more than 77 tokens and are cut off" in capsys.readouterr().err
+    text = open_text(tmp_path / "tokens", dataset)
+    for number in (0, 1, 9, 59):
+        told = tokenizer(dataset.captions.texts([number]), padding="max_length", truncation=True, return_tensors="pt")
+        assert told["input_ids"].shape == (1, 77)
+        with torch.no_grad():
+            expected = model(input_ids=told["input_ids"])
+        assert torch.allclose(torch.from_numpy(text.states[number]), expected.last_hidden_state[0], atol=1e-5)
+    pooled = TextEncoderConfig(path=str(encoder), dtype="float16").settled("pooled")
+    manifest = encode_texts(pooled, dataset, tmp_path / "pooled", CPU)
+    assert manifest["condition"] == {"kind": "text", "shape": [32], "null": "random"}
+    text = open_text(tmp_path / "pooled", dataset)
+    assert text.states.dtype == np.float16
+    assert np.allclose(text.states[59], expected.pooler_output[0], atol=2e-3)
+    with pytest.raises(KairosError, match=r"text_encoder.too_long: got refuse, but 1 of 60 captions .*the first: 'cat"):
+        encode_texts(pooled.model_copy(update={"too_long": "refuse"}), dataset, tmp_path / "refused", CPU)
+
+
+def test_an_encoder_with_a_mask(captioned, tmp_path):
+    """T5: the states of the tokens do not depend on the padding, and the pooled state is their mean."""
+    from transformers import T5Config, T5EncoderModel
+
+    size = write_tokenizer(tmp_path, 10**30)
+    torch.manual_seed(0)
+    shape = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    T5EncoderModel(T5Config(vocab_size=size, **shape)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"text_encoder.length: got null, allowed with .*: a number"):
+        encoders.load_encoder(TextEncoderConfig(path=str(tmp_path), output="tokens"), CPU)
+    found = {}
+    for output in ("tokens", "pooled"):
+        for length in (8, 12):
+            config = TextEncoderConfig(path=str(tmp_path), output=output, length=length)
+            found[output, length] = encoders.load_encoder(config, CPU)(["a photo", "cat"])
+    assert torch.allclose(found["tokens", 8][:, :3], found["tokens", 12][:, :3], atol=1e-5)
+    assert torch.allclose(found["pooled", 8], found["pooled", 12], atol=1e-5)
+    assert torch.allclose(found["pooled", 8][1], found["tokens", 8][1, :3].mean(0), atol=1e-5)
+
+
+def test_encoders_that_cannot_be_used(tmp_path, encoder, monkeypatch):
+    def refusal(folder, **more):
+        with pytest.raises(KairosError) as refused:
+            encoders.load_encoder(TextEncoderConfig(path=str(folder), output="tokens", **more), CPU)
+        return str(refused.value)
+
+    assert "text_encoder.path: got './gone', allowed: a folder that exists, or a hub id" in refusal("./gone")
+    (tmp_path / "none").mkdir()
+    assert "lacks config.json and model.safetensors and a tokenizer; allowed: a folder with" in refusal(
+        tmp_path / "none"
+    )
+    write_text_encoder(tmp_path / "damaged")
+    (tmp_path / "damaged/model.safetensors").write_bytes(b"12")
+    assert "damaged cannot be opened" in refusal(tmp_path / "damaged")
+    write_text_encoder(tmp_path / "alone")
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / "alone" / name).unlink()
+    assert "lacks a tokenizer" in refusal(tmp_path / "alone")
+    assert "text_encoder.length: got 78, allowed with" in refusal(encoder, length=78)
+    config, states = TextEncoderConfig(path=str(encoder), output="tokens"), load_file(encoder / "model.safetensors")
+    told, old, lacking = encoders.load_encoder(config, CPU)(["a cat"]), tmp_path / "old", tmp_path / "lacking"
+    for folder in (old, lacking):
+        write_text_encoder(folder)
+    save_file(dict(sorted(states.items())[5:]), lacking / "model.safetensors", {"format": "pt"})
+    assert "lacks weights: embeddings." in refusal(lacking)
+    (old / "model.safetensors").unlink()  # as OpenAI's files are
+    torch.save({f"text_model.{name}": values for name, values in states.items()}, old / "pytorch_model.bin")
+    assert torch.equal(encoders.load_encoder(config.model_copy(update={"path": str(old)}), CPU)(["a cat"]), told)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "`kairos fetch` brings it" in refusal("kairos/no-such-encoder")
+    for length, positions in ((100, 20), (20, 100)):  # of the tokenizer and of the network: the shorter one counts
+        folder = write_text_encoder(tmp_path / str(length), length=length, positions=positions)
+        opened = encoders.load_encoder(TextEncoderConfig(path=str(folder), output="tokens"), CPU)
+        assert opened(["a cat", "dog " * 50]).shape == (2, 20, 32)
+    assert encoders.load_encoder(TextEncoderConfig(path=str(folder), output="pooled", length=5), CPU)([""]).shape == (
+        1,
+        32,
+    )
+
+
+def _die_at(call, encoder, dataset, out):
+    growing._SAVE_SECONDS = 0.0
+    one, calls = encoders.TextEncoder.__call__, [0]
+
+    def counted(self, texts):
+        calls[0] += 1
+        if calls[0] == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return one(self, texts)
+
+    encoders.TextEncoder.__call__ = counted
+    encode_texts(TextEncoderConfig(path=str(encoder), batch_size=16).settled("tokens"), dataset, out, CPU)
+
+
+def test_killed_and_resumed_gives_the_same_bits(encoder, captioned, tmp_path, capsys):
+    dataset, config = open_dataset(captioned), TextEncoderConfig(path=str(encoder), batch_size=16).settled("tokens")
+    whole = encode_texts(config, dataset, tmp_path / "whole", CPU)
+    job = multiprocessing.get_context("fork").Process(target=_die_at, args=(4, encoder, dataset, tmp_path / "killed"))
+    job.start()
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
+    with pytest.raises(KairosError, match=r"is not complete.*kairos text"):
+        open_text(tmp_path / "killed", dataset)
+    assert encode_texts(config, dataset, tmp_path / "killed", CPU) == whole
+    assert "text: goes on after caption 32" in capsys.readouterr().err
+    assert sorted(file.name for file in (tmp_path / "killed").iterdir()) == ["empty.npy", "manifest.json", "states.npy"]
+    other = encode_texts(config.model_copy(update={"length": 20}), dataset, tmp_path / "other", CPU)
+    assert other["content_sha256"] != whole["content_sha256"]
+
+
+METHODS = {
+    "uniform": {},
+    "speed": {"sampler": "speed", "weighting": "change_aware"},
+    "adaptive": {"sampler": {"name": "adaptive", "frequency": 4, "feature_timesteps": 20}},
+}
+
+
+def experiment(model: str, encoder: Path, clip_folder: Path) -> dict:
+    return {
+        "experiment": "coco",
+        "methods": METHODS,
+        "model": {"name": model, **SMALL},
+        "dataset": {
+            "source": "folder", "path": str(COCO / "train2017"), "resolution": 64, "heldout": str(COCO / "val2017"),
+            "captions": str(COCO / "annotations/captions_train2017.json"),
+            "heldout_captions": str(COCO / "annotations/captions_val2017.json"),
+        },
+        "text_encoder": {"path": str(encoder)},
+        "diffusion": {"process": {"name": "discrete", "timesteps": 100}},
+        "training": {
+            "batch_size": 8, "milestones": [10, 20], "checkpoint_every": 10, "device": "cpu", "condition_dropout": 0.2,
+            "optimizer": {"lr": 1e-2},
+        },
+        "sampling": {"steps": 3, "guidance_scale": 2.0, "batch_size": 16, "grid": 4},
+        "evaluation": {
+            "extractor": {"name": "selfsupervised", "features": 8, "channels": 4, "steps": 5}, "num_samples": 30,
+            "sets": 1, "loss_images": 8, "strata": 2,
+            "metrics": ["frechet", {"name": "clip", "path": str(clip_folder)}, "validation"],
+        },
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("clip")
+    make_clip(folder).save_pretrained(folder)
+    return folder
+
+
+@needs_coco
+@pytest.mark.parametrize(("model", "shape"), [("uvit", [77, 32]), ("dit", [32])])
+def test_from_photographs_with_captions_to_a_clip_score(
+    model, shape, encoder, clip_folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("e.yaml").write_text(yaml.safe_dump(experiment(model, encoder, clip_folder)))
+
+    def run(*arguments: str) -> str:
+        assert main([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
+        return capsys.readouterr().err
+
+    assert main(["check", "e.yaml"]) == 0
+    assert "text         1" in capsys.readouterr().out
+    assert "26 training and 25 held-out images of 64×64×3 with 255 captions" in run("prepare", "--config", "e.yaml")
+    run("autoencoder", "--config", "e.yaml")
+    assert f"states of 255 captions, each {'×'.join(map(str, shape))}" in run("text", "--config", "e.yaml")
+    run("encode", "--config", "e.yaml")
+    results = Path("results/coco")
+    manifest = read_json(results / "latents/manifest.json")
+    assert (manifest["text"], manifest["conditions"]["text"]["shape"]) == ("../text", shape)
+    assert manifest["text_sha256"] == read_json(results / "text/manifest.json")["content_sha256"]
+    assert main(["plan", "e.yaml"]) == 0
+    assert "text" in capsys.readouterr().out
+
+    plain, latents = load(Path("e.yaml")).plain(), open_latents(results / "latents")
+    assert latents.condition_kinds["text"]["empty"].shape == tuple(shape)
+    for method in METHODS:
+        train(plain, method, 0, results / method / "seed0", results / "latents", [10, 20])
+    interrupted = results / "again" / "seed0"
+    train(plain, "uniform", 0, interrupted, results / "latents", [10])
+    train(plain, "uniform", 0, interrupted, results / "latents", [10, 20])
+    whole, parts = (read_json(out / "training.json")["components"] for out in (results / "uniform/seed0", interrupted))
+    assert whole == parts  # bit for bit, metrics included
+
+    milestone = results / "speed/seed0/milestones/0000020"
+    assert read_json(milestone / "milestone.json")["conditions"]["text"] == manifest["conditions"]["text"]
+    drawn = Path("drawn.npz")
+    run("sample", "--milestone", milestone, "--out", drawn, "--num", 30, "--seed", 1)
+    samples, dataset = open_samples(drawn), latents.dataset
+    texts = [text.decode() for text in samples.conditions["text"][:].tolist()]
+    held = of(dataset, dataset.heldout)
+    assert texts == [*(own[0] for own in held), *(own[1] for own in held[:5])]
+    parts = [Path(f"part{number}.npz") for number in (1, 2)]
+    for number, part in enumerate(parts, 1):
+        run("sample", "--milestone", milestone, "--out", part, "--num", 30, "--seed", 1, "--shard", f"{number}of2")
+    joined = [argument for part in parts for argument in ("--part", part)]
+    run("sample", "--milestone", milestone, "--out", "joined.npz", "--num", 30, "--seed", 1, *joined)
+    assert Path("joined.npz").read_bytes() == drawn.read_bytes()
+
+    folders = [argument for name in ("autoencoder", "latents") for argument in (f"--{name}", results / name)]
+    of_data = ("--config", "e.yaml", "--dataset", results / "dataset")
+    run("extractor", *of_data, "--out", results / "extractor")
+    run("reference", *of_data, *folders, "--extractor", results / "extractor", "--out", results / "reference")
+    run(
+        "evaluate",
+        "--samples",
+        drawn,
+        "--milestone",
+        milestone,
+        "--reference",
+        results / "reference",
+        "--out",
+        "s.json",
+    )
+    found = read_json(Path("s.json"))
+    rows = read_json(results / "reference/reference.json")["rows"]
+    assert -100 <= found["metrics"]["clip_score"] <= 100
+    assert [name for name in rows if "clip_score" in rows[name]] == ["floor", "reconstruction"]
+    assert np.isfinite(found["validation"]["loss"])
+    np.savez("foreign.npz", arr_0=samples.images[:])
+    assert main(["evaluate", "--samples", "foreign.npz", "--reference", str(results / "reference"), "--out", "f"]) == 1
+    assert "foreign.npz: holds no captions, which metric clip needs" in capsys.readouterr().err
+
+
+def test_a_caption_per_visit_is_drawn_by_the_seed(encoder, captioned, tmp_path, monkeypatch):
+    from kairos.autoencoders.codec import Codec
+    from kairos.autoencoders.encode import encode
+    from kairos.data.batches import Batches
+
+    dataset, manifest = open_dataset(captioned), {"kind": "none", "sha256": "pixels"}
+    encode_texts(TextEncoderConfig(path=str(encoder)).settled("pooled"), dataset, tmp_path / "text", CPU)
+    shapes = {name: list(dataset.shape) for name in ("image_shape", "latent_shape")}
+    codec = Codec({**manifest, **shapes, "scaling_factor": 1.0, "shift_factor": 0.0})
+    encode(dataset, codec, tmp_path / "latents", False, 16, text=tmp_path / "text")
+    latents = open_latents(tmp_path / "latents")
+
+    def batch(index, seed=0, dropout=0.0):
+        return next(Batches(latents, seed, 32, index, ("text",), dropout).steps(5, 6)).conditions["text"]
+
+    whole = batch(range(32))
+    assert torch.equal(whole, torch.cat([batch(range(10)), batch(range(10, 32))]))
+    assert not torch.equal(whole, batch(range(32), seed=1))
+    first = latents.conditions(latents.train)["text"]
+    known = {row.numpy().tobytes() for row in first}
+    others = [row for row in whole if row.numpy().tobytes() not in known]
+    assert 3 <= len(others) <= 15  # about half of those images that have a second caption, which are half of 32
+    dropped = batch(range(32), dropout=0.5).isnan()
+    assert 8 <= dropped.all(1).sum() == dropped.any(1).sum() <= 24
+    monkeypatch.setenv("KAIROS_LOCAL", str(tmp_path / "local"))
+    (tmp_path / "local").mkdir()
+    with staged(tmp_path / "latents") as local:  # a node's own disk
+        assert local.is_relative_to(tmp_path / "local") and (local / "../text/states.npy").is_file()
+        copied = next(Batches(open_latents(local), 0, 32, range(32), ("text",)).steps(5, 6))
+    assert torch.equal(copied.conditions["text"], whole)
+    (tmp_path / "text/manifest.json").write_text(
+        json.dumps({**read_json(tmp_path / "text/manifest.json"), "content_sha256": "other"})
+    )
+    with pytest.raises(KairosError, match="other texts"):
+        open_latents(tmp_path / "latents")
+
+
+def test_clip_score_is_the_mean_cosine_and_captions_matter(tmp_path):
+    """A contrastive pair trained for seconds on coloured squares: a shuffled caption fits worse than the own one."""
+    model = make_clip(tmp_path)
+    texts = [f"a photo of {name}" for name in ("cat", "dog", "man", "the")]
+    colours = torch.tensor([[220, 30, 30], [30, 220, 30], [30, 30, 220], [200, 200, 30]], dtype=torch.uint8)
+    tokenizer = clip_tokenizer(tmp_path)
+    ids = tokenizer(texts, padding="max_length", max_length=77, return_tensors="pt")["input_ids"]
+    mean, std = torch.tensor([0.48145466, 0.4578275, 0.40821073]), torch.tensor([0.26862954, 0.26130258, 0.27577711])
+    optimizer, random = torch.optim.AdamW(model.parameters(), 2e-3), torch.Generator().manual_seed(0)
+    for _ in range(60):
+        noise = torch.randint(0, 30, (4, 32, 32, 3), generator=random)
+        pixels = ((colours[:, None, None] + noise) / 255 - mean) / std
+        loss = model(input_ids=ids, pixel_values=pixels.permute(0, 3, 1, 2), return_loss=True).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval().save_pretrained(tmp_path)
+    images = colours[:, None, None].expand(-1, 32, 32, -1).repeat(5, 1, 1, 1).numpy()
+
+    def score(told):
+        told = Captioned(lambda: iter(np.split(images, 4)), told, CPU)
+        return clip.clip(ClipOptions(str(tmp_path)), Measured(20, {}, captioned=told), None)["clip_score"]
+
+    own, shuffled = score(texts * 5), score([*texts[1:], texts[0]] * 5)
+    assert own > shuffled + 20
+    with torch.no_grad():
+        pixels = ((torch.from_numpy(images) / 255 - mean) / std).permute(0, 3, 1, 2)
+        one = model.vision_model(pixel_values=pixels).pooler_output @ model.visual_projection.weight.T
+        other = model.text_model(input_ids=ids.repeat(5, 1)).pooler_output @ model.text_projection.weight.T
+    assert own == pytest.approx(100 * float(torch.cosine_similarity(one, other).mean()), abs=1e-3)
+    assert clip.clip(ClipOptions(str(tmp_path)), Measured(20, {}), None) == {}
+
+
+def clip_tokenizer(folder: Path):
+    from transformers import CLIPTokenizer
+
+    return CLIPTokenizer.from_pretrained(folder)
+
+
+def test_a_clip_that_is_none_is_refused(encoder):
+    options = ClipOptions(str(encoder))
+    told = Captioned(lambda: iter([np.zeros((1, 8, 8, 1), np.uint8)]), ["a"], CPU)
+    with pytest.raises(ConfigError, match=r"evaluation.metrics: clip.path: got a clip_text_model .*allowed: a clip"):
+        clip.clip(options, Measured(1, {}, captioned=told), None)
+    with pytest.raises(ConfigError, match=r"evaluation.metrics: clip.path: got '/gone', allowed: a folder"):
+        clip.clip(replace(options, path="/gone"), Measured(1, {}, captioned=told), None)
