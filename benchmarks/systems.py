@@ -26,6 +26,7 @@ import yaml
 from kairos.config import validate
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))  # clip_case: a tiny text encoder with the real tokenizer's rules
 DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data")).resolve()
 STEPS, BATCH = 200, 16
 METHODS = ("uniform", "speed", "adaptive")
@@ -37,7 +38,7 @@ class System:
     """A system: `experiments/systems/<name>.yaml`.
 
     Attributes:
-        parameters: published, all tensors of the model that are no buffers.
+        parameters: published, fixed positions included; of super-resolution, which nobody has published, counted.
         shape: of the published x0.
         conditions: that the published model is told, as manifests describe them.
         data: of the small form.
@@ -59,7 +60,12 @@ def text(*shape: int, null: str) -> dict[str, dict[str, Any]]:
     return {"text": {"kind": "text", "shape": list(shape), "null": null}}
 
 
+def image(*shape: int) -> dict[str, dict[str, Any]]:
+    return {"low_resolution": {"kind": "image", "shape": list(shape)}}
+
+
 _UNET = {"channels": 32, "multipliers": [1, 2], "blocks": 1, "attention": [8], "norm_groups": 8}
+_DDPMPP = {"channels": 32, "multipliers": [1, 2], "blocks": 1, "attention": [8]}
 _ADM = {**_UNET, "head_channels": 16}
 _DIT = {"width": 96, "depth": 4, "heads": 4, "patch": 2}
 SYSTEMS = {
@@ -73,10 +79,10 @@ SYSTEMS = {
     "dit_imagenet256": System(675_129_632, (4, 32, 32), KL, _DIT, classes(1000)),
     "unet_ffhq": System(35_876_104, (4, 32, 32), KL, {**_UNET, "attention": [4]}),
     "dit_metfaces512": System(674_861_216, (4, 64, 64), KL, _DIT),
-    "dit_super_resolution": System(0, (4, 64, 64), COCO, _DIT),
+    "dit_super_resolution": System(674_879_648, (4, 64, 64), COCO, _DIT, image(4, 64, 64)),
     "mdt_imagenet256": System(35_797_208, (4, 32, 32), KL, {**_DIT, "width": 64}, classes(1000)),
-    "edm_cifar10": System(55_735_299, (3, 32, 32), PIXELS, {**_UNET, "attention": [8]}, classes(10)),
-    "fdm_cifar10": System(55_735_299, (3, 32, 32), PIXELS, {**_UNET, "attention": [8]}, classes(10)),
+    "edm_cifar10": System(55_735_299, (3, 32, 32), PIXELS, _DDPMPP, classes(10)),
+    "fdm_cifar10": System(55_735_299, (3, 32, 32), PIXELS, _DDPMPP, classes(10)),
     "dit_coco": System(675_895_712, (4, 32, 32), COCO, _DIT, text(512, null="random")),
     "uvit_coco": System(44_692_644, (4, 32, 32), COCO, _DIT, text(77, 768, null="empty")),
 }
@@ -119,7 +125,13 @@ def _data(kind: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
             return {"dataset": coco | kept, "autoencoder": taesd}
         for name, split in (("captions", "train"), ("heldout_captions", "val")):
             coco[name] = f"{DATA}/coco_mini/annotations/captions_{split}2017.json"
-        return {"dataset": coco, "autoencoder": taesd, "text_encoder": {"path": str(tiny_clip(folder))}}
+        from clip_case import write_text_encoder
+
+        return {
+            "dataset": coco,
+            "autoencoder": taesd,
+            "text_encoder": {"path": str(write_text_encoder(folder / "clip"))},
+        }
     cifar = {"source": "parquet", "path": f"{DATA}/cifar10/train-*.parquet", "limit": 600, "heldout": 0.2}
     at_hand = (DATA / "cifar10").is_dir()
     side = 64 if kind == KL and at_hand else 16

@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     except KairosError as error:
         return _fail(str(error), 2 if isinstance(error, ConfigError) else 1)
     except BrokenPipeError:
-        os.dup2(_nowhere().fileno(), sys.stdout.fileno())
+        with _nowhere() as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return _fail("interrupted; the last good state is in place", 1)
