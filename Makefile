@@ -18,7 +18,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run cluster test test-long test-cluster gpu ui record adopt reproduce lint format clean
+.PHONY: help setup demo run cluster test test-long test-cluster systems gpu ui record adopt reproduce lint format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -47,8 +47,11 @@ test-long: setup  ## the tests that take longer
 test-cluster: setup  ## the tests on a SLURM that they start on this machine: Debian's packages, as root
 	@$(BIN)/python -m pytest -p no:xdist -v -rs --durations 0 --durations-min 5 -m cluster $(CLUSTER_TESTS)
 
-gpu:  ## what only a GPU shows, without set-up: PART=correct, step, strategies or sample; all in turn without it
-	@status=0; for part in $(or $(PART),correct step strategies sample); do \
+systems: setup  ## every system of the papers in a small form: 200 steps on real images, some minutes (SYSTEMS=names)
+	@$(BIN)/python benchmarks/systems.py $(SYSTEMS)
+
+gpu:  ## what only a GPU shows, without set-up: PART=correct, step, strategies, sample or systems; all in turn without it
+	@status=0; for part in $(or $(PART),correct step strategies sample systems); do \
 	  PYTHONPATH=src $(PYTHON) benchmarks/gpu/$$part.py $(FLAGS) || status=1; \
 	done; exit $$status
 

@@ -55,6 +55,14 @@ def test_a_part_runs_where_there_is_little_more_than_torch(part, tmp_path):
     assert len(rows) > len(unet) and not any("skipped" in rows[name] for name in rows.keys() - unet)
 
 
+def test_systems_run_where_there_is_all_they_need(tmp_path):
+    found = run("systems", tmp_path, "--only", "dit_coco", "mdt", "ldm", "edm", bare=False)
+    assert found["complete"] and {row["row"] for row in found["rows"]} == {
+        "dit_coco", "mdt_imagenet256", "ldm_celebahq", "edm_cifar10",
+    }  # fmt: skip
+    assert not any("skipped" in row or "failed" in row for row in found["rows"])
+
+
 def test_a_part_ends_within_its_budget(tmp_path):
     """What was not reached is named, and the file is whole."""
     found = run("strategies", tmp_path, "--budget", "0.2")

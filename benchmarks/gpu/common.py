@@ -220,14 +220,14 @@ def experiment(
 
     The method is called ``method``.
     """
-    if model["name"] == "unet" and no_unet():
+    if model["name"] in ("unet", "ldm_unet", "adm") and no_unet():
         raise Skipped(no_unet())
     defaults: dict[str, Any] = {
         "batch_size": 128, "microbatch": None, "processes": 1, "nodes": 1, "trainings_per_gpu": 1,
         "milestones": [1000], "segments": 1, "checkpoint_every": 500, "log_every": 1,
         "optimizer": named(OPTIMIZERS, "adam"), "schedule": named(SCHEDULES, "constant"),
         "ema": named(AVERAGES, "decay"), "precision": "fp32", "compile": False, "deterministic": True, "threads": 1,
-        "device": "auto", "condition_dropout": 0.0, "start_from": None, "probes": [],
+        "device": "auto", "condition_dropout": 0.0, "augment": None, "start_from": None, "probes": [],
     }  # fmt: skip
     return {
         "model": named(MODELS, **model),
@@ -246,29 +246,45 @@ def experiment(
     }
 
 
-def make_latents(folder: Path, shape: tuple[int, int, int], count: int, classes: int, pixels: bool = False) -> Path:
-    """Write `folder`/dataset and `folder`/latents of random numbers as stage encode does; returns the latter."""
+def make_latents(
+    folder: Path, shape: tuple[int, int, int], count: int, conditions: dict[str, dict[str, Any]], pixels: bool = False
+) -> Path:
+    """Write `folder`/dataset and `folder`/latents of random numbers as stage encode does; returns the latter.
+
+    `conditions` are described as in manifests; one that is an image is that in low resolution.
+    """
     dataset, latents, random = folder / "dataset", folder / "latents", np.random.default_rng(0)
     (dataset / "conditions").mkdir(parents=True)
     latents.mkdir()
     channels, height, width = shape
     images = random.integers(0, 256, (count, height, width, channels) if pixels else (count, 1, 1, 1), dtype=np.uint8)
     np.save(dataset / "images.npy", images)
-    np.save(dataset / "conditions" / "class.npy", random.integers(0, classes, count))
+    files, stored = {}, {}
+    for name, item in conditions.items():
+        if item["kind"] == "image":
+            files["low_mean.npy"] = ""
+            np.save(latents / "low_mean.npy", random.standard_normal((count, *item["shape"]), np.float32))
+            continue
+        of_class = item["kind"] == "class"
+        values = (
+            random.integers(0, item["num_classes"], count)
+            if of_class
+            else random.standard_normal((count, *item["shape"]), np.float32)
+        )
+        np.save(dataset / "conditions" / f"{name}.npy", values)
+        stored[name] = {**item, "file": f"conditions/{name}.npy"}
     np.save(dataset / "train.npy", np.arange(count))
     np.save(dataset / "heldout.npy", np.arange(0))
-    conditions = {"class": {"kind": "class", "num_classes": classes, "file": "conditions/class.npy"}}
-    content = sha256_json([shape, count, classes, pixels])
-    write_json(dataset / "manifest.json", {"content_sha256": content, "count": count, "conditions": conditions})
-    files = {}
+    content = sha256_json([shape, count, conditions, pixels])
+    write_json(dataset / "manifest.json", {"content_sha256": content, "count": count, "conditions": stored})
     if not pixels:
         np.save(latents / "mean.npy", random.standard_normal((count, *shape), np.float32))
         np.save(latents / "logvar.npy", np.full((count, *shape), -4.0, np.float32))
-        files = {"mean.npy": "", "logvar.npy": ""}
+        files |= {"mean.npy": "", "logvar.npy": ""}
     manifest = {
         "kind": "pixels" if pixels else "moments", "shape": list(shape), "count": count, "scaling_factor": 1.0,
         "shift_factor": 0.0, "flips": pixels, "autoencoder_sha256": "none", "dataset_sha256": content,
-        "content_sha256": content, "conditions": conditions, "dataset": "../dataset", "files": files,
+        "content_sha256": content, "conditions": {**conditions, **stored}, "dataset": "../dataset", "files": files,
     }  # fmt: skip
     write_json(latents / "manifest.json", manifest)
     return latents
@@ -286,9 +302,18 @@ class Data:
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def path(self, shape: tuple[int, int, int], count: int, classes: int = 10, pixels: bool = False) -> Path:
-        folder = self.folder / f"{shape}-{count}-{classes}-{pixels}".replace(" ", "")
-        return folder / "latents" if folder.exists() else make_latents(folder, shape, count, classes, pixels)
+    def path(
+        self,
+        shape: tuple[int, int, int],
+        count: int,
+        classes: int = 10,
+        pixels: bool = False,
+        conditions: dict[str, dict[str, Any]] | None = None,
+    ) -> Path:
+        if conditions is None:
+            conditions = {"class": {"kind": "class", "num_classes": classes}}
+        folder = self.folder / sha256_json([shape, count, conditions, pixels])[:16]
+        return folder / "latents" if folder.exists() else make_latents(folder, shape, count, conditions, pixels)
 
     def open(self, *arguments: Any, **keywords: Any) -> Latents:
         return open_latents(self.path(*arguments, **keywords))

@@ -110,6 +110,9 @@ def _images(experiment: Experiment, record: dict[str, Any]) -> tuple[Shape | Non
         share = dataset.heldout
         images = None if isinstance(share, str) else round(dataset.train_images / (1 - share))
         return image, images, dataset.train_images, "dataset.train_images"
+    if (images := dataset.images) is not None:
+        own = isinstance(dataset.heldout, str)
+        return image, None if own else images, images - (0 if own else dataset.held_out(images)), "dataset.images"
     return image, None, None, "unknown before kairos prepare; dataset.train_images would tell"
 
 

@@ -17,6 +17,7 @@ class Network:
 
     Attributes:
         parameters: numbers that are trained.
+        fixed: those that published counts have beside them, such as positions.
         weights: numbers that are kept, with fixed ones such as positions.
         tensors: number of tensors that these are in.
         value_bytes: bytes of a number.
@@ -28,6 +29,7 @@ class Network:
     """
 
     parameters: int
+    fixed: int
     weights: int
     tensors: int
     value_bytes: int
@@ -112,6 +114,7 @@ def measure(
     double = 2 if precision == "fp64" else 1
     return Network(
         parameters=sum(value.numel() for value in network.parameters() if value.requires_grad),
+        fixed=sum(value.numel() for value in network.parameters() if not value.requires_grad),
         weights=sum(value.numel() for value in weights),
         tensors=len(weights),
         value_bytes=4 * double,

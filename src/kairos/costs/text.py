@@ -19,7 +19,7 @@ def values(found: Estimate) -> dict[str, Any]:
     every method's trainings and samples, None without a rate.
     """
     return {
-        "parameters": found.network.parameters,
+        "parameters": found.network.parameters + found.network.fixed,
         "flops_per_step": found.operations,
         "jobs": {stage.name: stage.jobs for stage in found.stages},
         "memory_bytes": sum(found.memory.values()),

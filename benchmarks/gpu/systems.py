@@ -1,0 +1,105 @@
+"""Every system of both papers at its published size: 20 steps of training, images a second and memory.
+
+The files are those of experiments/systems, the images random numbers. The batch is the published one, halved until it
+fits; precision is bf16. PyYAML is needed beside torch and numpy, and diffusers for the U-Nets: WHEELS brings them.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Data, Part, Skipped, arguments, experiment, free, setup, synchronize, training_of
+
+from kairos.diffusion.registries import chosen_prediction
+from kairos.training.loop import steps
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+try:
+    from papers import SYSTEMS, published
+
+    missing = ""
+except ImportError as error:
+    SYSTEMS, missing = {}, f"{error}; WHEELS=folder brings it"
+STEPS = 20
+
+
+class Systems:
+    """The rows of the part."""
+
+    def __init__(self, part: Part, data: Data):
+        self.part, self.data = part, data
+
+    def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        if missing:
+            return {"systems": self.absent}
+        return {name: lambda name=name: self.fitting(name) for name in SYSTEMS}
+
+    def absent(self) -> dict[str, Any]:
+        raise Skipped(missing)
+
+    def fitting(self, name: str) -> dict[str, Any]:
+        """A row: the batch is halved until it fits."""
+        batch = 8 if self.part.short else published(name)["training"]["batch_size"]
+        while batch:
+            try:
+                return self.measured(name, batch)
+            except torch.OutOfMemoryError:
+                pass
+            free(self.part.device)
+            batch //= 2
+        raise Skipped("not even a batch of 1 fits")
+
+    def measured(self, name: str, batch: int) -> dict[str, Any]:
+        device, values, system = self.part.device, published(name), SYSTEMS[name]
+        model, shape, conditions = values["model"], system.shape, system.conditions
+        if self.part.short:
+            model, shape = model | system.small, (shape[0], 16, 16)
+            conditions = {
+                key: item | {"shape": shape} if item["kind"] == "image" else item for key, item in conditions.items()
+            }
+        setup(device, precision="bf16")
+        pixels = values.get("autoencoder", {"kind": "none"})["kind"] == "none"
+        latents = self.data.open(shape, 4 * batch, pixels=pixels, conditions=conditions)
+        process = values["diffusion"]["process"]
+        losses = [
+            {"name": loss} if isinstance(loss, str) else loss for loss in values["diffusion"].get("losses", ["mse"])
+        ]
+        kept = {key: value for key, value in values["training"].items() if key in ("augment", "condition_dropout")}
+        prediction = chosen_prediction(process["name"], values["diffusion"].get("prediction"))
+        plain = experiment(
+            model, process, prediction, losses=losses, batch_size=batch, log_every=10**9, precision="bf16", **kept
+        )
+        training = training_of(plain, latents, device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        lines = steps(training, STEPS + 3)
+        for _ in range(3):
+            next(lines)
+        synchronize(device)
+        begun = time.perf_counter()
+        for _ in lines:
+            pass
+        synchronize(device)
+        seconds = time.perf_counter() - begun
+        if not bool(training.sound):
+            raise ValueError("the loss or a gradient is not finite")
+        return {
+            "parameters": sum(value.numel() for value in training.model.parameters()),
+            "published": system.parameters, "batch": batch, "images_per_s": round(STEPS * batch / seconds, 1),
+            "ms_per_step": round(1e3 * seconds / STEPS, 1),
+            "memory_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None,
+        }  # fmt: skip
+
+
+def main() -> int:
+    given = arguments(__doc__ or "")
+    part = Part("systems", "images a second and memory of every system at its published size", given)
+    with Data() as data:
+        return part.run(Systems(part, data).rows())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
