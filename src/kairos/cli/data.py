@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
             said, facts = _autoencoder(experiment, dataset, out, device)
         else:
             folder = arguments.autoencoder or results / "autoencoder"
-            arguments.text = (arguments.text or results / "text") if experiment.takes_text else None
+            arguments.text = (arguments.text or results / "text") if "text" in experiment.conditions else None
             said, facts = _encode(arguments, experiment, dataset, folder, out, device)
     say(f"{out}: {said}")
     write_timing(arguments, **facts)

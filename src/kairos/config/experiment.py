@@ -3,7 +3,6 @@
 An experiment file stands alone: what it does not say has the default stated here, never another file's value.
 """
 
-import math
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -13,21 +12,18 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from kairos.autoencoders.settings import AutoencoderConfig
+from kairos.config.fits import check_fits
 from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
-from kairos.diffusion.registries import CELLS, LOSSES
 from kairos.errors import ConfigError
 from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
 from kairos.milestones import hash_of_start
-from kairos.models import check_takes
 from kairos.models.registries import MODELS
-from kairos.options import but_name
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import Section, check, component
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 from kairos.text.settings import TextEncoderConfig
 from kairos.training.lengths import length_in_steps
 from kairos.training.settings import TrainingConfig
@@ -88,95 +84,25 @@ class Experiment(Section):
         return self
 
     @model_validator(mode="after")
-    def _texts_are_encoded(self) -> "Experiment":
-        encoder, scored = self.text_encoder, [named["name"] for named in self.evaluation.metrics or ()]
-        needed = {"dataset.captions": self.dataset.captions, "text_encoder": encoder}
-        useless = {"text_encoder": encoder and encoder.path, "evaluation.metrics": "clip" if "clip" in scored else None}
-        for field, value in needed.items() if self.takes_text else ():
-            if value is None:
-                raise ValueError(f"{field}: got null, allowed: what it needs where model.conditions names text")
-        for field, value in useless.items() if not self.takes_text else ():
-            if value is not None:
-                raise ValueError(f"{field}: got {value}, allowed: where model.conditions names text")
-        if encoder is not None:
-            takes = MODELS.entry(self.model["name"]).facts.get("text")
-            object.__setattr__(self, "text_encoder", encoder.settled(takes))
-        return self
-
-    @model_validator(mode="after")
     def _fits_together(self) -> "Experiment":
-        steps = self.milestones
-        if list(steps) != sorted(set(steps)):
-            raise ValueError(f"training.milestones: got {list(self.training.milestones)}, allowed: increasing lengths")
-        segments, most = self.training.segments, len(steps) - 1
-        if segments > most:
-            raise ValueError(f"training.segments: got {segments}, allowed: at most the number of milestones ({most})")
-        images, size = self.evaluation.num_samples * self.evaluation.sets, self.sampling.batch_size
-        if self.sampling.shards > -(-images // size):
-            raise ValueError(
-                f"sampling.shards: got {self.sampling.shards}, allowed: at most {-(-images // size)}, the batches "
-                f"(sampling.batch_size {size}) that the {images} images of a milestone are drawn in"
-            )
-        process, losses = self.diffusion.process, [loss["name"] for loss in self.diffusion.losses]
-        masked = [name for name in losses if LOSSES.entry(name).facts.get("masked")]
-        if masked and not MODELS.entry(self.model["name"]).facts.get("masks"):
-            able = [name for name, entry in MODELS.items() if entry.facts.get("masks")]
-            raise ValueError(
-                f"diffusion.losses: got {masked[0]} with model {self.model['name']}, allowed: with a model that hides "
-                f"tokens: {', '.join(able) or 'none is known'}"
-            )
-        timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
-        shown = process["timesteps"] + process.get("first_index", 0) if "timesteps" in process else math.inf
-        if self.model.get("timesteps", math.inf) < shown:
-            of = shown if "timesteps" in process else f"{process['name']} is continuous"
-            got = f"model.timesteps: got {self.model['timesteps']}"
-            raise ValueError(f"{got}, allowed: at least the indices that a discrete process shows ({of})")
-        conditions = self.model.get("conditions") or []
         try:
-            check_takes(self.model)
-            for name, method in self.methods.items():
-                for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
-                    named = getattr(method, part)
-                    place = f"methods.{name}.{part}"
-                    checked(registry, named["name"], but_name(named), timesteps, schedule, place)
-            self.sampling.check_fits(self.diffusion.model_dump(), conditions, self.training.condition_dropout)
+            check_fits(self)
         except ConfigError as error:
             raise ValueError(str(error)) from None
-        taken, factor = "low_resolution" in conditions, self.dataset.low_resolution
-        if taken != (factor is not None):
-            raise ValueError(
-                f"dataset.low_resolution: got {factor}, allowed: "
-                + ("a number, since model.conditions has" if taken else "null, since model.conditions has no")
-                + " low_resolution"
-            )
-        if not taken and any(metric["name"] == "psnr" for metric in self.evaluation.metrics or ()):
-            raise ValueError("evaluation.metrics: got psnr, allowed where model.conditions has low_resolution")
-        return self
-
-    @model_validator(mode="after")
-    def _network_is_told(self) -> "Experiment":
-        dropout, augment, model = self.training.condition_dropout, self.training.augment, self.model
-        if dropout and model.get("null_class") is False and "class" in model["conditions"]:
-            raise ValueError(
-                f"training.condition_dropout: got {dropout} with model.null_class: false, allowed: 0, and no guidance "
-                "(as published: there is no row for no class)"
-            )
-        if augment is not None and self.autoencoder.kind != "none":
-            kind = self.autoencoder.kind
-            raise ValueError(f"autoencoder.kind: got {kind} with training.augment, allowed: none (it moves pixels)")
-        if augment is not None and self.dataset.flips:
-            raise ValueError("dataset.flips: got true with training.augment, allowed: false (it flips by itself)")
-        if augment is not None and not model.get("augment"):
-            raise ValueError(
-                f"training.augment: got {augment} with model {model['name']}, allowed: null, or a model that is told "
-                "of it: ddpmpp with augment: 9"
-            )
+        if self.text_encoder is not None:
+            takes = MODELS.entry(self.model["name"]).facts.get("text")
+            object.__setattr__(self, "text_encoder", self.text_encoder.settled(takes))
         return self
 
     @property
-    def takes_text(self) -> bool:
-        """Whether the model is told of captions."""
-        return "text" in (self.model.get("conditions") or [])
+    def conditions(self) -> list[str]:
+        """What the model is told."""
+        return self.model.get("conditions") or []
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics that are asked for; none where the usual ones are left to be chosen."""
+        return [named["name"] for named in self.evaluation.metrics or ()]
 
     @property
     def milestones(self) -> tuple[int, ...]:

@@ -1,0 +1,114 @@
+"""Whether the sections of an experiment fit together: a function each, all asked before anything runs."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from kairos.diffusion.registries import CELLS, LOSSES
+from kairos.errors import ConfigError
+from kairos.models import check_takes
+from kairos.models.registries import MODELS
+from kairos.options import but_name
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
+
+if TYPE_CHECKING:
+    from kairos.config.experiment import Experiment
+
+
+def check_fits(experiment: "Experiment") -> None:
+    """Ask all of them.
+
+    Raises:
+        ConfigError: the first field that does not fit, its value and what is allowed.
+    """
+    for fits in (_lengths, _shards, _conditions, _texts, _low_resolution, _augment, _losses, _timesteps, _strategies):
+        fits(experiment)
+    experiment.sampling.check_fits(
+        experiment.diffusion.model_dump(), experiment.conditions, experiment.training.condition_dropout
+    )
+
+
+def _demand(good: Any, field: str, got: Any, allowed: str) -> None:
+    if not good:
+        raise ConfigError(f"{field}: got {got}, allowed: {allowed}")
+
+
+def _lengths(experiment: "Experiment") -> None:
+    training, steps = experiment.training, list(experiment.milestones)
+    _demand(steps == sorted(set(steps)), "training.milestones", training.milestones, "increasing lengths")
+    most = len(steps) - 1
+    _demand(
+        training.segments <= most, "training.segments", training.segments, f"at most the number of milestones ({most})"
+    )
+
+
+def _shards(experiment: "Experiment") -> None:
+    sampling = experiment.sampling
+    images = experiment.evaluation.num_samples * experiment.evaluation.sets
+    most = -(-images // sampling.batch_size)
+    batches = f"the batches (sampling.batch_size {sampling.batch_size}) that the {images} images of a milestone"
+    allowed = f"at most {most}, {batches} are drawn in"
+    _demand(sampling.shards <= most, "sampling.shards", sampling.shards, allowed)
+
+
+def _conditions(experiment: "Experiment") -> None:
+    check_takes(experiment.model)
+    dropout, lost = experiment.training.condition_dropout, experiment.model.get("null_class") is False
+    where = "with model.null_class: false, allowed: 0, and no guidance (as published: there is no row for no class)"
+    if dropout and lost and "class" in experiment.conditions:
+        raise ConfigError(f"training.condition_dropout: got {dropout} {where}")
+
+
+def _texts(experiment: "Experiment") -> None:
+    told, encoder, dataset = "text" in experiment.conditions, experiment.text_encoder, experiment.dataset
+    scored = "clip" if "clip" in experiment.metrics else None
+    where = "where model.conditions names text"
+    for field, value in (("dataset.captions", dataset.captions), ("text_encoder", encoder)):
+        _demand(not told or value is not None, field, "null", f"what it needs {where}")
+    for field, got in (("text_encoder", encoder and encoder.path), ("evaluation.metrics", scored)):
+        _demand(told or got is None, field, got, where)
+
+
+def _low_resolution(experiment: "Experiment") -> None:
+    told, factor = "low_resolution" in experiment.conditions, experiment.dataset.low_resolution
+    allowed = "a number, since model.conditions has" if told else "null, since model.conditions has no"
+    _demand(told == (factor is not None), "dataset.low_resolution", factor, f"{allowed} low_resolution")
+    where = "where model.conditions has low_resolution"
+    if not told and "psnr" in experiment.metrics:
+        raise ConfigError(f"evaluation.metrics: got psnr, allowed {where}")
+
+
+def _augment(experiment: "Experiment") -> None:
+    augment, kind, model = experiment.training.augment, experiment.autoencoder.kind, experiment.model
+    if augment is None:
+        return
+    beside = "with training.augment"
+    _demand(kind == "none", "autoencoder.kind", f"{kind} {beside}", "none (it moves pixels)")
+    _demand(not experiment.dataset.flips, "dataset.flips", f"true {beside}", "false (it flips by itself)")
+    allowed = "null, or a model that is told of it: ddpmpp with augment: 9"
+    _demand(model.get("augment"), "training.augment", f"{augment} with model {model['name']}", allowed)
+
+
+def _losses(experiment: "Experiment") -> None:
+    name, losses = experiment.model["name"], [loss["name"] for loss in experiment.diffusion.losses]
+    masked = [loss for loss in losses if LOSSES.entry(loss).facts.get("masked")]
+    able = [other for other, entry in MODELS.items() if entry.facts.get("masks")]
+    allowed = f"with a model that hides tokens: {', '.join(able) or 'none is known'}"
+    _demand(not masked or name in able, "diffusion.losses", f"{', '.join(masked)} with model {name}", allowed)
+
+
+def _timesteps(experiment: "Experiment") -> None:
+    """A learned table of times has a row for each that the process shows."""
+    process, rows = experiment.diffusion.process, experiment.model.get("timesteps", math.inf)
+    shown = process["timesteps"] + process.get("first_index", 0) if "timesteps" in process else math.inf
+    of = shown if "timesteps" in process else f"{process['name']} is continuous"
+    allowed = f"at least the indices that a discrete process shows ({of})"
+    _demand(rows >= shown, "model.timesteps", rows, allowed)
+
+
+def _strategies(experiment: "Experiment") -> None:
+    process = experiment.diffusion.process
+    timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
+    for name, method in experiment.methods.items():
+        for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
+            named = getattr(method, part)
+            checked(registry, named["name"], but_name(named), timesteps, schedule, f"methods.{name}.{part}")
