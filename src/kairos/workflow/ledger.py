@@ -26,8 +26,13 @@ def write_dependencies(config: Path, out: Path) -> None:
     """Write fields and code fingerprint of every stage as YAML, a training's stages by method: DVC's ``params``.
 
     The file is left alone where nothing has changed.
+
+    Raises:
+        ConfigError: the experiment encodes texts, for which dvc.yaml has no stage.
     """
     layout = lay_out(load(config))
+    if layout.experiment.text_encoder is not None:
+        raise ConfigError(f"{config}: text_encoder: got one, allowed: null, for dvc.yaml has no stage text")
     stages = (*layout.shared, "report")
     table: dict[str, Any] = {stage: dependencies.of(stage, layout.plain) for stage in stages}
     for stage in dependencies.PER_TRAINING:
