@@ -1,0 +1,30 @@
+"""The configurations of the papers' systems: all can be used, and say what the public code says."""
+
+from pathlib import Path
+
+import pytest
+
+from kairos.config import load
+
+FILES = sorted((Path(__file__).parents[1] / "experiments/systems").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_can_be_used(path):
+    experiment = load(path)
+    assert (
+        experiment.experiment == path.stem and path.stem in (FILES[0].parents[2] / "benchmarks/systems.py").read_text()
+    )
+
+
+def of(name):
+    return load(FILES[0].with_name(f"{name}.yaml")).plain()
+
+
+def test_settings_that_no_default_gives():
+    ldm, fdm, uvit = of("ldm_celebahq"), of("fdm_cifar10"), of("uvit_cifar10")
+    assert ldm["training"]["ema"]["count_from"] == 1 and ldm["dataset"]["images"] == 25_000
+    assert {method["weighting"]["warmup"] for method in fdm["methods"].values()} == {200}
+    assert uvit["sampling"]["scheduler"]["spacing"] == "uniform"  # auto is EDM's grid
+    for name in ("ldm_celebahq", "uvit_imagenet256"):
+        assert of(name)["methods"]["adaptive"]["sampler"]["width"] == 256
