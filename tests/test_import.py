@@ -14,6 +14,7 @@ from kairos.cli import main
 from kairos.config import validate
 from kairos.files import read_json, write_json
 from kairos.milestones import open_milestone
+from kairos.training.imported import published_diffusion
 from kairos.training.run import train
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
@@ -81,6 +82,29 @@ def test_a_milestone_of_published_weights_draws_images_and_is_trained_on(tmp_pat
     assert import_(tmp_path, tmp_path / "other.safetensors", wanted, "--latents", latents)[1] == 0
     train(plain, "uniform", 0, tmp_path / "again", latents, [0, 1])
     assert read_json(tmp_path / "again/training.json")["identity"] != identity  # other weights, another training
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ({"name": "uvit", "size": "l/2", "conditions": ["class"]}, ("vp", None, "epsilon")),
+        ({"name": "uvit", "size": "h/2", "conditions": ["class"]}, ("discrete", "scaled_linear", "epsilon")),
+        ({"name": "uvit", "size": "s/2", "conditions": ["text"]}, ("discrete", "scaled_linear", "epsilon")),
+        ({"name": "adm", "size": "64"}, ("discrete", "cosine", "epsilon")),
+        ({"name": "adm", "size": "256"}, ("discrete", "linear", "epsilon")),
+        ({"name": "unet", "size": "speed"}, ("discrete", "linear", "epsilon")),
+        ({"name": "unet"}, ("discrete", "linear", "epsilon")),
+        ({"name": "vit", "size": "xl/2"}, ("discrete", "cosine", "x0")),
+        ({"name": "ddpmpp"}, ("edm", None, None)),
+    ],
+)
+def test_published_weights_have_the_process_that_they_were_trained_with(model, wanted):
+    values = {"experiment": "x", "methods": {"a": {}}, "diffusion": published_diffusion(model)}
+    diffusion = validate(values).plain()["diffusion"]
+    process = diffusion["process"]
+    assert (process["name"], process.get("schedule"), diffusion["prediction"]) == wanted
+    learned = model["name"] == "adm" or model.get("size") == "speed"
+    assert (process.get("variance") == "learned_range") == learned
 
 
 def test_latent_diffusions_averages_are_found(tmp_path):
