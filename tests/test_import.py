@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from training_case import experiment, make_latents
 from kairos import models
 from kairos.cli import main
 from kairos.config import validate
+from kairos.errors import KairosError
 from kairos.files import read_json, write_json
 from kairos.milestones import open_milestone
+from kairos.training.identity import identity_of
 from kairos.training.imported import published_diffusion
 from kairos.training.run import train
 
@@ -167,6 +170,19 @@ def test_a_start_that_is_none_is_refused_before_anything_runs(tmp_path):
 
     with pytest.raises(ConfigError, match=r"training.start_from: got .*nowhere.* allowed: the folder of a milestone"):
         validate(experiment(training__start_from=str(tmp_path / "nowhere"))).settled()
+
+
+def test_a_start_counts_by_its_weights_and_must_be_of_the_same_model(tmp_path):
+    latents = make_latents(tmp_path / "data")
+    train(experiment({"uniform": {}}), "uniform", 0, tmp_path / "run", latents, [0])
+    starts = [tmp_path / "run/milestones/0000000", tmp_path / "elsewhere"]
+    shutil.copytree(*starts)
+    plain = [experiment({"uniform": {}}, training__start_from=str(start)) for start in starts]
+    manifest = read_json(latents / "manifest.json")
+    assert len({identity_of(one, "uniform", 0, manifest, "cpu")["identity"] for one in plain}) == 1
+    plain[0]["model"]["width"] = 32
+    with pytest.raises(KairosError, match=r"training.start_from: the weights in .* are of another model .*size mismatch"):
+        train(plain[0], "uniform", 0, tmp_path / "other", latents, [0])
 
 
 def test_images_are_drawn_from_published_weights(tmp_path, capsys):
