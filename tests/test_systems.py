@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kairos.config import load
+from kairos.config import load, validate
 
 FILES = sorted((Path(__file__).parents[1] / "experiments/systems").glob("*.yaml"))
 
@@ -28,3 +28,9 @@ def test_settings_that_no_default_gives():
     assert uvit["sampling"]["scheduler"]["spacing"] == "uniform"  # auto is EDM's grid
     for name in ("ldm_celebahq", "uvit_imagenet256"):
         assert of(name)["methods"]["adaptive"]["sampler"]["width"] == 256
+
+
+@pytest.mark.parametrize("size", [64, "64"])
+def test_sizes_that_yaml_takes_for_numbers(size):
+    values = {"experiment": "x", "methods": {"a": {}}, "model": {"name": "adm", "size": size}}
+    assert validate(values).plain()["model"]["size"] == "64"
