@@ -57,3 +57,11 @@ def test_what_texts_take_on_the_disk(tmp_path):
         plain["text_encoder"]["dtype"] = dtype
         data = describe(validate(plain), tmp_path, (4, 32, 32), None)
         assert data.text_bytes == size * 77 * data.conditions["text"]["shape"][1]
+
+
+def test_the_plan_says_the_published_size(capsys):
+    from kairos.cli import main
+
+    file = str(FILES[0].with_name("dit_imagenet256.yaml"))
+    assert main(["plan", file, "--shape", "4", "32", "32", "--classes", "1000"]) == 0
+    assert "674,834,720 parameters (674.8 M), 675,129,632 with fixed positions" in capsys.readouterr().out

@@ -17,6 +17,7 @@ class Network:
 
     Attributes:
         parameters: numbers that are trained.
+        counted: the same with fixed positions, as the size of a model is stated.
         weights: numbers that are kept, with fixed ones such as positions.
         tensors: number of tensors that these are in.
         value_bytes: bytes of a number.
@@ -28,6 +29,7 @@ class Network:
     """
 
     parameters: int
+    counted: int
     weights: int
     tensors: int
     value_bytes: int
@@ -112,6 +114,7 @@ def measure(
     double = 2 if precision == "fp64" else 1
     return Network(
         parameters=sum(value.numel() for value in network.parameters() if value.requires_grad),
+        counted=sum(value.numel() for value in network.parameters()),
         weights=sum(value.numel() for value in weights),
         tensors=len(weights),
         value_bytes=4 * double,
