@@ -110,6 +110,22 @@ def test_published_weights_have_the_process_that_they_were_trained_with(model, w
     assert (process.get("variance") == "learned_range") == learned
 
 
+def test_edms_network_is_not_guided(tmp_path, capsys):
+    options = {"channels": 16, "multipliers": [1, 2], "blocks": 1, "conditions": ["class"]}
+    wanted = validate({"experiment": "x", "methods": {"a": {}}, "model": {"name": "ddpmpp", **options}}).plain()[
+        "model"
+    ]
+    state = {f"model.{key}": value.clone() for key, value in models.build(wanted, (3, 8, 8), CLASSES).weights().items()}
+    save_file(state, tmp_path / "edm.safetensors")
+    given = {"name": "ddpmpp", **options}
+    out, status = import_(tmp_path, tmp_path / "edm.safetensors", given, "--shape", "3,8,8", "--classes", 10)
+    assert status == 0, capsys.readouterr().err
+    config = read_json(out / "milestone.json")["config"]
+    assert config["diffusion"]["process"]["name"] == "edm" and config["training"]["condition_dropout"] == 0
+    draw = ["sample", "--milestone", out, "--out", tmp_path / "a.npz", "--num", 4, "--guidance-scale", 2]
+    assert main(list(map(str, draw))) == 2 and "condition_dropout" in capsys.readouterr().err
+
+
 def test_latent_diffusions_averages_are_found(tmp_path):
     from kairos.models.published import read_published
 
@@ -181,7 +197,9 @@ def test_a_start_counts_by_its_weights_and_must_be_of_the_same_model(tmp_path):
     manifest = read_json(latents / "manifest.json")
     assert len({identity_of(one, "uniform", 0, manifest, "cpu")["identity"] for one in plain}) == 1
     plain[0]["model"]["width"] = 32
-    with pytest.raises(KairosError, match=r"training.start_from: the weights in .* are of another model .*size mismatch"):
+    with pytest.raises(
+        KairosError, match=r"training.start_from: the weights in .* are of another model .*size mismatch"
+    ):
         train(plain[0], "uniform", 0, tmp_path / "other", latents, [0])
 
 

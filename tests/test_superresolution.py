@@ -140,8 +140,12 @@ def test_conditions_come_from_heldout_images(encoded, tmp_path):
     with pytest.raises(KairosError, match=r"'low_resolution' is that of real images.*--latents"):
         conditions_of(["low_resolution"], kinds, tmp_path / "absent")
     for other in ({"factor": 2}, {"kind": "tensor"}):
-        with pytest.raises(KairosError, match="condition 'low_resolution' is .*, the model was trained with .*--latents"):
-            conditions_of(["low_resolution"], {"low_resolution": {**kinds["low_resolution"], **other}}, encoded / "pixels")
+        with pytest.raises(
+            KairosError, match="condition 'low_resolution' is .*, the model was trained with .*--latents"
+        ):
+            conditions_of(
+                ["low_resolution"], {"low_resolution": {**kinds["low_resolution"], **other}}, encoded / "pixels"
+            )
     prepare(folder_config(encoded / "in", heldout=0.0), tmp_path / "dataset")
     make_autoencoder(AutoencoderConfig(), open_dataset(tmp_path / "dataset"), tmp_path / "ae", CPU)
     encode(open_dataset(tmp_path / "dataset"), load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4, factor=2)

@@ -72,6 +72,7 @@ def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
         "diffusion": published_diffusion(model),
     }
     plain = validate(values, "--model").plain()
-    if plain["model"].get("conditions") and plain["model"].get("null_class") is not False:
-        plain["training"]["condition_dropout"] = 0.1  # the files' models can be guided
+    told, named = plain["model"].get("conditions"), plain["model"]["name"]
+    if told and plain["model"].get("null_class", named != "ddpmpp"):
+        plain["training"]["condition_dropout"] = 0.1  # the files' models can be guided, but ADM's and EDM's
     return plain

@@ -87,7 +87,9 @@ def conditions_of(
     for name in names:
         found, wanted = (_form(one.get(name)) for one in (opened.manifest["conditions"], descriptions))
         if found != wanted:
-            raise KairosError(f"{latents}: condition {name!r} is {found}, the model was trained with {wanted}; {needed}")
+            raise KairosError(
+                f"{latents}: condition {name!r} is {found}, the model was trained with {wanted}; {needed}"
+            )
     return Prompts(names, descriptions, opened, labels, seed)
 
 

@@ -70,7 +70,9 @@ class Training:
                 model.load_weights(start_of(Path(start)))
             except RuntimeError as error:
                 fault = " ".join(str(error).split())[:300]
-                raise KairosError(f"training.start_from: the weights in {start} are of another model ({fault})") from None
+                raise KairosError(
+                    f"training.start_from: the weights in {start} are of another model ({fault})"
+                ) from None
         self.model: Any = model.to(device, self.dtype)
         if self.dtype == torch.float64:
             for module in self.model.modules():  # times are embedded in float32 whatever the model is in
