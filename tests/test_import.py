@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ from training_case import experiment, make_latents
 from kairos import models
 from kairos.cli import main
 from kairos.config import validate
+from kairos.errors import KairosError
 from kairos.files import read_json, write_json
 from kairos.milestones import open_milestone
+from kairos.training.identity import identity_of
+from kairos.training.imported import published_diffusion
 from kairos.training.run import train
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
@@ -83,6 +87,45 @@ def test_a_milestone_of_published_weights_draws_images_and_is_trained_on(tmp_pat
     assert read_json(tmp_path / "again/training.json")["identity"] != identity  # other weights, another training
 
 
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ({"name": "uvit", "size": "l/2", "conditions": ["class"]}, ("vp", None, "epsilon")),
+        ({"name": "uvit", "size": "h/2", "conditions": ["class"]}, ("discrete", "scaled_linear", "epsilon")),
+        ({"name": "uvit", "size": "s/2", "conditions": ["text"]}, ("discrete", "scaled_linear", "epsilon")),
+        ({"name": "adm", "size": "64"}, ("discrete", "cosine", "epsilon")),
+        ({"name": "adm", "size": "256"}, ("discrete", "linear", "epsilon")),
+        ({"name": "unet", "size": "speed"}, ("discrete", "linear", "epsilon")),
+        ({"name": "unet"}, ("discrete", "linear", "epsilon")),
+        ({"name": "vit", "size": "xl/2"}, ("discrete", "cosine", "x0")),
+        ({"name": "ddpmpp"}, ("edm", None, None)),
+    ],
+)
+def test_published_weights_have_the_process_that_they_were_trained_with(model, wanted):
+    values = {"experiment": "x", "methods": {"a": {}}, "diffusion": published_diffusion(model)}
+    diffusion = validate(values).plain()["diffusion"]
+    process = diffusion["process"]
+    assert (process["name"], process.get("schedule"), diffusion["prediction"]) == wanted
+    learned = model["name"] == "adm" or model.get("size") == "speed"
+    assert (process.get("variance") == "learned_range") == learned
+
+
+def test_edms_network_is_not_guided(tmp_path, capsys):
+    options = {"channels": 16, "multipliers": [1, 2], "blocks": 1, "conditions": ["class"]}
+    wanted = validate({"experiment": "x", "methods": {"a": {}}, "model": {"name": "ddpmpp", **options}}).plain()[
+        "model"
+    ]
+    state = {f"model.{key}": value.clone() for key, value in models.build(wanted, (3, 8, 8), CLASSES).weights().items()}
+    save_file(state, tmp_path / "edm.safetensors")
+    given = {"name": "ddpmpp", **options}
+    out, status = import_(tmp_path, tmp_path / "edm.safetensors", given, "--shape", "3,8,8", "--classes", 10)
+    assert status == 0, capsys.readouterr().err
+    config = read_json(out / "milestone.json")["config"]
+    assert config["diffusion"]["process"]["name"] == "edm" and config["training"]["condition_dropout"] == 0
+    draw = ["sample", "--milestone", out, "--out", tmp_path / "a.npz", "--num", 4, "--guidance-scale", 2]
+    assert main(list(map(str, draw))) == 2 and "condition_dropout" in capsys.readouterr().err
+
+
 def test_latent_diffusions_averages_are_found(tmp_path):
     from kairos.models.published import read_published
 
@@ -143,6 +186,21 @@ def test_a_start_that_is_none_is_refused_before_anything_runs(tmp_path):
 
     with pytest.raises(ConfigError, match=r"training.start_from: got .*nowhere.* allowed: the folder of a milestone"):
         validate(experiment(training__start_from=str(tmp_path / "nowhere"))).settled()
+
+
+def test_a_start_counts_by_its_weights_and_must_be_of_the_same_model(tmp_path):
+    latents = make_latents(tmp_path / "data")
+    train(experiment({"uniform": {}}), "uniform", 0, tmp_path / "run", latents, [0])
+    starts = [tmp_path / "run/milestones/0000000", tmp_path / "elsewhere"]
+    shutil.copytree(*starts)
+    plain = [experiment({"uniform": {}}, training__start_from=str(start)) for start in starts]
+    manifest = read_json(latents / "manifest.json")
+    assert len({identity_of(one, "uniform", 0, manifest, "cpu")["identity"] for one in plain}) == 1
+    plain[0]["model"]["width"] = 32
+    with pytest.raises(
+        KairosError, match=r"training.start_from: the weights in .* are of another model .*size mismatch"
+    ):
+        train(plain[0], "uniform", 0, tmp_path / "other", latents, [0])
 
 
 def test_images_are_drawn_from_published_weights(tmp_path, capsys):

@@ -60,6 +60,7 @@ def test_counts_are_those_of_the_real_network(name: str) -> None:
     found = measure(SMALL[name], (3, 16, 16), {}, 5)
     network = models.build(SMALL[name], (3, 16, 16), {}).train()
     assert found.parameters == sum(value.numel() for value in network.parameters() if value.requires_grad)
+    assert found.parameters + found.fixed == sum(value.numel() for value in network.parameters())
     assert found.weights == sum(value.numel() for value in network.weights().values())
     assert found.tensors == len(network.weights())
     own = {value.untyped_storage().data_ptr() for value in network.parameters()}

@@ -132,6 +132,7 @@ def test_vb_against_torchs_own_divergence():
 @pytest.mark.parametrize(
     ("diffusion", "message"),
     [
+        ({"process": LEARNED, "losses": ["vb"]}, "diffusion.losses: got vb, allowed: .* that strategies weigh"),
         ({"process": LEARNED}, r"diffusion.losses: got mse with variance learned_range, allowed: .*: vb, masked_vb"),
         ({"losses": ["mse", "vb"]}, r"diffusion.losses: got vb with process discrete and variance fixed_large"),
         ({"process": "edm", "losses": ["mse", "vb"]}, r"diffusion.losses: got vb with process edm"),

@@ -139,10 +139,31 @@ def test_conditions_come_from_heldout_images(encoded, tmp_path):
     assert set(told_of(latents, range(40), {"class": {"kind": "class"}}, "data")) <= set(latents.train)
     with pytest.raises(KairosError, match=r"'low_resolution' is that of real images.*--latents"):
         conditions_of(["low_resolution"], kinds, tmp_path / "absent")
+    for other in ({"factor": 2}, {"kind": "tensor"}):
+        with pytest.raises(
+            KairosError, match=r"condition 'low_resolution' is .*, the model was trained with .*--latents"
+        ):
+            conditions_of(
+                ["low_resolution"], {"low_resolution": {**kinds["low_resolution"], **other}}, encoded / "pixels"
+            )
     prepare(folder_config(encoded / "in", heldout=0.0), tmp_path / "dataset")
     make_autoencoder(AutoencoderConfig(), open_dataset(tmp_path / "dataset"), tmp_path / "ae", CPU)
     encode(open_dataset(tmp_path / "dataset"), load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4, factor=2)
     assert told_of(open_latents(tmp_path / "latents"), range(18, 22), kinds).tolist() == [18, 19, 0, 1]
+
+
+def test_a_class_beside_other_conditions_is_that_of_their_image(tmp_path):
+    for number in range(3):
+        write_pictures(tmp_path / "in" / str(number), 8, height=8, width=8)
+    prepare(folder_config(tmp_path / "in", heldout=0.5), tmp_path / "dataset")
+    dataset = open_dataset(tmp_path / "dataset")
+    make_autoencoder(AutoencoderConfig(), dataset, tmp_path / "ae", CPU)
+    encode(dataset, load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4, factor=2)
+    kinds = open_latents(tmp_path / "latents").condition_kinds
+    told = conditions_of(["class", "low_resolution"], kinds, tmp_path / "latents")(range(9))
+    assert told["class"].tolist() == dataset.labels[dataset.heldout[:9]].tolist()
+    alone = conditions_of(["class"], kinds, tmp_path / "absent")(range(9))
+    assert alone["class"].tolist() == [0, 1, 2] * 3
 
 
 def test_psnr(encoded):

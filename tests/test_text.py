@@ -215,7 +215,8 @@ def test_states_are_clips_own(encoder, captioned, tmp_path, capsys):
     words = ["<|startoftext|>", "a</w>", "photo</w>", "of</w>", "cat</w>", "<|endoftext|>"]
     assert tokenizer.convert_ids_to_tokens(ids[0]) == words
     manifest = encode_texts(TextEncoderConfig(path=str(encoder)).settled("tokens"), dataset, tmp_path / "tokens", CPU)
-    assert manifest["condition"] == {"kind": "text", "shape": [77, 32], "null": "empty"}
+    form = {"kind": "text", "shape": [77, 32], "null": "empty", "encoder": manifest["condition"]["encoder"]}
+    assert manifest["condition"] == form and len(form["encoder"]) == 64
     assert (manifest["count"], manifest["truncated"], manifest["longest"]) == (60, 1, 102)
     assert "1 of 60 captions have more than 77 tokens and are cut off" in capsys.readouterr().err
     text = open_text(tmp_path / "tokens", dataset)
@@ -227,7 +228,7 @@ def test_states_are_clips_own(encoder, captioned, tmp_path, capsys):
         assert torch.allclose(torch.from_numpy(text.states[number]), expected.last_hidden_state[0], atol=1e-5)
     pooled = TextEncoderConfig(path=str(encoder), dtype="float16").settled("pooled")
     manifest = encode_texts(pooled, dataset, tmp_path / "pooled", CPU)
-    assert manifest["condition"] == {"kind": "text", "shape": [32], "null": "random"}
+    assert manifest["condition"] == {**form, "shape": [32], "null": "random"}
     text = open_text(tmp_path / "pooled", dataset)
     assert text.states.dtype == np.float16
     assert np.allclose(text.states[59], expected.pooler_output[0], atol=2e-3)

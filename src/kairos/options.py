@@ -104,6 +104,8 @@ def dump(options: Any) -> dict[str, Any]:
 
 
 def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    if str(value) in (metadata.get("choices") or ()):
+        value = str(value)  # for YAML the name 64 is a number
     converted = _converted(value, hint)
     valid = converted is not _INVALID
     if valid and converted is not None:

@@ -52,7 +52,7 @@ def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
     import yaml
 
     from kairos.config import load, validate
-    from kairos.training.imported import PUBLISHED
+    from kairos.training.imported import published_diffusion
 
     model = None
     if arguments.model is not None:
@@ -65,14 +65,14 @@ def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.config is not None:
         plain = load(arguments.config).plain()
         return validate({**plain, "model": model}, str(arguments.config)).plain() if model else plain
-    named = model.get("name") if isinstance(model, dict) else None
     values: dict[str, Any] = {
         "experiment": "imported",
         "methods": {"imported": {}},
         "model": model,
-        "diffusion": PUBLISHED.get(str(named), {}),
+        "diffusion": published_diffusion(model),
     }
     plain = validate(values, "--model").plain()
-    if plain["model"].get("conditions") and plain["model"].get("null_class") is not False:
-        plain["training"]["condition_dropout"] = 0.1  # the files' models can be guided
+    told, named = plain["model"].get("conditions"), plain["model"]["name"]
+    if told and plain["model"].get("null_class", named != "ddpmpp"):
+        plain["training"]["condition_dropout"] = 0.1  # the files' models can be guided, but ADM's and EDM's
     return plain

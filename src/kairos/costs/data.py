@@ -27,6 +27,7 @@ class Data:
         moments: arrays that the latents consist of; 0 in pixel space.
         known: where the number is from.
         captions: number of captions; None where that is not known.
+        text_bytes: of the states of a text; 0 where there are none.
     """
 
     image: Shape | None
@@ -37,16 +38,12 @@ class Data:
     moments: int
     known: str
     captions: int | None = None
+    text_bytes: int = 0
 
     @property
     def image_bytes(self) -> int | None:
         """Bytes of a prepared image."""
         return math.prod(self.image) if self.image else None
-
-    @property
-    def text_bytes(self) -> int:
-        """Bytes of the states of a text; 0 where there are none."""
-        return 4 * math.prod(self.conditions["text"]["shape"]) if "text" in self.conditions else 0
 
     @property
     def latent_bytes(self) -> int:
@@ -87,7 +84,10 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
     arrays += experiment.dataset.low_resolution is not None
     moments = 0 if autoencoder.kind == "none" else arrays * (1 + experiment.dataset.flips)
     told, captions = _conditions(experiment, record, results, classes, shape), record.get("captions", {}).get("count")
-    return Data(image, shape, images, train, told, moments, known, captions)
+    text = 0
+    if experiment.text_encoder is not None:
+        text = math.prod(told["text"]["shape"]) * (2 if experiment.text_encoder.dtype == "float16" else 4)
+    return Data(image, shape, images, train, told, moments, known, captions, text)
 
 
 def _record(folder: Path) -> dict[str, Any]:

@@ -67,12 +67,13 @@ class MDT(DiT):
         split, blocks = len(self.blocks) - self.options.decoder_depth, list(self.blocks)
         if "mask" in conditions:
             kept = self._kept(conditions["mask"])  # (batch, kept)
-            index = kept[:, :, None].expand(-1, -1, tokens.shape[2])
-            part, distance = tokens.gather(1, index), self.distance[kept[:, :, None], kept[:, None]]
+            # not gather and scatter, whose deterministic kernels on a GPU sort an index for every number
+            place = torch.arange(len(kept), device=kept.device)[:, None], kept
+            part, distance = tokens[place], self.distance[kept[:, :, None], kept[:, None]]
             for block in blocks[:split]:
                 part = block(part, c, distance)
-            tokens = self.mask_token.to(part.dtype).expand_as(tokens).scatter(1, index, part) + self.decoder_pos_embed
             gaps = torch.ones_like(tokens[:, :, :1], dtype=torch.bool).scatter(1, kept[:, :, None], False)
+            tokens = self.mask_token.to(part.dtype).expand_as(tokens).index_put(place, part) + self.decoder_pos_embed
             tokens = torch.where(gaps, self.sideblocks[0](tokens, c, self.distance), tokens)
         else:
             for block in blocks[:split]:

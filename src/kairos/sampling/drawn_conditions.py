@@ -41,10 +41,10 @@ class Prompts:
 
     def __call__(self, indices: range) -> dict[str, Tensor]:
         """What the model is told, each (n, ...)."""
-        known = self.latents.conditions(self._images(indices), which=self._which(indices)) if self.latents else {}
-        for name, item in self.descriptions.items():
-            if item["kind"] == "class" and self.labels != "data":
-                known[name] = torch.arange(indices.start, indices.stop) % item["num_classes"]
+        if self.latents is None:  # classes alone
+            numbers = torch.arange(indices.start, indices.stop)
+            return {name: numbers % self.descriptions[name]["num_classes"] for name in self.names}
+        known = self.latents.conditions(self._images(indices), which=self._which(indices))
         return {name: known[name] for name in self.names}
 
     def recorded(self, name: str, indices: range) -> np.ndarray:
@@ -71,17 +71,28 @@ def conditions_of(
 ) -> Prompts:
     """Conditions of the images with some indices, each (n, ...), for the names that the model takes.
 
-    Where labels are ``balanced``, classes go round: image i has class i mod K, so that every set of images holds all
-    classes alike; other conditions are those of the images that `told_of` names, and with each round the next caption
-    of each. Where they are as in the ``data``, image i has all its conditions from one image that `told_of` draws.
+    Where labels are ``balanced`` and a class is all that the model is told, classes go round: image i has class i mod
+    K, so that every set of images holds all classes alike. Else image i has all its conditions from the image that
+    `told_of` names, and with each round the next caption of it.
 
     Raises:
-        KairosError: a condition is needed from latents that are not there.
+        KairosError: a condition is needed from latents that are not there, or have others.
     """
-    read = [name for name in names if labels == "data" or descriptions[name]["kind"] != "class"]
-    if read and not latents.is_dir():
-        raise KairosError(
-            f"condition {read[0]!r} is that of real images, but {latents} is no folder; "
-            "pass --latents DIR, the latents that the model was trained on"
-        )
-    return Prompts(names, descriptions, open_latents(latents) if read else None, labels, seed)
+    if not names or (labels != "data" and all(descriptions[name]["kind"] == "class" for name in names)):
+        return Prompts(names, descriptions, None, labels, seed)
+    needed = "pass --latents DIR, the latents that the model was trained on"
+    if not latents.is_dir():
+        raise KairosError(f"condition {names[-1]!r} is that of real images, but {latents} is no folder; {needed}")
+    opened = open_latents(latents)
+    for name in names:
+        found, wanted = (_form(one.get(name)) for one in (opened.manifest["conditions"], descriptions))
+        if found != wanted:
+            raise KairosError(
+                f"{latents}: condition {name!r} is {found}, the model was trained with {wanted}; {needed}"
+            )
+    return Prompts(names, descriptions, opened, labels, seed)
+
+
+def _form(description: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a model must have been trained with, of a condition's description."""
+    return description and {key: value for key, value in description.items() if key not in ("file", "null")}

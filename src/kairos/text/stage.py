@@ -77,10 +77,9 @@ def encode_texts(
     publish(out, files)
     manifest = {
         "count": count,
-        "condition": {"kind": "text", "shape": list(shape), "null": config.dropped},
+        "condition": {"kind": "text", "shape": list(shape), "null": config.dropped, "encoder": encoder.sha256},
         "dtype": config.dtype,
         "output": config.output,
-        "encoder_sha256": encoder.sha256,
         "dataset_sha256": dataset.manifest["content_sha256"],
         "files": files,
     }

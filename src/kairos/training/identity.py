@@ -69,6 +69,6 @@ def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str
         "device": device,
         "code": code_fingerprint(plain, method),
     }
-    if start := plain["training"]["start_from"]:
-        parts["start"] = hash_of_start(Path(start), plain["model"]["name"])
+    if start := plain["training"]["start_from"]:  # which weights, wherever they lie
+        parts["training"]["start_from"] = hash_of_start(Path(start), plain["model"]["name"])
     return {**parts, "identity": sha256_json(parts)}

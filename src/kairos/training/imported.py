@@ -15,7 +15,10 @@ from kairos.models.published import read_published
 from kairos.strategies.strategy import Strategy
 from kairos.training.provenance import provenance, versions
 
-_HYBRID = {"process": {"name": "discrete", "variance": "learned_range"}, "losses": ["mse", "vb"]}
+
+def _hybrid(schedule: str = "linear") -> dict[str, Any]:
+    process = {"name": "discrete", "schedule": schedule, "variance": "learned_range"}
+    return {"process": process, "losses": ["mse", "vb"]}
 
 
 def _scaled_linear(start: float, end: float, **further: int) -> dict[str, Any]:
@@ -23,13 +26,29 @@ def _scaled_linear(start: float, end: float, **further: int) -> dict[str, Any]:
     return {"process": {"name": "discrete", **ends, **further}}
 
 
-PUBLISHED = {  # section `diffusion` that a backbone's files were trained with
-    "dit": _HYBRID,
-    "mdt": _HYBRID,
-    "adm": _HYBRID,
-    "uvit": _scaled_linear(0.00085, 0.012, first_index=1),
+_UVIT = _scaled_linear(0.00085, 0.012, first_index=1)
+PUBLISHED = {  # section `diffusion` that files of a backbone, of one of its sizes or told of text were trained with
+    "dit": _hybrid(),
+    "mdt": _hybrid(),
+    "adm": _hybrid(),
+    "adm 64": _hybrid("cosine"),
+    "unet speed": _hybrid(),
+    "uvit": {"process": "vp"},
+    "uvit h/2": _UVIT,
+    "uvit text": _UVIT,
     "ldm_unet": _scaled_linear(0.0015, 0.0195),
+    "vit": {"process": {"name": "discrete", "schedule": "cosine"}, "prediction": "x0"},
+    "ddpmpp": {"process": {"name": "edm", "sigma_data": 0.5, "time_scale": 1.0}},
 }
+
+
+def published_diffusion(model: Any) -> dict[str, Any]:
+    """Section `diffusion` that the published files of a `model` section were trained with; empty: the default."""
+    if not isinstance(model, dict):
+        return {}
+    name, told = model.get("name"), model.get("conditions")
+    kinds = ["text"] * (isinstance(told, list) and "text" in told) + [model.get("size")]
+    return next((PUBLISHED[key] for key in (*(f"{name} {kind}" for kind in kinds), str(name)) if key in PUBLISHED), {})
 
 
 def import_weights(
