@@ -1,7 +1,9 @@
 """Published weights: files with the published names and shapes become milestones that sample and are trained on."""
 
+import os
 import pickle
 import re
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -45,7 +47,7 @@ def test_published_weights_sample(name, tmp_path, capsys):
     outputs = 4 if name == "uvit" else 8
     raw, average = weights_of(name, outputs), weights_of(name, outputs, seed=1)
     file = tmp_path / "0400000.pt"
-    torch.save({"model": raw, "ema": average, "opt": {"state": {}}}, file)
+    torch.save({"model": raw, "ema": average, "opt": {"state": {}}, "args": Namespace(model=name)}, file)
     out, status = import_(tmp_path, file, MODELS[name], "--shape", "4,8,8", "--classes", 10, "--step", 400_000)
     assert status == 0, capsys.readouterr().err
     record = read_json(out / "milestone.json")
@@ -113,6 +115,8 @@ class Live:
         (lambda path: torch.save({"step": 3}, path), "no weights found; its keys: step"),
         (lambda path: torch.save({"x_embedder.proj.weight": torch.zeros(1)}, path), "do not fit DiT"),
         (lambda path: None, "no such file"),
+        (lambda path: path.mkdir(), "a folder"),
+        (lambda path: (torch.save(weights_of("dit"), path), os.truncate(path, 20_000)), "damaged, or no file"),
     ],
 )
 def test_files_that_are_refused(write, said, tmp_path, capsys):
@@ -136,6 +140,29 @@ def test_what_is_not_said_is_asked_for(more, said, tmp_path, capsys):
     torch.save(weights_of("dit"), tmp_path / "a.pt")
     out, status = import_(tmp_path, tmp_path / "a.pt", MODELS["dit"], *more)
     assert status == 2 and said in capsys.readouterr().err and not out.exists()
+
+
+def test_nothing_but_an_earlier_import_is_replaced(tmp_path, capsys):
+    file = tmp_path / "imported" / "a.pt"
+    file.parent.mkdir()
+    torch.save(weights_of("dit"), file)
+    known = ["import-weights", file, "--model", MODELS["dit"], "--shape", "4,8,8", "--classes", 10]
+    for place in (file.parent, file):
+        assert main([*map(str, known), "--out", str(place)]) == 2
+        assert f"--out: got {place}, allowed: a new folder" in capsys.readouterr().err and file.is_file()
+    assert [main([*map(str, known), "--out", str(tmp_path / "new")]) for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("{name: dit, conditions: [text]}", "--config: got none with a model that is told of text"),
+        ("{name: dit, conditions: 5}", "dit.conditions: got 5"),
+    ],
+)
+def test_models_that_one_option_cannot_describe(model, said, tmp_path, capsys):
+    assert import_(tmp_path, tmp_path / "a.pt", model, "--shape", "4,8,8")[1] == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_start_that_is_none_is_refused_before_anything_runs(tmp_path):

@@ -72,6 +72,8 @@ def import_weights(
         raise ConfigError("--shape: got none, allowed: C,H,W of x0, or --autoencoder DIR or --latents DIR that say it")
     if "class" in wanted and "class" not in conditions:
         raise ConfigError("--classes: got none with a model that is told classes, allowed: their number")
+    if lacking := [name for name in wanted if name not in conditions]:
+        raise ConfigError(f"--latents: got none that say what {lacking} is like, allowed: those of such a data set")
     process = build_process(plain["diffusion"], facts["sigma_data"])
     model = models.build(plain["model"], shape, conditions, process.channels(shape[0]))
     average, raw = read_published(file)
