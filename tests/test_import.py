@@ -14,6 +14,7 @@ from training_case import experiment, make_latents
 from kairos import models
 from kairos.cli import main
 from kairos.config import validate
+from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json, write_json
 from kairos.milestones import open_milestone
 from kairos.training.run import train
@@ -142,6 +143,21 @@ def test_what_is_not_said_is_asked_for(more, said, tmp_path, capsys):
     assert status == 2 and said in capsys.readouterr().err and not out.exists()
 
 
+def test_a_start_of_another_size_is_refused(tmp_path):
+    """What the settings show, before any job; what only the data show, by the training."""
+    wanted = MODELS["dit"]
+    torch.save(weights_of("dit"), tmp_path / "a.pt")
+    out, _ = import_(tmp_path, tmp_path / "a.pt", wanted, "--shape", "4,8,8", "--classes", 10)
+    start = {"training__start_from": str(out)}
+    with pytest.raises(ConfigError, match=r"training.start_from: got one with model.width: 16 .* allowed: one with 32"):
+        validate(experiment(model={**wanted, "width": 32}, **start)).settled()
+    plain = experiment({"uniform": {}}, model=wanted, **start)
+    with pytest.raises(
+        KairosError, match=r"training.start_from: .* do not fit the model: pos_embed: got \(1, 16, 16\)"
+    ):
+        train(plain, "uniform", 0, tmp_path / "run", make_latents(tmp_path / "data"), [0, 1])
+
+
 def test_nothing_but_an_earlier_import_is_replaced(tmp_path, capsys):
     file = tmp_path / "imported" / "a.pt"
     file.parent.mkdir()
@@ -166,8 +182,6 @@ def test_models_that_one_option_cannot_describe(model, said, tmp_path, capsys):
 
 
 def test_a_start_that_is_none_is_refused_before_anything_runs(tmp_path):
-    from kairos.errors import ConfigError
-
     with pytest.raises(ConfigError, match=r"training.start_from: got .*nowhere.* allowed: the folder of a milestone"):
         validate(experiment(training__start_from=str(tmp_path / "nowhere"))).settled()
 
@@ -188,3 +202,9 @@ def test_images_are_drawn_from_published_weights(tmp_path, capsys):
     assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0, capsys.readouterr().err
     with np.load(images) as drawn:
         assert drawn["images"].shape == (3, 8, 8, 4)
+
+    assert import_(tmp_path, tmp_path / "a.pt", wanted, "--shape", "4,8,8", "--classes", 10)[1] == 0
+    assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0  # which one is not known
+    write_json(pixels / "manifest.json", {**manifest, "latent_shape": [4, 4, 4]})
+    assert main([*map(str, command), "--autoencoder", str(pixels)]) == 1
+    assert "has latents of shape [4, 4, 4], allowed: [4, 8, 8]" in capsys.readouterr().err

@@ -46,7 +46,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     record = import_weights(a.file, plain, a.out, a.latents, a.autoencoder, shape, a.classes, a.step)
     weights = "×".join(map(str, record["shape"]))
-    say(f"{a.out}: milestone of {plain['model']['name']}, x0 of shape {weights}; draw with: kairos sample --milestone")
+    draw = f"kairos sample --milestone {a.out} --autoencoder DIR --out F.npz --num N"
+    say(f"{a.out}: milestone of {plain['model']['name']}, x0 of shape {weights}; draw with: {draw}")
 
 
 def _imported(record: Path) -> bool:

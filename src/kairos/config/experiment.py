@@ -198,7 +198,7 @@ class Experiment(Section):
             ConfigError: there is no milestone where trainings are to start from one.
         """
         if start := self.training.start_from:
-            hash_of_start(Path(start), self.model["name"])
+            hash_of_start(Path(start), self.model)
         evaluation, said = choose(self.evaluation, self.dataset)
         return self.model_copy(update={"evaluation": evaluation}), said
 

@@ -70,5 +70,5 @@ def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str
         "code": code_fingerprint(plain, method),
     }
     if start := plain["training"]["start_from"]:
-        parts["start"] = hash_of_start(Path(start), plain["model"]["name"])
+        parts["start"] = hash_of_start(Path(start), plain["model"])
     return {**parts, "identity": sha256_json(parts)}

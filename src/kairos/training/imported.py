@@ -50,7 +50,7 @@ def import_weights(
         out: folder of the milestone.
         latents: what the weights go with: shape of x0, conditions, autoencoder; or else
         autoencoder: the folder of the autoencoder that they go with; or else
-        shape: of x0.
+        shape: of x0; sampling then takes any autoencoder with such latents.
         classes: of a model that is told classes, where there are no latents.
         step: number of steps that the weights were trained for, if it is known.
 
@@ -58,7 +58,7 @@ def import_weights(
         ConfigError: the shape of x0 or the number of classes is not known.
         KairosError: the file cannot be used, or its weights are not those of the model.
     """
-    facts: dict[str, Any] = {"autoencoder_sha256": "pixels", "dataset_sha256": None, "sigma_data": None}
+    facts: dict[str, Any] = dict.fromkeys(("autoencoder_sha256", "dataset_sha256", "sigma_data"))
     conditions = {} if classes is None else {"class": {"kind": "class", "num_classes": classes}}
     if latents is not None:
         opened = open_latents(latents)
@@ -93,6 +93,6 @@ def import_weights(
         "provenance": provenance(plain, torch.device("cpu"), versions(), []),
     }  # fmt: skip
     columns = Strategy("uniform", process).table()
-    scheduler = process.scheduler_config(clip=facts["autoencoder_sha256"] == "pixels")
+    scheduler = process.scheduler_config(clip=facts["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3))
     write_milestone(out, model, weights["ema"], record, columns=columns, scheduler=scheduler)
     return record

@@ -66,7 +66,7 @@ class Training:
             outputs = self.process.channels(latents.shape[0])
             model = models.build(plain["model"], latents.shape, latents.condition_kinds, outputs)
         if settings["start_from"]:
-            model.load_weights(start_of(Path(settings["start_from"])))
+            model.load_weights(start_of(Path(settings["start_from"]), model.weights()))
         self.model: Any = model.to(device, self.dtype)
         if self.dtype == torch.float64:
             for module in self.model.modules():  # times are embedded in float32 whatever the model is in
