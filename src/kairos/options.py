@@ -104,6 +104,8 @@ def dump(options: Any) -> dict[str, Any]:
 
 
 def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    if hint is str and type(value) is int and metadata.get("choices"):
+        value = str(value)  # YAML's reading of a name such as 64
     converted = _converted(value, hint)
     valid = converted is not _INVALID
     if valid and converted is not None:

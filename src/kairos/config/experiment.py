@@ -78,6 +78,14 @@ class Experiment(Section):
         return value
 
     @model_validator(mode="after")
+    def _model_is_told(self) -> "Experiment":
+        try:
+            check_takes(self.model)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @model_validator(mode="after")
     def _images_stay_or_are_copied(self) -> "Experiment":
         kind, store = self.autoencoder.kind, self.dataset.store
         if store == "refer" and kind == "none":
@@ -133,7 +141,6 @@ class Experiment(Section):
             raise ValueError(f"{got}, allowed: at least the indices that a discrete process shows ({of})")
         conditions = self.model.get("conditions") or []
         try:
-            check_takes(self.model)
             for name, method in self.methods.items():
                 for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
                     named = getattr(method, part)
@@ -149,6 +156,12 @@ class Experiment(Section):
                 + ("a number, since model.conditions has" if taken else "null, since model.conditions has no")
                 + " low_resolution"
             )
+        channels, side = self.x0 or (math.inf, 0)
+        patch, guided = self.model.get("patch") or 1, self.sampling.guidance_channels or 1
+        if side % patch:
+            raise ValueError(f"model.patch: got {patch}, allowed: a divisor of x0's side, {side}")
+        if guided > channels:
+            raise ValueError(f"sampling.guidance_channels: got {guided}, allowed: at most {channels}, those of x0")
         if not taken and any(metric["name"] == "psnr" for metric in self.evaluation.metrics or ()):
             raise ValueError("evaluation.metrics: got psnr, allowed where model.conditions has low_resolution")
         return self
@@ -172,6 +185,17 @@ class Experiment(Section):
                 "of it: ddpmpp with augment: 9"
             )
         return self
+
+    @property
+    def x0(self) -> tuple[int, int] | None:
+        """Channels and side of what the network is trained on, where the file alone says them."""
+        dataset, autoencoder = self.dataset, self.autoencoder
+        side, halved = dataset.resolution or 8 * (dataset.source == "digits"), 2 ** (len(autoencoder.channels) - 1)
+        if not side or autoencoder.kind == "pretrained":
+            return None
+        if autoencoder.kind == "train":
+            return (autoencoder.latent_channels, side // halved) if side % halved == 0 else None
+        return 1 if dataset.color == "grey" else 3, side
 
     @property
     def takes_text(self) -> bool:
@@ -199,7 +223,7 @@ class Experiment(Section):
         """
         if start := self.training.start_from:
             hash_of_start(Path(start), self.model)
-        evaluation, said = choose(self.evaluation, self.dataset)
+        evaluation, said = choose(self.evaluation, self.dataset, self.model.get("conditions") or ())
         return self.model_copy(update={"evaluation": evaluation}), said
 
     def plain(self) -> dict[str, Any]:

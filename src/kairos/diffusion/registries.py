@@ -141,9 +141,11 @@ def check_losses(losses: list[dict[str, Any]], process: dict[str, Any]) -> None:
     """A learned variance needs a term that trains it, and such a term a learned variance.
 
     Raises:
-        ConfigError: one is there without the other.
+        ConfigError: one is there without the other, or twice.
     """
     names, variance = [loss["name"] for loss in losses], process.get("variance", "none")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"diffusion.losses: got {', '.join(names)}, allowed: each once (scale is a factor)")
     training = [name for name, entry in LOSSES.items() if entry.facts.get("variance")]
     if variance == "learned_range" and not set(names) & set(training):
         raise ConfigError(
