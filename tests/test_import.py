@@ -1,8 +1,10 @@
 """Published weights: files with the published names and shapes become milestones that sample and are trained on."""
 
+import os
 import pickle
 import re
 import shutil
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from training_case import experiment, make_latents
 from kairos import models
 from kairos.cli import main
 from kairos.config import validate
-from kairos.errors import KairosError
+from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json, write_json
 from kairos.milestones import open_milestone
 from kairos.training.identity import identity_of
@@ -49,7 +51,7 @@ def test_published_weights_sample(name, tmp_path, capsys):
     outputs = 4 if name == "uvit" else 8
     raw, average = weights_of(name, outputs), weights_of(name, outputs, seed=1)
     file = tmp_path / "0400000.pt"
-    torch.save({"model": raw, "ema": average, "opt": {"state": {}}}, file)
+    torch.save({"model": raw, "ema": average, "opt": {"state": {}}, "args": Namespace(model=name)}, file)
     out, status = import_(tmp_path, file, MODELS[name], "--shape", "4,8,8", "--classes", 10, "--step", 400_000)
     assert status == 0, capsys.readouterr().err
     record = read_json(out / "milestone.json")
@@ -156,6 +158,8 @@ class Live:
         (lambda path: torch.save({"step": 3}, path), "no weights found; its keys: step"),
         (lambda path: torch.save({"x_embedder.proj.weight": torch.zeros(1)}, path), "do not fit DiT"),
         (lambda path: None, "no such file"),
+        (lambda path: path.mkdir(), "a folder"),
+        (lambda path: (torch.save(weights_of("dit"), path), os.truncate(path, 20_000)), "damaged, or no file"),
     ],
 )
 def test_files_that_are_refused(write, said, tmp_path, capsys):
@@ -181,9 +185,45 @@ def test_what_is_not_said_is_asked_for(more, said, tmp_path, capsys):
     assert status == 2 and said in capsys.readouterr().err and not out.exists()
 
 
-def test_a_start_that_is_none_is_refused_before_anything_runs(tmp_path):
-    from kairos.errors import ConfigError
+def test_a_start_of_another_size_is_refused(tmp_path):
+    """What the settings show, before any job; what only the data show, by the training."""
+    wanted = MODELS["dit"]
+    torch.save(weights_of("dit"), tmp_path / "a.pt")
+    out, _ = import_(tmp_path, tmp_path / "a.pt", wanted, "--shape", "4,8,8", "--classes", 10)
+    start = {"training__start_from": str(out)}
+    with pytest.raises(ConfigError, match=r"training.start_from: got one with model.width: 16 .* allowed: one with 32"):
+        validate(experiment(model={**wanted, "width": 32}, **start)).settled()
+    plain = experiment({"uniform": {}}, model=wanted, **start)
+    with pytest.raises(
+        KairosError, match=r"training.start_from: .* do not fit the model: pos_embed: got \(1, 16, 16\)"
+    ):
+        train(plain, "uniform", 0, tmp_path / "run", make_latents(tmp_path / "data"), [0, 1])
 
+
+def test_nothing_but_an_earlier_import_is_replaced(tmp_path, capsys):
+    file = tmp_path / "imported" / "a.pt"
+    file.parent.mkdir()
+    torch.save(weights_of("dit"), file)
+    known = ["import-weights", file, "--model", MODELS["dit"], "--shape", "4,8,8", "--classes", 10]
+    for place in (file.parent, file):
+        assert main([*map(str, known), "--out", str(place)]) == 2
+        assert f"--out: got {place}, allowed: a new folder" in capsys.readouterr().err and file.is_file()
+    assert [main([*map(str, known), "--out", str(tmp_path / "new")]) for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("{name: dit, conditions: [text]}", "--config: got none with a model that is told of text"),
+        ("{name: dit, conditions: 5}", "dit.conditions: got 5"),
+    ],
+)
+def test_models_that_one_option_cannot_describe(model, said, tmp_path, capsys):
+    assert import_(tmp_path, tmp_path / "a.pt", model, "--shape", "4,8,8")[1] == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_start_that_is_none_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(ConfigError, match=r"training.start_from: got .*nowhere.* allowed: the folder of a milestone"):
         validate(experiment(training__start_from=str(tmp_path / "nowhere"))).settled()
 
@@ -219,3 +259,9 @@ def test_images_are_drawn_from_published_weights(tmp_path, capsys):
     assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0, capsys.readouterr().err
     with np.load(images) as drawn:
         assert drawn["images"].shape == (3, 8, 8, 4)
+
+    assert import_(tmp_path, tmp_path / "a.pt", wanted, "--shape", "4,8,8", "--classes", 10)[1] == 0
+    assert main([*map(str, command), "--autoencoder", str(pixels)]) == 0  # which one is not known
+    write_json(pixels / "manifest.json", {**manifest, "latent_shape": [4, 4, 4]})
+    assert main([*map(str, command), "--autoencoder", str(pixels)]) == 1
+    assert "has latents of shape [4, 4, 4], allowed: [4, 8, 8]" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import results_tree
+import yaml
 from PIL import Image
 from scipy import stats
 
@@ -29,6 +30,8 @@ from kairos.report.build import build
 from kairos.report.canvas import _spread_out
 from kairos.report.collect import collect
 from kairos.report.page import page
+from kairos.report.samples import told_samples
+from kairos.sampling.samples_file import write_samples
 
 METRIC = results_tree.METRIC
 SEEDS = tuple(range(ranking.SEEDS))
@@ -318,6 +321,29 @@ def test_no_image_held_out(small, built):
     with open(small[1] / "summary.csv", newline="") as file:
         table = list(csv.DictReader(file))
     assert {row["method"] for row in table} >= {"gaussian", "noise"} and all(row["val_loss"] == "" for row in table)
+
+
+@pytest.mark.parametrize("told", [["text"], ["text", "low_resolution"]])
+def test_what_models_were_told_is_shown_beside_their_images(small, told):
+    values = yaml.safe_load(small[0].read_text())
+    values["model"] = {"name": "dit", "conditions": told}
+    values["dataset"] = {"source": "folder", "path": "images", "captions": "sidecar"}
+    values["dataset"] |= {"low_resolution": 2, "resolution": 8} if "low_resolution" in told else {}
+    small[0].write_text(yaml.safe_dump(values | {"text_encoder": {"path": "encoder"}}))
+    texts = np.array([b"a cat of $5"] * 20)
+    for path in small[1].glob("*/seed*/samples/*.png"):
+        images = np.zeros((20, 8, 8, 1), np.uint8)
+        write_samples(path.with_suffix(".npz"), images, {"labels": "balanced", "seed": 0}, {"text": [texts]}, 20)
+    for path in small[1].glob("*/seed*/milestones/*/milestone.json"):
+        write_json(path, read_json(path) | {"conditions": {name: {"kind": name} for name in told}})
+    results = collect(load(small[0]), small[1])
+    drawn = told_samples(results, {})
+    columns = ["told"] * (len(told) - 1) + ["real", *results.methods]
+    assert [axes.get_title() for axes in drawn.axes[: len(columns)]] == columns
+    assert len(drawn.axes) == 8 * len(columns)
+    assert drawn.axes[0].texts[0].get_text() == r"a cat of \$5"
+    build(load(small[0]), small[1])
+    assert "What the model was told" in (small[1] / "report.html").read_text()
 
 
 @pytest.mark.parametrize("name", ["page.html.jinja", "canvas.mplstyle"])

@@ -56,10 +56,32 @@ class Need:
             return None, str(error)
         return place, ""
 
+    def lack(self, fault: str = "") -> str:
+        """That it is not here, and what to do, where `look` knew of no fault."""
+        return fault or "not here; " + ("kairos fetch brings it" if self.bring else self.by_hand)
+
 
 def needs(experiment: Experiment) -> list[Need]:
     """What an experiment's jobs read from outside of its results, in the order in which they read it."""
-    found = [_dataset(part) for part in experiment.dataset.parts if part.source != "digits"]
+    found = [_dataset(part) for part in experiment.dataset.parts if part.source != "digits"] + _further(experiment)
+    extractor = experiment.evaluation.extractor
+    if extractor["name"] == "inception":
+        found.append(_inception(extractor["path"]))
+    if extractor["name"] == "dinov2":
+        found.append(_network("DINOv2", extractor["path"], "evaluation.extractor.path", _TRANSFORMERS))
+    return found
+
+
+def lacking(experiment: Experiment) -> list[str]:
+    """What is to be said before any job of what is not here, beside what `Experiment.settled` says."""
+    parts = [_dataset(part) for part in experiment.dataset.parts[1:] if part.source not in ("digits", "hub")]
+    looked = [(need, *need.look()) for need in parts + _further(experiment)]
+    return [f"warning: {need.what}: {need.lack(fault)}" for need, place, fault in looked if place is None]
+
+
+def _further(experiment: Experiment) -> list[Need]:
+    """What is read beside the images and the extractor."""
+    found = []
     if experiment.autoencoder.kind == "pretrained":
         found.append(_network("autoencoder", experiment.autoencoder.path, "autoencoder.path", _DIFFUSERS))
     found += map(_captions, experiment.dataset.caption_files)
@@ -69,11 +91,6 @@ def needs(experiment: Experiment) -> list[Need]:
         if metric["name"] == "clip":
             files = (*FILES, PREPROCESSOR)
             found.append(_network("CLIP", metric["path"], "evaluation.metrics: clip.path", _TRANSFORMERS, files))
-    extractor = experiment.evaluation.extractor
-    if extractor["name"] == "inception":
-        found.append(_inception(extractor["path"]))
-    if extractor["name"] == "dinov2":
-        found.append(_network("DINOv2", extractor["path"], "evaluation.extractor.path", _TRANSFORMERS))
     return found
 
 

@@ -75,7 +75,7 @@ def _line(item: Any, model: type[BaseModel]) -> str:
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if kind == "component":
         return f"{where}: {message}"
-    if kind == "value_error" and ": got " in message:
+    if kind == "value_error" and (": got " in message or message.startswith(f"{where}.")):
         return message
     prefix = f"{where}: got {_short(value)}, allowed: " if where else ""
     hint = options.meant_number(value) if kind.startswith(("int_", "float_")) else ""

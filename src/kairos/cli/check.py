@@ -13,6 +13,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Check the file and print jobs, methods and milestones."""
     from kairos.config import load
+    from kairos.fetching import lacking
     from kairos.report.text import component
     from kairos.workflow.layout import Layout
 
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"evaluated with {images} images a milestone, {experiment.evaluation.sets} sets")
     if given == experiment:
         print(f"extractor: {component(experiment.evaluation.extractor)}")
+    said += lacking(experiment)
     print(*said, sep="\n", end="\n" if said else "")
 
 

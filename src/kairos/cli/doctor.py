@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{'ok ' if good else 'NO '} {what:<22} {fact}")
     missing = [what for good, what, _ in findings if not good]
     if missing:
-        raise KairosError(f"not usable here: {', '.join(missing)}")
+        raise KairosError(f"not usable here: {', '.join(dict.fromkeys(missing))}")
 
 
 def _software() -> "list[Finding]":
@@ -108,6 +108,5 @@ def _experiment(path: Path, experiment: "Experiment") -> "list[Finding]":
     lines = [(True, "experiment file", f"{path}: {len(experiment.methods)} methods, {len(experiment.seeds)} seeds")]
     for need in fetching.needs(experiment):
         place, fault = need.look()
-        fault = fault or "not here; " + ("kairos fetch brings it" if need.bring else need.by_hand)
-        lines.append((place is not None, "needs", f"{need.what}: {place or fault}"))
+        lines.append((place is not None, "needs", f"{need.what}: {place or need.lack(fault)}"))
     return lines

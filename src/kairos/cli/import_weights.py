@@ -38,13 +38,22 @@ def run(arguments: argparse.Namespace) -> None:
         shape = channels, height, width
     demand(a.classes is None or a.classes > 0, "classes", a.classes, "1 or more")
     demand(a.step >= 0, "step", a.step, "0 or more")
+    replaced = a.out.is_dir() and (not any(a.out.iterdir()) or _imported(a.out / "milestone.json"))
+    demand(replaced or not a.out.exists(), "out", a.out, "a new folder, or one that import-weights made")
     plain = _experiment(a)
     from kairos.progress import say
     from kairos.training.imported import import_weights
 
     record = import_weights(a.file, plain, a.out, a.latents, a.autoencoder, shape, a.classes, a.step)
     weights = "×".join(map(str, record["shape"]))
-    say(f"{a.out}: milestone of {plain['model']['name']}, x0 of shape {weights}; draw with: kairos sample --milestone")
+    draw = f"kairos sample --milestone {a.out} --autoencoder DIR --out F.npz --num N"
+    say(f"{a.out}: milestone of {plain['model']['name']}, x0 of shape {weights}; draw with: {draw}")
+
+
+def _imported(record: Path) -> bool:
+    from kairos.files import read_json
+
+    return record.is_file() and "imported" in read_json(record)
 
 
 def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -65,6 +74,9 @@ def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.config is not None:
         plain = load(arguments.config).plain()
         return validate({**plain, "model": model}, str(arguments.config)).plain() if model else plain
+    conditions = str(model.get("conditions")) if isinstance(model, dict) else ""
+    for name in ("text", "low_resolution"):
+        demand(name not in conditions, "config", f"none with a model that is told of {name}", "an experiment file")
     values: dict[str, Any] = {
         "experiment": "imported",
         "methods": {"imported": {}},

@@ -14,6 +14,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--utilisation", type=float, default=0.4, metavar="U", help="share of it that is reached (0.4)")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("C", "H", "W"), help="of images or latents, if unknown")
     parser.add_argument("--classes", type=int, metavar="N", help="number of classes, if unknown")
+    text = "of a text's states, if unknown; one that is pooled has the width alone"
+    parser.add_argument("--text", type=int, nargs=2, metavar=("TOKENS", "WIDTH"), help=text)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="tables, or values for programs")
 
 
@@ -24,12 +26,13 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.config import load
 
     experiment = load(arguments.file)
-    for name, numbers in (("shape", arguments.shape or []), ("classes", [arguments.classes or 1])):
+    given = {"shape": arguments.shape or [], "classes": [arguments.classes or 1], "text": arguments.text or []}
+    for name, numbers in given.items():
         demand(all(number >= 1 for number in numbers), name, " ".join(map(str, numbers)), "1 or more")
 
     from kairos.costs.estimate import estimate
     from kairos.costs.text import text, values
 
     a, shape = arguments, tuple(arguments.shape) if arguments.shape else None
-    found = estimate(experiment, shape, a.classes, a.steps_per_second, a.tflops, a.utilisation)
+    found = estimate(experiment, shape, a.classes, a.steps_per_second, a.tflops, a.utilisation, a.text)
     print(json.dumps(values(found), indent=1) if arguments.format == "json" else text(found))

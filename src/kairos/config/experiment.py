@@ -105,6 +105,17 @@ class Experiment(Section):
         return [named["name"] for named in self.evaluation.metrics or ()]
 
     @property
+    def x0(self) -> tuple[int, int] | None:
+        """Channels and side of what the network is trained on, where the file alone says them."""
+        dataset, autoencoder = self.dataset, self.autoencoder
+        side, halved = dataset.resolution or 8 * (dataset.source == "digits"), 2 ** (len(autoencoder.channels) - 1)
+        if not side or autoencoder.kind == "pretrained":
+            return None
+        if autoencoder.kind == "train":
+            return (autoencoder.latent_channels, side // halved) if side % halved == 0 else None
+        return 1 if dataset.color == "grey" else 3, side
+
+    @property
     def milestones(self) -> tuple[int, ...]:
         """All milestones in steps, 0 (untrained) first."""
         training = self.training
@@ -124,8 +135,8 @@ class Experiment(Section):
             ConfigError: there is no milestone where trainings are to start from one.
         """
         if start := self.training.start_from:
-            hash_of_start(Path(start), self.model["name"])
-        evaluation, said = choose(self.evaluation, self.dataset)
+            hash_of_start(Path(start), self.model)
+        evaluation, said = choose(self.evaluation, self.dataset, self.conditions)
         return self.model_copy(update={"evaluation": evaluation}), said
 
     def plain(self) -> dict[str, Any]:

@@ -20,7 +20,19 @@ def check_fits(experiment: "Experiment") -> None:
     Raises:
         ConfigError: the first field that does not fit, its value and what is allowed.
     """
-    for fits in (_lengths, _shards, _conditions, _texts, _low_resolution, _augment, _losses, _timesteps, _strategies):
+    each = (
+        _lengths,
+        _shards,
+        _conditions,
+        _texts,
+        _low_resolution,
+        _shapes,
+        _augment,
+        _losses,
+        _timesteps,
+        _strategies,
+    )
+    for fits in each:
         fits(experiment)
     experiment.sampling.check_fits(
         experiment.diffusion.model_dump(), experiment.conditions, experiment.training.condition_dropout
@@ -75,6 +87,13 @@ def _low_resolution(experiment: "Experiment") -> None:
     where = "where model.conditions has low_resolution"
     if not told and "psnr" in experiment.metrics:
         raise ConfigError(f"evaluation.metrics: got psnr, allowed {where}")
+
+
+def _shapes(experiment: "Experiment") -> None:
+    channels, side = experiment.x0 or (math.inf, 0)
+    patch, guided = experiment.model.get("patch") or 1, experiment.sampling.guidance_channels or 1
+    _demand(side % patch == 0, "model.patch", patch, f"a divisor of x0's side, {side}")
+    _demand(guided <= channels, "sampling.guidance_channels", guided, f"at most {channels}, those of x0")
 
 
 def _augment(experiment: "Experiment") -> None:

@@ -1,6 +1,7 @@
 """What can be known of an experiment's data before they are prepared: shapes, and mostly their number."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ class Data:
         return 4 * self.moments * math.prod(self.x0)
 
 
-def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: int | None) -> Data:
+def describe(
+    experiment: Experiment, results: Path, x0: Shape | None, classes: int | None, text: Sequence[int] | None = None
+) -> Data:
     """The data of an experiment, from what is prepared already, or else from its file.
 
     Args:
@@ -59,9 +62,11 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
         results: its folder.
         x0: what the network is trained on, given by the user; None: to be found out.
         classes: number of classes, likewise.
+        text: tokens and width of a text's states, likewise.
 
     Raises:
-        ConfigError: the shape of x0 or the number of classes is not known; the message says how to give it.
+        ConfigError: the shape of x0 or of a text, or the number of classes is not known; the message says how to give
+            it.
     """
     record, autoencoder = _record(results / "dataset"), experiment.autoencoder
     image, images, train, known = _images(experiment, record)
@@ -77,17 +82,18 @@ def describe(experiment: Experiment, results: Path, x0: Shape | None, classes: i
     encoded = _record(results / "latents")
     shape = x0 or (tuple(encoded["shape"]) if encoded else found)
     if shape is None:
+        lacking = f"fetch autoencoder.path ({autoencoder.path})" if image else "set dataset.resolution"
         raise ConfigError(
-            "the shape of what the network is trained on is not known yet: set dataset.resolution (a pretrained "
-            "autoencoder has to be fetched as well), run kairos prepare and encode, or give --shape C H W"
+            f"the shape of what the network is trained on is not known yet: {lacking}, run kairos prepare and encode, "
+            "or give --shape C H W"
         )
     arrays += experiment.dataset.low_resolution is not None
     moments = 0 if autoencoder.kind == "none" else arrays * (1 + experiment.dataset.flips)
-    told, captions = _conditions(experiment, record, results, classes, shape), record.get("captions", {}).get("count")
-    text = 0
+    told, captions = _conditions(experiment, record, results, classes, shape, text), record.get("captions", {})
+    states = 0
     if experiment.text_encoder is not None:
-        text = math.prod(told["text"]["shape"]) * (2 if experiment.text_encoder.dtype == "float16" else 4)
-    return Data(image, shape, images, train, told, moments, known, captions, text)
+        states = math.prod(told["text"]["shape"]) * (2 if experiment.text_encoder.dtype == "float16" else 4)
+    return Data(image, shape, images, train, told, moments, known, captions.get("count"), states)
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -132,24 +138,31 @@ def _latent(image: Shape | None, channels: int, levels: Any) -> Shape | None:
     return (channels, image[1] // factor, image[2] // factor) if image else None
 
 
-def _text(config: TextEncoderConfig, results: Path) -> dict[str, Any] | None:
-    """What the states of a text are like, from stage text or else from the encoder's own configuration."""
-    if made := _record(results / "text"):
+def _text(config: TextEncoderConfig, results: Path, given: Sequence[int] | None) -> dict[str, Any] | None:
+    """What the states of a text are like: as given, from stage text, or else from the encoder's own configuration."""
+    if given is None and (made := _record(results / "text")):
         return dict(made["condition"])
-    found = _pretrained(config.path)
+    found = {} if given else _pretrained(config.path)
     found = found.get("text_config", found)
-    width = found.get("hidden_size") or found.get("d_model")
-    length = config.length or found.get("max_position_embeddings")
+    length, width = given or (
+        config.length or found.get("max_position_embeddings"),
+        found.get("hidden_size") or found.get("d_model"),
+    )
     shape = [length, width] if config.output == "tokens" else [width]
-    return {"kind": "text", "shape": shape, "null": config.dropped} if width and length else None
+    return {"kind": "text", "shape": shape, "null": config.dropped} if all(shape) else None
 
 
 def _conditions(
-    experiment: Experiment, record: dict[str, Any], results: Path, classes: int | None, x0: Shape
+    experiment: Experiment,
+    record: dict[str, Any],
+    results: Path,
+    classes: int | None,
+    x0: Shape,
+    given: Sequence[int] | None,
 ) -> dict[str, dict[str, Any]]:
     wanted = experiment.model.get("conditions") or []
     known = {"low_resolution": {"kind": "image", "shape": list(x0)}, **record.get("conditions", {})}
-    if experiment.text_encoder is not None and (text := _text(experiment.text_encoder, results)):
+    if experiment.text_encoder is not None and (text := _text(experiment.text_encoder, results, given)):
         known["text"] = text
     if classes is None and experiment.dataset.source == "digits":
         classes = 10
@@ -157,8 +170,9 @@ def _conditions(
         known.setdefault("class", {"kind": "class", "num_classes": classes})
     missing = [name for name in wanted if name not in known]
     if missing:
+        give = {"class": "--classes N", "text": "--text TOKENS WIDTH"}[missing[0]]
         raise ConfigError(
-            f"model.conditions: what {missing} is like is not known yet: run kairos prepare (and text), or "
-            "give --classes N"
+            f"model.conditions: what {', '.join(missing)} is like is not known yet: run kairos prepare (and text), or "
+            f"give {give}"
         )
     return {name: known[name] for name in wanted}

@@ -1,5 +1,6 @@
 """An experiment's cost as a whole: jobs, operations, memory, storage, time, and what an interruption takes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -90,6 +91,7 @@ def estimate(
     steps_per_second: float | None = None,
     tflops: float | None = None,
     utilisation: float = 0.4,
+    text: Sequence[int] | None = None,
 ) -> Estimate:
     """Count what an experiment will take.
 
@@ -100,13 +102,14 @@ def estimate(
         steps_per_second: of one training of the cheapest method; None, and no `tflops`: as measured before, if it was.
         tflops: speed of a GPU instead, in 10^12 operations per second.
         utilisation: share of `tflops` that is reached.
+        text: tokens and width of a text's states, where they cannot be known yet.
 
     Raises:
         ConfigError: an argument or a field cannot be used, or a shape is not known.
     """
     layout = Layout(experiment, Path())
     training, plain, results = experiment.training, experiment.plain(), Path(layout.results)
-    data = describe(experiment, results, x0, classes)
+    data = describe(experiment, results, x0, classes, text)
     share = -(-training.batch_size // training.processes)
     samples = min(training.microbatch or share, share)
     outputs = build_process(plain["diffusion"], sigma_data=1.0).channels(data.x0[0])

@@ -46,6 +46,9 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     first_heldout = source.count - source.heldout
     usable, unmatched = captioning.captioned(source, config)
     ours, theirs = ([n for n in usable if n < first_heldout], [n for n in usable if n >= first_heldout])
+    if source.heldout and not theirs:
+        named = config.heldout_captions or config.captions
+        raise KairosError(f"dataset.heldout_captions: {named!r} has none of the {source.heldout} held-out images")
     chosen = [*_lowest(ours, config.limit or first_heldout, config.split_seed, "limit"), *theirs]
     kept, skipped, checksums, sums, shape = _look_at(config, source, chosen, out)
     is_heldout = kept >= first_heldout

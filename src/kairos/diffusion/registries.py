@@ -141,12 +141,14 @@ def check_losses(losses: list[dict[str, Any]], process: dict[str, Any]) -> None:
     """A learned variance needs a term that trains it, and such a term a learned variance; strategies need one to weigh.
 
     Raises:
-        ConfigError: one is there without the other.
+        ConfigError: one is there without the other, or twice.
     """
     if not any(loss["weighted"] for loss in losses):
         got = ", ".join(loss["name"] for loss in losses)
         raise ConfigError(f"diffusion.losses: got {got}, allowed: with a term that strategies weigh, such as mse")
     names, variance = [loss["name"] for loss in losses], process.get("variance", "none")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"diffusion.losses: got {', '.join(names)}, allowed: each once (scale is a factor)")
     training = [name for name, entry in LOSSES.items() if entry.facts.get("variance")]
     if variance == "learned_range" and not set(names) & set(training):
         raise ConfigError(

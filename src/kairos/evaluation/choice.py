@@ -3,6 +3,7 @@
 Without torch: `kairos check` and every reading of the Snakefile ask.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 
 from kairos.data.settings import DatasetConfig
@@ -17,12 +18,15 @@ FEWEST = 5  # images of a class that a classifier can be trained on
 WIDTHS = {"inception": 2048}  # features of the extractors that have no option for it
 
 
-def choose(evaluation: EvaluationConfig, dataset: DatasetConfig) -> tuple[EvaluationConfig, list[str]]:
+def choose(
+    evaluation: EvaluationConfig, dataset: DatasetConfig, conditions: Collection[str] = ()
+) -> tuple[EvaluationConfig, list[str]]:
     """The section with a definite extractor, and what is to be said: why `auto` became which, and warnings.
 
     Raises:
-        ConfigError: the extractor cannot be made of these images, they are too few for it, its weights are neither here
-            nor can be downloaded, or a metric or the reference has not what it needs.
+        ConfigError: `conditions` name classes that the images do not have, the extractor cannot be made of these
+            images, they are too few for it, its weights are neither here nor can be downloaded, or a metric or the
+            reference has not what it needs.
     """
     known, said, faults = survey(dataset), [], []
     if known.unknown:
@@ -37,6 +41,8 @@ def choose(evaluation: EvaluationConfig, dataset: DatasetConfig) -> tuple[Evalua
             f"evaluation.extractor: got classifier, but {lack}; allowed: selfsupervised, inception, auto, or images "
             f"with labels, {FEWEST} or more of each class"
         )
+    if "class" in conditions and not known.unknown and known.smallest is None:
+        faults.append("model.conditions: got class, but the images have no labels; allowed: images with labels")
     faults += _too_few(evaluation, known)
     try:
         if name in ("inception", "dinov2"):

@@ -242,7 +242,7 @@ def _trained_on(job: EvaluationJob, protocol: dict[str, Any], record: dict[str, 
     folder = latents or latents_folder(job.milestone)
     opened = open_latents(folder)
     for name in ("autoencoder_sha256", "dataset_sha256"):
-        if opened.manifest[name] != record[name]:
+        if record[name] not in (None, opened.manifest[name]):  # None: of imported weights it is not known
             raise KairosError(
                 f"{folder}: {name} is not that of {job.milestone}; pass the latents it was trained on as --latents DIR"
             )

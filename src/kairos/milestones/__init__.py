@@ -11,6 +11,8 @@ from kairos.errors import ConfigError, KairosError
 from kairos.files import atomic_folder, check_files, hash_folder, read_json, sha256_json, write_json, write_text
 from kairos.strategies.columns import strategy_csv
 
+_SHAPING = ("patch", "width", "depth", "heads", "channels", "multipliers", "blocks", "attention", "conditions")
+
 
 def step_name(step: int) -> str:
     """A step as folders and files name it: 7 digits."""
@@ -53,11 +55,11 @@ def check_milestone(folder: Path) -> dict[str, Any]:
     return record
 
 
-def start_of(folder: Path) -> dict[str, Any]:
-    """The average that a milestone keeps, for another training to start from.
+def start_of(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
+    """The average that a milestone keeps, for another training to start from, whose model's `own` weights it replaces.
 
     Raises:
-        KairosError: there is no milestone.
+        KairosError: there is no milestone, or its weights have other names or shapes.
         DamagedError: a file is missing or has changed.
     """
     from safetensors.torch import load_file
@@ -65,14 +67,19 @@ def start_of(folder: Path) -> dict[str, Any]:
     from kairos.models import WEIGHTS
 
     check_milestone(folder)
-    return load_file(folder / "ema" / WEIGHTS)
+    found = load_file(folder / "ema" / WEIGHTS)
+    shapes, wanted = ({name: tuple(value.shape) for name, value in each.items()} for each in (found, own))
+    if other := [name for name in {**wanted, **shapes} if wanted.get(name) != shapes.get(name)]:
+        few = "; ".join(f"{name}: got {shapes.get(name)}, allowed: {wanted.get(name)}" for name in other[:3])
+        raise KairosError(f"training.start_from: the weights in {folder} do not fit the model: {few}")
+    return found
 
 
-def hash_of_start(folder: Path, model: str) -> str:
+def hash_of_start(folder: Path, model: dict[str, Any]) -> str:
     """Which weights `start_of` gives, by its record alone.
 
     Raises:
-        ConfigError: there is no milestone, or one of another backbone than `model`.
+        ConfigError: there is no milestone, or one of another backbone or size than the section `model` has.
     """
     path = folder / "milestone.json"
     if not path.is_file():
@@ -81,8 +88,11 @@ def hash_of_start(folder: Path, model: str) -> str:
             "of a training or of kairos import-weights"
         )
     record = read_json(path)
-    if (other := record["config"]["model"]["name"]) != model:
-        raise ConfigError(f"training.start_from: {folder} holds a {other}, allowed: a {model}, as in model.name")
+    other = record["config"]["model"]
+    if differing := [name for name in ("name", *_SHAPING) if other.get(name) != model.get(name)]:
+        name = differing[0]
+        got = f"got one with model.{name}: {other.get(name)} in {str(folder)!r}"
+        raise ConfigError(f"training.start_from: {got}, allowed: one with {model.get(name)}, as this model has")
     return sha256_json({name: value for name, value in record["files"].items() if name.startswith("ema/")})
 
 

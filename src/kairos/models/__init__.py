@@ -51,7 +51,8 @@ def check_takes(model: dict[str, Any]) -> None:
     """
     wanted, takes = model.get("conditions") or [], MODELS.entry(model["name"]).facts.get("takes")
     if takes is not None and (set(wanted) - set(takes) or len(set(wanted)) < len(wanted)):
-        raise ConfigError(f"model.conditions: got {wanted}, allowed with {model['name']}: {', '.join(takes) or 'none'}")
+        known = f"{', '.join(takes)}; each once" if takes else "none"
+        raise ConfigError(f"model.conditions: got {wanted}, allowed with {model['name']}: {known}")
 
 
 def save(module: Any, folder: Path, weights: dict[str, Any] | None = None) -> None:

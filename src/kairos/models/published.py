@@ -38,26 +38,32 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
 
 def _opened(path: Path) -> dict[str, Any]:
     import pickle
+    import re
     import warnings
+    from argparse import Namespace
 
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not path.is_file():
-        raise KairosError(f"{path}: no such file")
+        raise KairosError(f"{path}: no such file" if not path.exists() else f"{path}: a folder, allowed: a file")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        with warnings.catch_warnings(action="ignore"):  # of a pickle's protocol, about which nobody can do anything
+        with (
+            warnings.catch_warnings(action="ignore"),  # of a pickle's protocol, about which nobody can do anything
+            torch.serialization.safe_globals([Namespace]),  # DiT's own checkpoints hold their arguments
+        ):
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        holds = re.search(r"GLOBAL (\S+)", str(error))
         raise KairosError(
-            f"{path}: not opened, for it holds more than tensors and numbers, and such a pickle runs code when it is "
-            f"opened ({' '.join(str(error).split())[:160]} ...). EDM's files are of this kind: save the state_dict of "
-            "their network as safetensors where you trust the file"
+            f"{path}: not opened, for it holds {holds[1] if holds else 'more than tensors and numbers'}, and such a "
+            "pickle runs code when it is opened. EDM's files are of this kind: save the state_dict of their network as "
+            "safetensors where you trust the file"
         ) from None
-    except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
+    except (SafetensorError, RuntimeError, EOFError, ValueError, OSError) as error:
         raise KairosError(f"{path}: damaged, or no file of weights ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(found, dict):
         raise KairosError(f"{path}: holds {type(found).__name__}, allowed: a dictionary of weights")

@@ -19,12 +19,15 @@ FIGURES: dict[str, Callable[[Results, dict[str, canvas.Look]], Figure]] = {
     "training_loss": curves.training_loss,
     "final_samples": samples.final_samples,
     "samples": samples.samples,
+    "told_samples": samples.told_samples,
 }
 
 
 def figures_of(results: Results) -> dict[str, Callable[[Results, dict[str, canvas.Look]], Figure]]:
     """The figures that there are results for."""
-    return {name: draw for name, draw in FIGURES.items() if results.validated or name != "validation_loss"}
+    told = {"text", "low_resolution"} & set(results.experiment.model.get("conditions") or ())
+    there = {"validation_loss": results.validated, "told_samples": bool(told)}
+    return {name: draw for name, draw in FIGURES.items() if there.get(name, True)}
 
 
 def draw_all(results: Results, folder: Path) -> None:

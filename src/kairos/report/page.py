@@ -15,7 +15,7 @@ from kairos.report.collect import Record, Results, Training
 from kairos.report.figures import figures_of
 from kairos.report.ranking import compare, curve, stands_still
 
-_STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate")
+_STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
 
 
 def page(results: Results, figures: Path) -> str:

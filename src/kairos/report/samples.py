@@ -1,5 +1,6 @@
-"""Figures of images: every method at every milestone, and the final samples beside real images."""
+"""Figures of images: every method at every milestone, the final samples beside real images, and what they were told."""
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ from PIL import Image
 from kairos.data.grid import grid as tile
 from kairos.report.canvas import INK, MUTED, Look, figure
 from kairos.report.collect import Results, real_images
+
+_TOLD = 8  # captions or low-resolution images that are shown
 
 
 def samples(results: Results, looks: dict[str, Look]) -> Figure:
@@ -40,6 +43,33 @@ def final_samples(results: Results, looks: dict[str, Look]) -> Figure:
         axes.set_title(title, fontsize=9.5, color=MUTED if title == name else INK)
     for axes in grid.flat[len(pictures) :]:
         axes.remove()
+    return drawing
+
+
+def told_samples(results: Results, looks: dict[str, Look]) -> Figure:
+    """The first captions or low-resolution images, the real images that they are of, and each method's last samples."""
+    from kairos.data.dataset import open_dataset
+    from kairos.sampling.drawn_conditions import told_of
+    from kairos.sampling.samples_file import open_samples
+
+    finals = {method: results.of(method)[0].final for method in results.methods}
+    opened = {method: open_samples(final.grid.with_suffix(".npz")) for method, final in finals.items()}
+    first, record = opened[results.methods[0]], finals[results.methods[0]].record
+    count, dataset = min(_TOLD, len(first.images)), open_dataset(results.folder / "dataset")
+    told = told_of(dataset, range(count), record["conditions"], first.protocol["labels"], first.protocol["seed"])
+    columns = {"real": dataset.images[told]} | {method: each.images[:count] for method, each in opened.items()}
+    if factor := results.experiment.dataset.low_resolution:
+        n, height, width, channels = columns["real"].shape
+        blocks = columns["real"].reshape(n, height // factor, factor, width // factor, factor, channels)
+        columns = {"told": blocks.mean((2, 4)).astype(np.uint8)} | columns
+    drawing, grid = figure(1.3 * len(columns), 1.4 * count, count, len(columns), between=0.1, above=0.1)
+    for column, (name, images) in enumerate(columns.items()):
+        grid[0, column].set_title(name, fontsize=9.5, color=INK if name in opened else MUTED)
+        for axes, image in zip(grid[:, column], images):
+            _show(axes, image)
+    for axes, text in zip(grid[:, 0], first.conditions["text"][:count] if "text" in first.conditions else ()):
+        caption = textwrap.fill(text.decode().replace("$", r"\$"), 30, max_lines=6)
+        axes.text(-0.08, 0.5, caption, transform=axes.transAxes, ha="right", va="center", fontsize=9)
     return drawing
 
 

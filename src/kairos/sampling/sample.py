@@ -174,7 +174,10 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
             f"{folder}: no autoencoder; pass --autoencoder DIR, the one that {milestone} was trained with"
         )
     codec = load_codec(folder, device)
-    if codec.manifest["sha256"] != record["autoencoder_sha256"]:
+    known, latent = record["autoencoder_sha256"], list(codec.manifest["latent_shape"])
+    if known is None and latent != list(record["shape"]):  # of imported weights
+        raise KairosError(f"--autoencoder: {folder} has latents of shape {latent}, allowed: {list(record['shape'])}")
+    if known not in (None, codec.manifest["sha256"]):
         raise KairosError(
             f"{folder}: autoencoder {codec.manifest['sha256'][:12]} is not the one that {milestone} was trained with "
             f"({record['autoencoder_sha256'][:12]}); pass that one as --autoencoder DIR, or train again"

@@ -70,5 +70,5 @@ def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str
         "code": code_fingerprint(plain, method),
     }
     if start := plain["training"]["start_from"]:  # which weights, wherever they lie
-        parts["training"]["start_from"] = hash_of_start(Path(start), plain["model"]["name"])
+        parts["training"]["start_from"] = hash_of_start(Path(start), plain["model"])
     return {**parts, "identity": sha256_json(parts)}

@@ -69,7 +69,7 @@ def import_weights(
         out: folder of the milestone.
         latents: what the weights go with: shape of x0, conditions, autoencoder; or else
         autoencoder: the folder of the autoencoder that they go with; or else
-        shape: of x0.
+        shape: of x0; sampling then takes any autoencoder with such latents.
         classes: of a model that is told classes, where there are no latents.
         step: number of steps that the weights were trained for, if it is known.
 
@@ -77,7 +77,7 @@ def import_weights(
         ConfigError: the shape of x0 or the number of classes is not known.
         KairosError: the file cannot be used, or its weights are not those of the model.
     """
-    facts: dict[str, Any] = {"autoencoder_sha256": "pixels", "dataset_sha256": None, "sigma_data": None}
+    facts: dict[str, Any] = dict.fromkeys(("autoencoder_sha256", "dataset_sha256", "sigma_data"))
     conditions = {} if classes is None else {"class": {"kind": "class", "num_classes": classes}}
     if latents is not None:
         opened = open_latents(latents)
@@ -91,6 +91,8 @@ def import_weights(
         raise ConfigError("--shape: got none, allowed: C,H,W of x0, or --autoencoder DIR or --latents DIR that say it")
     if "class" in wanted and "class" not in conditions:
         raise ConfigError("--classes: got none with a model that is told classes, allowed: their number")
+    if lacking := [name for name in wanted if name not in conditions]:
+        raise ConfigError(f"--latents: got none that say what {lacking} is like, allowed: those of such a data set")
     process = build_process(plain["diffusion"], facts["sigma_data"])
     model = models.build(plain["model"], shape, conditions, process.channels(shape[0]))
     average, raw = read_published(file)
@@ -110,6 +112,6 @@ def import_weights(
         "provenance": provenance(plain, torch.device("cpu"), versions(), []),
     }  # fmt: skip
     columns = Strategy("uniform", process).table()
-    scheduler = process.scheduler_config(clip=facts["autoencoder_sha256"] == "pixels")
+    scheduler = process.scheduler_config(clip=facts["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3))
     write_milestone(out, model, weights["ema"], record, columns=columns, scheduler=scheduler)
     return record

@@ -65,14 +65,8 @@ class Training:
             torch.random.default_generator.manual_seed(derived_seed(seed, "weights"))
             outputs = self.process.channels(latents.shape[0])
             model = models.build(plain["model"], latents.shape, latents.condition_kinds, outputs)
-        if start := settings["start_from"]:
-            try:
-                model.load_weights(start_of(Path(start)))
-            except RuntimeError as error:
-                fault = " ".join(str(error).split())[:300]
-                raise KairosError(
-                    f"training.start_from: the weights in {start} are of another model ({fault})"
-                ) from None
+        if settings["start_from"]:
+            model.load_weights(start_of(Path(settings["start_from"]), model.weights()))
         self.model: Any = model.to(device, self.dtype)
         if self.dtype == torch.float64:
             for module in self.model.modules():  # times are embedded in float32 whatever the model is in

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.config import Experiment, freeze
+from kairos.fetching import lacking
 from kairos.training.job import last_word
 from kairos.workflow import dependencies
 from kairos.workflow.resources import gpus
@@ -263,4 +264,4 @@ def names(steps: tuple[int, ...]) -> list[str]:
 def lay_out(experiment: Experiment) -> Layout:
     """Settle what an experiment leaves open, freeze it and lay it out."""
     settled, said = experiment.settled()
-    return Layout(settled, freeze(settled), said)
+    return Layout(settled, freeze(settled), said + lacking(settled))
