@@ -140,9 +140,7 @@ def test_conditions_come_from_heldout_images(encoded, tmp_path):
     with pytest.raises(KairosError, match=r"'low_resolution' is that of real images.*--latents"):
         conditions_of(["low_resolution"], kinds, tmp_path / "absent")
     for other in ({"factor": 2}, {"kind": "tensor"}):
-        with pytest.raises(
-            KairosError, match=r"condition 'low_resolution' is .*, the model was trained with .*--latents"
-        ):
+        with pytest.raises(KairosError, match=r"condition 'low_resolution' is .*, the model was told .*--latents"):
             conditions_of(
                 ["low_resolution"], {"low_resolution": {**kinds["low_resolution"], **other}}, encoded / "pixels"
             )

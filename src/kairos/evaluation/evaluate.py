@@ -17,6 +17,7 @@ from kairos.evaluation.settings import LossSettings, check_metrics, named_metric
 from kairos.evaluation.validation import latents_folder
 from kairos.files import read_json, write_json
 from kairos.progress import say
+from kairos.sampling.drawn_conditions import check_conditions
 from kairos.sampling.sample import settings
 from kairos.sampling.samples_file import Samples, open_samples
 from kairos.section import build
@@ -246,4 +247,5 @@ def _trained_on(job: EvaluationJob, protocol: dict[str, Any], record: dict[str, 
             raise KairosError(
                 f"{folder}: {name} is not that of {job.milestone}; pass the latents it was trained on as --latents DIR"
             )
+    check_conditions(opened, record["conditions"], folder)
     return opened

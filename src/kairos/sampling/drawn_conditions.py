@@ -12,6 +12,8 @@ from kairos.data.latents import Latents, open_latents
 from kairos.errors import KairosError
 from kairos.randomness import Stream
 
+_LATENTS = "pass --latents DIR, the latents that the model was trained on"
+
 
 def told_of(
     latents: Any, indices: range, descriptions: dict[str, dict[str, Any]], labels: str = "balanced", seed: int = 0
@@ -80,19 +82,25 @@ def conditions_of(
     """
     if not names or (labels != "data" and all(descriptions[name]["kind"] == "class" for name in names)):
         return Prompts(names, descriptions, None, labels, seed)
-    needed = "pass --latents DIR, the latents that the model was trained on"
     if not latents.is_dir():
-        raise KairosError(f"condition {names[-1]!r} is that of real images, but {latents} is no folder; {needed}")
+        raise KairosError(f"condition {names[-1]!r} is that of real images, but {latents} is no folder; {_LATENTS}")
     opened = open_latents(latents)
-    for name in names:
-        found, wanted = (_form(one.get(name)) for one in (opened.manifest["conditions"], descriptions))
-        if found != wanted:
-            raise KairosError(
-                f"{latents}: condition {name!r} is {found}, the model was trained with {wanted}; {needed}"
-            )
+    check_conditions(opened, {name: descriptions[name] for name in names}, latents)
     return Prompts(names, descriptions, opened, labels, seed)
 
 
-def _form(description: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a model must have been trained with, of a condition's description."""
-    return description and {key: value for key, value in description.items() if key not in ("file", "null")}
+def check_conditions(latents: Latents, descriptions: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Compare the conditions of latents with those that a model was trained with.
+
+    Raises:
+        KairosError: they are missing, or of another form or text encoder.
+    """
+    for name in descriptions:
+        found, wanted = (
+            {key: value for key, value in one.get(name, {}).items() if key not in ("file", "null")}
+            for one in (latents.manifest["conditions"], descriptions)
+        )
+        if found != wanted:
+            raise KairosError(
+                f"{folder}: condition {name!r} is {found or 'not there'}, the model was told {wanted}; {_LATENTS}"
+            )
