@@ -237,9 +237,7 @@ def test_a_start_counts_by_its_weights_and_must_be_of_the_same_model(tmp_path):
     manifest = read_json(latents / "manifest.json")
     assert len({identity_of(one, "uniform", 0, manifest, "cpu")["identity"] for one in plain}) == 1
     plain[0]["model"]["width"] = 32
-    with pytest.raises(
-        KairosError, match=r"training.start_from: the weights in .* are of another model .*size mismatch"
-    ):
+    with pytest.raises(KairosError, match=r"training.start_from: got one with model.width: 16 .* allowed: one with 32"):
         train(plain[0], "uniform", 0, tmp_path / "other", latents, [0])
 
 
