@@ -17,6 +17,7 @@ class Network:
 
     Attributes:
         parameters: numbers that are trained.
+        fixed: of those that are counted with them elsewhere and are not trained: DiT's positions.
         weights: numbers that are kept, with fixed ones such as positions.
         tensors: number of tensors that these are in.
         value_bytes: bytes of a number.
@@ -36,6 +37,7 @@ class Network:
     backward: int
     traffic: int
     activations: int
+    fixed: int = 0
 
 
 def measure(
@@ -120,4 +122,5 @@ def measure(
         backward=backward.get_total_flops(),
         traffic=traffic.bytes * double,
         activations=activations * double,
+        fixed=sum(value.numel() for value in network.parameters() if not value.requires_grad),
     )
