@@ -1,5 +1,6 @@
 """Experiment files: every refusal names the field, the value and what is allowed, and costs no job."""
 
+import re
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kairos.cli import main
 from kairos.config import load, validate
 from kairos.errors import ConfigError
 from kairos.sampling.settings import SamplingConfig
@@ -100,12 +102,31 @@ def test_committed_experiments_are_valid(path):
         ("sampling.precision", "fp16", r"sampling.precision: got 'fp16', allowed: 'fp32', 'tf32' or 'bf16'"),
         ("evaluation.precision", "fp64", r"evaluation.precision: got 'fp64', allowed: 'fp32', 'tf32' or 'bf16'"),
         ("experiment", "a/b", r"experiment: got 'a/b'"),
+        ("model", {"name": "dit", "patch": 3}, r"model.patch: got 3, allowed: a divisor of x0's side, "),
+        ("diffusion.losses", ["mse", "mse"], r"diffusion.losses: got mse, mse, allowed: each once"),
+        ("evaluation", {"metrics": ["fid"], "extractor": "classifier"}, r"^x.yaml: evaluation.metrics: fid needs"),
         ("seeds", [1, 1], r"seeds: got \[1, 1\], allowed: distinct"),
     ],
 )
 def test_refusals(path, value, message):
     with pytest.raises(ConfigError, match=message):
         validate(changed(path, value), "x.yaml")
+
+
+def test_a_size_that_yaml_takes_for_a_number():
+    assert validate(changed("model", {"name": "adm", "size": 64})).model["size"] == "64"
+
+
+def test_what_is_not_here_is_said_before_any_job(tmp_path, capsys):
+    values = {"experiment": "x", "methods": {"a": {}}, "dataset": {"source": "folder", "path": str(tmp_path)}}
+    values["dataset"] |= {"resolution": 32, "heldout": str(tmp_path / "held"), "captions": str(tmp_path / "c.json")}
+    values |= {"text_encoder": {"path": "/no/encoder"}, "model": {"name": "uvit", "conditions": ["text"]}}
+    values["evaluation"] = {"metrics": ["frechet", "clip"], "extractor": "selfsupervised"}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
+    assert main(["check", str(tmp_path / "x.yaml")]) == 0
+    said = capsys.readouterr().out
+    for what in (tmp_path / "held", tmp_path / "c.json", "/no/encoder", "openai/clip-vit-large-patch14"):
+        assert re.search(rf"warning: .*{what}: not here; ", said), what
 
 
 @pytest.mark.parametrize(

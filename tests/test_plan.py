@@ -213,6 +213,14 @@ def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert main(["plan", str(file), "--tflops", "0"]) == 2
 
 
+def test_texts_of_an_encoder_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    known = ["plan", str(ROOT / "experiments/systems/dit_coco.yaml"), "--shape", "4", "32", "32"]
+    assert main(known) == 2
+    assert "what text is like is not known yet" in capsys.readouterr().err
+    assert main([*known, "--text", "77", "512"]) == 0
+    assert "675,895,712 with fixed positions" in capsys.readouterr().out
+
+
 def test_a_large_recipe_in_seconds(tmp_path: Path) -> None:
     """100 methods, 5 seeds, the largest published DiT: without computing anything."""
     methods = {f"adaptive_{k}": {"sampler": {"name": "adaptive", "lr": 1e-4 * (k + 1)}} for k in range(100)}

@@ -113,6 +113,9 @@ def test_heldout_images_with_captions_of_their_own_or_in_one_file(tmp_path):
     assert of(dataset, dataset.heldout) == [["mine"]]
     with pytest.raises(ConfigError, match=r"dataset.heldout_captions: .*cannot be read"):
         prepare(DatasetConfig(**settings, heldout_captions="none.json"), tmp_path / "three")
+    other = write_captions(tmp_path / "other.json", {"a1.png": ["of a training image"]})
+    with pytest.raises(KairosError, match=r"dataset.heldout_captions: .*other.json' has none of the 3 held-out images"):
+        prepare(DatasetConfig(**settings, heldout_captions=other), tmp_path / "four")
 
 
 def test_captions_beside_the_images_and_in_a_column(tmp_path):
@@ -172,6 +175,10 @@ def test_captions_of_no_image_or_of_two_are_refused(tmp_path):
         ({"dataset": {"source": "folder", "path": "x"}}, "dataset.captions: got null, allowed: what it needs"),
         ({"model": "unet"}, "text_encoder: got x, allowed: where model.conditions names text"),
         ({"model": {"name": "unet", "conditions": ["text"]}}, "model.conditions: got ['text'], allowed with unet"),
+        (
+            {"model": {"name": "unet", "conditions": ["text"]}, "dataset": {}, "text_encoder": None},
+            "model.conditions: got ['text'], allowed with unet",
+        ),
         ({"text_encoder": {"path": "x", "output": "pooled"}}, "text_encoder.output: got pooled, allowed with this"),
         (
             {"model": "unet", "text_encoder": None, "evaluation": {"metrics": ["frechet", "clip"]}},
