@@ -44,6 +44,9 @@ def small(name: str, steps: int, folder: Path) -> dict[str, Any]:
     values["sampling"] |= {"steps": 10, "batch_size": BATCH, "grid": BATCH}
     values["evaluation"] = {"num_samples": BATCH, "sets": 1, "extractor": "selfsupervised"}
     values["tracking"] = {"enabled": False}
+    for method in values["methods"].values():  # FDM's ramp ends as early in a short training as in a long one
+        if isinstance(method.get("weighting"), dict) and "warmup" in method["weighting"]:
+            method["weighting"] |= {"warmup": steps // 10}
     values["methods"] = {name: value for name, value in values["methods"].items() if name in METHODS} | (
         {} if "uniform" in values["methods"] else {"uniform": next(iter(values["methods"].values()))}
     )
