@@ -18,6 +18,7 @@ from kairos.workflow.layout import Layout, lay_out
 from kairos.workflow.reproduction import machines, provenance
 
 _PYTHON = (sys.executable, "-m")
+_STAGES = Path("dvc.yaml")
 RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
 _QUIET = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -28,13 +29,16 @@ def write_dependencies(config: Path, out: Path) -> None:
     The file is left alone where nothing has changed.
 
     Raises:
-        ConfigError: the experiment encodes texts, for which dvc.yaml has no stage.
+        ConfigError: dvc.yaml lacks a stage that the experiment has.
     """
     layout = lay_out(load(config))
-    if layout.experiment.text_encoder is not None:
-        raise ConfigError(f"{config}: text_encoder: got one, allowed: null, for dvc.yaml has no stage text")
-    stages = (*layout.shared, "report")
-    table: dict[str, Any] = {stage: dependencies.of(stage, layout.plain) for stage in stages}
+    stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"] if _STAGES.is_file() else layout.shared
+    if missing := set(layout.shared) - set(stages):
+        raise ConfigError(
+            f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; add it in the manner of autoencoder, and "
+            "its manifest to the deps of encode"
+        )
+    table: dict[str, Any] = {stage: dependencies.of(stage, layout.plain) for stage in (*layout.shared, "report")}
     for stage in dependencies.PER_TRAINING:
         table[stage] = {
             method: dependencies.of(stage, layout.plain, method) | {"milestones": list(layout.experiment.milestones)}
