@@ -9,9 +9,9 @@ for name in layout.rules("encode"):
         name:
             name
         input:
+            **{stage: f"{RESULTS}/{stage}/manifest.json" for stage in layout.text},
             dataset=f"{RESULTS}/dataset/manifest.json",
             autoencoder=f"{RESULTS}/autoencoder/manifest.json",
-            **{stage: f"{RESULTS}/{stage}/manifest.json" for stage in layout.text},
             parts=[f"{RESULTS}/.parts/latents.{shard}" for shard in layout.shards("encode") if not part],
         output:
             record=(
