@@ -20,6 +20,7 @@ from kairos.progress import say
 from kairos.sampling.drawn_conditions import check_conditions
 from kairos.sampling.sample import settings
 from kairos.sampling.samples_file import Samples, open_samples
+from kairos.sampling.settings import GUIDANCE
 from kairos.section import build
 
 PUBLISHED = ("inception", "dinov2")  # extractors that no data set is needed for
@@ -190,7 +191,7 @@ def _protocol(
     """How the numbers came about; what images from outside do not say is null."""
     scheduler = sampled.get("scheduler") or {}
     return {
-        **{name: sampled.get(name) for name in ("steps", "nfe", "guidance_scale", "weights", "identity")},
+        **{name: sampled.get(name) for name in ("steps", "nfe", *GUIDANCE, "weights", "identity")},
         **dict.fromkeys(("spacing", "clip", "eta", "variance")),
         **{name: value for name, value in scheduler.items() if name != "name"},
         "extractor": extractor.name,

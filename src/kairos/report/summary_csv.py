@@ -7,10 +7,11 @@ import pandas as pd
 
 from kairos.config import REFERENCE_ROWS
 from kairos.report.collect import Milestone, Results, Training
+from kairos.sampling.settings import GUIDANCE
 
 _FIRST = ("experiment", "method", "seed", "step", "images_seen", "train_seconds")
 _PROTOCOL = ("n_samples", "scheduler", "steps", "nfe", "weights", "extractor_hash", "reference_hash", "eval_seed")
-_OPTIONAL_PROTOCOL = ("sets", "spacing", "clip", "sample_seed", "guidance_scale")
+_OPTIONAL_PROTOCOL = ("sets", "spacing", "clip", "sample_seed", *GUIDANCE)
 
 
 def text(results: Results) -> str:

@@ -57,6 +57,9 @@ def opened(path: Any, kind: Any, field: str, weights: bool = False) -> Any:
     Raises:
         KairosError: it cannot be opened, or lacks weights, which would be random.
     """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of a network that is read in a second, in a job's log
     try:
         if not weights:
             return kind.from_pretrained(path, local_files_only=True)
