@@ -218,7 +218,7 @@ def test_texts_of_an_encoder_that_is_not_here(capsys: pytest.CaptureFixture[str]
     assert main(known) == 2
     assert "what text is like is not known yet" in capsys.readouterr().err
     assert main([*known, "--text", "77", "512"]) == 0
-    assert "675,895,712 with fixed positions" in capsys.readouterr().out
+    assert "675,895,712 parameters" in capsys.readouterr().out
 
 
 def test_a_large_recipe_in_seconds(tmp_path: Path) -> None:
