@@ -15,7 +15,10 @@ from training_case import experiment, make_latents
 from kairos import models
 from kairos.cli import main
 from kairos.config import validate
+from kairos.data.latents import open_latents
 from kairos.errors import ConfigError, KairosError
+from kairos.evaluation.settings import LossSettings
+from kairos.evaluation.validation import validation_loss
 from kairos.files import read_json, write_json
 from kairos.milestones import open_milestone
 from kairos.training.identity import identity_of
@@ -73,6 +76,8 @@ def test_a_milestone_of_published_weights_draws_images_and_is_trained_on(tmp_pat
     out, status = import_(tmp_path, tmp_path / "dit.safetensors", wanted, "--latents", latents)
     assert status == 0, capsys.readouterr().err
     start = {key: value.clone() for key, value in open_milestone(out).model.weights().items()}
+    judged = validation_loss(open_milestone(out), open_latents(latents), LossSettings(16, 4, 0))
+    assert np.isfinite(judged["loss"]) and judged["images"] == 16
 
     changes = {"diffusion": {"process": {"name": "discrete", "variance": "learned_range"}, "losses": ["mse", "vb"]}}
     plain = experiment({"uniform": {}}, model=wanted, training__start_from=str(out), **changes)
