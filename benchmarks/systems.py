@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,7 +31,7 @@ STEPS, BATCH = 200, 16
 METHODS = ("uniform", "speed", "adaptive")
 
 
-def small(name: str, steps: int, folder: Path) -> dict[str, Any]:
+def small(name: str, steps: int, folder: Path, methods: Sequence[str] = METHODS) -> dict[str, Any]:
     """The small form's experiment: the file's parts with a small model on small real images."""
     system, values = SYSTEMS[name], published(name)
     values |= {"experiment": name, **_data(system.data, values, folder)}
@@ -47,9 +48,8 @@ def small(name: str, steps: int, folder: Path) -> dict[str, Any]:
     for method in values["methods"].values():  # FDM's ramp ends as early in a short training as in a long one
         if isinstance(method.get("weighting"), dict) and "warmup" in method["weighting"]:
             method["weighting"] |= {"warmup": steps // 10}
-    values["methods"] = {name: value for name, value in values["methods"].items() if name in METHODS} | (
-        {} if "uniform" in values["methods"] else {"uniform": next(iter(values["methods"].values()))}
-    )
+    given = {"uniform": next(iter(values["methods"].values())), **values["methods"]}  # EDM's is called by its name
+    values["methods"] = {name: given[name] for name in methods}
     return values
 
 
@@ -101,7 +101,7 @@ def tiny_vq(folder: Path) -> Path:
     return folder
 
 
-def run(name: str, steps: int, out: Path) -> list[dict[str, Any]]:
+def run(name: str, steps: int, out: Path, methods: Sequence[str]) -> list[dict[str, Any]]:
     """Rows of a system: a method each."""
     import torch
 
@@ -120,7 +120,7 @@ def run(name: str, steps: int, out: Path) -> list[dict[str, Any]]:
         return []
     with tempfile.TemporaryDirectory(prefix="kairos-systems-") as temporary:
         folder = Path(temporary)
-        plain = validate(small(name, steps, folder), name).plain()
+        plain = validate(small(name, steps, folder, methods), name).plain()
         config, results = folder / "config.yaml", folder / "results"
         config.write_text(yaml.safe_dump(plain))
 
@@ -169,6 +169,7 @@ def main() -> int:
     """Run the systems side by side, a process each, and write results/systems.csv."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SYSTEMS)}; default: all")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
@@ -177,7 +178,7 @@ def main() -> int:
         parser.error(f"unknown system {', '.join(sorted(unknown))}")
     begun, rows = time.monotonic(), []
     with ProcessPoolExecutor(a.processes, get_context("spawn")) as pool:
-        for found in [pool.submit(run, name, a.steps, a.out) for name in a.names or SYSTEMS]:
+        for found in [pool.submit(run, name, a.steps, a.out, a.methods) for name in a.names or SYSTEMS]:
             for row in found.result():
                 rows.append(row)
                 print(
