@@ -179,7 +179,7 @@ def test_a_download_is_whole_or_not_there(server: str, folder: Path) -> None:
 
 def test_autoencoder_of_the_hub(server: str, folder: Path) -> None:
     """Brought once, found offline by the code that a job runs, damage is seen."""
-    write(autoencoder={"kind": "pretrained", "path": "someone/vae"})
+    file = write(autoencoder={"kind": "pretrained", "path": "someone/vae"})
     environment = {"HF_ENDPOINT": server, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = fetched({**environment, "HF_ENDPOINT": "http://127.0.0.1:9"})
     assert done.returncode == 1
@@ -202,6 +202,11 @@ def test_autoencoder_of_the_hub(server: str, folder: Path) -> None:
     assert Files.asked == []  # it is there
     blob = (place / "diffusion_pytorch_model.safetensors").resolve()
     blob.write_bytes(blob.read_bytes()[:-1])
+    check = [sys.executable, "-m", "kairos", "check", file]
+    said = subprocess.run(check, env=offline, capture_output=True, text=True, check=False)
+    assert (
+        "someone/vae" not in said.stdout + said.stderr and blob.is_file()
+    )  # a check reads no network, and deletes none
     assert fetched(environment).returncode == 0
     assert blob.read_bytes() == MODEL["diffusion_pytorch_model.safetensors"]  # brought again
 

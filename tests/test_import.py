@@ -50,7 +50,7 @@ def import_(tmp_path, file, model, *more):
 
 
 @pytest.mark.parametrize("name", ["dit", "mdt", "uvit"])
-def test_published_weights_sample(name, tmp_path, capsys):
+def test_published_weights_become_milestones(name, tmp_path, capsys):
     outputs = 4 if name == "uvit" else 8
     raw, average = weights_of(name, outputs), weights_of(name, outputs, seed=1)
     file = tmp_path / "0400000.pt"
@@ -200,7 +200,7 @@ def test_a_start_of_another_size_is_refused(tmp_path):
         validate(experiment(model={**wanted, "width": 32}, **start)).settled()
     plain = experiment({"uniform": {}}, model=wanted, **start)
     with pytest.raises(
-        KairosError, match=r"training.start_from: .* do not fit the model: pos_embed: got \(1, 16, 16\)"
+        KairosError, match=r"training.start_from: .* do not fit the model; .*pos_embed \(1, 16, 16\) for \(1, 4, 16\)"
     ):
         train(plain, "uniform", 0, tmp_path / "run", make_latents(tmp_path / "data"), [0, 1])
 

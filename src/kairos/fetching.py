@@ -19,6 +19,7 @@ from kairos.data.settings import DatasetConfig
 from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import weights
 from kairos.files import read_json, sha256_file
+from kairos.hub import here
 from kairos.progress import say
 from kairos.text.settings import FILES, PREPROCESSOR, WEIGHTS
 
@@ -37,12 +38,14 @@ class Need:
         find: where it is, checked, or None where it is not here; raises KairosError where what is here cannot be used.
         bring: download it; None where that is for the user to do.
         by_hand: what to do where it cannot be brought.
+        there: whether something is where it should be, which is not read; None: `find` is as quick.
     """
 
     what: str
     find: Callable[[], str | None]
     bring: Callable[[], None] | None
     by_hand: str
+    there: Callable[[], bool] | None = None
 
     def look(self, bring: bool = False) -> tuple[str | None, str]:
         """Where it is, brought if that is wanted and it is not here; or None and what is wrong."""
@@ -73,10 +76,13 @@ def needs(experiment: Experiment) -> list[Need]:
 
 
 def lacking(experiment: Experiment) -> list[str]:
-    """What is to be said before any job of what is not here, beside what `Experiment.settled` says."""
+    """What is to be said before any job of what is not here, beside what `Experiment.settled` says.
+
+    Networks of gigabytes are not read for that.
+    """
     parts = [_dataset(part) for part in experiment.dataset.parts[1:] if part.source not in ("digits", "hub")]
-    looked = [(need, *need.look()) for need in parts + _further(experiment)]
-    return [f"warning: {need.what}: {need.lack(fault)}" for need, place, fault in looked if place is None]
+    looked = parts + _further(experiment)
+    return [f"warning: {need.what}: {need.lack()}" for need in looked if not (need.there or need.find)()]
 
 
 def _further(experiment: Experiment) -> list[Need]:
@@ -153,7 +159,8 @@ def _network(kind: str, path: str | None, field: str, form: tuple[str, str], mor
     tokenizer = " and its tokenizer" if more else ""
     advice = f"put {' and '.join(files[:2])}{tokenizer} into a folder that jobs can read and set {field} to it"
     if Path(path).is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
-        return Need(what, lambda: _whole(Path(path), form) if Path(path).is_dir() else None, None, advice)
+        folder = Path(path)
+        return Need(what, lambda: _whole(folder, form) if folder.is_dir() else None, None, advice, lambda: here(path))
 
     def find() -> str | None:
         from huggingface_hub import snapshot_download
@@ -175,7 +182,7 @@ def _network(kind: str, path: str | None, field: str, form: tuple[str, str], mor
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             raise KairosError(" ".join(str(error).split())[:300]) from None
 
-    return Need(what, find, bring, advice)
+    return Need(what, find, bring, advice, lambda: here(path))
 
 
 def _whole(folder: Path, form: tuple[str, str]) -> str | None:

@@ -65,13 +65,12 @@ def start_of(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     from kairos.models import WEIGHTS
+    from kairos.models.backbone import misfit
 
     check_milestone(folder)
     found = load_file(folder / "ema" / WEIGHTS)
-    shapes, wanted = ({name: tuple(value.shape) for name, value in each.items()} for each in (found, own))
-    if other := [name for name in {**wanted, **shapes} if wanted.get(name) != shapes.get(name)]:
-        few = "; ".join(f"{name}: got {shapes.get(name)}, allowed: {wanted.get(name)}" for name in other[:3])
-        raise KairosError(f"training.start_from: the weights in {folder} do not fit the model: {few}")
+    if fault := misfit(own, found):
+        raise KairosError(f"training.start_from: the weights in {folder} do not fit the model; {fault}")
     return found
 
 

@@ -95,18 +95,8 @@ class Backbone(nn.Module):
         own, given = self.weights(), self.published(weights)
         fixed = dict(self.named_buffers())
         given = {name: value for name, value in own.items() if name in fixed} | given
-        differing = [name for name in own.keys() & given.keys() if own[name].shape != given[name].shape]
-        shapes = [f"{name} {tuple(given[name].shape)} for {tuple(own[name].shape)}" for name in sorted(differing)]
-        wrong = {
-            "missing": sorted(own.keys() - given.keys()),
-            "not of this model": sorted(given.keys() - own.keys()),
-            "of another shape": shapes,
-        }
-        if any(wrong.values()):
-            told = (
-                f"{what}: {', '.join(names[:5])}{', …' * (len(names) > 5)}" for what, names in wrong.items() if names
-            )
-            raise KairosError(f"the weights do not fit {type(self).__name__} as configured; {'; '.join(told)}")
+        if fault := misfit(own, given):
+            raise KairosError(f"the weights do not fit {type(self).__name__} as configured; {fault}")
         self.load_weights(given)
 
     def joined(self, x: Tensor, conditions: dict[str, Tensor]) -> Tensor:
@@ -129,6 +119,19 @@ class Backbone(nn.Module):
         _, height, width = self.shape
         values = patches.view(len(patches), height // patch, width // patch, patch, patch, self.outputs)
         return values.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), self.outputs, height, width)
+
+
+def misfit(own: dict[str, Tensor], given: dict[str, Tensor]) -> str:
+    """Why weights cannot take the place of a model's own: names and shapes that differ, five of a kind; empty: none."""
+    differing = sorted(name for name in own.keys() & given.keys() if own[name].shape != given[name].shape)
+    wrong = {
+        "missing": sorted(own.keys() - given.keys()),
+        "not of this model": sorted(given.keys() - own.keys()),
+        "of another shape": [f"{name} {tuple(given[name].shape)} for {tuple(own[name].shape)}" for name in differing],
+    }
+    return "; ".join(
+        f"{what}: {', '.join(names[:5])}{', …' * (len(names) > 5)}" for what, names in wrong.items() if names
+    )
 
 
 def padded(network: Callable[[Tensor], Tensor], x: Tensor, factor: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions, padded
+from kairos.models.layers import sinusoids
 from kairos.models.registries import DdpmppOptions
 
 _HALF = math.sqrt(0.5)  # keeps the variance of a sum of two
@@ -110,10 +111,8 @@ class DDPMpp(Backbone):
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Prediction (batch, outputs, height, width)."""
-        half = self.options.channels // 2
-        rates = torch.exp(-math.log(10_000) * torch.arange(half, dtype=torch.float32, device=t.device) / (half - 1))
-        angles = t.float()[:, None] * rates[None]  # (batch, half)
-        embedding = torch.cat([angles.sin(), angles.cos()], dim=1)
+        width = self.options.channels
+        embedding = sinusoids(t, width, shift=1).roll(width // 2, 1)  # sines first
         if self.map_label is not None:
             classes = torch.arange(self._classes, device=t.device)
             told = (conditions["class"][:, None] == classes).float()  # all 0 for the class past the last

@@ -1,4 +1,4 @@
-"""What the transformers share: sinusoids of time, attention, the block of a plain transformer."""
+"""What backbones share: sinusoids of time, attention, the block of a plain transformer."""
 
 import math
 from collections import OrderedDict
@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn
 
 
-def sinusoids(t: Tensor, width: int) -> Tensor:
-    """Cosines, then sines, of t (indices or real numbers) at falling rates, float32: (batch,) to (batch, width)."""
+def sinusoids(t: Tensor, width: int, shift: int = 0) -> Tensor:
+    """Cosines, then sines, of t (indices or real numbers) at falling rates, float32: (batch,) to (batch, width).
+
+    Rates fall from 1 to 1/10,000, with `shift` 1 the last is that.
+    """
     half = width // 2
-    rates = torch.exp(-math.log(10_000) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+    rates = torch.exp(-math.log(10_000) * torch.arange(half, dtype=torch.float32, device=t.device) / (half - shift))
     angles = t.float()[:, None] * rates[None]  # (batch, half)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 

@@ -48,7 +48,7 @@ def final_samples(results: Results, looks: dict[str, Look]) -> Figure:
 
 def told_samples(results: Results, looks: dict[str, Look]) -> Figure:
     """The first captions or low-resolution images, the real images that they are of, and each method's last samples."""
-    from kairos.data.dataset import open_dataset
+    from kairos.data.dataset import low_resolution, open_dataset, to_uint8
     from kairos.sampling.drawn_conditions import told_of
     from kairos.sampling.samples_file import open_samples
 
@@ -59,9 +59,7 @@ def told_samples(results: Results, looks: dict[str, Look]) -> Figure:
     told = told_of(dataset, range(count), record["conditions"], first.protocol["labels"], first.protocol["seed"])
     columns = {"real": dataset.images[told]} | {method: each.images[:count] for method, each in opened.items()}
     if factor := results.experiment.dataset.low_resolution:
-        n, height, width, channels = columns["real"].shape
-        blocks = columns["real"].reshape(n, height // factor, factor, width // factor, factor, channels)
-        columns = {"told": blocks.mean((2, 4)).astype(np.uint8)} | columns
+        columns = {"told": to_uint8(low_resolution(dataset.tensor(told), factor))} | columns
     drawing, grid = figure(1.3 * len(columns), 1.4 * count, count, len(columns), between=0.1, above=0.1)
     for column, (name, images) in enumerate(columns.items()):
         grid[0, column].set_title(name, fontsize=9.5, color=INK if name in opened else MUTED)

@@ -51,9 +51,11 @@ class Prompts:
 
     def recorded(self, name: str, indices: range) -> np.ndarray:
         """What is kept of a condition, (n, ...): of a text not its states but itself, bytes in UTF-8."""
-        captions = self.latents.dataset.captions if self.latents and self.descriptions[name]["kind"] == "text" else None
-        if captions is None:
+        if self.latents is None:
             return self(indices)[name].numpy()
+        captions = self.latents.dataset.captions
+        if captions is None or self.descriptions[name]["kind"] != "text":
+            return self.latents.dataset.conditions[name][self._images(indices)]
         texts = captions.texts(captions.numbers(self._images(indices), self._which(indices)))
         return np.array([text.encode() for text in texts], f"S{captions.longest}")
 

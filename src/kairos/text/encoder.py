@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json, sha256_file, sha256_json
+from kairos.hub import folder_of
 from kairos.text.settings import FILES, TOKENIZERS, WEIGHTS, TextEncoderConfig
 
 _CLIP = ("clip", "clip_text_model")
@@ -28,21 +29,10 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
         ConfigError: the folder lacks a file, or the path is neither a folder nor a hub id.
         KairosError: the hub cannot be reached and its cache has no copy.
     """
-    folder, needed = Path(path), "config.json, model.safetensors and tokenizer.json (or vocab.json and merges.txt)"
-    if not folder.is_dir():
-        if path.startswith((".", "/", "~")) or path.count("/") != 1:
-            raise ConfigError(f"{field}: got {path!r}, allowed: a folder that exists, or a hub id OWNER/NAME")
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-        try:
-            folder = Path(snapshot_download(path, allow_patterns=list(files)))
-            if not (folder / WEIGHTS[0]).is_file():
-                snapshot_download(path, allow_patterns=[WEIGHTS[1]])
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-            why = f"{path!r} is no folder here and cannot be had from the hub ({' '.join(str(error).split())[:200]})"
-            advice = f"`kairos fetch` brings it where there is a network; or put {needed} into a folder and name that"
-            raise KairosError(f"{field}: {why}. {advice}") from None
+    needed = "config.json, model.safetensors and tokenizer.json (or vocab.json and merges.txt)"
+    folder = folder_of(path, field, files, needed)
+    if not (folder / WEIGHTS[0]).is_file():
+        folder = folder_of(path, field, WEIGHTS[1:], needed)
     wanted = {"config.json": [["config.json"]], WEIGHTS[0]: [[name] for name in WEIGHTS], "a tokenizer": TOKENIZERS}
     whole = {name: [all((folder / file).is_file() for file in kind) for kind in wanted[name]] for name in wanted}
     lacks = [name for name, kinds in whole.items() if not any(kinds)]

@@ -1,0 +1,49 @@
+"""Networks in a folder, or in the Hugging Face hub's cache on this machine, into which the hub brings them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from kairos.errors import ConfigError, KairosError
+
+
+def folder_of(path: str, field: str, files: Iterable[str], needed: str) -> Path:
+    """The folder that a field of the experiment names.
+
+    Args:
+        path: a folder, or a hub id.
+        field: its name in messages.
+        files: what is fetched where the cache lacks it.
+        needed: what must be in the folder, in words.
+
+    Raises:
+        ConfigError: the path is neither a folder nor a hub id.
+        KairosError: the hub cannot be reached and its cache has no copy.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ConfigError(
+            f"{field}: got {path!r}, allowed: a folder that exists, or a hub id OWNER/NAME; with {needed}"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(files)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise KairosError(
+            f"{field}: {path!r} is no folder here and cannot be had from the hub "
+            f"({' '.join(str(error).split())[:200]}). `kairos fetch` brings it where there is a network; or put "
+            f"{needed} into a folder and set {field} to it"
+        ) from None
+
+
+def here(path: str, file: str = "config.json") -> bool:
+    """Whether a folder or the hub's cache holds a file of a network; it is not read."""
+    if Path(path).is_dir():
+        return Path(path, file).is_file()
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        return False
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(path, file), str)
