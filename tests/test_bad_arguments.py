@@ -22,7 +22,7 @@ CONTENT = {  # of files that are no experiment, no record, no samples
     "list": b"[1, 2]",
     "number": b"3",
     "cut": b'{"a": ',
-    "deep": b"[" * 5000,
+    "deep": b"[" * 1500,
 }
 FILES = (*CONTENT, "folder", "missing", "dangling", "circle", "text/below", "x" * 300, "/proc/self/mem", "")
 PLACES = ("folder", "text/below", "x" * 300, "/proc/x/y", "")  # where no file can be made
