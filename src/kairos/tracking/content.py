@@ -6,9 +6,8 @@ A training that reports while it runs and the import afterwards take them from h
 import math
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,14 +23,13 @@ COMMIT = "mlflow.source.git.commit"  # a tag that stays what the first import ma
 _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)  # start of a training whose clock was not kept
 
 
-@dataclass(frozen=True)
-class Point:
-    """One metric value; `timestamp` is in milliseconds since 1970."""
+class Point(NamedTuple):
+    """One metric value, as mlflow.entities.Metric takes it; `timestamp` is in milliseconds since 1970."""
 
     key: str
     value: float
-    step: int
     timestamp: int
+    step: int
 
 
 def experiment_name(experiment: "Experiment") -> str:
@@ -81,19 +79,25 @@ def moments(started: datetime, clock: Mapping[int, float]) -> Callable[[int], in
 def points(training: "Training") -> list[Point]:
     """All curves of a training: what metrics.jsonl holds (thinned) and the evaluation of every milestone."""
     when = moments(training.started or _EPOCH, training.clock)
-    return [Point(key, value, step, when(step)) for key, value, step in _values(training) if math.isfinite(value)]
+    every = stride(len(training.metrics))
+    lines = training.metrics.iloc[every - 1 :: every].to_dict("records")
+    found = [point for line in lines for point in points_of(line, line["step"], when)]
+    return found + [point for one in training.milestones for point in points_of(one.columns, one.step, when)]
+
+
+def points_of(record: Mapping[Any, Any], step: int, when: Callable[[int], int]) -> Iterator[Point]:
+    """The finite numbers of a record, but its own step."""
+    for key, value in flat(record):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if key not in ("step", "images") and number and math.isfinite(value):
+            yield Point(key, float(value), when(step), step)
 
 
 def reference_points(results: "Results") -> list[Point]:
     """The reference rows, for the parent run."""
     start = min((training.started or _EPOCH for training in results.trainings), default=_EPOCH)
-    at = round(1000 * start.timestamp())
-    return [
-        Point(f"reference/{name}/{key}", float(value), 0, at)
-        for name, row in results.reference["rows"].items()
-        for key, value in row.items()
-        if isinstance(value, (int, float)) and math.isfinite(value)
-    ]
+    rows = {f"reference/{name}/{key}": row[key] for name, row in results.reference["rows"].items() for key in row}
+    return list(points_of(rows, 0, moments(start, {})))
 
 
 def tags(results: "Results", training: "Training") -> dict[str, str]:
@@ -126,18 +130,7 @@ def git_commit() -> str | None:
     return answer.stdout.strip()
 
 
-def _values(training: "Training") -> Iterator[tuple[str, float, int]]:
-    table = training.metrics.select_dtypes("number").drop(columns="images", errors="ignore")
-    every = stride(len(table))
-    for step, key, value in table.iloc[every - 1 :: every].melt("step").itertuples(index=False):
-        yield str(key), float(value), int(step)
-    for milestone in training.milestones:
-        for key, value in milestone.columns.items():
-            if isinstance(value, (int, float)):
-                yield key, float(value), milestone.step
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested dictionaries under dotted names, those that are None left out."""
     for key, value in values.items():
         if isinstance(value, dict):
