@@ -69,7 +69,7 @@ def _warnings(results: Results) -> Iterator[str]:
     yield from (f"Not bit-exact: {reason}." for reason in dict.fromkeys(chain.from_iterable(reasons)))
     if len(results.experiment.seeds) == 1:
         yield "One seed: how much another would change the numbers is unknown, and no part of the spread."
-    if any(training.timing.empty for training in results.trainings):
+    if not all(training.clock for training in results.trainings):
         yield "Some trainings have no timing.jsonl: their times and factors in time are missing."
 
 

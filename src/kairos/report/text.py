@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kairos.options import but_name
+
 if TYPE_CHECKING:
     from kairos.report.ranking import Ratio
 
@@ -73,7 +75,7 @@ def seconds(value: float | None) -> str:
 
 def component(named: dict[str, object]) -> str:
     """A sampler or weighting with its options in one line."""
-    options = [f"{key} {value}" for key, value in named.items() if key != "name" and value not in (None, [])]
+    options = [f"{key} {value}" for key, value in but_name(named).items() if value not in (None, [])]
     return str(named["name"]) + (f" ({', '.join(options)})" if options else "")
 
 
