@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
+from scipy.optimize import isotonic_regression
 
 from kairos.diffusion.registries import PROCESSES
 
@@ -75,12 +76,11 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     """Write labels right of the axes at the heights of their lines, moved apart where they would overlap."""
     if not labels:
         return
-    box = axes.get_window_extent()
-    dpi = axes.get_figure(root=True).dpi  # type: ignore[union-attr]
-    gap = size * 1.3 / 72 * dpi / box.height  # line height as a share of the axes
+    drawing = axes.get_figure(root=True)
+    gap = size * 1.3 / 72 * drawing.dpi / axes.get_window_extent().height  # type: ignore[union-attr]  # of the axes
     ordered = sorted(labels, key=lambda label: label.y)
     true = [float(axes.transAxes.inverted().transform(axes.transData.transform((1, label.y)))[1]) for label in ordered]
-    for label, height, place in zip(ordered, true, _spread_out(true, gap)):
+    for label, height, place in zip(ordered, true, spread_out(true, gap)):
         if label.x is not None:
             right = axes.get_xlim()[1]
             axes.plot([label.x, right], [label.y, label.y], color=label.color, lw=0.7, ls=(0, (1, 2)), alpha=0.7)
@@ -90,7 +90,7 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
             xytext=(1.045, place),
             xycoords="axes fraction",
             textcoords="axes fraction",
-            color=_darker(label.color),
+            color=tuple(0.78 * part for part in to_rgb(label.color)),  # of light lines letters are not readable
             fontsize=size,
             fontweight="bold" if label.bold else "normal",
             va="center",
@@ -99,21 +99,10 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
         )
 
 
-def _darker(color: str) -> tuple[float, ...]:
-    """The colour for text: light lines are visible, light letters are not readable."""
-    return tuple(0.78 * part for part in to_rgb(color))
-
-
-def _spread_out(heights: Sequence[float], gap: float) -> list[float]:
-    """Places in the order of `heights`, at least `gap` apart, each near its own; groups that touch share a middle."""
-    groups: list[tuple[float, int]] = []  # (middle, number of labels)
-    for height in heights:
-        middle, count = height, 1
-        while groups and middle - (count - 1) * gap / 2 < groups[-1][0] + (groups[-1][1] + 1) * gap / 2:
-            other, size = groups.pop()
-            middle, count = (middle * count + other * size) / (count + size), count + size
-        groups.append((middle, count))
-    return [middle + (k - (count - 1) / 2) * gap for middle, count in groups for k in range(count)]
+def spread_out(heights: Sequence[float], gap: float) -> list[float]:
+    """Places in the order of `heights`, at least `gap` apart: of all such places those with the least squared moves."""
+    gaps = gap * np.arange(len(heights))
+    return (isotonic_regression(np.array(heights) - gaps).x + gaps).tolist()
 
 
 def plain_log(axes: Axes) -> None:

@@ -115,20 +115,12 @@ class Results:
     @cached_property
     def table(self) -> pd.DataFrame:
         """A row per evaluated milestone, of objects: which one it is, what was measured, and the protocol of that."""
-        rows = [
-            {
-                "experiment": self.experiment.experiment,
-                "method": training.method,
-                "seed": training.seed,
-                "step": milestone.step,
-                "images_seen": int(milestone.record["images_seen"]),
-                "train_seconds": training.clock.get(milestone.step) if milestone.step else 0.0,
-                **milestone.columns,
-                **milestone.evaluation["protocol"],
-                "identity": milestone.record["identity"],
-            }
-            for training, milestone in self.evaluated
-        ]
+        rows = []
+        for training, milestone in self.evaluated:
+            where = {"experiment": self.experiment.experiment, "method": training.method, "seed": training.seed}
+            seconds = training.clock.get(milestone.step) if milestone.step else 0.0
+            when = {"step": milestone.step, "images_seen": milestone.record["images_seen"], "train_seconds": seconds}
+            rows.append(where | when | milestone.columns | milestone.evaluation["protocol"])
         return pd.DataFrame(rows, dtype=object)
 
     def values(self, method: str, name: str) -> np.ndarray:
@@ -161,15 +153,10 @@ def collect(experiment: Experiment, folder: Path | str) -> Results:
         for method in experiment.methods
         for seed in experiment.seeds
     )
-    results = Results(
-        experiment=experiment,
-        folder=folder,
-        trainings=trainings,
-        reference=_read(folder / "reference" / "reference.json", "reference"),
-        dataset=_read(folder / "dataset" / "manifest.json", "prepare"),
-        autoencoder=_read(folder / "autoencoder" / "manifest.json", "autoencoder"),
-        jobs=_jobs(folder, experiment),
-    )
+    reference = _read(folder / "reference" / "reference.json", "reference")
+    dataset = _read(folder / "dataset" / "manifest.json", "prepare")
+    autoencoder = _read(folder / "autoencoder" / "manifest.json", "autoencoder")
+    results = Results(experiment, folder, trainings, reference, dataset, autoencoder, _jobs(folder, experiment))
     _check_comparable(results)
     return results
 
@@ -228,14 +215,11 @@ def _jobs(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
 def _check_comparable(results: Results) -> None:
     reference = results.reference
     for training, milestone in results.evaluated:
-        protocol = milestone.evaluation["protocol"]
-        name = f"seed{training.seed}/evaluation/{milestone.step:07d}.json"
-        path = results.folder / training.method / name
+        protocol, name = milestone.evaluation["protocol"], f"{milestone.step:07d}.json"
+        path = results.folder / training.method / f"seed{training.seed}/evaluation/{name}"
         if protocol["identity"] != milestone.record["identity"]:
-            raise KairosError(
-                f"{path}: is of another training ({protocol['identity'][:12]}); run `kairos sample` and "
-                "`kairos evaluate` again"
-            )
+            other, remedy = protocol["identity"][:12], "run `kairos sample` and `kairos evaluate` again"
+            raise KairosError(f"{path}: is of another training ({other}); {remedy}")
         for key in ("extractor_hash", "reference_hash"):
             if protocol[key] != reference[key]:
                 raise KairosError(

@@ -44,12 +44,8 @@ def verdict(results: Results, rows: list[Row]) -> list[str]:
     return sentences
 
 
-def warnings(results: Results) -> list[str]:
-    """Everything that limits what the numbers may be used for; empty where nothing does."""
-    return list(_warnings(results))
-
-
-def _warnings(results: Results) -> Iterator[str]:
+def warnings(results: Results) -> Iterator[str]:
+    """Everything that limits what the numbers may be used for; nothing where nothing does."""
     for training in filter(stands_still, results.trainings):
         yield (
             f"{training.method} seed {training.seed}: its sampler learns but has not moved from its start (total "
