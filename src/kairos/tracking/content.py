@@ -5,7 +5,8 @@ A training that reports while it runs and the import afterwards take them from h
 
 import math
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,14 +33,43 @@ class Point(NamedTuple):
     step: int
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What a run is to hold; it is found again by all its `identifying` tags, which stay as they are."""
+
+    name: str
+    identifying: dict[str, str]
+    params: dict[str, str]
+    points: Sequence[Point]
+    tags: dict[str, str]
+
+
 def experiment_name(experiment: "Experiment") -> str:
     """Name of the MLflow experiment that an experiment's runs belong to."""
     return experiment.tracking.experiment or f"kairos/{experiment.experiment}"
 
 
-def run_name(method: str, seed: int) -> str:
-    """Name of a training's run."""
-    return f"{method} seed {seed}"
+def parent_entry(results: "Results") -> Entry:
+    """The run of an experiment as a whole, with the reference rows."""
+    name = results.experiment.experiment
+    start = min((training.started or _EPOCH for training in results.trainings), default=_EPOCH)
+    rows = {f"reference/{name}/{key}": row[key] for name, row in results.reference["rows"].items() for key in row}
+    return Entry(
+        name=name,
+        identifying={"kairos.experiment": name, "kairos.role": "experiment"},
+        params={"methods": ", ".join(results.methods), "model": results.experiment.model["name"]},
+        points=list(points_of(rows, 0, moments(start, {}))),
+        tags={"kairos.data": results.dataset["content_sha256"]},
+    )
+
+
+def training_entry(
+    experiment: "Experiment", method: str, seed: int, identity: str, points: Sequence[Point], tags: dict[str, str]
+) -> Entry:
+    """The run of one training."""
+    identifying = {"kairos.experiment": experiment.experiment, "kairos.role": "training", "kairos.method": method}
+    identifying |= {"kairos.seed": str(seed), "kairos.identity": identity}
+    return Entry(f"{method} seed {seed}", identifying, parameters(experiment, method, seed), points, tags)
 
 
 def parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:
@@ -93,15 +123,8 @@ def points_of(record: Mapping[Any, Any], step: int, when: Callable[[int], int]) 
             yield Point(key, float(value), when(step), step)
 
 
-def reference_points(results: "Results") -> list[Point]:
-    """The reference rows, for the parent run."""
-    start = min((training.started or _EPOCH for training in results.trainings), default=_EPOCH)
-    rows = {f"reference/{name}/{key}": row[key] for name, row in results.reference["rows"].items() for key in row}
-    return list(points_of(rows, 0, moments(start, {})))
-
-
 def tags(results: "Results", training: "Training") -> dict[str, str]:
-    """Tags by which a run is judged; those that find it again are `identifying_tags`."""
+    """Tags by which a training's run is judged."""
     record = training.record
     found = {
         "kairos.data": results.dataset["content_sha256"],
@@ -113,12 +136,6 @@ def tags(results: "Results", training: "Training") -> dict[str, str]:
     }
     commit = record["provenance"].get("git_commit") or git_commit()
     return found | ({COMMIT: commit} if commit else {})
-
-
-def identifying_tags(experiment: str, training: tuple[str, int, str] | None = None) -> dict[str, str]:
-    """The tags that a run is found again by: those of a training (method, seed, identity) or of the parent run."""
-    found = {"kairos.experiment": experiment, "kairos.role": "training" if training else "experiment"}
-    return found | dict(zip(("kairos.method", "kairos.seed", "kairos.identity"), map(str, training or ())))
 
 
 def git_commit() -> str | None:

@@ -127,10 +127,10 @@ class Reporter(threading.Thread):
         run_id = self.run_id
         if run_id is None:
             experiment = store.experiment_id(client, content.experiment_name(self.experiment))
-            tags = content.identifying_tags(self.experiment.experiment, (self.method, self.seed, identity))
-            name, settling = content.run_name(self.method, self.seed), 0 if self.ended.is_set() else _SETTLING
-            run = store.find_run(client, experiment, name, tags, round(1000 * self.begun), settling)
-            store.fill(client, run, content.parameters(self.experiment, self.method, self.seed), self.pending, {})
+            entry = content.training_entry(self.experiment, self.method, self.seed, identity, self.pending, {})
+            settling = 0 if self.ended.is_set() else _SETTLING
+            run = store.find_run(client, experiment, entry, round(1000 * self.begun), settling)
+            store.fill(client, run, entry)
             run_id = str(run.info.run_id)
             if run.info.status != "RUNNING":
                 client.update_run(run_id, "RUNNING")

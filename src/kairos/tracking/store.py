@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from kairos.errors import KairosError
-from kairos.tracking.content import COMMIT, Point
+from kairos.tracking.content import COMMIT, Entry, Point
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -131,10 +131,8 @@ def experiment_id(client: "MlflowClient", name: str) -> str:
     return str(experiment.experiment_id)
 
 
-def find_run(
-    client: "MlflowClient", experiment: str, name: str, identifying: dict[str, str], start: int, settling: float = 0.0
-) -> "Run":
-    """The run with all `identifying` tags, created where there is none.
+def find_run(client: "MlflowClient", experiment: str, entry: Entry, start: int, settling: float = 0.0) -> "Run":
+    """The run of an entry, created where there is none.
 
     Of several (that began at the same moment) the first is kept. The others are put into MLflow's trash: all they can
     hold is in the results that the import reads.
@@ -142,19 +140,18 @@ def find_run(
     Args:
         client: of the store.
         experiment: id of the MLflow experiment.
-        name: of a run that is created.
-        identifying: its tags.
-        start: when it began, in milliseconds since 1970.
+        entry: says by which tags the run is found.
+        start: when a run that is created began, in milliseconds since 1970.
         settling: seconds after which a run that somebody else created at the same moment can be found.
     """
     from mlflow import MlflowException
 
     def search() -> "list[Run]":
-        condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identifying.items())
+        condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in entry.identifying.items())
         return list(client.search_runs([experiment], condition, order_by=[_FIRST]))
 
     if not (found := search()):
-        client.create_run(experiment, start_time=start, tags=identifying, run_name=name)
+        client.create_run(experiment, start_time=start, tags=entry.identifying, run_name=entry.name)
         time.sleep(settling)
         found = search()
     for double in found[1:]:
@@ -163,9 +160,7 @@ def find_run(
     return found[0]
 
 
-def fill(
-    client: "MlflowClient", run: "Run", params: dict[str, str], points: Sequence[Point], tags: dict[str, str]
-) -> None:
+def fill(client: "MlflowClient", run: "Run", entry: Entry) -> None:
     """Log what the run did not have when it was found: nothing the second time.
 
     A value that differs from the one recorded for its step is logged with a later timestamp, which makes it the latest.
@@ -174,17 +169,17 @@ def fill(
 
     run_id, had = run.info.run_id, run.data
     latest: dict[tuple[str, int], tuple[int, float]] = {}  # timestamp and value by key and step
-    for key in {point.key for point in points} & set(had.metrics):
+    for key in {point.key for point in entry.points} & set(had.metrics):
         for metric in client.get_metric_history(run_id, key):
             place = key, metric.step
             latest[place] = max(latest.get(place, (-1, 0.0)), (metric.timestamp, metric.value))
     new_points = []
-    for point in points:
+    for point in entry.points:
         then, value = latest.get((point.key, point.step), (-1, None))
         if value != point.value:
             new_points.append(point._replace(timestamp=max(point.timestamp, then + 1)))
-    new_params = [Param(key, value) for key, value in params.items() if key not in had.params]
-    new_tags = {key: value for key, value in tags.items() if had.tags.get(key) != value}
+    new_params = [Param(key, value) for key, value in entry.params.items() if key not in had.params]
+    new_tags = {key: value for key, value in entry.tags.items() if had.tags.get(key) != value}
     if COMMIT in had.tags:
         new_tags.pop(COMMIT, None)
     client.log_batch(run_id, metrics(new_points), new_params, [RunTag(*tag) for tag in new_tags.items()])

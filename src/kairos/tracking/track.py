@@ -60,10 +60,7 @@ def _import(results: Results, uri: str) -> dict[str, Any]:
 
 
 def _parent(client: "MlflowClient", experiment: str, results: Results) -> str:
-    folder, name = results.folder, results.experiment.experiment
-    params = {"methods": ", ".join(results.methods), "model": results.experiment.model["name"]}
-    points, tags = content.reference_points(results), {"kairos.data": results.dataset["content_sha256"]}
-    run = _write(client, experiment, name, content.identifying_tags(name), params, points, tags)
+    run, folder = _write(client, experiment, content.parent_entry(results)), results.folder
     if (folder / "figures").is_dir():
         client.log_artifacts(run, str(folder / "figures"), "figures")
     for artifact in _ARTIFACTS:
@@ -73,26 +70,16 @@ def _parent(client: "MlflowClient", experiment: str, results: Results) -> str:
 
 
 def _child(client: "MlflowClient", experiment: str, parent: str, results: Results, training: Training) -> str:
-    method, seed = training.method, training.seed
-    identifying = content.identifying_tags(results.experiment.experiment, (method, seed, training.record["identity"]))
-    tags = {**content.tags(results, training), "mlflow.parentRunId": parent}
-    params, points = content.parameters(results.experiment, method, seed), content.points(training)
-    return _write(client, experiment, content.run_name(method, seed), identifying, params, points, tags)
+    which = training.method, training.seed, training.record["identity"]
+    points, tags = content.points(training), content.tags(results, training) | {"mlflow.parentRunId": parent}
+    return _write(client, experiment, content.training_entry(results.experiment, *which, points, tags))
 
 
-def _write(
-    client: "MlflowClient",
-    experiment: str,
-    name: str,
-    identifying: dict[str, str],
-    params: dict[str, str],
-    points: list[content.Point],
-    tags: dict[str, str],
-) -> str:
-    """Id of the run with all `identifying` tags, which afterwards has what it lacked and has ended."""
-    times = [point.timestamp for point in points]
-    run = store.find_run(client, experiment, name, identifying, min(times))
-    store.fill(client, run, params, points, tags)
+def _write(client: "MlflowClient", experiment: str, entry: content.Entry) -> str:
+    """Id of the entry's run, which afterwards has what it lacked and has ended."""
+    times = [point.timestamp for point in entry.points]
+    run = store.find_run(client, experiment, entry, min(times))
+    store.fill(client, run, entry)
     if run.info.status != "FINISHED":
         client.set_terminated(run.info.run_id, "FINISHED", max(times))
     return str(run.info.run_id)
