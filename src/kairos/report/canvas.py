@@ -5,12 +5,11 @@ Only matplotlib's object interface is used, and SVG files carry no date and no r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_params_from_file
+from matplotlib import cycler, rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -22,22 +21,14 @@ from kairos.diffusion.registries import PROCESSES
 DPI = 160  # of PNG files
 INK, MUTED = "#1f2328", "#667079"
 # Okabe and Ito's palette, distinct in every common colour blindness; the baseline is black, its yellow is too light
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3")
-_MARKERS = ("s", "D", "^", "v", "P", "X", "p")
-_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+_COLORS = cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3"])
+_MARKERS = cycler(marker=["s", "D", "^", "v", "P", "X", "p"])
+_DASHES = cycler(linestyle=["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5))])
+Look = dict[str, Any]  # how a method is drawn: color, marker and linestyle, as matplotlib calls them
 
 _LEADER = {"arrowstyle": "-", "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
 
 STYLE: Any = rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a method is drawn."""
-
-    color: str
-    marker: str
-    dash: Any
 
 
 @dataclass(frozen=True)
@@ -54,9 +45,8 @@ class Label:
 def looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
     """A look per method, by its place in the configuration; the baseline is black."""
     others = [method for method in methods if method != baseline]
-    styles = [Look(color, marker, dash) for dash in _DASHES for color, marker in zip(_COLORS, _MARKERS)]
-    black = {} if baseline is None else {baseline: Look("#000000", "o", "-")}
-    return dict(zip(others, cycle(styles))) | black
+    black = {} if baseline is None else {baseline: {"color": "#000000", "marker": "o", "linestyle": "-"}}
+    return dict(zip(others, (_DASHES * (_COLORS + _MARKERS))())) | black
 
 
 def figure(
@@ -117,17 +107,17 @@ def plain_log(axes: Axes) -> None:
 
 
 def method_lines(
-    axes: Axes, looks: dict[str, Look], curves: dict[str, Any], labelled: bool = True, **settings: Any
+    axes: Axes, looks: dict[str, Look], curves: dict[str, Any], settings: dict[str, Any], labelled: bool = True
 ) -> None:
     """A line per method, x and y by method; its name at its end; axes as `settings` say."""
     for method, (x, y) in curves.items():
-        axes.plot(x, y, color=looks[method].color, linestyle=looks[method].dash, linewidth=1.4)
+        axes.plot(x, y, **looks[method] | {"marker": ""}, linewidth=1.4)
     axes.set(**settings)
     axes.margins(x=0)
     if axes.get_yscale() == "log":
         plain_log(axes)
     if labelled:
-        label_lines(axes, [Label(float(y[-1]), method, looks[method].color) for method, (_, y) in curves.items()])
+        label_lines(axes, [Label(float(y[-1]), method, looks[method]["color"]) for method, (_, y) in curves.items()])
 
 
 def own_time(process: str) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Figures over training: the distance by steps and by time, training losses, validation loss per timestep."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -34,8 +32,8 @@ def training_loss(results: Results, looks: dict[str, Look]) -> Figure:
                 mean = mean.rolling(max(1, len(mean) // 40), center=True, min_periods=1).mean()
                 mean = mean.iloc[:: -(-len(mean) // _POINTS)]
                 curves[method] = mean.index.to_numpy(float), mean.to_numpy()
-        words: dict[str, Any] = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)"}
-        method_lines(axes, looks, curves, yscale="log", **words)
+        words = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)", "yscale": "log"}
+        method_lines(axes, looks, curves, words)
     return drawing
 
 
@@ -47,8 +45,8 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     losses = {method: _per_timestep(results, method) for method in looks}
     words = own_time(results.experiment.diffusion.process["name"]) | {"ylabel": "validation loss"}
     for axes, scale in zip(grid[0], ("linear", "log")):
-        title = f"Loss per timestep, {scale} axis"
-        method_lines(axes, looks, losses, labelled=scale == "log", title=title, yscale=scale, **words)
+        shown = words | {"title": f"Loss per timestep, {scale} axis", "yscale": scale}
+        method_lines(axes, looks, losses, shown, labelled=scale == "log")
     if baseline is None:
         return drawing
     for axes in grid[1]:
@@ -56,7 +54,7 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     axes = drawing.add_subplot(grid[1][0].get_gridspec()[1, :])
     ratios = {method: (t, values / losses[baseline][1]) for method, (t, values) in losses.items()}
     words |= {"ylabel": f"loss / loss of {baseline}", "title": f"Relative to {baseline}: below 1 is better there"}
-    method_lines(axes, looks, ratios, yscale="log", **words)
+    method_lines(axes, looks, ratios, words | {"yscale": "log"})
     return drawing
 
 
@@ -73,12 +71,9 @@ def metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
         x = own.seconds / divisor if time else own.steps
         up = np.nan_to_num(own.spread)  # no band where it is unknown
         down = np.minimum(up, own.mean * 0.999)  # a log axis has no zero
-        axes.fill_between(x, own.mean - down, own.mean + up, color=look.color, alpha=0.13, linewidth=0)
-        axes.errorbar(
-            x, own.mean, yerr=[down, up], color=look.color, linestyle=look.dash, marker=look.marker,
-            markersize=4.5, linewidth=1.6, elinewidth=0.9, capsize=2,
-        )  # fmt: skip
-        labels.append(Label(float(own.mean[-1]), method, look.color, bold=True, x=float(x[-1])))
+        axes.fill_between(x, own.mean - down, own.mean + up, color=look["color"], alpha=0.13, linewidth=0)
+        axes.errorbar(x, own.mean, [down, up], **look, markersize=4.5, linewidth=1.6, elinewidth=0.9, capsize=2)
+        labels.append(Label(float(own.mean[-1]), method, look["color"], bold=True, x=float(x[-1])))
     for name, row in results.reference["rows"].items():
         value = row.get(results.metric)
         if value is not None and value > 0:

@@ -84,11 +84,6 @@ def words(value: object) -> str:
     return listed([str(item) for item in value]) if isinstance(value, list) and value else str(value)
 
 
-def share(part: float, whole: float) -> str:
-    """``12%``."""
-    return f"{part / whole:.0%}" if whole else NONE
-
-
 def milliseconds(value: float) -> str:
     """Seconds as ``50 ms``."""
     return f"{value * 1000:.0f} ms" if math.isfinite(value) else NONE
