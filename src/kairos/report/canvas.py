@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import cycler, rc_params_from_file
+from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 from matplotlib.ticker import LogLocator, MaxNLocator
 from scipy.optimize import isotonic_regression
 

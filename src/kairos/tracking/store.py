@@ -55,6 +55,7 @@ def patience(seconds: int, retries: int) -> Iterator[None]:
     """How long a request of MLflow's client to a server may take; what the user has set is left as it is."""
     wanted = {
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "GIT_PYTHON_REFRESH": "quiet",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": str(seconds),
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(retries),
