@@ -108,17 +108,18 @@ def plain_log(axes: Axes) -> None:
 
 
 def method_lines(
-    axes: Axes, looks: dict[str, Look], curves: dict[str, Any], settings: dict[str, Any], labelled: bool = True
+    axes: Axes, looks: dict[str, Look], lines: dict[str, Any], settings: dict[str, Any], labelled: bool = True
 ) -> None:
-    """A line per method, x and y by method; its name at its end; axes as `settings` say."""
-    for method, (x, y) in curves.items():
-        axes.plot(x, y, **looks[method] | {"marker": ""}, linewidth=1.4)
+    """A line per method, each a pandas Series over its index; its name at its end; axes as `settings` say."""
+    for method, line in lines.items():
+        axes.plot(line.index, line, **looks[method] | {"marker": ""}, linewidth=1.4)
     axes.set(**settings)
     axes.margins(x=0)
     if axes.get_yscale() == "log":
         plain_log(axes)
     if labelled:
-        label_lines(axes, [Label(float(y[-1]), method, looks[method]["color"]) for method, (_, y) in curves.items()])
+        ends = {method: float(line.iloc[-1]) for method, line in lines.items()}
+        label_lines(axes, [Label(end, method, looks[method]["color"]) for method, end in ends.items()])
 
 
 def own_time(process: str) -> dict[str, Any]:

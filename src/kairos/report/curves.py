@@ -30,8 +30,7 @@ def training_loss(results: Results, looks: dict[str, Look]) -> Figure:
             if all(column in table for table in tables):
                 mean = pd.concat([table[column] for table in tables], axis=1, join="inner").mean(axis=1)
                 mean = mean.rolling(max(1, len(mean) // 40), center=True, min_periods=1).mean()
-                mean = mean.iloc[:: -(-len(mean) // _POINTS)]
-                curves[method] = mean.index.to_numpy(float), mean.to_numpy()
+                curves[method] = mean.iloc[:: -(-len(mean) // _POINTS)]
         words = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)", "yscale": "log"}
         method_lines(axes, looks, curves, words)
     return drawing
@@ -52,7 +51,7 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     for axes in grid[1]:
         axes.remove()
     axes = drawing.add_subplot(grid[1][0].get_gridspec()[1, :])
-    ratios = {method: (t, values / losses[baseline][1]) for method, (t, values) in losses.items()}
+    ratios = {method: values / losses[baseline] for method, values in losses.items()}
     words |= {"ylabel": f"loss / loss of {baseline}", "title": f"Relative to {baseline}: below 1 is better there"}
     method_lines(axes, looks, ratios, words | {"yscale": "log"})
     return drawing
@@ -101,7 +100,6 @@ def _step_axis(axes: Axes, steps: np.ndarray) -> None:
     axes.set_xlim(left=-0.03 * steps[1] if steps[-1] / steps[1] > 20 else -0.015 * steps[-1])
 
 
-def _per_timestep(results: Results, method: str) -> tuple[np.ndarray, np.ndarray]:
+def _per_timestep(results: Results, method: str) -> "pd.Series[float]":
     tables = [training.final.evaluation["validation"]["per_timestep"] for training in results.of(method)]
-    timesteps = np.array([entry["t"] for entry in tables[0]], float)
-    return timesteps, np.mean([[entry["loss"] for entry in table] for table in tables], axis=0)
+    return pd.concat([pd.DataFrame(table).set_index("t")["loss"] for table in tables], axis=1).mean(axis=1)

@@ -11,6 +11,7 @@ import math
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from kairos.report.collect import Results, Training
@@ -90,7 +91,7 @@ def curve(results: Results, method: str) -> Curve:
     """The method's distance at every milestone."""
     names = ("step", results.metric, "train_seconds", f"{results.metric}_spread")
     steps, values, clock, sets = (results.values(method, name) for name in names)
-    over_sets, over_seeds = np.sqrt((sets**2).mean(axis=0)), _over_seeds(values)
+    over_sets, over_seeds = np.sqrt((sets**2).mean(axis=0)), pd.DataFrame(values).std().to_numpy()
     spread = np.fmax(over_sets, over_seeds)
     return Curve(steps[0], clock.mean(axis=0), values.mean(axis=0), over_sets, over_seeds, spread, values, clock)
 
@@ -111,7 +112,7 @@ def compare(results: Results) -> list[Row]:
             first_rank=1 + int(below[:, k].sum()),
             last_rank=len(curves) - int(below[k].sum()),
             against=None if base in (None, k) else Ratio(*(float(part[k, base]) for part in tests)),
-            values={name: _final(results.values(method, name)[:, -1:]) for name in _VALIDATION},
+            values={name: _final(results.values(method, name)[:, -1]) for name in _VALIDATION},
             steps=None if base is None else _factor(own, curves[base], "steps"),
             time=None if base is None else _factor(own, curves[base], "clock"),
         )
@@ -192,8 +193,4 @@ def _ratio(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
 
 
 def _final(values: np.ndarray) -> tuple[float, float]:
-    return float(values.mean()), float(_over_seeds(values)[0])
-
-
-def _over_seeds(values: np.ndarray) -> np.ndarray:
-    return values.std(axis=0, ddof=1) if len(values) > 1 else np.full(values.shape[1], np.nan)
+    return float(values.mean()), float(pd.Series(values).std())
