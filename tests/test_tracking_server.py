@@ -139,7 +139,7 @@ def test_a_slow_server_delays_no_training_and_a_resumed_one_goes_on_in_its_run(t
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_training_reports_and_is_resumed_in_its_run(server, tmp_path):
+def test_a_training_reports_is_resumed_in_its_run_and_computes_what_it_does_alone(server, tmp_path):
     latents = make_latents(tmp_path / "data")
     plain = experiment({"uniform": {}}, tracking={"experiment": "real", "flush_seconds": 300})
     config, out = write_experiment(tmp_path / "x.yaml", plain), tmp_path / "run"
@@ -151,6 +151,11 @@ def test_a_training_reports_and_is_resumed_in_its_run(server, tmp_path):
         assert server.runs("real") == [("uniform", "0", "FINISHED")], done.stderr
         steps = sorted(row[3] for row in server.points("real") if row[2] == "loss")
         assert steps == list(range(1, milestones[-1] + 1))
+    alone = train_command(config, "uniform", tmp_path / "alone", latents, "--milestones", "0", "20", "40")
+    environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
+    assert subprocess.run(alone, env=environment).returncode == 0
+    weights = [read_json(folder / "training.json")["components"]["ema"] for folder in (out, tmp_path / "alone")]
+    assert weights[0] == weights[1]  # MLflow's client in the process changes no draw
 
 
 @pytest.fixture
