@@ -27,7 +27,7 @@ from kairos.errors import KairosError
 from kairos.files import hash_folder, read_json, sha256_file, write_json
 from kairos.report import canvas, curves, densities, findings, ranking, text
 from kairos.report.build import build
-from kairos.report.canvas import _spread_out
+from kairos.report.canvas import spread_out
 from kairos.report.collect import collect
 from kairos.report.page import page
 from kairos.report.samples import told_samples
@@ -204,7 +204,7 @@ def test_a_method_that_ends_above_the_gaussian_or_gets_worse_is_warned_of(small,
     record = read_json(path)
     record["warnings"] = ["<script>few images</script>"]
     write_json(path, record)
-    messages = findings.warnings(collect(load(config), results))
+    messages = list(findings.warnings(collect(load(config), results)))
     assert any("adaptive ends at 120, not below a Gaussian" in message for message in messages)
     assert any(message.startswith("adaptive gets worse from step 200") for message in messages)
     assert "uniform seed 0 step 400 and 1 other evaluation: <script>few images</script>." in messages
@@ -289,10 +289,10 @@ def test_labels_keep_their_order_and_their_distance():
     rng = np.random.default_rng(0)
     for count in (1, 2, 5, 12):
         heights = sorted(rng.random(count) * 0.4)
-        places = _spread_out(heights, 0.06)
+        places = spread_out(heights, 0.06)
         assert all(after - before >= 0.06 - 1e-9 for before, after in pairwise(places))
         assert np.mean(places) == pytest.approx(np.mean(heights))
-    assert _spread_out([0.1, 0.5, 0.9], 0.06) == [0.1, 0.5, 0.9]
+    assert spread_out([0.1, 0.5, 0.9], 0.06) == pytest.approx([0.1, 0.5, 0.9])
 
 
 def test_the_report_imports_nothing_heavy():

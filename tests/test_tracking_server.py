@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pwd
+import re
 import shutil
 import signal
 import subprocess
@@ -138,7 +139,7 @@ def test_a_slow_server_delays_no_training_and_a_resumed_one_goes_on_in_its_run(t
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_training_reports_and_is_resumed_in_its_run(server, tmp_path):
+def test_a_training_reports_is_resumed_in_its_run_and_computes_what_it_does_alone(server, tmp_path):
     latents = make_latents(tmp_path / "data")
     plain = experiment({"uniform": {}}, tracking={"experiment": "real", "flush_seconds": 300})
     config, out = write_experiment(tmp_path / "x.yaml", plain), tmp_path / "run"
@@ -150,6 +151,11 @@ def test_a_training_reports_and_is_resumed_in_its_run(server, tmp_path):
         assert server.runs("real") == [("uniform", "0", "FINISHED")], done.stderr
         steps = sorted(row[3] for row in server.points("real") if row[2] == "loss")
         assert steps == list(range(1, milestones[-1] + 1))
+    alone = train_command(config, "uniform", tmp_path / "alone", latents, "--milestones", "0", "20", "40")
+    environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
+    assert subprocess.run(alone, env=environment).returncode == 0
+    weights = [read_json(folder / "training.json")["components"]["ema"] for folder in (out, tmp_path / "alone")]
+    assert weights[0] == weights[1]  # MLflow's client in the process changes no draw
 
 
 @pytest.fixture
@@ -207,6 +213,7 @@ def test_without_a_server_a_training_ends_as_always_and_says_one_line(tree, tmp_
     uri = f"http://someone:secret@127.0.0.1:{free_port()}"
     job = Job(*tree, "uniform", 0, tmp_path / "run", uri)
     job.advance(100, 400)
+    wait_for(lambda: "the training goes on" in job.log.read_text(), "word of the server")
     assert job.end() < 5
     said = job.log.read_text()
     assert said.count("\n") == 1 and "`kairos track` imports what is missing" in said and "refused" in said
@@ -214,38 +221,39 @@ def test_without_a_server_a_training_ends_as_always_and_says_one_line(tree, tmp_
 
 
 @pytest.mark.parametrize(
-    ("environment", "header"),
+    ("environment", "login", "header"),
     [
-        ({"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "hush"}, "Basic bWU6aHVzaA=="),
-        ({"MLFLOW_TRACKING_TOKEN": "hush"}, "Bearer hush"),
-        ({}, None),
+        ({"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "hush"}, "", "Basic bWU6aHVzaA=="),
+        ({"MLFLOW_TRACKING_TOKEN": "hush"}, "", "Bearer hush"),
+        ({}, "me:h%20ush@", "Basic bWU6aCB1c2g="),
+        ({}, "", None),
     ],
 )
-def test_credentials_are_sent_and_never_said(tree, tmp_path, environment, header):
+@pytest.mark.parametrize("status", [401, 403])
+def test_credentials_are_sent_and_never_said(tree, tmp_path, environment, login, header, status):
     seen = []
 
     class Refusing(BaseHTTPRequestHandler):
         def do_GET(self):
             seen.append(self.headers["Authorization"])
-            self.send_error(401)
+            self.send_error(status)
 
         def log_message(self, *_):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        job = Job(*tree, "uniform", 0, tmp_path / "run", f"http://127.0.0.1:{server.server_port}", **environment)
+        config, uri = named(tree[0], "refused", tmp_path), f"http://{login}127.0.0.1:{server.server_port}"
+        job = Job(config, tree[1], "uniform", 0, tmp_path / "run", uri, **environment)
         job.advance(400)
         job.end()
         server.shutdown()
+    said = job.log.read_text()
     assert seen == [header]
-    assert "HTTP 401" in job.log.read_text() and "hush" not in job.log.read_text()
+    assert f"HTTP {status}" in said and said.count("\n") == 1 and not re.search("hush|h%20ush|me:", said)
 
 
-def test_credentials_in_an_address_become_a_header_and_an_experiment_file_must_not_hold_them(tree, tmp_path):
-    from kairos.tracking.live import _authorization
-
-    assert _authorization("https://me:h%20ush@host/a") == "Basic bWU6aCB1c2g="
+def test_an_experiment_file_must_not_hold_credentials(tree, tmp_path):
     values = yaml.safe_load(tree[0].read_text()) | {"tracking": {"uri": "https://me:hush@host/a"}}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match=r"tracking.uri: got an address with credentials") as caught:

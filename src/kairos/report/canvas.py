@@ -5,7 +5,6 @@ Only matplotlib's object interface is used, and SVG files carry no date and no r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,23 @@ from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 from matplotlib.ticker import LogLocator, MaxNLocator
+from scipy.optimize import isotonic_regression
 
 from kairos.diffusion.registries import PROCESSES
 
 DPI = 160  # of PNG files
 INK, MUTED = "#1f2328", "#667079"
 # Okabe and Ito's palette, distinct in every common colour blindness; the baseline is black, its yellow is too light
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3")
-_MARKERS = ("s", "D", "^", "v", "P", "X", "p")
-_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+_COLORS = cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B27C00", "#7A4FA3"])
+_MARKERS = cycler(marker=["s", "D", "^", "v", "P", "X", "p"])
+_DASHES = cycler(linestyle=["-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5))])
+Look = dict[str, Any]  # how a method is drawn: color, marker and linestyle, as matplotlib calls them
 
 _LEADER = {"arrowstyle": "-", "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
 
 STYLE: Any = rc_params_from_file(Path(__file__).with_suffix(".mplstyle"), use_default_template=False)
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a method is drawn."""
-
-    color: str
-    marker: str
-    dash: Any
 
 
 @dataclass(frozen=True)
@@ -53,9 +46,8 @@ class Label:
 def looks(methods: Sequence[str], baseline: str | None) -> dict[str, Look]:
     """A look per method, by its place in the configuration; the baseline is black."""
     others = [method for method in methods if method != baseline]
-    styles = [Look(color, marker, dash) for dash in _DASHES for color, marker in zip(_COLORS, _MARKERS)]
-    black = {} if baseline is None else {baseline: Look("#000000", "o", "-")}
-    return dict(zip(others, cycle(styles))) | black
+    black = {} if baseline is None else {baseline: {"color": "#000000", "marker": "o", "linestyle": "-"}}
+    return dict(zip(others, (_DASHES * (_COLORS + _MARKERS))())) | black
 
 
 def figure(
@@ -75,12 +67,11 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
     """Write labels right of the axes at the heights of their lines, moved apart where they would overlap."""
     if not labels:
         return
-    box = axes.get_window_extent()
-    dpi = axes.get_figure(root=True).dpi  # type: ignore[union-attr]
-    gap = size * 1.3 / 72 * dpi / box.height  # line height as a share of the axes
+    drawing = axes.get_figure(root=True)
+    gap = size * 1.3 / 72 * drawing.dpi / axes.get_window_extent().height  # type: ignore[union-attr]  # of the axes
     ordered = sorted(labels, key=lambda label: label.y)
     true = [float(axes.transAxes.inverted().transform(axes.transData.transform((1, label.y)))[1]) for label in ordered]
-    for label, height, place in zip(ordered, true, _spread_out(true, gap)):
+    for label, height, place in zip(ordered, true, spread_out(true, gap)):
         if label.x is not None:
             right = axes.get_xlim()[1]
             axes.plot([label.x, right], [label.y, label.y], color=label.color, lw=0.7, ls=(0, (1, 2)), alpha=0.7)
@@ -90,7 +81,7 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
             xytext=(1.045, place),
             xycoords="axes fraction",
             textcoords="axes fraction",
-            color=_darker(label.color),
+            color=tuple(0.78 * part for part in to_rgb(label.color)),  # of light lines letters are not readable
             fontsize=size,
             fontweight="bold" if label.bold else "normal",
             va="center",
@@ -99,21 +90,10 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
         )
 
 
-def _darker(color: str) -> tuple[float, ...]:
-    """The colour for text: light lines are visible, light letters are not readable."""
-    return tuple(0.78 * part for part in to_rgb(color))
-
-
-def _spread_out(heights: Sequence[float], gap: float) -> list[float]:
-    """Places in the order of `heights`, at least `gap` apart, each near its own; groups that touch share a middle."""
-    groups: list[tuple[float, int]] = []  # (middle, number of labels)
-    for height in heights:
-        middle, count = height, 1
-        while groups and middle - (count - 1) * gap / 2 < groups[-1][0] + (groups[-1][1] + 1) * gap / 2:
-            other, size = groups.pop()
-            middle, count = (middle * count + other * size) / (count + size), count + size
-        groups.append((middle, count))
-    return [middle + (k - (count - 1) / 2) * gap for middle, count in groups for k in range(count)]
+def spread_out(heights: Sequence[float], gap: float) -> list[float]:
+    """Places in the order of `heights`, at least `gap` apart: of all such places those with the least squared moves."""
+    gaps = gap * np.arange(len(heights))
+    return (isotonic_regression(np.array(heights) - gaps).x + gaps).tolist()
 
 
 def plain_log(axes: Axes) -> None:
@@ -128,17 +108,18 @@ def plain_log(axes: Axes) -> None:
 
 
 def method_lines(
-    axes: Axes, looks: dict[str, Look], curves: dict[str, Any], labelled: bool = True, **settings: Any
+    axes: Axes, looks: dict[str, Look], lines: dict[str, Any], settings: dict[str, Any], labelled: bool = True
 ) -> None:
-    """A line per method, x and y by method; its name at its end; axes as `settings` say."""
-    for method, (x, y) in curves.items():
-        axes.plot(x, y, color=looks[method].color, linestyle=looks[method].dash, linewidth=1.4)
+    """A line per method, each a pandas Series over its index; its name at its end; axes as `settings` say."""
+    for method, line in lines.items():
+        axes.plot(line.index, line, **looks[method] | {"marker": ""}, linewidth=1.4)
     axes.set(**settings)
     axes.margins(x=0)
     if axes.get_yscale() == "log":
         plain_log(axes)
     if labelled:
-        label_lines(axes, [Label(float(y[-1]), method, looks[method].color) for method, (_, y) in curves.items()])
+        ends = {method: float(line.iloc[-1]) for method, line in lines.items()}
+        label_lines(axes, [Label(end, method, looks[method]["color"]) for method, end in ends.items()])
 
 
 def own_time(process: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,6 @@ class Milestone:
 
     Attributes:
         step: optimiser steps taken.
-        images: images seen.
-        seconds: training time up to here, accumulated over resumes; None where no clock was kept.
         record: its ``milestone.json``.
         strategy: columns t, p, w, effective; a row per timestep.
         evaluation: its evaluation record.
@@ -33,8 +32,6 @@ class Milestone:
     """
 
     step: int
-    images: int
-    seconds: float | None
     record: Record
     strategy: pd.DataFrame
     evaluation: Record
@@ -47,10 +44,6 @@ class Milestone:
         losses = {f"val_{name}": value for name, value in validation.items() if isinstance(value, float)}
         return {**self.evaluation["metrics"], **losses}
 
-    def value(self, name: str) -> float | None:
-        """The value of a column; None where it was not measured."""
-        return self.columns.get(name)
-
 
 @dataclass(frozen=True)
 class Training:
@@ -59,8 +52,8 @@ class Training:
     Attributes:
         method, seed, milestones: of the training.
         metrics: a row per line of metrics.jsonl.
-        timing: a row per line of timing.jsonl.
-        clock: training seconds by step, where a clock was kept.
+        clock: training seconds by step, accumulated over resumes, where a clock was kept.
+        started: when the training was first started, where a clock was kept.
         record: its ``training.json``.
     """
 
@@ -68,8 +61,8 @@ class Training:
     seed: int
     milestones: tuple[Milestone, ...]
     metrics: pd.DataFrame
-    timing: pd.DataFrame
     clock: dict[int, float]
+    started: datetime | None
     record: Record
 
     @property
@@ -81,13 +74,6 @@ class Training:
     def learned(self) -> bool:
         """Whether the sampler learns while it trains."""
         return bool(self.final.record.get("learned"))
-
-    @property
-    def started(self) -> datetime | None:
-        """When the training was first started."""
-        if self.timing.empty or "started" not in self.timing:
-            return None
-        return datetime.fromisoformat(str(self.timing["started"].iloc[0]))
 
 
 @dataclass(frozen=True)
@@ -126,6 +112,22 @@ class Results:
         """Whether there is a validation loss by time."""
         return all("per_timestep" in (one.final.evaluation.get("validation") or {}) for one in self.trainings)
 
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """A row per evaluated milestone, of objects: which one it is, what was measured, and the protocol of that."""
+        rows = []
+        for training, milestone in self.evaluated:
+            where = {"experiment": self.experiment.experiment, "method": training.method, "seed": training.seed}
+            seconds = training.clock.get(milestone.step) if milestone.step else 0.0
+            when = {"step": milestone.step, "images_seen": milestone.record["images_seen"], "train_seconds": seconds}
+            rows.append(where | when | milestone.columns | milestone.evaluation["protocol"])
+        return pd.DataFrame(rows, dtype=object)
+
+    def values(self, method: str, name: str) -> np.ndarray:
+        """A column of a method's rows of the table (seeds, milestones), NaN where it was not measured."""
+        own = self.table[self.table["method"] == method]
+        return own.get(name, own["step"] * np.nan).to_numpy(float).reshape(len(self.experiment.seeds), -1)
+
     @property
     def evaluated(self) -> list[tuple[Training, Milestone]]:
         """Every milestone with its training."""
@@ -151,15 +153,10 @@ def collect(experiment: Experiment, folder: Path | str) -> Results:
         for method in experiment.methods
         for seed in experiment.seeds
     )
-    results = Results(
-        experiment=experiment,
-        folder=folder,
-        trainings=trainings,
-        reference=_read(folder / "reference" / "reference.json", "reference"),
-        dataset=_read(folder / "dataset" / "manifest.json", "prepare"),
-        autoencoder=_read(folder / "autoencoder" / "manifest.json", "autoencoder"),
-        jobs=_jobs(folder, experiment),
-    )
+    reference = _read(folder / "reference" / "reference.json", "reference")
+    dataset = _read(folder / "dataset" / "manifest.json", "prepare")
+    autoencoder = _read(folder / "autoencoder" / "manifest.json", "autoencoder")
+    results = Results(experiment, folder, trainings, reference, dataset, autoencoder, _jobs(folder, experiment))
     _check_comparable(results)
     return results
 
@@ -176,24 +173,25 @@ def real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
 
 
 def _training(folder: Path, experiment: Experiment, method: str, seed: int) -> Training:
-    record = _read(folder / "training.json", "train")
-    metrics = _read(folder / "metrics.jsonl", "train", _lines)
-    clocked = folder / "timing.jsonl"
-    timing = _read(clocked, "train", _lines) if clocked.exists() else pd.DataFrame()
-    clock = {int(step): float(seconds) for step, seconds in zip(timing.get("step", []), timing.get("seconds", []))}
-    milestones = tuple(_milestone(folder, step, clock) for step in experiment.milestones)
-    return Training(method, seed, milestones, metrics, timing, clock, record)
+    timing = folder / "timing.jsonl"
+    clocked = _read(timing, "train", _lines) if timing.exists() else []
+    return Training(
+        method=method,
+        seed=seed,
+        milestones=tuple(_milestone(folder, step) for step in experiment.milestones),
+        metrics=pd.json_normalize(_read(folder / "metrics.jsonl", "train", _lines)),
+        clock={line["step"]: float(line["seconds"]) for line in clocked},
+        started=datetime.fromisoformat(clocked[0]["started"]) if clocked else None,
+        record=_read(folder / "training.json", "train"),
+    )
 
 
-def _milestone(folder: Path, step: int, clock: dict[int, float]) -> Milestone:
+def _milestone(folder: Path, step: int) -> Milestone:
     name = f"{step:07d}"
     place = folder / "milestones" / name
-    record = _read(place / "milestone.json", "train")
     return Milestone(
         step=step,
-        images=int(record["images_seen"]),
-        seconds=0.0 if step == 0 else clock.get(step),
-        record=record,
+        record=_read(place / "milestone.json", "train"),
         strategy=_read(place / "strategy.csv", "train", pd.read_csv),
         evaluation=_read(folder / "evaluation" / f"{name}.json", "evaluate"),
         grid=_read(folder / "samples" / f"{name}.png", "sample", Path),
@@ -217,14 +215,11 @@ def _jobs(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
 def _check_comparable(results: Results) -> None:
     reference = results.reference
     for training, milestone in results.evaluated:
-        protocol = milestone.evaluation["protocol"]
-        name = f"seed{training.seed}/evaluation/{milestone.step:07d}.json"
-        path = results.folder / training.method / name
+        protocol, name = milestone.evaluation["protocol"], f"{milestone.step:07d}.json"
+        path = results.folder / training.method / f"seed{training.seed}/evaluation/{name}"
         if protocol["identity"] != milestone.record["identity"]:
-            raise KairosError(
-                f"{path}: is of another training ({protocol['identity'][:12]}); run `kairos sample` and "
-                "`kairos evaluate` again"
-            )
+            other, remedy = protocol["identity"][:12], "run `kairos sample` and `kairos evaluate` again"
+            raise KairosError(f"{path}: is of another training ({other}); {remedy}")
         for key in ("extractor_hash", "reference_hash"):
             if protocol[key] != reference[key]:
                 raise KairosError(
@@ -248,6 +243,5 @@ def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -
         ) from None
 
 
-def _lines(path: Path) -> pd.DataFrame:
-    """A JSON-lines file as a table; a dictionary in a line becomes columns with dotted names."""
-    return pd.json_normalize([json.loads(line) for line in read_lines(path)])
+def _lines(path: Path) -> list[Record]:
+    return [json.loads(line) for line in read_lines(path)]

@@ -1,7 +1,5 @@
 """Figures over training: the distance by steps and by time, training losses, validation loss per timestep."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -32,10 +30,9 @@ def training_loss(results: Results, looks: dict[str, Look]) -> Figure:
             if all(column in table for table in tables):
                 mean = pd.concat([table[column] for table in tables], axis=1, join="inner").mean(axis=1)
                 mean = mean.rolling(max(1, len(mean) // 40), center=True, min_periods=1).mean()
-                mean = mean.iloc[:: -(-len(mean) // _POINTS)]
-                curves[method] = mean.index.to_numpy(float), mean.to_numpy()
-        words: dict[str, Any] = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)"}
-        method_lines(axes, looks, curves, yscale="log", **words)
+                curves[method] = mean.iloc[:: -(-len(mean) // _POINTS)]
+        words = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)", "yscale": "log"}
+        method_lines(axes, looks, curves, words)
     return drawing
 
 
@@ -47,16 +44,16 @@ def validation_loss(results: Results, looks: dict[str, Look]) -> Figure:
     losses = {method: _per_timestep(results, method) for method in looks}
     words = own_time(results.experiment.diffusion.process["name"]) | {"ylabel": "validation loss"}
     for axes, scale in zip(grid[0], ("linear", "log")):
-        title = f"Loss per timestep, {scale} axis"
-        method_lines(axes, looks, losses, labelled=scale == "log", title=title, yscale=scale, **words)
+        shown = words | {"title": f"Loss per timestep, {scale} axis", "yscale": scale}
+        method_lines(axes, looks, losses, shown, labelled=scale == "log")
     if baseline is None:
         return drawing
     for axes in grid[1]:
         axes.remove()
     axes = drawing.add_subplot(grid[1][0].get_gridspec()[1, :])
-    ratios = {method: (t, values / losses[baseline][1]) for method, (t, values) in losses.items()}
+    ratios = {method: values / losses[baseline] for method, values in losses.items()}
     words |= {"ylabel": f"loss / loss of {baseline}", "title": f"Relative to {baseline}: below 1 is better there"}
-    method_lines(axes, looks, ratios, yscale="log", **words)
+    method_lines(axes, looks, ratios, words | {"yscale": "log"})
     return drawing
 
 
@@ -73,12 +70,9 @@ def metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
         x = own.seconds / divisor if time else own.steps
         up = np.nan_to_num(own.spread)  # no band where it is unknown
         down = np.minimum(up, own.mean * 0.999)  # a log axis has no zero
-        axes.fill_between(x, own.mean - down, own.mean + up, color=look.color, alpha=0.13, linewidth=0)
-        axes.errorbar(
-            x, own.mean, yerr=[down, up], color=look.color, linestyle=look.dash, marker=look.marker,
-            markersize=4.5, linewidth=1.6, elinewidth=0.9, capsize=2,
-        )  # fmt: skip
-        labels.append(Label(float(own.mean[-1]), method, look.color, bold=True, x=float(x[-1])))
+        axes.fill_between(x, own.mean - down, own.mean + up, color=look["color"], alpha=0.13, linewidth=0)
+        axes.errorbar(x, own.mean, [down, up], **look, markersize=4.5, linewidth=1.6, elinewidth=0.9, capsize=2)
+        labels.append(Label(float(own.mean[-1]), method, look["color"], bold=True, x=float(x[-1])))
     for name, row in results.reference["rows"].items():
         value = row.get(results.metric)
         if value is not None and value > 0:
@@ -106,7 +100,6 @@ def _step_axis(axes: Axes, steps: np.ndarray) -> None:
     axes.set_xlim(left=-0.03 * steps[1] if steps[-1] / steps[1] > 20 else -0.015 * steps[-1])
 
 
-def _per_timestep(results: Results, method: str) -> tuple[np.ndarray, np.ndarray]:
+def _per_timestep(results: Results, method: str) -> "pd.Series[float]":
     tables = [training.final.evaluation["validation"]["per_timestep"] for training in results.of(method)]
-    timesteps = np.array([entry["t"] for entry in tables[0]], float)
-    return timesteps, np.mean([[entry["loss"] for entry in table] for table in tables], axis=0)
+    return pd.concat([pd.DataFrame(table).set_index("t")["loss"] for table in tables], axis=1).mean(axis=1)

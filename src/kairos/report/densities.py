@@ -32,16 +32,15 @@ def panels(results: Results, looks: dict[str, Look], column: str, label: str, sc
         fixed = all(
             np.array_equal(m.strategy[column], t.final.strategy[column]) for t in trainings for m in t.milestones
         )
+        lines: list[Any] = [(trainings[0].final, INK)]
         if not fixed:
-            handles |= {
-                f"step {step:,}": Line2D([], [], color=color, linewidth=2) for color, step in zip(colors, steps)
-            }
-        for training in trainings[:1] if fixed else trainings:
-            for milestone, color in zip(training.milestones[-1:] if fixed else training.milestones, colors):
-                table = milestone.strategy
-                values = table[column].to_numpy(float) * len(table)
-                highest = max(highest, float(values.max()))
-                axes.plot(table["t"], values, color=INK if fixed else color, linewidth=1.4 if fixed else 1.2)
+            lines = [pair for training in trainings for pair in zip(training.milestones, colors)]
+            handles |= {f"step {step:,}": Line2D([], [], color=each, linewidth=2) for step, each in zip(steps, colors)}
+        for milestone, color in lines:
+            table = milestone.strategy
+            values = table[column].to_numpy(float) * len(table)
+            highest = max(highest, float(values.max()))
+            axes.plot(table["t"], values, color=color, linewidth=1.4 if fixed else 1.2)
         axes.axhline(1, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)), zorder=0)
         axes.set_title(method, fontsize=9.5)
         axes.text(1, 1.05, _note(trainings), transform=axes.transAxes, ha="right", fontsize=8, color=MUTED)

@@ -15,10 +15,10 @@ def verdict(results: Results, rows: list[Row]) -> list[str]:
     ends = {row.method: plus_minus(row.curve.mean[-1], row.curve.spread[-1]) for row in rows}
     named = [f"{end} ({method})" for method, end in ends.items()]
     if not best:
-        sentences = [f"Not ranked: methods are ranked from {SEEDS} seeds on, and this experiment has {rows[0].seeds}."]
-        sentences.append(
-            f"Fréchet distances at the end: from {named[0]} to {named[-1]}; another seed may reorder them."
-        )
+        sentences = [
+            f"Not ranked: methods are ranked from {SEEDS} seeds on, and this experiment has {rows[0].seeds}.",
+            f"Fréchet distances at the end: from {named[0]} to {named[-1]}; another seed may reorder them.",
+        ]
     elif len(best) == 1:
         sentences = [f"{best[0].method} ends with the lowest Fréchet distance, {ends[best[0].method]}."]
     else:
@@ -37,19 +37,14 @@ def verdict(results: Results, rows: list[Row]) -> list[str]:
     sure = [row for row, _ in found["Below"] if row.steps and row.steps.low > 1]
     if sure:
         (steps, limits), (time, span) = times(sure[0].steps), times(sure[0].time)
-        text = (
-            f"{sure[0].method} needs {steps} fewer steps for {results.baseline}'s final value (95 % interval {limits})"
-        )
-        sentences.append(text + (f"; in time the factor is {time} ({span})." if sure[0].time else "."))
+        in_time = f"; in time the factor is {time} ({span})" if sure[0].time else ""
+        needs = f"{sure[0].method} needs {steps} fewer steps for {results.baseline}'s final value"
+        sentences.append(f"{needs} (95 % interval {limits}){in_time}.")
     return sentences
 
 
-def warnings(results: Results) -> list[str]:
-    """Everything that limits what the numbers may be used for; empty where nothing does."""
-    return list(_warnings(results))
-
-
-def _warnings(results: Results) -> Iterator[str]:
+def warnings(results: Results) -> Iterator[str]:
+    """Everything that limits what the numbers may be used for; nothing where nothing does."""
     for training in filter(stands_still, results.trainings):
         yield (
             f"{training.method} seed {training.seed}: its sampler learns but has not moved from its start (total "
@@ -69,7 +64,7 @@ def _warnings(results: Results) -> Iterator[str]:
     yield from (f"Not bit-exact: {reason}." for reason in dict.fromkeys(chain.from_iterable(reasons)))
     if len(results.experiment.seeds) == 1:
         yield "One seed: how much another would change the numbers is unknown, and no part of the spread."
-    if any(training.timing.empty for training in results.trainings):
+    if not all(training.clock for training in results.trainings):
         yield "Some trainings have no timing.jsonl: their times and factors in time are missing."
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from kairos.report import findings, text
 from kairos.report.canvas import DPI, looks
-from kairos.report.collect import Record, Results, Training
+from kairos.report.collect import Record, Results
 from kairos.report.figures import figures_of
 from kairos.report.ranking import compare, curve, stands_still
 
@@ -22,8 +22,9 @@ def page(results: Results, figures: Path) -> str:
     """The report as one HTML document, with the figures of a folder inside."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_suffix(".html.jinja").read_text(encoding="utf-8"))
-    rows, provenance = compare(results), _provenance(results)
-    finals = {method: _final_metrics(results.of(method)) for method in results.methods}
+    rows, records = compare(results), [training.record["provenance"] for training in results.trainings]
+    words = [{key: text.words(value) for key, value in record.items()} for record in records]
+    provenance = pd.DataFrame(words).fillna(text.NONE)
     same = provenance.nunique() == 1
     shared = provenance.loc[:, same].iloc[0]
     return template.render(
@@ -33,12 +34,12 @@ def page(results: Results, figures: Path) -> str:
         ranked=rows[0].judged,
         looks=looks(results.methods, results.baseline),
         verdict=findings.verdict(results, rows),
-        warnings=findings.warnings(results),
+        warnings=list(findings.warnings(results)),
         curves={method: curve(results, method) for method in results.methods},
         still={method: all(map(stands_still, results.of(method))) for method in results.methods},
         stands_still=stands_still,
-        finals=finals,
-        further_metrics=_further_metrics(results, (own.index for own in finals.values())),
+        final=lambda method, name: results.values(method, name)[:, -1].mean(),
+        further_metrics=_further_metrics(results, (one.final.evaluation["metrics"] for one in results.trainings)),
         reference_metrics=_further_metrics(results, results.reference["rows"].values()),
         milestones=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
         losses=text.listed([text.component(loss) for loss in results.experiment.diffusion.losses]),
@@ -49,23 +50,10 @@ def page(results: Results, figures: Path) -> str:
     )
 
 
-def _final_metrics(trainings: list[Training]) -> "pd.Series[float]":
-    """What a method's last milestones were measured to be, mean over seeds; NaN where a seed was not."""
-    found = pd.DataFrame([training.final.evaluation["metrics"] for training in trainings])
-    return found.filter(regex="(?<!_sets)$").astype(float).mean(skipna=False)
-
-
 def _further_metrics(results: Results, records: Iterable[Iterable[str]]) -> list[str]:
     """What was measured beside the distance."""
     names = dict.fromkeys(name for record in records for name in record if name != "n_samples")
     return [name for name in names if name != results.metric and not name.endswith(("_spread", "_sets"))]
-
-
-def _provenance(results: Results) -> pd.DataFrame:
-    """Where the trainings come from, as text, a row per training."""
-    records = [training.record["provenance"] for training in results.trainings]
-    words = [{key: text.words(value) for key, value in record.items()} for record in records]
-    return pd.DataFrame(words).fillna(text.NONE)
 
 
 def _costs(jobs: tuple[Record, ...]) -> list[Any]:

@@ -11,6 +11,7 @@ import math
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from kairos.report.collect import Results, Training
@@ -22,32 +23,24 @@ LEVEL = 0.05  # share of tables of methods alike that may name a difference; an 
 
 @dataclass(frozen=True)
 class Curve:
-    """A method's distance over training; arrays of (milestones,), or (seeds, milestones) where it says so."""
+    """A method's distance over training; arrays of (milestones,), or (seeds, milestones) where it says so.
+
+    Attributes:
+        steps, seconds: where it was measured; training time as a mean over seeds, NaN where no clock was kept.
+        mean: over seeds.
+        over_sets, over_seeds: standard deviations; NaN where they are unknown, over seeds with one.
+        spread: what is drawn around each point, the larger of the two.
+        values, clock: distances and seconds of every seed, (seeds, milestones).
+    """
 
     steps: np.ndarray
-    clock: np.ndarray  # seconds (seeds, milestones), NaN where none was kept
-    values: np.ndarray  # (seeds, milestones)
+    seconds: np.ndarray
+    mean: np.ndarray
     over_sets: np.ndarray
-
-    @property
-    def seconds(self) -> np.ndarray:
-        """Training time, mean over seeds."""
-        return np.asarray(self.clock.mean(axis=0))
-
-    @property
-    def mean(self) -> np.ndarray:
-        """Mean over seeds."""
-        return np.asarray(self.values.mean(axis=0))
-
-    @property
-    def over_seeds(self) -> np.ndarray:
-        """Standard deviation over seeds, NaN with one."""
-        return _over_seeds(self.values)
-
-    @property
-    def spread(self) -> np.ndarray:
-        """What is drawn around each point: the larger of the two spreads; NaN where neither is known."""
-        return np.fmax(self.over_sets, self.over_seeds)
+    over_seeds: np.ndarray
+    spread: np.ndarray
+    values: np.ndarray
+    clock: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -96,14 +89,11 @@ class Row:
 
 def curve(results: Results, method: str) -> Curve:
     """The method's distance at every milestone."""
-    trainings = results.of(method)
-    sets = _array(trainings, f"{results.metric}_spread")
-    return Curve(
-        steps=np.array([milestone.step for milestone in trainings[0].milestones], float),
-        clock=np.array([[m.seconds for m in training.milestones] for training in trainings], float),
-        values=_array(trainings, results.metric),
-        over_sets=np.sqrt((sets**2).mean(axis=0)),
-    )
+    names = ("step", results.metric, "train_seconds", f"{results.metric}_spread")
+    steps, values, clock, sets = (results.values(method, name) for name in names)
+    over_sets, over_seeds = np.sqrt((sets**2).mean(axis=0)), pd.DataFrame(values).std().to_numpy()
+    spread = np.fmax(over_sets, over_seeds)
+    return Curve(steps[0], clock.mean(axis=0), values.mean(axis=0), over_sets, over_seeds, spread, values, clock)
 
 
 def compare(results: Results) -> list[Row]:
@@ -122,7 +112,7 @@ def compare(results: Results) -> list[Row]:
             first_rank=1 + int(below[:, k].sum()),
             last_rank=len(curves) - int(below[k].sum()),
             against=None if base in (None, k) else Ratio(*(float(part[k, base]) for part in tests)),
-            values={name: _final(results.of(method), name) for name in _VALIDATION},
+            values={name: _final(results.values(method, name)[:, -1]) for name in _VALIDATION},
             steps=None if base is None else _factor(own, curves[base], "steps"),
             time=None if base is None else _factor(own, curves[base], "clock"),
         )
@@ -202,14 +192,5 @@ def _ratio(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
     return np.exp(logs.mean(axis=-1)), np.exp(low), np.exp(high), test.pvalue
 
 
-def _final(trainings: list[Training], name: str) -> tuple[float, float]:
-    values = _array(trainings, name)[:, -1:]
-    return float(values.mean()), float(_over_seeds(values)[0])
-
-
-def _array(trainings: list[Training], name: str) -> np.ndarray:
-    return np.array([[m.value(name) for m in training.milestones] for training in trainings], float)  # None: NaN
-
-
-def _over_seeds(values: np.ndarray) -> np.ndarray:
-    return values.std(axis=0, ddof=1) if len(values) > 1 else np.full(values.shape[1], np.nan)
+def _final(values: np.ndarray) -> tuple[float, float]:
+    return float(values.mean()), float(pd.Series(values).std())

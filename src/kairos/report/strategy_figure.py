@@ -16,7 +16,7 @@ from kairos.files import atomic
 from kairos.report.canvas import DPI, INK, MUTED, STYLE, figure, own_time
 from kairos.strategies.increments import Increments
 
-_BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"
+_BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#D55E00", "#009E73", "#C0001A"
 _SHADES = {"acceleration": "#F3C9A8", "steady": "#DCD3EE", "deceleration": "#BFD9EC", "convergence": "#E3E5E8"}
 _PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}  # behind a text
 _STAIRS = 60  # timesteps up to which each one is a step of its own
@@ -32,35 +32,26 @@ def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[st
         process: name of the process whose time it is.
     """
     wrapped = [part for line in lines for part in textwrap.wrap(line, 150, subsequent_indent="    ")]
-    top = 0.65 + 0.17 * len(wrapped)
+    top, notes = 0.65 + 0.17 * len(wrapped), "\n".join(wrapped)
     drawing, grid = figure(9.45, 2.05, 1, 3, between=0.62)
     drawing.text(0, 1 + (top + 0.18) / 2.05, title, va="top", fontsize=13, fontweight="bold")
-    notes = "\n".join(wrapped)
     drawing.text(0, 1 + (top - 0.14) / 2.05, notes, va="top", fontsize=8.5, color=MUTED, linespacing=1.35)
-    t, count = columns["t"], len(columns["t"])
+    t, w, count = columns["t"], columns["w"], len(columns["t"])
+    positive = w[np.isfinite(w) & (w > 0)]
+    decades = not (w < 0).any() and positive.max(initial=0) > 1e3 * positive.min(initial=np.inf)
     panels = (
-        ("p", "Drawn: T · p(t)", columns["p"] * count, _BLUE),
-        ("w", "Weighted: w(t)", columns["w"], _ORANGE),
-        ("effective", "Effective: T · p(t) · w(t)", columns["effective"] * count, INK),
+        ("Drawn: T · p(t)", columns["p"] * count, _BLUE, False),
+        ("Weighted: w(t)", w, _ORANGE, decades),
+        ("Effective: T · p(t) · w(t)", columns["effective"] * count, INK, decades),
     )
-    logarithmic = _spans_decades(columns["w"])
-    for axes, (name, label, values, color) in zip(grid.flat, panels):
-        _curve(axes, t, values, color, logarithmic and name != "p")
+    for axes, (label, values, color, logarithmic) in zip(grid.flat, panels):
+        _curve(axes, t, values, color, logarithmic)
         axes.set(title=label, **own_time(process))
         axes.margins(x=0)
-        if name == "p":
-            axes.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
-            axes.annotate(
-                "uniform", (1, 1), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-                ha="right", fontsize=8, color=MUTED,
-            )  # fmt: skip
+    drawn, side = grid[0, 0], {"ha": "right", "fontsize": 8, "color": MUTED}
+    drawn.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+    drawn.annotate("uniform", (1, 1), (-2, 3), ("axes fraction", "data"), "offset points", **side)
     return drawing
-
-
-def _spans_decades(values: np.ndarray) -> bool:
-    """Whether positive values span more than three powers of ten, and none is negative."""
-    positive = values[np.isfinite(values) & (values > 0)]
-    return len(positive) > 0 and not (values < 0).any() and positive.max() > 1e3 * positive.min()
 
 
 def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str, logarithmic: bool) -> None:
@@ -73,8 +64,7 @@ def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str, logarithmi
         low = max(min(positive.min(), high), high * 1e-12) / 2
         axes.set_ylim(low, high * 3)
     else:
-        low, finite = 0.0, shown[np.isfinite(shown)]
-        least, most = finite.min(initial=0), finite.max(initial=0)
+        low, least, most = 0.0, np.nanmin([0, *shown]), np.nanmax([0, *shown])
         room = 0.12 * ((most - least) or 1.0)
         axes.set_ylim(least - room * (least < 0), most + room)
     if len(t) <= _STAIRS:
@@ -86,10 +76,9 @@ def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str, logarithmi
         axes.fill_between(t, shown, low, color=color, alpha=0.12, linewidth=0)
     bad = ~np.isfinite(values) | (values < 0)
     if bad.any():
-        axes.plot(t[bad], np.full(bad.sum(), 0.02), "|", color="#C0001A", transform=axes.get_xaxis_transform())
-        axes.text(
-            0.02, 0.96, "red: negative or not finite", transform=axes.transAxes, va="top", fontsize=8, color="#C0001A"
-        )
+        axes.plot(t[bad], np.full(bad.sum(), 0.02), "|", color=_RED, transform=axes.get_xaxis_transform())
+        note = "red: negative or not finite"
+        axes.text(0.02, 0.96, note, transform=axes.transAxes, va="top", fontsize=8, color=_RED)
 
 
 def draw_increments(found: Increments, title: str) -> Figure:
@@ -98,9 +87,8 @@ def draw_increments(found: Increments, title: str) -> Figure:
     drawing.text(0, 1 + 1.18 / 4.75, f"Process increments: {title}", va="top", fontsize=13, fontweight="bold")
     area, exploding = found.area(), found.process != "vp"
     names = [name for name in _SHADES if (area == name).any()]
-    t = found.t[1:] if exploding else found.t  # on a log axis there is no 0
-    pick = slice(1, None) if exploding else slice(None)
-    bounds = (0, (3, 2))
+    pick = slice(int(exploding), None)  # on a log axis there is no 0
+    t, bounds = found.t[pick], (0, (3, 2))
     curves = (
         (grid[0, 0], "Variance of $x_{t+1} - x_t$", exploding, [("as the paper has it", found.variance, _BLUE, "-"),
          ("its lower bound", found.variance_bound, INK, bounds)]),
@@ -127,14 +115,8 @@ def draw_increments(found: Increments, title: str) -> Figure:
     _histogram(grid[1, 2], found, area, names)
     handles: list[Any] = [Patch(facecolor=_SHADES[name], label=name) for name in names]
     handles += [Line2D([], [], color=MUTED, linewidth=1, linestyle=(0, (4, 2)), label="boundary of two areas")]
-    drawing.legend(
-        handles=handles,
-        loc="upper left",
-        ncols=4,
-        bbox_to_anchor=(-0.011, 1 + 0.9 / 4.75),
-        fontsize=9,
-        columnspacing=1.6,
-    )
+    corner = (-0.011, 1 + 0.9 / 4.75)
+    drawing.legend(handles=handles, loc="upper left", ncols=4, bbox_to_anchor=corner, fontsize=9, columnspacing=1.6)
     return drawing
 
 
@@ -151,10 +133,7 @@ def _shade(axes: Axes, found: Increments, area: np.ndarray) -> None:
 def _boundaries(axes: Axes, found: Increments) -> None:
     """Where the areas meet, written above the curve."""
     low, high = axes.get_ylim()
-    if axes.get_yscale() == "log":
-        axes.set_ylim(low, high * (high / low) ** 0.28)
-    else:
-        axes.set_ylim(0, high * 1.28)
+    axes.set_ylim((low, high * (high / low) ** 0.28) if axes.get_yscale() == "log" else (0, high * 1.28))
     at: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top", "bbox": _PAPER}
     for place, height, note in ((found.deceleration, 0.97, ""), (found.convergence, 0.88, f" (r = {found.r:g})")):
         if place is None:
@@ -176,14 +155,14 @@ def _shares(axes: Axes, area: np.ndarray, names: list[str]) -> None:
 def _histogram(axes: Axes, found: Increments, area: np.ndarray, names: list[str]) -> None:
     """How many timesteps have increments of which size; on a log axis for processes that explode."""
     variance = found.variance
-    edges = np.linspace(0, float(variance.max()), 21).tolist()
+    edges = np.linspace(0, variance.max(), 21)
     if found.process != "vp":
-        edges = np.geomspace(float(variance.min()), float(variance.max()) * 1.0001, 21).tolist()
+        edges = np.geomspace(variance.min(), variance.max() * 1.0001, 21)
         axes.set_xscale("log")
     values = [variance[area == name] for name in names]
     weights = [np.full(len(value), 100 / len(area)) for value in values]
     shades = [_SHADES[name] for name in names]
-    axes.hist(values, edges, weights=weights, stacked=True, color=shades, edgecolor=MUTED, linewidth=0.6)
+    axes.hist(values, edges.tolist(), weights=weights, stacked=True, color=shades, edgecolor=MUTED, linewidth=0.6)
     axes.set(title="Timesteps by variance, %", xlabel="variance, as the paper has it")
     axes.grid(axis="x", visible=False)
 

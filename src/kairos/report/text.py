@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kairos.options import but_name
+
 if TYPE_CHECKING:
     from kairos.report.ranking import Ratio
 
@@ -73,18 +75,13 @@ def seconds(value: float | None) -> str:
 
 def component(named: dict[str, object]) -> str:
     """A sampler or weighting with its options in one line."""
-    options = [f"{key} {value}" for key, value in named.items() if key != "name" and value not in (None, [])]
+    options = [f"{key} {value}" for key, value in but_name(named).items() if value not in (None, [])]
     return str(named["name"]) + (f" ({', '.join(options)})" if options else "")
 
 
 def words(value: object) -> str:
     """Anything of a record: a list as ``a, b and c``."""
     return listed([str(item) for item in value]) if isinstance(value, list) and value else str(value)
-
-
-def share(part: float, whole: float) -> str:
-    """``12%``."""
-    return f"{part / whole:.0%}" if whole else NONE
 
 
 def milliseconds(value: float) -> str:

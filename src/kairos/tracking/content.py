@@ -5,10 +5,10 @@ A training that reports while it runs and the import afterwards take them from h
 
 import math
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,14 +24,24 @@ COMMIT = "mlflow.source.git.commit"  # a tag that stays what the first import ma
 _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)  # start of a training whose clock was not kept
 
 
-@dataclass(frozen=True)
-class Point:
-    """One metric value; `timestamp` is in milliseconds since 1970."""
+class Point(NamedTuple):
+    """One metric value, as mlflow.entities.Metric takes it; `timestamp` is in milliseconds since 1970."""
 
     key: str
     value: float
-    step: int
     timestamp: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a run is to hold; it is found again by all its `identifying` tags, which stay as they are."""
+
+    name: str
+    identifying: dict[str, str]
+    params: dict[str, str]
+    points: Sequence[Point]
+    tags: dict[str, str]
 
 
 def experiment_name(experiment: "Experiment") -> str:
@@ -39,9 +49,27 @@ def experiment_name(experiment: "Experiment") -> str:
     return experiment.tracking.experiment or f"kairos/{experiment.experiment}"
 
 
-def run_name(method: str, seed: int) -> str:
-    """Name of a training's run."""
-    return f"{method} seed {seed}"
+def parent_entry(results: "Results") -> Entry:
+    """The run of an experiment as a whole, with the reference rows."""
+    name = results.experiment.experiment
+    start = min((training.started or _EPOCH for training in results.trainings), default=_EPOCH)
+    rows = {f"reference/{name}/{key}": row[key] for name, row in results.reference["rows"].items() for key in row}
+    return Entry(
+        name=name,
+        identifying={"kairos.experiment": name, "kairos.role": "experiment"},
+        params={"methods": ", ".join(results.methods), "model": results.experiment.model["name"]},
+        points=list(points_of(rows, 0, moments(start, {}))),
+        tags={"kairos.data": results.dataset["content_sha256"]},
+    )
+
+
+def training_entry(
+    experiment: "Experiment", method: str, seed: int, identity: str, points: Sequence[Point], tags: dict[str, str]
+) -> Entry:
+    """The run of one training."""
+    identifying = {"kairos.experiment": experiment.experiment, "kairos.role": "training", "kairos.method": method}
+    identifying |= {"kairos.seed": str(seed), "kairos.identity": identity}
+    return Entry(f"{method} seed {seed}", identifying, parameters(experiment, method, seed), points, tags)
 
 
 def parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:
@@ -81,23 +109,22 @@ def moments(started: datetime, clock: Mapping[int, float]) -> Callable[[int], in
 def points(training: "Training") -> list[Point]:
     """All curves of a training: what metrics.jsonl holds (thinned) and the evaluation of every milestone."""
     when = moments(training.started or _EPOCH, training.clock)
-    return [Point(key, value, step, when(step)) for key, value, step in _values(training) if math.isfinite(value)]
+    every = stride(len(training.metrics))
+    lines = training.metrics.iloc[every - 1 :: every].to_dict("records")
+    found = [point for line in lines for point in points_of(line, line["step"], when)]
+    return found + [point for one in training.milestones for point in points_of(one.columns, one.step, when)]
 
 
-def reference_points(results: "Results") -> list[Point]:
-    """The reference rows, for the parent run."""
-    start = min((training.started or _EPOCH for training in results.trainings), default=_EPOCH)
-    at = round(1000 * start.timestamp())
-    return [
-        Point(f"reference/{name}/{key}", float(value), 0, at)
-        for name, row in results.reference["rows"].items()
-        for key, value in row.items()
-        if isinstance(value, (int, float)) and math.isfinite(value)
-    ]
+def points_of(record: Mapping[Any, Any], step: int, when: Callable[[int], int]) -> Iterator[Point]:
+    """The finite numbers of a record, but its own step."""
+    for key, value in flat(record):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if key not in ("step", "images") and number and math.isfinite(value):
+            yield Point(key, float(value), when(step), step)
 
 
 def tags(results: "Results", training: "Training") -> dict[str, str]:
-    """Tags by which a run is judged; those that find it again are `identifying_tags`."""
+    """Tags by which a training's run is judged."""
     record = training.record
     found = {
         "kairos.data": results.dataset["content_sha256"],
@@ -111,12 +138,6 @@ def tags(results: "Results", training: "Training") -> dict[str, str]:
     return found | ({COMMIT: commit} if commit else {})
 
 
-def identifying_tags(experiment: str, training: tuple[str, int, str] | None = None) -> dict[str, str]:
-    """The tags that a run is found again by: those of a training (method, seed, identity) or of the parent run."""
-    found = {"kairos.experiment": experiment, "kairos.role": "training" if training else "experiment"}
-    return found | dict(zip(("kairos.method", "kairos.seed", "kairos.identity"), map(str, training or ())))
-
-
 def git_commit() -> str | None:
     """The commit of the working tree, where it is one of git's."""
     try:
@@ -126,18 +147,7 @@ def git_commit() -> str | None:
     return answer.stdout.strip()
 
 
-def _values(training: "Training") -> Iterator[tuple[str, float, int]]:
-    table = training.metrics.select_dtypes("number").drop(columns="images", errors="ignore")
-    every = stride(len(table))
-    for step, key, value in table.iloc[every - 1 :: every].melt("step").itertuples(index=False):
-        yield str(key), float(value), int(step)
-    for milestone in training.milestones:
-        for key, value in milestone.columns.items():
-            if isinstance(value, (int, float)):
-                yield key, float(value), milestone.step
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested dictionaries under dotted names, those that are None left out."""
     for key, value in values.items():
         if isinstance(value, dict):

@@ -5,23 +5,22 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from kairos.errors import KairosError
-from kairos.tracking.content import COMMIT, Point
+from kairos.tracking.content import COMMIT, Entry, Point
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+    from mlflow.entities import Metric, Run
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 ARTIFACTS = "mlartifacts"
 _LOCK_SECONDS = 120
-METRICS_PER_BATCH, ENTRIES_PER_BATCH = 1000, 100  # MLflow's limits
-FIRST = "attributes.start_time ASC"  # and by run id where that is the same: everybody's order
+_FIRST = "attributes.start_time ASC"  # and by run id where that is the same: everybody's order
 
 
 def tracking_uri(configured: str | None) -> str:
@@ -43,10 +42,21 @@ def uncredentialed(text: str, uri: str) -> str:
     return text.replace(f"{secret}@", "") if secret else text
 
 
+def explained(error: Exception, uri: str) -> str:
+    """The cause in one line, without credentials."""
+    if isinstance(error, KairosError):
+        return str(error)
+    text = uncredentialed(" ".join(str(error).split()), uri)
+    return f"{type(error).__name__}: {text[:500]}"
+
+
 @contextmanager
 def patience(seconds: int, retries: int) -> Iterator[None]:
-    """How long a request to a server may take; what the user has set is left as it is."""
+    """How long a request of MLflow's client to a server may take; what the user has set is left as it is."""
     wanted = {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        "GIT_PYTHON_REFRESH": "quiet",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": str(seconds),
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(retries),
         "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
@@ -86,16 +96,35 @@ def exclusive(uri: str) -> Iterator[None]:
         yield
 
 
-def experiment_id(client: "MlflowClient", name: str, uri: str) -> str:
+def connect(uri: str) -> "MlflowClient":
+    """MLflow's own client; it is imported here, which takes a second or more.
+
+    Raises:
+        KairosError: it cannot be imported.
+    """
+    try:
+        from mlflow import MlflowClient
+    except ImportError as error:
+        raise KairosError(f"mlflow cannot be imported ({error}); install kairos[pipeline]") from None
+    return MlflowClient(tracking_uri=uri)
+
+
+def experiment_id(client: "MlflowClient", name: str) -> str:
     """The MLflow experiment of that name, created where there is none.
 
     Raises:
         KairosError: it was deleted.
     """
+    from mlflow import MlflowException
+
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        place = None if uri.startswith("http") else Path(ARTIFACTS).absolute().as_uri()
-        return str(client.create_experiment(name, artifact_location=place))
+        place = None if client.tracking_uri.startswith("http") else Path(ARTIFACTS).absolute().as_uri()
+        try:
+            return str(client.create_experiment(name, artifact_location=place))
+        except MlflowException:
+            if (experiment := client.get_experiment_by_name(name)) is None:  # else another job was faster
+                raise
     if experiment.lifecycle_stage == "deleted":
         how = f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`"
         advice = f"restore it ({how}) or name another in tracking.experiment"
@@ -103,75 +132,62 @@ def experiment_id(client: "MlflowClient", name: str, uri: str) -> str:
     return str(experiment.experiment_id)
 
 
-def write_run(
-    client: "MlflowClient",
-    experiment: str,
-    name: str,
-    identifying: dict[str, str],
-    params: dict[str, str],
-    points: Sequence[Point],
-    tags: dict[str, str],
-) -> str:
-    """Id of the run with all `identifying` tags, which afterwards has what it lacked and has ended.
+def find_run(client: "MlflowClient", experiment: str, entry: Entry, start: int, settling: float = 0.0) -> "Run":
+    """The run of an entry, created where there is none.
 
-    Where there is none it is created. Of several (two that began at the same moment) the first is kept. The others are
-    put into MLflow's trash: all they can hold is in the results that the import reads.
+    Of several (that began at the same moment) the first is kept. The others are put into MLflow's trash: all they can
+    hold is in the results that the import reads.
+
+    Args:
+        client: of the store.
+        experiment: id of the MLflow experiment.
+        entry: says by which tags the run is found.
+        start: when a run that is created began, in milliseconds since 1970.
+        settling: seconds after which a run that somebody else created at the same moment can be found.
     """
+    from mlflow import MlflowException
 
     def search() -> "list[Run]":
-        return list(client.search_runs([experiment], condition(identifying), order_by=[FIRST]))
+        condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in entry.identifying.items())
+        return list(client.search_runs([experiment], condition, order_by=[_FIRST]))
 
-    times = [point.timestamp for point in points]
     if not (found := search()):
-        client.create_run(experiment, start_time=min(times), tags={**identifying, **tags}, run_name=name)
+        client.create_run(experiment, start_time=start, tags=entry.identifying, run_name=entry.name)
+        time.sleep(settling)
         found = search()
     for double in found[1:]:
-        client.delete_run(double.info.run_id)
-    run = found[0]
-    _fill(client, run, params, points, {key: value for key, value in tags.items() if key != COMMIT})
-    if run.info.status != "FINISHED":
-        client.set_terminated(run.info.run_id, "FINISHED", max(times))
-    return str(run.info.run_id)
+        with suppress(MlflowException):  # another job was faster
+            client.delete_run(double.info.run_id)
+    return found[0]
 
 
-def condition(identifying: dict[str, str]) -> str:
-    """The search for runs with all these tags."""
-    return " and ".join(f"tags.`{key}` = '{value}'" for key, value in identifying.items())
-
-
-def _fill(
-    client: "MlflowClient", run: "Run", params: dict[str, str], points: Sequence[Point], tags: dict[str, str]
-) -> None:
-    """Log what the run does not have yet: nothing the second time.
+def fill(client: "MlflowClient", run: "Run", entry: Entry) -> None:
+    """Log what the run did not have when it was found: nothing the second time.
 
     A value that differs from the one recorded for its step is logged with a later timestamp, which makes it the latest.
     """
-    from mlflow.entities import Metric, Param, RunTag
+    from mlflow.entities import Param, RunTag
 
-    run_id = run.info.run_id
-    new_params = [Param(key, value) for key, value in params.items() if key not in run.data.params]
-    new_tags = [RunTag(key, value) for key, value in tags.items() if run.data.tags.get(key) != value]
-    recorded = {key: _latest(client, run_id, key) for key in {point.key for point in points} & set(run.data.metrics)}
-    metrics = []
-    for point in points:
-        then, value = recorded.get(point.key, {}).get(point.step, (-1, None))
+    run_id, had = run.info.run_id, run.data
+    latest: dict[tuple[str, int], tuple[int, float]] = {}  # timestamp and value by key and step
+    for key in {point.key for point in entry.points} & set(had.metrics):
+        for metric in client.get_metric_history(run_id, key):
+            place = key, metric.step
+            latest[place] = max(latest.get(place, (-1, 0.0)), (metric.timestamp, metric.value))
+    new_points = []
+    for point in entry.points:
+        then, value = latest.get((point.key, point.step), (-1, None))
         if value != point.value:
-            metrics.append(Metric(point.key, point.value, max(point.timestamp, then + 1), point.step))
-    lacking: dict[str, list[Any]] = {"params": new_params, "tags": new_tags, "metrics": metrics}
-    for kind, items in lacking.items():
-        for part in batches(items, METRICS_PER_BATCH if kind == "metrics" else ENTRIES_PER_BATCH):
-            client.log_batch(run_id, **{kind: part})
+            new_points.append(point._replace(timestamp=max(point.timestamp, then + 1)))
+    new_params = [Param(key, value) for key, value in entry.params.items() if key not in had.params]
+    new_tags = {key: value for key, value in entry.tags.items() if had.tags.get(key) != value}
+    if COMMIT in had.tags:
+        new_tags.pop(COMMIT, None)
+    client.log_batch(run_id, metrics(new_points), new_params, [RunTag(*tag) for tag in new_tags.items()])
 
 
-def _latest(client: "MlflowClient", run_id: str, key: str) -> dict[int, tuple[int, float]]:
-    """Timestamp and value of a metric's last record per step."""
-    table: dict[int, tuple[int, float]] = {}
-    for metric in client.get_metric_history(run_id, key):
-        table[metric.step] = max(table.get(metric.step, (-1, 0.0)), (metric.timestamp, metric.value))
-    return table
+def metrics(points: Sequence[Point]) -> "list[Metric]":
+    """The points as MLflow's client takes them, which sends them in parts of the size that a server takes."""
+    from mlflow.entities import Metric
 
-
-def batches(items: list[Any], size: int) -> Iterator[list[Any]]:
-    """The items in lists of at most `size`."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
+    return [Metric(*point) for point in points]
