@@ -12,9 +12,8 @@ import torch
 from PIL import Image
 
 from kairos.autoencoders.codec import Codec, load_codec
-from kairos.autoencoders.quality import psnr
 from kairos.autoencoders.settings import AutoencoderConfig
-from kairos.autoencoders.stage import make_autoencoder
+from kairos.autoencoders.stage import make_autoencoder, psnr
 from kairos.data.dataset import open_dataset, to_uint8
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig

@@ -1,7 +1,9 @@
 """A small classifier of the data set's own images as feature extractor, where Inception is absent or out of place.
 
-Trained on the labelled training split; its features are the layer before the classes. The training is deterministic on
-one machine and takes seconds on small images.
+Trained on the labelled training split, or without labels on a task made of the images alone: which way up is an image
+(Gidaris et al. 2018, "Unsupervised representation learning by predicting image rotations")?
+`benchmarks/extractors.py` compares the two, and other tasks. Its features are the layer before the classes. The
+training is deterministic on one machine and takes seconds on small images.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from torch_fidelity import FeatureExtractorBase, register_feature_extractor
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import KairosError
 from kairos.evaluation.extractors import Extractor
-from kairos.evaluation.registries import ClassifierOptions
+from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import atomic, read_json, sha256_file
 from kairos.progress import Progress, say
 from kairos.randomness import Stream, derived_seed
@@ -74,6 +76,21 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
     return fit(
         "classifier", options, dataset, classes, lambda chosen, _: (pixels(dataset, chosen), labels[chosen]), folder
     )
+
+
+def train_turned(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
+    """The same without labels."""
+
+    def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+        turns = Stream(options.seed, "selfsupervised turns").integers(step, 4, range(len(chosen)))
+        return turned(pixels(dataset, chosen), turns), turns
+
+    return fit("selfsupervised", options, dataset, 4, task, folder)
+
+
+def turned(images: Tensor, turns: Tensor) -> Tensor:
+    """Each square image turned by so many quarters, (n, channels, side, side)."""
+    return torch.stack([image.rot90(int(turn), (1, 2)) for image, turn in zip(images, turns)])
 
 
 def fit(

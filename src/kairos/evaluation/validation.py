@@ -9,7 +9,6 @@ network predicts.
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -120,8 +119,3 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     sizes = [row["u"][1] - row["u"][0] for row in rows]
     loss, vlb = ([size * row[name] for size, row in zip(sizes, rows)] for name in ("loss", "vlb"))
     return {"loss": sum(loss), "vlb": sum(vlb), "vlb_without_last": sum(vlb[:-1])}
-
-
-def latents_folder(milestone: Path) -> Path:
-    """Where the latents are, seen from a milestone: ``results/<experiment>/latents``."""
-    return milestone / "../../../../latents"

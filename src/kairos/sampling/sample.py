@@ -92,6 +92,12 @@ def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig
     return sampling, config
 
 
+def setup_of(config: dict[str, Any]) -> torch.device:
+    """Set threads and device as a milestone's training states them."""
+    training = config["training"]
+    return compute.setup(training["threads"], training["device"], training["deterministic"])
+
+
 def sample_milestone(job: SamplingJob, request: Request) -> None:
     """Write the images of one milestone, or a shard of them: drawn and decoded, or joined from their parts."""
     from kairos.milestones import open_milestone
@@ -129,8 +135,7 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
             raise ConfigError(f"{label}: got no batch of {size}, allowed: at most as many parts as batches")
 
     def drawn() -> Iterator[np.ndarray]:
-        training = config["training"]
-        device = compute.setup(training["threads"], training["device"], training["deterministic"])
+        device = setup_of(config)
         milestone = open_milestone(job.milestone, options.weights, device)
         codec = open_codec(job.milestone, record, request.autoencoder, device)
         process, shape = milestone.process, tuple(record["shape"])
