@@ -79,7 +79,6 @@ def encode(
             files = _joined(parts, identity, partial, rows)
         else:
             files = _encode_moments(dataset, codec, partial, identity, rows)
-        publish(out, files)
     conditions = dict(dataset.manifest["conditions"])
     if factor:
         shape = codec.manifest["latent_shape"]
@@ -101,8 +100,7 @@ def encode(
     manifest["content_sha256"] = sha256_json(manifest)  # everything above decides what a training reads
     for name, folder in {"dataset": dataset.folder, **({"text": text} if text else {})}.items():
         manifest[name] = Path(os.path.relpath(folder.resolve(), out.resolve())).as_posix()
-    write_json(out / "manifest.json", manifest)
-    shutil.rmtree(partial, ignore_errors=True)
+    publish(out, manifest)
     return manifest
 
 

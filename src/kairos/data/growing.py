@@ -32,11 +32,13 @@ def begin(out: Path, names: Iterable[str]) -> Path:
     return out / PARTIAL
 
 
-def publish(out: Path, names: Iterable[str]) -> None:
-    """Give whole files their names."""
-    for name in names:
+def publish(out: Path, manifest: dict[str, Any]) -> None:
+    """Give the files of a manifest, which are whole, their names; the manifest comes last."""
+    for name in manifest["files"]:
         os.replace(out / PARTIAL / name, out / name)
     sync_folder(out)
+    write_json(out / "manifest.json", manifest)
+    shutil.rmtree(out / PARTIAL, ignore_errors=True)
 
 
 def grow(

@@ -61,7 +61,7 @@ def open_source(config: DatasetConfig) -> Source:
             than `dataset.images`; or the classes of held-out images with a place of their own are no classes of the
             others; or a list names images that are trained on.
     """
-    opener = {"digits": _digits, "folder": _folder, "zip": _zip, "parquet": _parquet, "hub": _hub}[config.source]
+    opener = OPENERS[config.source]
     source, *heldout = config.parts
     opened = with_captions(opener(source), source)
     config.check_count(opened.count)
@@ -116,18 +116,6 @@ def _digits(config: DatasetConfig) -> Source:
 def _folder(config: DatasetConfig) -> Source:
     """All images below a folder; where all lie in two or more subfolders, those are the classes."""
     root = Path(str(config.path))
-    names, kinds = folder_files(config)
-    labels, classes = _numbered(kinds) if kinds else (None, None)
-    return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__, labels, classes)
-
-
-def folder_files(config: DatasetConfig) -> tuple[list[str], list[str]]:
-    """The images below the folder by their paths in it, and the class of each; no classes where they are none.
-
-    Raises:
-        ConfigError: there is no such folder, or no image in it.
-    """
-    root = Path(str(config.path))
     if not root.is_dir():
         raise ConfigError(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
     found = glob.iglob("**/*", root_dir=root, recursive=True)
@@ -136,7 +124,9 @@ def folder_files(config: DatasetConfig) -> tuple[list[str], list[str]]:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
     kinds = [name.split("/")[0] for name in names]
     kinds = kinds if all("/" in name for name in names) and len(set(kinds)) > 1 else []
-    return listed(config, names, kinds)
+    names, kinds = listed(config, names, kinds)
+    labels, classes = _numbered(kinds) if kinds else (None, None)
+    return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__, labels, classes)
 
 
 def _zip(config: DatasetConfig) -> Source:
@@ -288,3 +278,6 @@ def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[
     if max(values) >= len(classes):
         raise ConfigError(f"dataset.label_column: {column!r} holds {max(values)}, allowed: below {len(classes)}")
     return np.array(values, dtype=np.int64), classes
+
+
+OPENERS = {"digits": _digits, "folder": _folder, "zip": _zip, "parquet": _parquet, "hub": _hub}
