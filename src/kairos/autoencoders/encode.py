@@ -143,17 +143,16 @@ def _encode_moments(
 ) -> dict[str, str]:
     """Fill the arrays of the images `rows` in a private folder and return the hash of each."""
     factor, suffixes = identity["low_resolution"], ("", "_flipped")[: 1 + identity["flips"]]
-    row = (tuple(codec.manifest["latent_shape"]), np.float32)
 
     def compute(numbers: np.ndarray) -> dict[str, np.ndarray]:
-        images, found = dataset.tensor(numbers), {}
+        images = dataset.tensor(numbers)
+        found: dict[str, np.ndarray] = {}
         for suffix in suffixes:
-            for name, values in _moments(codec, images.flip(3) if suffix else images, factor).items():
-                found[name + suffix] = values.float().cpu().numpy()
+            moments = _moments(codec, images.flip(3) if suffix else images, factor)
+            found |= {name + suffix: values.float().cpu().numpy() for name, values in moments.items()}
         return found
 
-    names = list(_moments(codec, dataset.tensor([0]), factor))
-    arrays = {name + suffix: row for suffix in suffixes for name in names}
+    arrays = dict.fromkeys(compute(np.arange(1)), (tuple(codec.manifest["latent_shape"]), np.float32))
     return grow(partial, identity, arrays, rows, identity["batch_size"], compute, "encode", "image")
 
 

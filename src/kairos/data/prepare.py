@@ -62,7 +62,7 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     if config.train_images not in (None, len(split["train"])):
         raise ConfigError(f"dataset.train_images: got {config.train_images}, allowed: {len(split['train'])} (or null)")
 
-    arrays = {name: indices.astype(np.int64) for name, indices in split.items()}
+    arrays = dict(split)
     if config.store == "refer":
         arrays |= {"numbers": kept, "checksums": checksums}
         arrays["names"] = np.array([os.fsencode(source.name(number)) for number in kept.tolist()])

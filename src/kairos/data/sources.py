@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from kairos.data.archives import SUFFIXES, Archive, listed
-from kairos.data.captions import Missing, in_table, with_captions
+from kairos.data.captions import Missing, in_column, with_captions
 from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError, KairosError
@@ -233,7 +233,8 @@ def _table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Sou
             raise ValueError("the cell is empty")
         return read_image(Path(cell) if isinstance(cell, str) else bytes(cell))
 
-    captions = in_table(lambda name: _column(table, name), table.features, config)
+    told = config.captions
+    captions = None if told is None else in_column(told, _column(table, told, "captions"))
     return Source(len(table), read, name, labels, classes, captions=captions)
 
 
@@ -256,7 +257,9 @@ def _image_column(features: Any, config: DatasetConfig) -> str:
     return wanted or found[0]
 
 
-def _column(table: Any, name: str) -> list[Any]:
+def _column(table: Any, name: str, field: str) -> list[Any]:
+    if name not in table.features:
+        raise ConfigError(f"dataset.{field}: got {name!r}, allowed: one of {', '.join(table.features)}")
     values: list[Any] = table.select_columns(name).with_format("arrow")[:][name].to_pylist()
     return values
 
@@ -265,9 +268,7 @@ def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[
     column = config.label_column_of(table.features)
     if column is None:
         return None, None
-    if column not in table.features:
-        raise ConfigError(f"dataset.label_column: got {column!r}, allowed: one of {', '.join(table.features)}")
-    values = _column(table, column)
+    values = _column(table, column, "label_column")
     if all(isinstance(value, str) for value in values):
         return _numbered(values)
     odd = [value for value in values if not isinstance(value, int) or value < 0]

@@ -71,11 +71,12 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
             "evaluation.extractor: got classifier, but the data set has no classes to train it on; "
             "allowed: selfsupervised, inception, or a data set with labels"
         )
-    labels = torch.from_numpy(dataset.labels)
-    classes = len(dataset.manifest["classes"])
-    return fit(
-        "classifier", options, dataset, classes, lambda chosen, _: (pixels(dataset, chosen), labels[chosen]), folder
-    )
+    labels, classes = torch.from_numpy(dataset.labels), len(dataset.manifest["classes"])
+
+    def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+        return pixels(dataset, chosen), labels[chosen]
+
+    return fit("classifier", options, dataset, classes, task, folder)
 
 
 def train_turned(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
@@ -127,9 +128,14 @@ def fit(
         progress.advance(1, f"loss {loss.item():.3f}")
     progress.close()
 
-    accuracy = _accuracy(model.eval(), dataset.heldout, task)
-    if accuracy is not None:
-        say(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images right")
+    heldout, right, accuracy = dataset.heldout, 0, None
+    with torch.inference_mode():
+        for step, chosen in enumerate(np.split(heldout, range(BATCH, len(heldout), BATCH))):
+            images, labels = task(chosen, step)
+            right += int((model(images)[1].argmax(1) == labels).sum())
+    if len(heldout):
+        accuracy = right / len(heldout)
+        say(f"{name}: {accuracy:.2%} of {len(heldout)} held-out images right")
     from safetensors.torch import save
 
     with atomic(folder / WEIGHTS) as file:
@@ -197,13 +203,3 @@ register_feature_extractor(NAME, ClassifierExtractor)
 def pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:
     """Images as uint8 (n, channels, height, width)."""
     return torch.from_numpy(dataset.images[indices]).permute(0, 3, 1, 2)
-
-
-@torch.inference_mode()
-def _accuracy(model: Classifier, heldout: np.ndarray, task: Task) -> float | None:
-    """Share of the held-out images that are classified right; None where there are none."""
-    right = 0
-    for step, chosen in enumerate(np.split(heldout, range(BATCH, len(heldout), BATCH))):
-        images, labels = task(chosen, step)
-        right += int((model(images)[1].argmax(1) == labels).sum())
-    return right / len(heldout) if len(heldout) else None

@@ -113,8 +113,16 @@ def evaluate(job: EvaluationJob, reference: Reference, extractor: Extractor, set
         "protocol": _protocol(protocol, reference, extractor, parts),
         "warnings": warnings,
     }
-    if "milestone" in needs and trained_on is not None:
-        record["validation"] = _validation(job, protocol, reference, trained_on, extractor.device)
+    if "milestone" in needs and trained_on is not None and job.milestone is not None:
+        from kairos.milestones import open_milestone
+
+        # the weights that were sampled, or the average where that is unknown
+        opened = open_milestone(job.milestone, protocol.get("weights") or "ema", extractor.device)
+        loss, record["validation"] = LossSettings(**reference.record["validation"], precision=extractor.precision), {}
+        for named in target.metrics:
+            if "milestone" in needs_of([named]):
+                code = METRICS.entry(named["name"]).load()
+                record["validation"] |= code(opened, trained_on, loss, extractor.device)
     write_json(job.out, record)
     value, spread = found[target.metric], found[f"{target.metric}_spread"] or 0
     say(f"evaluate {where}: {target.metric} {value:.4g} ± {spread:.2g}")
@@ -196,22 +204,6 @@ def _protocol(
         "eval_seed": reference.record["eval_seed"],
         "eval_precision": extractor.precision,
     }
-
-
-def _validation(
-    job: EvaluationJob, protocol: dict[str, Any], reference: Reference, latents: Latents, device: Any
-) -> dict[str, Any]:
-    """The validation losses of the weights that were sampled, or of the EMA where that is unknown."""
-    from kairos.milestones import open_milestone
-
-    assert job.milestone is not None
-    milestone = open_milestone(job.milestone, protocol.get("weights") or "ema", device)
-    loss = LossSettings(**reference.record["validation"], precision=reference.record["precision"])
-    record: dict[str, Any] = {}
-    for named in reference.target.metrics:
-        if "milestone" in needs_of([named]):
-            record |= METRICS.entry(named["name"]).load()(milestone, latents, loss, device)
-    return record
 
 
 def _trained_on(job: EvaluationJob, protocol: dict[str, Any], record: dict[str, Any], latents: Path | None) -> Latents:

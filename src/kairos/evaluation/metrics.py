@@ -63,9 +63,7 @@ class Statistics:
 
     def save(self, path: Path) -> None:
         """Write an npz file atomically; `mu` and `sigma`, `mu_s` and `sigma_s` are named as in published files."""
-        arrays: dict[str, Any] = {}
-        for layer, pair in self.moments.items():
-            arrays |= dict(zip(_NAMES[layer], pair))
+        arrays: Any = {name: part for layer, pair in self.moments.items() for name, part in zip(_NAMES[layer], pair)}
         with atomic(path) as file:
             np.savez(file, **arrays, features=self.features, count=np.array(self.count))
 

@@ -10,7 +10,7 @@ Each row is compared with the same reference as the samples:
 All have as many images per set as the samples, the first two as many as are held out where those are fewer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from kairos.errors import KairosError
 from kairos.evaluation import external, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.evaluation.metrics import Statistics, Target
-from kairos.evaluation.moments import BATCH, LAYERS, in_batches, measure
+from kairos.evaluation.moments import LAYERS, in_batches, measure
 from kairos.evaluation.registries import UNREAL, default_metrics, needs_of
 from kairos.evaluation.settings import EvaluationConfig, check_metrics, named_metrics
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
@@ -39,6 +39,7 @@ GAUSSIAN_IMAGES = 10_000
 GAUSSIAN_VALUES = 2**27  # 512 MB of float32
 _HELD_OUT = f"standard deviation over {RESAMPLES} bootstrap resamples of the one set of held-out images"
 _DRAWN = "standard deviation over sets of fresh draws"
+Drawn = Callable[[int], Iterator[np.ndarray]]  # from the number of a set to batches of its images
 SPREADS = {"floor": _HELD_OUT, "reconstruction": _HELD_OUT, "gaussian": _DRAWN, "noise": _DRAWN}
 
 
@@ -79,8 +80,10 @@ def build(
         numbers["real images"] = target.statistics.count
     found = {what: metrics.check_number(number, opened.width, what) for what, number in numbers.items()}
     warnings = [f"{what}: {warning}" for what in found for warning in found[what]]
-    gaussian = Gaussian.fit(encoded, evaluation.seed)
-    rows = _rows(evaluation, images, codec, gaussian, opened, target)
+    num, seed = evaluation.num_samples, evaluation.seed
+    fitted, gaussian = _gaussian(encoded, codec, num, seed)
+    drawn = {"gaussian": gaussian, "noise": _noise(images.images.shape[1:], num, seed)}
+    rows = _rows(evaluation, images, codec, drawn, opened, target)
 
     target.statistics.save(out / "statistics.npz")
     record = {
@@ -100,7 +103,7 @@ def build(
         **_fixed(evaluation),
         "rows": rows,
         "spread_of": {name: SPREADS[name] for name in rows},
-        "gaussian": f"mean and sample covariance of {len(gaussian.rows)} training latents",
+        "gaussian": f"mean and sample covariance of {fitted} training latents",
         "warnings": warnings,
         "files": {"statistics.npz": sha256_file(out / "statistics.npz")},
     }
@@ -197,7 +200,7 @@ def _rows(
     evaluation: EvaluationConfig,
     dataset: PreparedDataset,
     codec: Codec,
-    gaussian: "Gaussian",
+    drawn: dict[str, Drawn],
     extractor: Extractor,
     target: Target,
 ) -> dict[str, dict[str, Any]]:
@@ -216,10 +219,6 @@ def _rows(
         one_set = {}
     elif len(heldout) < num:
         say(f"warning: rows floor and reconstruction are of {len(heldout)} images, all that are held out")
-    drawn = {
-        "gaussian": lambda number: gaussian.decoded(codec, num, seed, number),
-        "noise": lambda number: _noise(dataset.images.shape[1:], num, seed, number),
-    }
     rows, captions = {}, dataset.captions if "captions" in target.needs else None
     progress = Progress(len(one_set) + len(drawn), "reference", "row")
     with torch.inference_mode():
@@ -241,49 +240,43 @@ def _rows(
     return rows
 
 
-@dataclass(frozen=True)
-class Gaussian:
+def _gaussian(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[int, Drawn]:
     """A Gaussian with mean and sample covariance of the training latents, whatever their dimension.
 
-    Draws are mean + z rows / sqrt(n-1) with z ~ N(0, I_n) and the centred latents as rows: exactly that covariance,
-    full where there are more latents than dimensions, of rank n-1 otherwise, without ever forming it.
+    Of training latents as a training sees them, at most `GAUSSIAN_IMAGES`, fewer where they are large. Draws are
+    mean + z rows / sqrt(n-1) with z ~ N(0, I_n) and the centred latents as rows: exactly that covariance, full where
+    there are more latents than dimensions, of rank n-1 otherwise, without ever forming it.
 
-    Args:
-        mean: of the latents in model space, (d,).
-        rows: centred latents, (n, d).
-        shape: of one latent, (c, h, w).
+    Returns:
+        Number of latents, and what gives a numbered set of `count` decoded draws.
     """
+    dimension = int(np.prod(latents.shape))
+    fitted = min(len(latents.train), GAUSSIAN_IMAGES, max(2, GAUSSIAN_VALUES // dimension))
+    order = Stream(seed, "gaussian images").permutation(len(latents.train))
+    chosen = latents.train[order[:fitted].sort().values.numpy()]
+    parts = []
+    for part in in_batches(chosen, range(fitted)):
+        noise = Stream(seed, "gaussian latents").normal(0, torch.from_numpy(part), latents.shape)
+        parts.append(latents.batch(part, noise=noise).flatten(1))
+    rows = torch.cat(parts)  # (n, d)
+    mean = rows.mean(0)
+    rows -= mean
 
-    mean: torch.Tensor
-    rows: torch.Tensor
-    shape: tuple[int, ...]
+    def drawn(number: int) -> Iterator[np.ndarray]:
+        for part in in_batches(range(count), range(count)):
+            z = Stream(seed, "gaussian draws").normal(number, part, (fitted,))
+            x0 = mean + z @ rows / (fitted - 1) ** 0.5
+            yield to_uint8(codec.decode(x0.view(-1, *latents.shape)))
 
-    @staticmethod
-    def fit(latents: Latents, seed: int) -> "Gaussian":
-        """From training latents as a training sees them, at most `GAUSSIAN_IMAGES`, fewer where they are large."""
-        dimension = int(np.prod(latents.shape))
-        count = min(len(latents.train), GAUSSIAN_IMAGES, max(2, GAUSSIAN_VALUES // dimension))
-        order = Stream(seed, "gaussian images").permutation(len(latents.train))
-        chosen = latents.train[order[:count].sort().values.numpy()]
-        parts = []
-        for part in in_batches(chosen, range(count)):
-            noise = Stream(seed, "gaussian latents").normal(0, torch.from_numpy(part), latents.shape)
-            parts.append(latents.batch(part, noise=noise).flatten(1))
-        rows = torch.cat(parts)  # (n, d)
-        mean = rows.mean(0)
-        return Gaussian(mean, rows - mean, tuple(latents.shape))
-
-    def decoded(self, codec: Codec, count: int, seed: int, number: int) -> Iterator[np.ndarray]:
-        """Set `number` of draws as images, batches of uint8 (n, height, width, channels)."""
-        for start in range(0, count, BATCH):
-            part = range(start, min(start + BATCH, count))
-            z = Stream(seed, "gaussian draws").normal(number, part, (len(self.rows),))
-            latents = self.mean + z @ self.rows / (len(self.rows) - 1) ** 0.5
-            yield to_uint8(codec.decode(latents.view(-1, *self.shape)))
+    return fitted, drawn
 
 
-def _noise(shape: tuple[int, ...], count: int, seed: int, number: int) -> Iterator[np.ndarray]:
-    """Set `number` of uniformly random pixels."""
-    random = np.random.default_rng(derived_seed(seed, "noise images", number))
-    for start in range(0, count, BATCH):
-        yield random.integers(0, 256, (min(BATCH, count - start), *shape), dtype=np.uint8)
+def _noise(shape: tuple[int, ...], count: int, seed: int) -> Drawn:
+    """The same of uniformly random pixels."""
+
+    def drawn(number: int) -> Iterator[np.ndarray]:
+        random = np.random.default_rng(derived_seed(seed, "noise images", number))
+        for part in in_batches(range(count), range(count)):
+            yield random.integers(0, 256, (len(part), *shape), dtype=np.uint8)
+
+    return drawn

@@ -14,7 +14,7 @@ from kairos.data.grid import write_grid
 from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json
 from kairos.progress import Progress, say
-from kairos.sampling.draw import Guidance, batches, estimate_of, guided, noise_of
+from kairos.sampling.draw import Estimate, Guidance, batches, guided, noise_of
 from kairos.sampling.drawn_conditions import conditions_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
@@ -76,7 +76,7 @@ def run(jobs: list[SamplingJob], request: Request) -> None:
 
 
 def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:
-    """Section `sampling` that a milestone carries, with fields replaced, and all of its configuration.
+    """Section `sampling` that a milestone carries, with fields replaced, and the milestone's record.
 
     Raises:
         KairosError: no milestone is there.
@@ -85,16 +85,17 @@ def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig
     path = milestone / "milestone.json"
     if not path.is_file():
         raise KairosError(f"{milestone}: no milestone.json; pass a milestone folder, D/milestones/<step>")
-    config = read_json(path)["config"]
+    record = read_json(path)
+    config = record["config"]
     sampling = check(SamplingConfig, {**config["sampling"], **overrides}, f"{path}: sampling")
     conditions, dropout = config["model"].get("conditions") or [], config["training"]["condition_dropout"]
     sampling.check_fits(config["diffusion"], conditions, dropout)
-    return sampling, config
+    return sampling, record
 
 
-def setup_of(config: dict[str, Any]) -> torch.device:
+def setup_of(record: dict[str, Any]) -> torch.device:
     """Set threads and device as a milestone's training states them."""
-    training = config["training"]
+    training = record["config"]["training"]
     return compute.setup(training["threads"], training["device"], training["deterministic"])
 
 
@@ -102,9 +103,8 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
     """Write the images of one milestone, or a shard of them: drawn and decoded, or joined from their parts."""
     from kairos.milestones import open_milestone
 
-    options, config = settings(job.milestone, request.overrides)
-    record = read_json(job.milestone / "milestone.json")
-    files = record["files"].items()
+    options, record = settings(job.milestone, request.overrides)
+    config, files = record["config"], record["files"].items()
     seed = options.seed if request.seed is None else request.seed
     scheduler = resolved(options.scheduler, config["diffusion"]["process"])
     names = config["model"].get("conditions") or []
@@ -135,7 +135,7 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
             raise ConfigError(f"{label}: got no batch of {size}, allowed: at most as many parts as batches")
 
     def drawn() -> Iterator[np.ndarray]:
-        device = setup_of(config)
+        device = setup_of(record)
         milestone = open_milestone(job.milestone, options.weights, device)
         codec = open_codec(job.milestone, record, request.autoencoder, device)
         process, shape = milestone.process, tuple(record["shape"])
@@ -146,7 +146,7 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
             with torch.inference_mode():
                 told = {name: values.to(device) for name, values in conditions(indices).items()}
                 predict = guided(process, milestone.model, told, record["conditions"], guidance)
-                estimate = estimate_of(process, predict, clip, options.precision)
+                estimate = Estimate(process, predict, clip, options.precision)
                 noise = noise_of(seed, indices, shape, device)
                 x0 = build(SCHEDULERS, scheduler, process, grid, estimate, noise)  # (batch, c, h, w)
                 images = to_uint8(codec.decode(x0.float()))[:kept]
