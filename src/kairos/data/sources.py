@@ -240,12 +240,10 @@ def _table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Sou
 
 def _image_column(features: Any, config: DatasetConfig) -> str:
     from datasets import Image as ImageFeature
-    from datasets import Value
 
     def holds_images(feature: Any) -> bool:
-        if isinstance(feature, Value):
-            return feature.dtype in ("binary", "large_binary")
-        return isinstance(feature, ImageFeature) or (isinstance(feature, dict) and "bytes" in feature)
+        in_bytes = getattr(feature, "dtype", None) in ("binary", "large_binary")
+        return in_bytes or isinstance(feature, ImageFeature) or (isinstance(feature, dict) and "bytes" in feature)
 
     found = [name for name, feature in features.items() if holds_images(feature)]
     columns = f"columns: {', '.join(features)}; of images: {', '.join(found) or 'none'}"

@@ -17,6 +17,7 @@ from kairos.evaluation.reference import Reference, open_reference, outside_refer
 from kairos.evaluation.registries import METRICS, needs_of
 from kairos.evaluation.settings import LossSettings
 from kairos.files import read_json, write_json
+from kairos.options import but_name
 from kairos.progress import say
 from kairos.sampling.drawn_conditions import check_conditions, told_of
 from kairos.sampling.sample import settings, setup_of
@@ -83,16 +84,16 @@ def run(
     opened = open_extractor(extractor or folder / "../extractor", device)
     clock.work_begins()
     known = outside_reference(reference, opened, wanted) if outside else open_reference(reference, opened)
-    opened = replace(opened, precision=known.record["precision"])
+    opened = replace(opened, precision=known[0]["precision"])
     for job in jobs:
         evaluate(job, known, opened, sets, latents)
 
 
 def evaluate(job: EvaluationJob, reference: Reference, extractor: Extractor, sets: int, latents: Path | None) -> None:
     """Evaluate one samples file and write its record."""
-    samples, target = open_samples(job.samples), reference.target
+    samples, (fixed, target) = open_samples(job.samples), reference
     protocol, needs, where = samples.protocol, target.needs, str(job.samples)
-    parts, warnings = split(len(samples.images), reference.record["num_samples"], sets, where)
+    parts, warnings = split(len(samples.images), fixed["num_samples"], sets, where)
     warnings += metrics.check_number(len(parts[0]), extractor.width, where)
     trained_on = None
     if job.milestone is not None and needs & {"pairs", "milestone"}:
@@ -110,7 +111,7 @@ def evaluate(job: EvaluationJob, reference: Reference, extractor: Extractor, set
     record = {
         "step": protocol.get("step"),
         "metrics": found,
-        "protocol": _protocol(protocol, reference, extractor, parts),
+        "protocol": _protocol(protocol, fixed, extractor, parts),
         "warnings": warnings,
     }
     if "milestone" in needs and trained_on is not None and job.milestone is not None:
@@ -118,7 +119,7 @@ def evaluate(job: EvaluationJob, reference: Reference, extractor: Extractor, set
 
         # the weights that were sampled, or the average where that is unknown
         opened = open_milestone(job.milestone, protocol.get("weights") or "ema", extractor.device)
-        loss, record["validation"] = LossSettings(**reference.record["validation"], precision=extractor.precision), {}
+        loss, record["validation"] = LossSettings(**fixed["validation"], precision=extractor.precision), {}
         for named in target.metrics:
             if "milestone" in needs_of([named]):
                 code = METRICS.entry(named["name"]).load()
@@ -184,14 +185,14 @@ def split(images: int, num_samples: int | None, sets: int, where: str) -> tuple[
 
 
 def _protocol(
-    sampled: dict[str, Any], reference: Reference, extractor: Extractor, parts: list[range]
+    sampled: dict[str, Any], fixed: dict[str, Any], extractor: Extractor, parts: list[range]
 ) -> dict[str, Any]:
     """How the numbers came about; what images from outside do not say is null."""
     scheduler = sampled.get("scheduler") or {}
     return {
         **{name: sampled.get(name) for name in ("steps", "nfe", *GUIDANCE, "weights", "identity")},
         **dict.fromkeys(("spacing", "clip", "eta", "variance")),
-        **{name: value for name, value in scheduler.items() if name != "name"},
+        **but_name(scheduler),
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
         "accuracy": extractor.manifest["accuracy"],
@@ -200,8 +201,8 @@ def _protocol(
         "scheduler": scheduler.get("name"),
         "sample_seed": sampled.get("seed"),
         "sample_precision": sampled.get("precision"),
-        "reference_hash": reference.record["reference_hash"],
-        "eval_seed": reference.record["eval_seed"],
+        "reference_hash": fixed["reference_hash"],
+        "eval_seed": fixed["eval_seed"],
         "eval_precision": extractor.precision,
     }
 

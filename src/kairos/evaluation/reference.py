@@ -11,7 +11,7 @@ All have as many images per set as the samples, the first two as many as are hel
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,9 @@ GAUSSIAN_IMAGES = 10_000
 GAUSSIAN_VALUES = 2**27  # 512 MB of float32
 _HELD_OUT = f"standard deviation over {RESAMPLES} bootstrap resamples of the one set of held-out images"
 _DRAWN = "standard deviation over sets of fresh draws"
+Reference = tuple[dict[str, Any], Target]  # reference.json, or the same fields for images from outside; and the target
 Drawn = Callable[[int], Iterator[np.ndarray]]  # from the number of a set to batches of its images
 SPREADS = {"floor": _HELD_OUT, "reconstruction": _HELD_OUT, "gaussian": _DRAWN, "noise": _DRAWN}
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A reference opened for evaluations.
-
-    Args:
-        record: reference.json, or the same fields for images from outside.
-        target: what samples are compared with.
-    """
-
-    record: dict[str, Any]
-    target: Target
 
 
 def build(
@@ -114,7 +102,7 @@ def build(
 
 
 def open_reference(path: Path, extractor: Extractor) -> Reference:
-    """Open what stage `reference` wrote, given as folder or as reference.json.
+    """Open what stage `reference` wrote, given as folder or as reference.json: its record, and what it compares with.
 
     Raises:
         KairosError: it is missing, or was made with another extractor.
@@ -129,11 +117,11 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
             f"got {extractor.name} {extractor.hash[:12]}; pass that one as --extractor DIR"
         )
     real = Statistics.load(path.parent / "statistics.npz")
-    return Reference(record, Target(record["metric"], real, tuple(record["metrics"])))
+    return record, Target(record["metric"], real, tuple(record["metrics"]))
 
 
 def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None) -> Reference:
-    """A reference made of an npz file of real images or of published moments; its statistics are cached by content.
+    """The same of an npz file of real images or of published moments; its statistics are cached by content.
 
     Raises:
         KairosError: the file has not what the metrics need, or holds too few images for the extractor.
@@ -147,7 +135,7 @@ def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None
         "reference_hash": reference_hash(statistics, extractor),
         **_fixed(EvaluationConfig()),
     }
-    return Reference(record, Target(extractor.manifest["metric"], statistics, tuple(named)))
+    return record, Target(extractor.manifest["metric"], statistics, tuple(named))
 
 
 def _fixed(evaluation: EvaluationConfig) -> dict[str, Any]:

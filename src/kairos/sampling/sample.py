@@ -12,7 +12,7 @@ from kairos import clock, compute
 from kairos.data.dataset import to_uint8
 from kairos.data.grid import write_grid
 from kairos.errors import ConfigError, KairosError
-from kairos.files import read_json
+from kairos.files import open_record
 from kairos.progress import Progress, say
 from kairos.sampling.draw import Estimate, Guidance, batches, guided, noise_of
 from kairos.sampling.drawn_conditions import conditions_of
@@ -82,12 +82,9 @@ def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig
         KairosError: no milestone is there.
         ConfigError: the replaced fields cannot be used.
     """
-    path = milestone / "milestone.json"
-    if not path.is_file():
-        raise KairosError(f"{milestone}: no milestone.json; pass a milestone folder, D/milestones/<step>")
-    record = read_json(path)
+    record = open_record(milestone, "train --config F --method M --seed N --out D", "milestone.json")
     config = record["config"]
-    sampling = check(SamplingConfig, {**config["sampling"], **overrides}, f"{path}: sampling")
+    sampling = check(SamplingConfig, {**config["sampling"], **overrides}, f"{milestone}/milestone.json: sampling")
     conditions, dropout = config["model"].get("conditions") or [], config["training"]["condition_dropout"]
     sampling.check_fits(config["diffusion"], conditions, dropout)
     return sampling, record
@@ -121,10 +118,8 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         "num": request.num,
     }
     guidance, channels = Guidance(*(getattr(options, name) for name in GUIDANCE)), record["shape"][0]
-    if (guidance.channels or 0) > channels:
-        raise ConfigError(
-            f"sampling.guidance_channels: got {guidance.channels}, allowed: at most {channels}, those of x0"
-        )
+    if (got := guidance.channels or 0) > channels:
+        raise ConfigError(f"sampling.guidance_channels: got {got}, allowed: at most {channels}, those of x0")
     label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
     num, size, shard = request.num, options.batch_size, request.shard
     rows = shard.rows(num, size) if shard else range(num)
@@ -174,17 +169,13 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
     from kairos.autoencoders.codec import load_codec
 
     folder = folder or milestone / "../../../../autoencoder"
+    given = f"pass --autoencoder DIR, the one that {milestone} was trained with"
     if not (folder / "manifest.json").is_file():
-        raise KairosError(
-            f"{folder}: no autoencoder; pass --autoencoder DIR, the one that {milestone} was trained with"
-        )
+        raise KairosError(f"{folder}: no autoencoder; {given}")
     codec = load_codec(folder, device)
     known, latent = record["autoencoder_sha256"], list(codec.manifest["latent_shape"])
     if known is None and latent != list(record["shape"]):  # of imported weights
         raise KairosError(f"--autoencoder: {folder} has latents of shape {latent}, allowed: {list(record['shape'])}")
     if known not in (None, codec.manifest["sha256"]):
-        raise KairosError(
-            f"{folder}: autoencoder {codec.manifest['sha256'][:12]} is not the one that {milestone} was trained with "
-            f"({record['autoencoder_sha256'][:12]}); pass that one as --autoencoder DIR, or train again"
-        )
+        raise KairosError(f"{folder}: is autoencoder {codec.manifest['sha256'][:12]}, not {known[:12]}; {given}")
     return codec
