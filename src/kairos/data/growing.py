@@ -65,7 +65,12 @@ def grow(
     """
     key, count = sha256_json({**identity, "rows": [rows.start, rows.stop]}), len(rows)
     shapes = {partial / f"{name}.npy": (count, *shape) for name, (shape, _) in arrays.items()}
-    done = _done(partial, key, shapes)
+    try:
+        record = read_json(partial / "progress.json")
+        whole = record["key"] == key and {path: Rows(path).shape for path in shapes} == shapes
+        done = record["done"] if whole else 0
+    except (OSError, ValueError, EOFError, DamagedError):
+        done = 0
     if done:
         say(f"{label}: goes on after {unit} {rows.start + done}")
     else:
@@ -88,13 +93,3 @@ def grow(
             saved = time.monotonic()
     progress.close()
     return {path.name: sha256_file(path) for path in shapes}
-
-
-def _done(partial: Path, key: str, shapes: dict[Path, tuple[int, ...]]) -> int:
-    """How many rows a killed job of exactly this has left whole."""
-    try:
-        record = read_json(partial / "progress.json")
-        found = {path: Rows(path).shape for path in shapes}
-    except (OSError, ValueError, EOFError, DamagedError):
-        return 0
-    return record["done"] if record["key"] == key and found == shapes else 0

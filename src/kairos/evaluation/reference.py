@@ -63,12 +63,10 @@ def build(
     clock.work_begins()
     wanted = tuple(evaluation.metrics_for(opened.manifest["kind"], len(images.heldout) > 0))
     target = Target(opened.manifest["metric"], _real(evaluation.reference, images, opened, wanted), wanted)
-    numbers = {"evaluation.num_samples": evaluation.num_samples}
-    if target.statistics.count:  # published moments do not tell
-        numbers["real images"] = target.statistics.count
-    found = {what: metrics.check_number(number, opened.width, what) for what, number in numbers.items()}
-    warnings = [f"{what}: {warning}" for what in found for warning in found[what]]
-    num, seed = evaluation.num_samples, evaluation.seed
+    num, seed, warnings = evaluation.num_samples, evaluation.seed, []
+    for what, number in {"evaluation.num_samples": num, "real images": target.statistics.count}.items():
+        if number:  # published moments do not tell of how many images they are
+            warnings += [f"{what}: {warning}" for warning in metrics.check_number(number, opened.width, what)]
     fitted, gaussian = _gaussian(encoded, codec, num, seed)
     drawn = {"gaussian": gaussian, "noise": _noise(images.images.shape[1:], num, seed)}
     rows = _rows(evaluation, images, codec, drawn, opened, target)
@@ -82,13 +80,12 @@ def build(
         "features": opened.width,
         "accuracy": opened.manifest["accuracy"],
         "reference": evaluation.reference,
-        "reference_hash": reference_hash(target.statistics, opened),
         "dataset_sha256": images.manifest["content_sha256"],
         "autoencoder_sha256": codec.manifest["sha256"],
         "real_images": target.statistics.count,
-        "num_samples": evaluation.num_samples,
+        "num_samples": num,
         "sets": evaluation.sets,
-        **_fixed(evaluation),
+        **_fixed(evaluation, target.statistics, opened),
         "rows": rows,
         "spread_of": {name: SPREADS[name] for name in rows},
         "gaussian": f"mean and sample covariance of {fitted} training latents",
@@ -130,18 +127,18 @@ def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None
     named = named_metrics(wanted or default_metrics(kind, True))
     check_metrics(named, kind)
     statistics = outside_statistics(path, extractor, needs_of(named) - UNREAL)
-    record = {
-        "num_samples": None,
-        "reference_hash": reference_hash(statistics, extractor),
-        **_fixed(EvaluationConfig()),
-    }
+    record = {"num_samples": None, **_fixed(EvaluationConfig(), statistics, extractor)}
     return record, Target(extractor.manifest["metric"], statistics, tuple(named))
 
 
-def _fixed(evaluation: EvaluationConfig) -> dict[str, Any]:
-    """What a reference's record fixes for all evaluations with it."""
-    validation = {"images": evaluation.loss_images, "strata": evaluation.strata, "seed": evaluation.seed}
-    return {"eval_seed": evaluation.seed, "precision": evaluation.precision, "validation": validation}
+def _fixed(evaluation: EvaluationConfig, real: Statistics, extractor: Extractor) -> dict[str, Any]:
+    """What a reference's record fixes for all evaluations with it, and the hash that identifies it."""
+    return {
+        "reference_hash": sha256_json({"statistics": real.hash, "extractor": extractor.hash}),
+        "eval_seed": evaluation.seed,
+        "precision": evaluation.precision,
+        "validation": {"images": evaluation.loss_images, "strata": evaluation.strata, "seed": evaluation.seed},
+    }
 
 
 def _real(which: str, dataset: PreparedDataset, extractor: Extractor, wanted: tuple[dict[str, Any], ...]) -> Statistics:
@@ -177,11 +174,6 @@ def _of_images(images: Any, indices: Any, extractor: Extractor, needs: set[str],
     parts = {**parts, "extractor": extractor.hash, "precision": extractor.precision, "needs": sorted(needs)}
     batches, kept = in_batches(images, indices), metrics.kept(len(indices))
     return metrics.cached(parts, lambda: metrics.statistics_of(measure(extractor, batches, needs, kept)))
-
-
-def reference_hash(statistics: Statistics, extractor: Extractor) -> str:
-    """What identifies a reference: real statistics and extractor."""
-    return sha256_json({"statistics": statistics.hash, "extractor": extractor.hash})
 
 
 def _rows(

@@ -66,11 +66,6 @@ class Guidance:
             scale = scale.where((self.interval[0] <= sigma) & (sigma <= self.interval[1]), 1.0)
         return scale
 
-    @property
-    def changes(self) -> bool:
-        """Whether the scale depends on t."""
-        return self.power is not None or self.interval is not None
-
 
 def guided(
     process: Any, model: Any, conditions: dict[str, Tensor], descriptions: dict[str, Any], guidance: Guidance
@@ -96,7 +91,7 @@ def guided(
 
     def both(x_t: Tensor, t: Tensor) -> Tensor:
         scale = guidance.scales(process, t)
-        if guidance.changes and bool((scale == 1).all()):
+        if (guidance.power or guidance.interval) and bool((scale == 1).all()):  # else it is not 1, and nobody waits
             return alone(x_t, t)
         output = process.predict(model, x_t.repeat(2, 1, 1, 1), t.repeat(2), doubled)
         conditional, null = output.to(x_t.dtype).chunk(2)
