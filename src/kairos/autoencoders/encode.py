@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from kairos.autoencoders.codec import Codec
-from kairos.data.arrays import Rows, blocks, create_array
+from kairos.data.arrays import Rows, blocks
 from kairos.data.captions import open_text
 from kairos.data.dataset import PreparedDataset, low_resolution
 from kairos.data.growing import begin, grow, publish
 from kairos.errors import ConfigError, KairosError
-from kairos.files import check_files, open_record, sha256_file, sha256_json, sync_folder, write_json
+from kairos.files import check_files, open_record, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
 from kairos.shards import AGAIN, Shard, in_order
 
@@ -127,15 +127,15 @@ def _joined(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows
     order = in_order(list(zip(parts, records)), identity, len(rows), size)
     for part, record in zip(parts, records):
         check_files(part, record["files"], AGAIN)
-    partial.mkdir(exist_ok=True)
-    for name in records[0]["files"]:
-        read = [Rows(parts[place] / name) for place in order]
-        whole, first = create_array(partial / name, (len(rows), *read[0].shape[1:]), read[0].dtype), 0
-        for block in blocks(read, size):
-            whole.write(first, block)
-            first += len(block)
-        whole.flush()
-    return {name: sha256_file(partial / name) for name in records[0]["files"]}
+    opened = {Path(name).stem: [Rows(parts[place] / name) for place in order] for name in records[0]["files"]}
+    arrays = {name: (rows_of[0].shape[1:], rows_of[0].dtype) for name, rows_of in opened.items()}
+    batches = {name: blocks(rows_of, size) for name, rows_of in opened.items()}
+    shutil.rmtree(partial, ignore_errors=True)  # parts are read from the first image on
+
+    def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: next(batch) for name, batch in batches.items()}
+
+    return grow(partial, identity, arrays, rows, size, read, "join", "image")
 
 
 def _encode_moments(

@@ -129,6 +129,7 @@ def _look_at(
     progress = Progress(len(chosen), f"prepare {config.source}", "image")
     for number in chosen:
         name = source.name(number)
+        progress.advance()
         try:
             image = source.read(number)
         except ValueError as error:
@@ -138,7 +139,6 @@ def _look_at(
                 ) from None
             skipped.append(name)
             say(f"prepare: skipped {name} ({error})")
-            progress.advance()
             continue
         pixels = to_pixels(image, config.color, config.crop, config.resolution, name, config.resample)
         if sums is None:
@@ -157,7 +157,6 @@ def _look_at(
         wide = pixels.astype(np.int64)
         kept[count], sums[count] = number, (wide.sum(axis=(0, 1)), (wide**2).sum(axis=(0, 1)))
         count += 1
-        progress.advance()
     progress.close()
     if not count:
         raise KairosError(f"dataset: none of the {len(chosen)} images is usable; the first is {skipped[0]}")
