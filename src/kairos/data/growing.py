@@ -81,15 +81,14 @@ def grow(
     opened = {path.stem: Rows(path, writable=True) for path in shapes}
     progress, saved = Progress(count, label, unit, start=done), time.monotonic()
     for start in range(done, count, batch_size):
-        numbers = np.arange(start, min(start + batch_size, count))
-        for name, values in compute(rows.start + numbers).items():
+        end = min(start + batch_size, count)
+        for name, values in compute(np.arange(rows.start + start, rows.start + end)).items():
             opened[name].write(start, values)
-        progress.advance(len(numbers))
-        whole = int(numbers[-1]) + 1
-        if time.monotonic() - saved > _SAVE_SECONDS or whole == count:
+        progress.advance(end - start)
+        if time.monotonic() - saved > _SAVE_SECONDS or end == count:
             for array in opened.values():
                 array.flush()  # durable before it is said
-            write_json(partial / "progress.json", {"key": key, "done": whole})
+            write_json(partial / "progress.json", {"key": key, "done": end})
             saved = time.monotonic()
     progress.close()
     return {path.name: sha256_file(path) for path in shapes}
