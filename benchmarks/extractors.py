@@ -35,7 +35,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from kairos.data.dataset import PreparedDataset
-from kairos.evaluation import classifier, extractors, metrics, moments, selfsupervised
+from kairos.evaluation import classifier, extractors, metrics, moments
 from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import write_json
 from kairos.randomness import Stream
@@ -115,7 +115,7 @@ def parts(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path
         classes = Stream(options.seed, "classes").integers(step, 16, range(len(chosen)))
         places = Stream(options.seed, "places").uniform(step, range(len(chosen)), (2,))
         seen = mirrored(classifier.pixels(dataset, chosen), classes % 4, places)
-        return selfsupervised.turned(seen, classes // 4), classes
+        return classifier.turned(seen, classes // 4), classes
 
     return classifier.fit("parts", options, dataset, 16, task, folder)
 
@@ -196,7 +196,7 @@ def _write(model: nn.Module, kind: str, dataset: PreparedDataset, options: Any, 
 
 TRAINED: dict[str, Train] = {
     "classifier": classifier.train,
-    "selfsupervised": selfsupervised.train,
+    "selfsupervised": classifier.train_turned,
     "parts": parts,
     "contrastive": contrastive,
     "untrained": untrained,

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from training_case import experiment, hashes, make_latents
 
-from kairos.data import augment
 from kairos.data.augment import _mapped, _turn, augmented
 from kairos.data.batches import Batch, Batches
 from kairos.data.latents import open_latents
@@ -28,7 +27,7 @@ def test_without_probability_only_flips_happen_and_they_are_exact():
     x = images(64)
     found, labels = augmented(x, 0.0, 0, 5, range(64))
     flipped = labels[:, 0] == 1
-    assert labels.shape == (64, augment.LABELS) and labels.dtype == torch.float32 and not labels[:, 1:].any()
+    assert labels.shape == (64, 9) and labels.dtype == torch.float32 and not labels[:, 1:].any()
     assert 20 < flipped.sum() < 44
     assert torch.equal(found[flipped], x[flipped].flip(3)) and torch.equal(found[~flipped], x[~flipped])
 

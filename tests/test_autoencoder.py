@@ -12,9 +12,8 @@ import torch
 from PIL import Image
 
 from kairos.autoencoders.codec import Codec, load_codec
-from kairos.autoencoders.quality import psnr
 from kairos.autoencoders.settings import AutoencoderConfig
-from kairos.autoencoders.stage import make_autoencoder
+from kairos.autoencoders.stage import make_autoencoder, psnr
 from kairos.data.dataset import open_dataset, to_uint8
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
@@ -104,14 +103,14 @@ def test_training_is_deterministic_and_follows_its_seed(digits, tmp_path):
 def _train_until_killed(config, dataset, out) -> None:
     import kairos.autoencoders.train as training
 
-    whole = training._batch
+    whole, training._CHECKPOINT_EVERY = training.Progress.advance, 4
 
-    def batch(config, dataset, step, *rest):
-        if step == 7:
+    def advance(self, *facts, **named):
+        if self.done == 6:
             os.kill(os.getpid(), signal.SIGKILL)
-        return whole(config, dataset, step, *rest)
+        whole(self, *facts, **named)
 
-    training._batch, training._CHECKPOINT_EVERY = batch, 4
+    training.Progress.advance = advance
     make_autoencoder(config, dataset, out, CPU)
 
 

@@ -12,7 +12,7 @@ from kairos.diffusion.processes import build_process
 from kairos.errors import KairosError
 from kairos.evaluation import metrics, validation
 from kairos.evaluation.metrics import Target
-from kairos.evaluation.moments import Measured, Moments, Score, Spool, blocks
+from kairos.evaluation.moments import Measured, Moments, Spool, measure
 from kairos.evaluation.settings import LossSettings
 
 
@@ -22,11 +22,11 @@ def gaussian_features(mean, std, count=20_000, width=4, seed=0):
 
 def measured(features: torch.Tensor, size: int = 777) -> Measured:
     """As stage evaluate measures features: in batches."""
-    spool, moments = Spool(features.shape[1]), Moments()
+    spool, moments = Spool(), Moments()
     for part in features.split(size):
         spool.add(part)
         moments.add(part)
-    return Measured(len(features), {"features": moments.mean_and_covariance}, spool)
+    return Measured(len(features), {"features": moments.mean_and_covariance}, spool.rows())
 
 
 def target_of(features: torch.Tensor, *names: str, metric: str = "frechet_x") -> Target:
@@ -72,24 +72,24 @@ def test_inception_score_is_torch_fidelitys():
     """In the splits of 5,000 in order of ADM's evaluator, what is left being the last."""
     from torch_fidelity.metric_isc import isc_features_to_metric
 
+    def isc(logits):
+        spool = Spool()
+        for part in logits.split(997):
+            spool.add(part)
+        return metrics.isc(None, Measured(len(logits), {}, logits=spool.rows()), None)["isc"]
+
     logits = 3 * gaussian_features(0.0, 1.0, 50_000, 10).float()
-    score = Score()
-    for part in logits.split(997):
-        score.add(part)
     theirs = isc_features_to_metric(logits, splits=10, shuffle=False)["inception_score_mean"]
-    assert score.value == pytest.approx(theirs, rel=1e-12)
-    short = Score()
-    short.add(logits[:7000])
+    assert isc(logits) == pytest.approx(theirs, rel=1e-12)
     parts = [isc_features_to_metric(part, 1, False)["inception_score_mean"] for part in logits[:7000].split(5000)]
-    assert short.value == pytest.approx(np.mean(parts), rel=1e-12)
+    assert isc(logits[:7000]) == pytest.approx(np.mean(parts), rel=1e-12)
 
 
-def test_precision_and_recall_are_torch_fidelitys(monkeypatch):
+def test_precision_and_recall_are_torch_fidelitys():
+    """Of more vectors than are looked at a time."""
     from torch_fidelity.metric_prc import prc_features_to_metric
 
-    monkeypatch.setattr("kairos.evaluation.moments.ROWS", 150)
-    monkeypatch.setattr(metrics, "ROWS", 150)
-    samples, real = gaussian_features(0.3, 0.8, 700, 8).float(), gaussian_features(0.0, 1.0, 500, 8, 1).float()
+    samples, real = gaussian_features(0.3, 0.8, 2500, 8).float(), gaussian_features(0.0, 1.0, 1500, 8, 1).float()
     theirs = prc_features_to_metric(samples, real, verbose=False, save_cpu_ram=False)
     found = target_of(real, "precision", "recall").score(measured(samples))
     assert 0.2 < theirs["recall"] < theirs["precision"] < 1
@@ -116,16 +116,17 @@ def test_kid_fits_the_sample_and_ignores_the_scale_of_features():
 
 
 def test_features_on_disk():
-    spool, features = Spool(3), torch.arange(30.0).reshape(10, 3)
-    for part in features.split(4):
-        spool.add(part)
-    assert len(spool) == 10 and torch.equal(spool[:], features) and torch.equal(spool[3:7], features[3:7])
-    assert torch.equal(spool[np.array([9, 0, 0])], features[[9, 0, 0]])
-    assert torch.equal(torch.cat(list(blocks(spool))), features) and len(spool) == 10
-    some = Spool(3, np.array([0, 3, 4, 9]))
-    for part in features.split(4):
-        some.add(part)
-    assert torch.equal(some[:], features[[0, 3, 4, 9]])
+    features = np.arange(30, dtype=np.float32).reshape(10, 3)
+    extractor = SimpleNamespace(layers_of=lambda part: {"features": torch.from_numpy(part)}, device="cpu")
+
+    def kept(only):
+        return measure(extractor, np.split(features, [4, 8]), {"features"}, only).features
+
+    found = kept(None)
+    assert len(found) == 10 and np.array_equal(found[:], features) and np.array_equal(found[3:7], features[3:7])
+    assert np.array_equal(found[np.array([9, 0, 0])], features[[9, 0, 0]])
+    assert np.array_equal(kept(np.array([0, 3, 9]))[:], features[[0, 3, 9]])
+    assert np.array_equal(kept(np.array([5, 9]))[:], features[[5, 9]])
     assert (
         len(metrics.kept(10)) == 10
         and len(metrics.kept(10**6)) == metrics.KEPT

@@ -169,6 +169,16 @@ def test_partial_encode_of_something_else_is_not_used(results, latents, capsys):
     assert "goes on" not in capsys.readouterr().err
 
 
+def test_a_record_that_says_nothing_of_what_is_whole_is_not_used(results, latents, capsys):
+    job = multiprocessing.get_context("fork").Process(target=_encode_until_killed, args=(results, "odd"))
+    job.start()
+    job.join()
+    (results / "odd" / ".partial" / "progress.json").write_text("{}")
+    capsys.readouterr()
+    assert encode_into(results, "odd", flips=True) == latents.manifest
+    assert "goes on" not in capsys.readouterr().err
+
+
 def encode_part(results, text, batch_size=16, **changes):
     dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
     options = {"flips": True, "shard": Shard.parse(text), **changes}

@@ -56,7 +56,7 @@ def test_ddpm_with_a_learned_variance_is_diffusers_step_by_step(monkeypatch, spa
 
     visited, seen = [], []
     scheduler = learned({"spacing": spacing, "clip": clip})
-    estimate = draw.estimate_of(process, lambda x, t: seen.append((x, t)) or predict(x, t), clip)
+    estimate = draw.Estimate(process, lambda x, t: seen.append((x, t)) or predict(x, t), clip)
     grid = places(process, steps, scheduler)
     x0 = build(SCHEDULERS, scheduler, process, grid, estimate, lambda k: noise[k])
     visited = [int(t[0]) for _, t in seen]
@@ -212,7 +212,7 @@ def test_second_order_steps_are_diffusers():
     chosen = [grid[300], grid[400], grid[500]]
     predict = lambda x, t: torch.sin(2 * x) + t.view(-1, 1, 1, 1) / 1000  # noqa: E731
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
-    estimate = draw.estimate_of(process, predict, False)
+    estimate = draw.Estimate(process, predict, False)
     end = chosen[-1]
     found = build(SCHEDULERS, completed("dpm_solver", {}), process, chosen, estimate, lambda k: z) * end.scale
     theirs = DPMSolverSinglestepScheduler(

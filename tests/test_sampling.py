@@ -51,7 +51,7 @@ def completed(name, options, process_name="discrete"):
 
 def run(scheduler, process, steps, predict, count=64, seed=0, noise=None):
     """x0 of images 0 ... count - 1 of one value each, (count, 1, 1, 1)."""
-    estimate = draw.estimate_of(process, predict, scheduler["clip"])
+    estimate = draw.Estimate(process, predict, scheduler["clip"])
     noise = noise or draw.noise_of(seed, range(count), (1, 1, 1), "cpu")
     return build(SCHEDULERS, scheduler, process, places(process, steps, scheduler), estimate, noise)
 
@@ -179,7 +179,7 @@ def second_step(variance, process, z):
     scheduler = completed("ddpm", {"variance": variance})
     steps = [place for place in places(process, 1000, scheduler) if place.t in (t, t - 1)]
     first = 0.8 / (steps[0].scale * steps[0].noise)
-    estimate = draw.estimate_of(process, lambda x, t: seen.append(x) or torch.full_like(x, -0.3), False)
+    estimate = draw.Estimate(process, lambda x, t: seen.append(x) or torch.full_like(x, -0.3), False)
     build(SCHEDULERS, scheduler, process, [*steps, places(process, 1, scheduler)[-1]], estimate,
           lambda k: torch.full((1, 1, 1, 1), (first, z)[min(k, 1)], dtype=torch.float64))  # fmt: skip
     assert float(seen[0]) == pytest.approx(0.8)
@@ -360,7 +360,7 @@ def draw_all(model, batch_size, num, scheduler="ddpm", process_name="discrete", 
     with torch.inference_mode():
         for indices, kept in draw.batches(range(num), batch_size):
             predict = draw.guided(process, model, {}, {}, draw.Guidance())
-            estimate = draw.estimate_of(process, predict, False, precision)
+            estimate = draw.Estimate(process, predict, False, precision)
             noise = draw.noise_of(seed, indices, (4, 4, 4), "cpu")
             grid = places(process, 5, scheduler)
             parts.append(build(SCHEDULERS, scheduler, process, grid, estimate, noise)[:kept])

@@ -12,7 +12,7 @@ import torch
 from kairos.data.dataset import open_dataset
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
-from kairos.evaluation import extractors, selfsupervised
+from kairos.evaluation import classifier, extractors
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 benchmark = importlib.import_module("extractors")
@@ -48,7 +48,7 @@ def test_it_learns_its_task(digits, tmp_path):
 
 def test_turns():
     images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(4, -1, -1, -1)
-    turned = selfsupervised.turned(images, torch.arange(4))
+    turned = classifier.turned(images, torch.arange(4))
     assert torch.equal(turned[0], images[0])
     assert np.array_equal(turned[1, 0].numpy(), np.rot90(images[0, 0].numpy()))
 

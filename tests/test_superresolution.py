@@ -22,10 +22,12 @@ from kairos.data.dataset import low_resolution, open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.errors import ConfigError, KairosError
-from kairos.evaluation.pairs import Told, psnr
+from kairos.evaluation.evaluate import paired
+from kairos.evaluation.metrics import psnr
+from kairos.evaluation.moments import Measured
 from kairos.files import read_json
 from kairos.sampling.drawn_conditions import conditions_of, told_of
-from kairos.sampling.samples_file import open_samples, write_samples
+from kairos.sampling.samples_file import Samples, open_samples, write_samples
 from kairos.shards import Shard
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -167,19 +169,23 @@ def test_a_class_beside_other_conditions_is_that_of_their_image(tmp_path):
 def test_psnr(encoded):
     latents = open_latents(encoded / "pixels")
     kinds = {"low_resolution": latents.condition_kinds["low_resolution"]}
-    told = Told(latents, kinds, {"labels": "balanced", "seed": 0})
     true = latents.dataset.images[told_of(latents, range(100), kinds)]
     off = true.astype(int)
     off[::2] = np.where(off[::2] < 128, off[::2] + 3, off[::2] - 3)
     off[1::2] = np.where(off[1::2] < 128, off[1::2] + 9, off[1::2] - 9)
     each = [10 * np.log10(255**2 / 9), 10 * np.log10(255**2 / 81)]
-    images = off.astype(np.uint8)
-    assert psnr(None, told.pairs(images, range(100)))["psnr"] == pytest.approx(np.mean(each))
-    assert psnr(None, told.pairs(images, range(70, 80)))["psnr"] == pytest.approx(np.mean(each))
-    assert psnr(None, told.pairs(images, range(1, 2)))["psnr"] == pytest.approx(each[1])
-    assert psnr(None, told.pairs(true, range(100)))["psnr"] > 150
+
+    def found(images, part, protocol):
+        pairs = paired(Samples(images, protocol, {}), part, latents, kinds)
+        return psnr(None, Measured(len(part), {}, pairs=pairs), None)["psnr"]
+
+    images, stated = off.astype(np.uint8), {"labels": "balanced", "seed": 0}
+    assert found(images, range(100), stated) == pytest.approx(np.mean(each))
+    assert found(images, range(70, 80), stated) == pytest.approx(np.mean(each))
+    assert found(images, range(1, 2), stated) == pytest.approx(each[1])
+    assert found(true, range(100), stated) > 150
     with pytest.raises(KairosError, match="psnr needs samples whose file says what they show"):
-        psnr(None, Told(latents, kinds, {}).pairs(true, range(100)))
+        found(true, range(100), {})
 
 
 def sections(**changes):

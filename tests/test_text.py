@@ -26,7 +26,7 @@ from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError, KairosError
 from kairos.evaluation import clip
-from kairos.evaluation.moments import Captioned, Measured
+from kairos.evaluation.moments import Measured
 from kairos.evaluation.registries import ClipOptions
 from kairos.files import read_json
 from kairos.sampling.samples_file import open_samples
@@ -504,8 +504,8 @@ def test_clip_score_is_the_mean_cosine_and_captions_matter(tmp_path):
     images = colours[:, None, None].expand(-1, 32, 32, -1).repeat(5, 1, 1, 1).numpy()
 
     def score(told):
-        told = Captioned(lambda: iter(np.split(images, 4)), told, CPU)
-        return clip.clip(ClipOptions(str(tmp_path)), Measured(20, {}, captioned=told), None)["clip_score"]
+        pairs = zip(np.split(images, 4), (told[start : start + 5] for start in range(0, 20, 5)))
+        return clip.clip(ClipOptions(str(tmp_path)), Measured(20, {}, captioned=pairs), None)["clip_score"]
 
     own, shuffled = score(texts * 5), score([*texts[1:], texts[0]] * 5)
     assert own > shuffled + 20
@@ -525,7 +525,7 @@ def clip_tokenizer(folder: Path):
 
 def test_a_clip_that_is_none_is_refused(encoder):
     options = ClipOptions(str(encoder))
-    told = Captioned(lambda: iter([np.zeros((1, 8, 8, 1), np.uint8)]), ["a"], CPU)
+    told = [(np.zeros((1, 8, 8, 1), np.uint8), ["a"])]
     with pytest.raises(ConfigError, match=r"evaluation.metrics: clip.path: got a clip_text_model .*allowed: a clip"):
         clip.clip(options, Measured(1, {}, captioned=told), None)
     with pytest.raises(ConfigError, match=r"evaluation.metrics: clip.path: got '/gone', allowed: a folder"):

@@ -12,9 +12,8 @@ from training_case import experiment
 
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
-from kairos.autoencoders.quality import psnr
 from kairos.autoencoders.settings import AutoencoderConfig
-from kairos.autoencoders.stage import make_autoencoder
+from kairos.autoencoders.stage import make_autoencoder, psnr
 from kairos.cli import main
 from kairos.config import validate
 from kairos.costs.data import describe

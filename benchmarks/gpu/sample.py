@@ -31,7 +31,7 @@ from common import (
 
 from kairos import compute, models
 from kairos.diffusion.processes import build_process
-from kairos.sampling.draw import Guidance, estimate_of, guided, noise_of
+from kairos.sampling.draw import Estimate, Guidance, guided, noise_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
 
@@ -85,7 +85,7 @@ class Drawn:
 
     def images(self) -> torch.Tensor:
         name, options = self.scheduler["name"], {key: it for key, it in self.scheduler.items() if key != "name"}
-        estimate = estimate_of(self.process, self._counted, False, self.precision)
+        estimate = Estimate(self.process, self._counted, False, self.precision)
         return SCHEDULERS.build(name, options, self.process, self.grid, estimate, self.noise)
 
     def network_alone(self, times: int) -> None:

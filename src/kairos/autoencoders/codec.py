@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kairos.data.dataset import to_uint8
 from kairos.errors import ConfigError, KairosError
 from kairos.files import check_files, open_record, read_json
 
@@ -37,6 +39,10 @@ class Codec:
     def to_model_space(self, z: Tensor) -> Tensor:
         """x0 = (z − shift) · scale; of pixels 0 and 1."""
         return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
+
+    def reconstructed(self, images: Tensor) -> np.ndarray:
+        """Images (n, C, H, W) in [-1, 1] to the latents' means and back, uint8 (n, H, W, C)."""
+        return to_uint8(self.decode(self.to_model_space(self.encode(images)[0])))
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from kairos.autoencoders.codec import Codec
-from kairos.data.arrays import Rows, blocks, create_array
+from kairos.data.arrays import Rows, blocks
 from kairos.data.captions import open_text
 from kairos.data.dataset import PreparedDataset, low_resolution
 from kairos.data.growing import begin, grow, publish
 from kairos.errors import ConfigError, KairosError
-from kairos.files import check_files, open_record, sha256_file, sha256_json, sync_folder, write_json
+from kairos.files import check_files, open_record, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
 from kairos.shards import AGAIN, Shard, in_order
 
@@ -79,7 +79,6 @@ def encode(
             files = _joined(parts, identity, partial, rows)
         else:
             files = _encode_moments(dataset, codec, partial, identity, rows)
-        publish(out, files)
     conditions = dict(dataset.manifest["conditions"])
     if factor:
         shape = codec.manifest["latent_shape"]
@@ -101,8 +100,7 @@ def encode(
     manifest["content_sha256"] = sha256_json(manifest)  # everything above decides what a training reads
     for name, folder in {"dataset": dataset.folder, **({"text": text} if text else {})}.items():
         manifest[name] = Path(os.path.relpath(folder.resolve(), out.resolve())).as_posix()
-    write_json(out / "manifest.json", manifest)
-    shutil.rmtree(partial, ignore_errors=True)
+    publish(out, manifest)
     return manifest
 
 
@@ -129,15 +127,15 @@ def _joined(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows
     order = in_order(list(zip(parts, records)), identity, len(rows), size)
     for part, record in zip(parts, records):
         check_files(part, record["files"], AGAIN)
-    partial.mkdir(exist_ok=True)
-    for name in records[0]["files"]:
-        read = [Rows(parts[place] / name) for place in order]
-        whole, first = create_array(partial / name, (len(rows), *read[0].shape[1:]), read[0].dtype), 0
-        for block in blocks(read, size):
-            whole.write(first, block)
-            first += len(block)
-        whole.flush()
-    return {name: sha256_file(partial / name) for name in records[0]["files"]}
+    opened = {Path(name).stem: [Rows(parts[place] / name) for place in order] for name in records[0]["files"]}
+    arrays = {name: (rows_of[0].shape[1:], rows_of[0].dtype) for name, rows_of in opened.items()}
+    batches = {name: blocks(rows_of, size) for name, rows_of in opened.items()}
+    shutil.rmtree(partial, ignore_errors=True)  # parts are read from the first image on
+
+    def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: next(batch) for name, batch in batches.items()}
+
+    return grow(partial, identity, arrays, rows, size, read, "join", "image")
 
 
 def _encode_moments(
@@ -145,17 +143,16 @@ def _encode_moments(
 ) -> dict[str, str]:
     """Fill the arrays of the images `rows` in a private folder and return the hash of each."""
     factor, suffixes = identity["low_resolution"], ("", "_flipped")[: 1 + identity["flips"]]
-    row = (tuple(codec.manifest["latent_shape"]), np.float32)
 
     def compute(numbers: np.ndarray) -> dict[str, np.ndarray]:
-        images, found = dataset.tensor(numbers), {}
+        images = dataset.tensor(numbers)
+        found: dict[str, np.ndarray] = {}
         for suffix in suffixes:
-            for name, values in _moments(codec, images.flip(3) if suffix else images, factor).items():
-                found[name + suffix] = values.float().cpu().numpy()
+            moments = _moments(codec, images.flip(3) if suffix else images, factor)
+            found |= {name + suffix: values.float().cpu().numpy() for name, values in moments.items()}
         return found
 
-    names = list(_moments(codec, dataset.tensor([0]), factor))
-    arrays = {name + suffix: row for suffix in suffixes for name in names}
+    arrays = dict.fromkeys(compute(np.arange(1)), (tuple(codec.manifest["latent_shape"]), np.float32))
     return grow(partial, identity, arrays, rows, identity["batch_size"], compute, "encode", "image")
 
 

@@ -1,5 +1,6 @@
 """Stage autoencoder: the space the diffusion model works in becomes a folder; see `codec.load_codec`."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +8,17 @@ import numpy as np
 import torch
 
 from kairos import clock
-from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_size, downsampling, wrap
-from kairos.autoencoders.quality import PICTURED, psnr, reconstructions, write_picture
+from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_size, downsampling, load_model, wrap
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
+from kairos.data.grid import write_grid
 from kairos.errors import ConfigError
 from kairos.files import sha256_file, sha256_json, write_json, write_text, write_weights
+from kairos.hub import folder_of
 
 _PSNR_IMAGES = 512  # of the held-out ones, at most; of the training images where none are held out
 _UNSET = 0.18215  # VQModel's scaling factor where nobody chose one: it is SD's, and no VQModel's
+_PICTURED, _SIDE = 16, 64  # images on the picture, and the least side of one
 _STATE = ".state.pt"  # checkpoint of a training that was killed
 
 
@@ -68,14 +71,16 @@ def _trained(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, dev
 
 
 def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
-    from kairos.autoencoders.pretrained import fetch
-
-    model = fetch(config)
+    field, needed = "autoencoder.path", " and ".join(FILES)
+    folder = folder_of(str(config.path), field, FILES, needed)
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        raise ConfigError(f"{field}: {config.path!r} lacks {' and '.join(missing)} (a diffusers folder)")
+    model = load_model(folder)
     clock.work_begins()
     check_size(dataset.shape, downsampling(model), f"the autoencoder {config.path}")
     if model.config.in_channels not in (3, dataset.shape[0]):
         raise ConfigError(
-            f"autoencoder.path: {config.path!r} takes {model.config.in_channels} channels, the images have "
+            f"{field}: {config.path!r} takes {model.config.in_channels} channels, the images have "
             f"{dataset.shape[0]}; set dataset.color"
         )
     unset = type(model).__name__ == "VQModel" and model.config.scaling_factor == _UNSET
@@ -87,9 +92,10 @@ def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
 def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_size: int) -> dict[str, Any]:
     """Measure the autoencoder and save it; what the manifest says of that."""
     indices = (dataset.heldout if len(dataset.heldout) else dataset.train)[:_PSNR_IMAGES]
-    images, others = dataset.images[indices], np.concatenate(list(reconstructions(codec, dataset, indices, batch_size)))
+    batches = np.split(indices, range(batch_size, len(indices), batch_size))
+    images, others = dataset.images[indices], np.concatenate([codec.reconstructed(dataset.tensor(b)) for b in batches])
     mean, _ = codec.encode(dataset.tensor(indices[:1]))
-    write_picture(out / "reconstructions.png", images[:PICTURED], others[:PICTURED])
+    _write_picture(out / "reconstructions.png", images[:_PICTURED], others[:_PICTURED])
     # the folder that diffusers' `from_pretrained` reads; its own `save_pretrained` hides a full disk's error
     codec.model.register_to_config(_name_or_path="")  # where it came from is this machine's matter
     write_text(out / FILES[0], codec.model.to_json_string())
@@ -102,3 +108,18 @@ def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_s
         "psnr_of": "held-out images" if len(dataset.heldout) else "training images",
         "files": files,
     }
+
+
+def psnr(images: np.ndarray, others: np.ndarray) -> float:
+    """Peak signal-to-noise ratio in dB of uint8 images, from the mean squared error over all of them."""
+    error = np.mean((images.astype(np.float64) - others.astype(np.float64)) ** 2)
+    return 10 * math.log10(255**2 / max(float(error), 1e-12))
+
+
+def _write_picture(path: Path, images: np.ndarray, others: np.ndarray) -> None:
+    """Rows of originals, each above the row of their reconstructions, enlarged so that people can see them."""
+    shape = images.shape[1:]
+    columns = min(8, len(images))
+    white = np.full((-len(images) % columns, *shape), 255, np.uint8)
+    rows = [np.concatenate([part, white]).reshape(-1, columns, *shape) for part in (images, others)]
+    write_grid(path, np.stack(rows, axis=1).reshape(-1, *shape), columns, _SIDE)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from torch import Tensor
 
 from kairos.autoencoders.codec import check_size, downsampling
 from kairos.autoencoders.settings import AutoencoderConfig
@@ -46,23 +45,13 @@ def build_model(config: AutoencoderConfig, shape: tuple[int, int, int]) -> Autoe
         )
 
 
-def loss_terms(model: Any, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean squared error per pixel and KL divergence from a standard normal per latent dimension.
-
-    Args:
-        images: (n, C, H, W) in [-1, 1].
-        noise: standard normal of the latents' shape.
-    """
-    posterior = model.encode(images).latent_dist
-    reconstruction = model.decode(posterior.mean + posterior.std * noise).sample
-    kl = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
-    return (reconstruction - images).square().mean(), kl
-
-
 def train(
     config: AutoencoderConfig, dataset: PreparedDataset, state: Path, device: torch.device, flips: bool = False
 ) -> AutoencoderKL:
     """Train an autoencoder on the training images.
+
+    The loss is the mean squared error per pixel and, weighted, the KL divergence from a standard normal per latent
+    dimension. The learning rate has a short linear warm-up and a cosine decay to zero.
 
     Args:
         flips: half of the images, by chance, are flipped horizontally.
@@ -70,16 +59,36 @@ def train(
     """
     model = build_model(config, dataset.shape).to(device).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, betas=_BETAS)
-    identity = _identity(config, dataset, device, flips)
+    decides = {
+        "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size"}),
+        "dataset": dataset.manifest["content_sha256"],
+        "code": fingerprint([__name__]),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+        "flips": flips,
+    }
+    identity = sha256_json(decides)  # a checkpoint of anything else is not resumed
     first = _resume(state, identity, model, optimizer)
-    _, *sides = dataset.shape
-    latent_shape = (config.latent_channels, *(side // downsampling(model) for side in sides))
+    latent_shape = (config.latent_channels, *(side // downsampling(model) for side in dataset.shape[1:]))
+    index, seed = range(config.batch_size), config.seed
     progress = Progress(config.steps, "autoencoder", "step", start=first)
     for step in range(first, config.steps):
-        images, noise = (part.to(device) for part in _batch(config, dataset, step, latent_shape, flips))
+        chosen = Stream(seed, "autoencoder/order").integers(step, len(dataset.train), index)
+        images = dataset.tensor(dataset.train[chosen.numpy()])
+        if flips:
+            flipped = Stream(seed, "autoencoder/flips").uniform(step, index) < 0.5
+            images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
+        images = images.to(device)
+        noise = Stream(seed, "autoencoder/latent").normal(step, index, latent_shape).to(device)
         for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * _decay(step, config.steps)
-        mse, kl = loss_terms(model, images, noise)
+            decay = 0.5 * (1 + math.cos(math.pi * step / config.steps))
+            group["lr"] = config.learning_rate * (min(1.0, (step + 1) / 20) * decay)
+
+        posterior = model.encode(images).latent_dist
+        reconstruction = model.decode(posterior.mean + posterior.std * noise).sample
+        mse = (reconstruction - images).square().mean()
+        kl = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
         optimizer.zero_grad(set_to_none=True)
         (mse + config.kl_weight * kl).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -93,39 +102,6 @@ def train(
                 file.write(buffer.getbuffer())
     progress.close()
     return model.eval()
-
-
-def _decay(step: int, steps: int) -> float:
-    """Cosine decay to zero after a short linear warm-up."""
-    return min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / steps))
-
-
-def _batch(
-    config: AutoencoderConfig, dataset: PreparedDataset, step: int, latent_shape: tuple[int, ...], flips: bool
-) -> tuple[Tensor, Tensor]:
-    """Images and latent noise of a step."""
-    index = range(config.batch_size)
-    chosen = Stream(config.seed, "autoencoder/order").integers(step, len(dataset.train), index)
-    images = dataset.tensor(dataset.train[chosen.numpy()])
-    if flips:
-        flipped = Stream(config.seed, "autoencoder/flips").uniform(step, index) < 0.5
-        images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
-    return images, Stream(config.seed, "autoencoder/latent").normal(step, index, latent_shape)
-
-
-def _identity(config: AutoencoderConfig, dataset: PreparedDataset, device: torch.device, flips: bool) -> str:
-    """What decides the weights: a checkpoint of anything else is not resumed."""
-    return sha256_json(
-        {
-            "config": config.model_dump(mode="json", exclude={"path", "encode_batch_size"}),
-            "dataset": dataset.manifest["content_sha256"],
-            "code": fingerprint([__name__]),
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "device": device.type,
-            "flips": flips,
-        }
-    )
 
 
 def _resume(state: Path, identity: str, model: Any, optimizer: torch.optim.Optimizer) -> int:

@@ -100,11 +100,10 @@ def listed(config: DatasetConfig, names: list[str], kinds: list[T]) -> tuple[lis
         raise ConfigError(f"{where} has no line{chosen and f' that ends in {chosen}'}, allowed: a name in each")
     places = {os.path.splitext(name)[0]: place for place, name in enumerate(names)}
     places |= {name: place for place, name in enumerate(names)}
-    found = {line: places.get(line, places.get(os.path.splitext(line)[0])) for line in lines}
-    if missing := [line for line, place in found.items() if place is None]:
+    found = {line: places.get(line, places.get(os.path.splitext(line)[0], -1)) for line in lines}
+    if missing := [line for line, place in found.items() if place < 0]:
         raise ConfigError(
             f"{where} names {len(missing)} of {len(found)} files that {config.path!r} does not hold, such as "
             f"{missing[0]!r}; allowed: names as they are below it (LIST:N where lines are `name N`)"
         )
-    chosen_places = [place for place in found.values() if place is not None]
-    return [names[place] for place in chosen_places], [kinds[place] for place in chosen_places] if kinds else []
+    return [names[place] for place in found.values()], [kinds[place] for place in found.values()] if kinds else []

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from kairos.randomness import Stream
 
-LABELS = 9
 # the low-pass filter of Daubechies' least asymmetric wavelet with six vanishing moments; halving undoes doubling
 _SYM6 = (
     0.015404109327027373, 0.0034907120842174702, -0.11799011114819057, -0.048311742585633, 0.4910559419267466,

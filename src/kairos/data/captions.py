@@ -5,7 +5,6 @@ which is the first of each image.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -136,18 +135,13 @@ def coco(path: str, names: list[str]) -> tuple[list[list[str]], Missing]:
     return found, frozenset(missing)
 
 
-def in_table(read: Callable[[str], list[Any]], columns: Any, config: "DatasetConfig") -> list[list[str]] | None:
-    """The captions in a table's column of texts or of lists of texts, `read` by its name.
+def in_column(name: str, cells: list[Any]) -> list[list[str]]:
+    """The captions in a table's column of texts or of lists of texts.
 
     Raises:
-        ConfigError: there is no such column, or it holds something else.
+        ConfigError: it holds something else.
     """
-    name = config.captions
-    if name is None:
-        return None
-    if name not in columns:
-        raise ConfigError(f"dataset.captions: got {name!r}, allowed: one of {', '.join(columns)}")
-    lists = [cell if isinstance(cell, list) else [cell] for cell in read(name)]
+    lists = [cell if isinstance(cell, list) else [cell] for cell in cells]
     odd = [text for cell in lists for text in cell if not isinstance(text, str | None)]
     if odd:
         raise ConfigError(f"dataset.captions: {name!r} holds {str(odd[0])[:40]}, allowed: texts or lists of texts")

@@ -45,7 +45,10 @@ def to_pixels(
     image = _eight_bit(image).convert("L" if color == "grey" else "RGB")
     if crop == "adm":
         assert resolution is not None  # the section's own check
-        image = _resized_as_adm(image, resolution, resample)
+        while min(image.size) >= 2 * resolution:
+            image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+        scale = resolution / min(image.size)  # image_datasets.py, center_crop_arr
+        image = image.resize((round(image.width * scale), round(image.height * scale)), RESAMPLING[resample])
     width, height = image.size
     if crop == "none" and width != height:
         raise KairosError(f"dataset.crop: {name} is {width}×{height} pixels, crop none takes square images only")
@@ -60,14 +63,6 @@ def to_pixels(
     if resolution is not None and image.size != (resolution, resolution):
         image = image.resize((resolution, resolution), RESAMPLING[resample])
     return np.atleast_3d(np.asarray(image))
-
-
-def _resized_as_adm(image: Image.Image, side: int, resample: str) -> Image.Image:
-    """Short side `side` (ADM's image_datasets.py, center_crop_arr)."""
-    while min(image.size) >= 2 * side:
-        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    scale = side / min(image.size)
-    return image.resize((round(image.width * scale), round(image.height * scale)), RESAMPLING[resample])
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

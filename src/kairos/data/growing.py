@@ -32,11 +32,13 @@ def begin(out: Path, names: Iterable[str]) -> Path:
     return out / PARTIAL
 
 
-def publish(out: Path, names: Iterable[str]) -> None:
-    """Give whole files their names."""
-    for name in names:
+def publish(out: Path, manifest: dict[str, Any]) -> None:
+    """Give the files of a manifest, which are whole, their names; the manifest comes last."""
+    for name in manifest["files"]:
         os.replace(out / PARTIAL / name, out / name)
     sync_folder(out)
+    write_json(out / "manifest.json", manifest)
+    shutil.rmtree(out / PARTIAL, ignore_errors=True)
 
 
 def grow(
@@ -63,7 +65,12 @@ def grow(
     """
     key, count = sha256_json({**identity, "rows": [rows.start, rows.stop]}), len(rows)
     shapes = {partial / f"{name}.npy": (count, *shape) for name, (shape, _) in arrays.items()}
-    done = _done(partial, key, shapes)
+    try:
+        record = read_json(partial / "progress.json")
+        whole = record["key"] == key and {path: Rows(path).shape for path in shapes} == shapes
+        done = record["done"] if whole else 0
+    except (OSError, ValueError, EOFError, DamagedError):
+        done = 0
     if done:
         say(f"{label}: goes on after {unit} {rows.start + done}")
     else:
@@ -74,25 +81,14 @@ def grow(
     opened = {path.stem: Rows(path, writable=True) for path in shapes}
     progress, saved = Progress(count, label, unit, start=done), time.monotonic()
     for start in range(done, count, batch_size):
-        numbers = np.arange(start, min(start + batch_size, count))
-        for name, values in compute(rows.start + numbers).items():
+        end = min(start + batch_size, count)
+        for name, values in compute(np.arange(rows.start + start, rows.start + end)).items():
             opened[name].write(start, values)
-        progress.advance(len(numbers))
-        whole = int(numbers[-1]) + 1
-        if time.monotonic() - saved > _SAVE_SECONDS or whole == count:
+        progress.advance(end - start)
+        if time.monotonic() - saved > _SAVE_SECONDS or end == count:
             for array in opened.values():
                 array.flush()  # durable before it is said
-            write_json(partial / "progress.json", {"key": key, "done": whole})
+            write_json(partial / "progress.json", {"key": key, "done": end})
             saved = time.monotonic()
     progress.close()
     return {path.name: sha256_file(path) for path in shapes}
-
-
-def _done(partial: Path, key: str, shapes: dict[Path, tuple[int, ...]]) -> int:
-    """How many rows a killed job of exactly this has left whole."""
-    try:
-        record = read_json(partial / "progress.json")
-        found = {path: Rows(path).shape for path in shapes}
-    except (OSError, ValueError, EOFError, DamagedError):
-        return 0
-    return record["done"] if record["key"] == key and found == shapes else 0

@@ -54,15 +54,14 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     is_heldout = kept >= first_heldout
     if not source.heldout:
         is_heldout = np.isin(kept, _lowest(kept.tolist(), config.held_out(len(kept)), config.split_seed, "heldout"))
-    split = {"train": np.flatnonzero(~is_heldout), "heldout": np.flatnonzero(is_heldout)}
-    if len(kept) < 2 or not len(split["train"]):
-        raise KairosError(
-            f"dataset: {len(kept)} usable image, {len(split['heldout'])} held out, allowed: at least 2, one to train on"
-        )
-    if config.train_images not in (None, len(split["train"])):
-        raise ConfigError(f"dataset.train_images: got {config.train_images}, allowed: {len(split['train'])} (or null)")
+    train, heldout = np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout)
+    if len(kept) < 2 or not len(train):
+        found = f"{len(kept)} usable image, {len(heldout)} held out"
+        raise KairosError(f"dataset: {found}, allowed: at least 2, one to train on")
+    if config.train_images not in (None, len(train)):
+        raise ConfigError(f"dataset.train_images: got {config.train_images}, allowed: {len(train)} (or null)")
 
-    arrays = {name: indices.astype(np.int64) for name, indices in split.items()}
+    arrays = {"train": train, "heldout": heldout}
     if config.store == "refer":
         arrays |= {"numbers": kept, "checksums": checksums}
         arrays["names"] = np.array([os.fsencode(source.name(number)) for number in kept.tolist()])
@@ -80,7 +79,7 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     for name in (*names, "."):
         sync_folder(out / name)
 
-    mean, square = sums[split["train"]].sum(axis=0) / (len(split["train"]) * shape[0] * shape[1])
+    mean, square = sums[train].sum(axis=0) / (len(train) * shape[0] * shape[1])
     std = np.sqrt(np.maximum(square - mean**2, 0.0))
     files = {name: sha256_file(out / name) for name in names}
     manifest = {
@@ -88,8 +87,8 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
         "count": len(kept),
         **dict(zip(("height", "width", "channels"), shape)),
         "classes": source.classes,
-        "train_count": len(split["train"]),
-        "heldout_count": len(split["heldout"]),
+        "train_count": len(train),
+        "heldout_count": len(heldout),
         "channel_mean": (mean / 255).tolist(),
         "channel_std": (std / 255).tolist(),
         "conditions": conditions,
@@ -129,6 +128,7 @@ def _look_at(
     progress = Progress(len(chosen), f"prepare {config.source}", "image")
     for number in chosen:
         name = source.name(number)
+        progress.advance()
         try:
             image = source.read(number)
         except ValueError as error:
@@ -138,7 +138,6 @@ def _look_at(
                 ) from None
             skipped.append(name)
             say(f"prepare: skipped {name} ({error})")
-            progress.advance()
             continue
         pixels = to_pixels(image, config.color, config.crop, config.resolution, name, config.resample)
         if sums is None:
@@ -157,7 +156,6 @@ def _look_at(
         wide = pixels.astype(np.int64)
         kept[count], sums[count] = number, (wide.sum(axis=(0, 1)), (wide**2).sum(axis=(0, 1)))
         count += 1
-        progress.advance()
     progress.close()
     if not count:
         raise KairosError(f"dataset: none of the {len(chosen)} images is usable; the first is {skipped[0]}")

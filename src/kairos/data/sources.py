@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from kairos.data.archives import SUFFIXES, Archive, listed
-from kairos.data.captions import Missing, in_table, with_captions
+from kairos.data.captions import Missing, in_column, with_captions
 from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError, KairosError
@@ -61,7 +61,7 @@ def open_source(config: DatasetConfig) -> Source:
             than `dataset.images`; or the classes of held-out images with a place of their own are no classes of the
             others; or a list names images that are trained on.
     """
-    opener = {"digits": _digits, "folder": _folder, "zip": _zip, "parquet": _parquet, "hub": _hub}[config.source]
+    opener = OPENERS[config.source]
     source, *heldout = config.parts
     opened = with_captions(opener(source), source)
     config.check_count(opened.count)
@@ -116,18 +116,6 @@ def _digits(config: DatasetConfig) -> Source:
 def _folder(config: DatasetConfig) -> Source:
     """All images below a folder; where all lie in two or more subfolders, those are the classes."""
     root = Path(str(config.path))
-    names, kinds = folder_files(config)
-    labels, classes = _numbered(kinds) if kinds else (None, None)
-    return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__, labels, classes)
-
-
-def folder_files(config: DatasetConfig) -> tuple[list[str], list[str]]:
-    """The images below the folder by their paths in it, and the class of each; no classes where they are none.
-
-    Raises:
-        ConfigError: there is no such folder, or no image in it.
-    """
-    root = Path(str(config.path))
     if not root.is_dir():
         raise ConfigError(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
     found = glob.iglob("**/*", root_dir=root, recursive=True)
@@ -136,7 +124,9 @@ def folder_files(config: DatasetConfig) -> tuple[list[str], list[str]]:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
     kinds = [name.split("/")[0] for name in names]
     kinds = kinds if all("/" in name for name in names) and len(set(kinds)) > 1 else []
-    return listed(config, names, kinds)
+    names, kinds = listed(config, names, kinds)
+    labels, classes = _numbered(kinds) if kinds else (None, None)
+    return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__, labels, classes)
 
 
 def _zip(config: DatasetConfig) -> Source:
@@ -243,18 +233,17 @@ def _table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Sou
             raise ValueError("the cell is empty")
         return read_image(Path(cell) if isinstance(cell, str) else bytes(cell))
 
-    captions = in_table(lambda name: _column(table, name), table.features, config)
+    told = config.captions
+    captions = None if told is None else in_column(told, _column(table, told, "captions"))
     return Source(len(table), read, name, labels, classes, captions=captions)
 
 
 def _image_column(features: Any, config: DatasetConfig) -> str:
     from datasets import Image as ImageFeature
-    from datasets import Value
 
     def holds_images(feature: Any) -> bool:
-        if isinstance(feature, Value):
-            return feature.dtype in ("binary", "large_binary")
-        return isinstance(feature, ImageFeature) or (isinstance(feature, dict) and "bytes" in feature)
+        in_bytes = getattr(feature, "dtype", None) in ("binary", "large_binary")
+        return in_bytes or isinstance(feature, ImageFeature) or (isinstance(feature, dict) and "bytes" in feature)
 
     found = [name for name, feature in features.items() if holds_images(feature)]
     columns = f"columns: {', '.join(features)}; of images: {', '.join(found) or 'none'}"
@@ -266,7 +255,9 @@ def _image_column(features: Any, config: DatasetConfig) -> str:
     return wanted or found[0]
 
 
-def _column(table: Any, name: str) -> list[Any]:
+def _column(table: Any, name: str, field: str) -> list[Any]:
+    if name not in table.features:
+        raise ConfigError(f"dataset.{field}: got {name!r}, allowed: one of {', '.join(table.features)}")
     values: list[Any] = table.select_columns(name).with_format("arrow")[:][name].to_pylist()
     return values
 
@@ -275,9 +266,7 @@ def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[
     column = config.label_column_of(table.features)
     if column is None:
         return None, None
-    if column not in table.features:
-        raise ConfigError(f"dataset.label_column: got {column!r}, allowed: one of {', '.join(table.features)}")
-    values = _column(table, column)
+    values = _column(table, column, "label_column")
     if all(isinstance(value, str) for value in values):
         return _numbered(values)
     odd = [value for value in values if not isinstance(value, int) or value < 0]
@@ -288,3 +277,6 @@ def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[
     if max(values) >= len(classes):
         raise ConfigError(f"dataset.label_column: {column!r} holds {max(values)}, allowed: below {len(classes)}")
     return np.array(values, dtype=np.int64), classes
+
+
+OPENERS = {"digits": _digits, "folder": _folder, "zip": _zip, "parquet": _parquet, "hub": _hub}

@@ -40,9 +40,8 @@ def survey(config: DatasetConfig) -> Survey:
         ConfigError: it is known that their number is not `dataset.images`.
     """
     try:
-        looks: dict[str, Any] = {"folder": _folder, "zip": _zip, "parquet": _parquet, "hub": _hub}
-        looks["digits"] = lambda _: (_DIGITS, _RAREST)
-        count, smallest = looks[config.source](config)
+        looks = {"digits": lambda _: (_DIGITS, _RAREST), "parquet": _parquet, "hub": _hub}
+        count, smallest = looks.get(config.source, _files)(config)
     except (ConfigError, OSError, ValueError, LookupError) as error:  # arrow's own errors are of the latter kinds
         return Survey(unknown=" ".join(str(error).split()))
     config.check_count(count)
@@ -51,18 +50,12 @@ def survey(config: DatasetConfig) -> Survey:
     return Survey(kept - heldout, smallest and smallest * kept // count)
 
 
-def _folder(config: DatasetConfig) -> tuple[int, int | None]:
-    from kairos.data.sources import folder_files
+def _files(config: DatasetConfig) -> tuple[int, int | None]:
+    """Of a folder or a zip, whose opening reads names alone."""
+    from kairos.data.sources import OPENERS
 
-    names, classes = folder_files(config)
-    return len(names), min(Counter(classes).values(), default=None)
-
-
-def _zip(config: DatasetConfig) -> tuple[int, int | None]:
-    from kairos.data.archives import Archive, listed
-
-    names, labels = listed(config, *Archive(config).images())
-    return len(names), min(Counter(labels).values(), default=None)
+    source = OPENERS[config.source](config)
+    return source.count, None if source.labels is None else min(Counter(source.labels.tolist()).values())
 
 
 def _parquet(config: DatasetConfig) -> tuple[int, int | None]:

@@ -52,7 +52,7 @@ def choose(
         wanted = evaluation.metrics_for(name, dataset.heldout != 0)
         if evaluation.reference not in ("train", "all"):
             width = evaluation.extractor.get("features", WIDTHS.get(name))
-            external.check(Path(evaluation.reference), width, needs_of(wanted) - UNREAL, "evaluation.reference")
+            external.moments(Path(evaluation.reference), width, needs_of(wanted) - UNREAL, "evaluation.reference")
     except KairosError as error:
         faults.append(str(error))
     if faults:

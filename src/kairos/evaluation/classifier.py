@@ -1,7 +1,9 @@
 """A small classifier of the data set's own images as feature extractor, where Inception is absent or out of place.
 
-Trained on the labelled training split; its features are the layer before the classes. The training is deterministic on
-one machine and takes seconds on small images.
+Trained on the labelled training split, or without labels on a task made of the images alone: which way up is an image
+(Gidaris et al. 2018, "Unsupervised representation learning by predicting image rotations")?
+`benchmarks/extractors.py` compares the two, and other tasks. Its features are the layer before the classes. The
+training is deterministic on one machine and takes seconds on small images.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from torch_fidelity import FeatureExtractorBase, register_feature_extractor
 from kairos.data.dataset import PreparedDataset
 from kairos.errors import KairosError
 from kairos.evaluation.extractors import Extractor
-from kairos.evaluation.registries import ClassifierOptions
+from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import atomic, read_json, sha256_file
 from kairos.progress import Progress, say
 from kairos.randomness import Stream, derived_seed
@@ -69,11 +71,27 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
             "evaluation.extractor: got classifier, but the data set has no classes to train it on; "
             "allowed: selfsupervised, inception, or a data set with labels"
         )
-    labels = torch.from_numpy(dataset.labels)
-    classes = len(dataset.manifest["classes"])
-    return fit(
-        "classifier", options, dataset, classes, lambda chosen, _: (pixels(dataset, chosen), labels[chosen]), folder
-    )
+    labels, classes = torch.from_numpy(dataset.labels), len(dataset.manifest["classes"])
+
+    def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+        return pixels(dataset, chosen), labels[chosen]
+
+    return fit("classifier", options, dataset, classes, task, folder)
+
+
+def train_turned(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
+    """The same without labels."""
+
+    def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+        turns = Stream(options.seed, "selfsupervised turns").integers(step, 4, range(len(chosen)))
+        return turned(pixels(dataset, chosen), turns), turns
+
+    return fit("selfsupervised", options, dataset, 4, task, folder)
+
+
+def turned(images: Tensor, turns: Tensor) -> Tensor:
+    """Each square image turned by so many quarters, (n, channels, side, side)."""
+    return torch.stack([image.rot90(int(turn), (1, 2)) for image, turn in zip(images, turns)])
 
 
 def fit(
@@ -110,9 +128,14 @@ def fit(
         progress.advance(1, f"loss {loss.item():.3f}")
     progress.close()
 
-    accuracy = _accuracy(model.eval(), dataset.heldout, task)
-    if accuracy is not None:
-        say(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images right")
+    heldout, right, accuracy = dataset.heldout, 0, None
+    with torch.inference_mode():
+        for step, chosen in enumerate(np.split(heldout, range(BATCH, len(heldout), BATCH))):
+            images, labels = task(chosen, step)
+            right += int((model(images)[1].argmax(1) == labels).sum())
+    if len(heldout):
+        accuracy = right / len(heldout)
+        say(f"{name}: {accuracy:.2%} of {len(heldout)} held-out images right")
     from safetensors.torch import save
 
     with atomic(folder / WEIGHTS) as file:
@@ -180,13 +203,3 @@ register_feature_extractor(NAME, ClassifierExtractor)
 def pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:
     """Images as uint8 (n, channels, height, width)."""
     return torch.from_numpy(dataset.images[indices]).permute(0, 3, 1, 2)
-
-
-@torch.inference_mode()
-def _accuracy(model: Classifier, heldout: np.ndarray, task: Task) -> float | None:
-    """Share of the held-out images that are classified right; None where there are none."""
-    right = 0
-    for step, chosen in enumerate(np.split(heldout, range(BATCH, len(heldout), BATCH))):
-        images, labels = task(chosen, step)
-        right += int((model(images)[1].argmax(1) == labels).sum())
-    return right / len(heldout) if len(heldout) else None

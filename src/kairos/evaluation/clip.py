@@ -25,13 +25,10 @@ Network = tuple[Any, Any, Any]  # CLIP, its tokenizer, and what brings images in
 
 def clip(options: ClipOptions, measured: Measured, target: Any) -> dict[str, float]:
     """The score of a set of images; no column where they have no captions. (`clip` is a sampling scheme's option.)"""
-    told = measured.captioned
-    if told is None:
+    if measured.captioned is None:
         return {}
-    network, found, seen = _network(options.path, told.device), [], 0
-    for images in told.images():
-        found.append(cosines(network, images, told.texts[seen : seen + len(images)]))
-        seen += len(images)
+    network = _network(options.path, measured.device)
+    found = [cosines(network, images, texts) for images, texts in measured.captioned]
     return {"clip_score": 100 * float(torch.cat(found).double().mean())}
 
 

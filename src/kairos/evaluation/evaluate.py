@@ -1,27 +1,28 @@
 """Stage `evaluate`: distances of samples from the real images, and the validation loss, each with its protocol."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kairos import clock, compute
+from kairos.data.latents import Latents, open_latents
 from kairos.errors import ConfigError, KairosError
 from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, make, open_extractor
-from kairos.evaluation.metrics import Target
-from kairos.evaluation.moments import Captioned, in_batches, measure
-from kairos.evaluation.pairs import Told
-from kairos.evaluation.reference import Reference, open_reference, outside_statistics, reference_hash
-from kairos.evaluation.registries import METRICS, UNREAL, default_metrics, needs_of
-from kairos.evaluation.settings import LossSettings, check_metrics, named_metrics
-from kairos.evaluation.validation import latents_folder
+from kairos.evaluation.moments import in_batches, measure
+from kairos.evaluation.reference import Reference, open_reference, outside_reference
+from kairos.evaluation.registries import METRICS, needs_of
+from kairos.evaluation.settings import LossSettings
 from kairos.files import read_json, write_json
+from kairos.options import but_name
 from kairos.progress import say
-from kairos.sampling.drawn_conditions import check_conditions
-from kairos.sampling.sample import settings
+from kairos.sampling.drawn_conditions import check_conditions, told_of
+from kairos.sampling.sample import settings, setup_of
 from kairos.sampling.samples_file import Samples, open_samples
 from kairos.sampling.settings import GUIDANCE
-from kairos.section import build
 
 PUBLISHED = ("inception", "dinov2")  # extractors that no data set is needed for
 
@@ -77,66 +78,92 @@ def run(
     if str(extractor) in PUBLISHED and not Path(str(extractor)).exists():
         name, extractor = str(extractor), metrics.CACHE / str(extractor)
         make({"name": name}, None, extractor)
-    device = _setup(next((job.milestone for job in jobs if job.milestone), None))
+    milestone = next((job.milestone for job in jobs if job.milestone), None)
+    device = compute.setup(1, "auto") if milestone is None else setup_of(settings(milestone, {})[1])
     folder = reference if reference.is_dir() else reference.parent
     opened = open_extractor(extractor or folder / "../extractor", device)
     clock.work_begins()
     known = outside_reference(reference, opened, wanted) if outside else open_reference(reference, opened)
-    opened = replace(opened, precision=known.record["precision"])
+    opened = replace(opened, precision=known[0]["precision"])
     for job in jobs:
-        evaluate(job, known, opened, sets if outside else None, latents, device)
+        evaluate(job, known, opened, sets, latents)
 
 
-def evaluate(
-    job: EvaluationJob, reference: Reference, extractor: Extractor, sets: int | None, latents: Path | None, device: Any
-) -> dict[str, Any]:
-    """Evaluate one samples file, write its record and return it."""
-    samples, target = open_samples(job.samples), reference.target
-    images, protocol = samples.images, samples.protocol
-    parts, warnings = split(len(images), reference.record["num_samples"], sets, str(job.samples))
-    warnings += metrics.check_number(len(parts[0]), extractor.width, str(job.samples))
+def evaluate(job: EvaluationJob, reference: Reference, extractor: Extractor, sets: int, latents: Path | None) -> None:
+    """Evaluate one samples file and write its record."""
+    samples, (fixed, target) = open_samples(job.samples), reference
+    protocol, needs, where = samples.protocol, target.needs, str(job.samples)
+    parts, warnings = split(len(samples.images), fixed["num_samples"], sets, where)
+    warnings += metrics.check_number(len(parts[0]), extractor.width, where)
+    trained_on = None
+    if job.milestone is not None and needs & {"pairs", "milestone"}:
+        milestone = read_json(job.milestone / "milestone.json")
+        trained_on = _trained_on(job, protocol, milestone, latents)
     scores = []
     for part in parts:
-        measured = measure(extractor, in_batches(images, part), target.needs)
-        captioned = _captioned(job, samples, part, extractor.device) if "captions" in target.needs else None
-        scores.append(target.score(replace(measured, captioned=captioned)))
-    if job.milestone is not None and "pairs" in target.needs:
-        trained = read_json(job.milestone / "milestone.json")
-        told = Told(_trained_on(job, protocol, trained, latents), trained["conditions"], protocol)
-        for named in target.metrics:
-            if "pairs" in needs_of([named]):
-                scores = [score | build(METRICS, named, told.pairs(images, part)) for score, part in zip(scores, parts)]
+        measured = measure(extractor, in_batches(samples.images, part), needs)
+        if "captions" in needs:
+            measured = replace(measured, captioned=_captioned(where, samples, part))
+        if "pairs" in needs and trained_on is not None:
+            measured = replace(measured, pairs=paired(samples, part, trained_on, milestone["conditions"]))
+        scores.append(target.score(measured))
     found = metrics.summarise(scores)
     record = {
         "step": protocol.get("step"),
         "metrics": found,
-        "protocol": _protocol(protocol, reference, extractor, parts),
+        "protocol": _protocol(protocol, fixed, extractor, parts),
         "warnings": warnings,
     }
-    if job.milestone is not None and "milestone" in target.needs:
-        record["validation"] = _validation(job, protocol, reference, latents, device)
+    if "milestone" in needs and trained_on is not None and job.milestone is not None:
+        from kairos.milestones import open_milestone
+
+        # the weights that were sampled, or the average where that is unknown
+        opened = open_milestone(job.milestone, protocol.get("weights") or "ema", extractor.device)
+        loss, record["validation"] = LossSettings(**fixed["validation"], precision=extractor.precision), {}
+        for named in target.metrics:
+            if "milestone" in needs_of([named]):
+                code = METRICS.entry(named["name"]).load()
+                record["validation"] |= code(opened, trained_on, loss, extractor.device)
     write_json(job.out, record)
     value, spread = found[target.metric], found[f"{target.metric}_spread"] or 0
-    say(f"evaluate {job.samples}: {target.metric} {value:.4g} ± {spread:.2g}")
-    return record
+    say(f"evaluate {where}: {target.metric} {value:.4g} ± {spread:.2g}")
 
 
-def _captioned(job: EvaluationJob, samples: Samples, part: range, device: Any) -> Captioned:
-    """A set of images with the captions that they were drawn of.
+def _captioned(where: str, samples: Samples, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:
+    """A set of images with the captions that they were drawn of, in batches.
 
     Raises:
         KairosError: the file has none.
     """
     told = samples.conditions.get("text")
     if told is None or told.dtype.kind != "S":
-        raise KairosError(
-            f"{job.samples}: holds no captions, which metric clip needs; only a model told of text has them"
-        )
-    texts = [text.decode("utf-8", "replace") for text in told[part.start : part.stop].tolist()]
-    return Captioned(lambda: in_batches(samples.images, part), texts, device)
+        raise KairosError(f"{where}: holds no captions, which metric clip needs; only a model told of text has them")
+    texts = ([text.decode("utf-8", "replace") for text in batch.tolist()] for batch in in_batches(told, part))
+    return zip(in_batches(samples.images, part), texts)
 
 
-def split(images: int, num_samples: int | None, sets: int | None, where: str) -> tuple[list[range], list[str]]:
+def paired(
+    samples: Samples, part: range, latents: Latents, conditions: dict[str, dict[str, Any]]
+) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+    """A set of images with the real images that their conditions come from, batches of uint8 (n, h, w, channels).
+
+    Args:
+        samples: all images, and how their conditions were chosen.
+        part: numbers of the set's images.
+        latents: what the model was trained on.
+        conditions: descriptions of those that it takes.
+
+    Raises:
+        KairosError: the samples do not say how their conditions were chosen.
+    """
+    protocol = samples.protocol
+    if "labels" not in protocol:
+        raise KairosError("evaluation.metrics: psnr needs samples whose file says what they show: kairos sample's")
+    origin = told_of(latents, part, conditions, protocol["labels"], protocol["seed"])
+    return zip(in_batches(samples.images, part), in_batches(latents.dataset.images, origin))
+
+
+def split(images: int, num_samples: int | None, sets: int, where: str) -> tuple[list[range], list[str]]:
     """Sets of equal size in the order of the images, and the warnings that are said.
 
     Args:
@@ -148,7 +175,7 @@ def split(images: int, num_samples: int | None, sets: int | None, where: str) ->
     Raises:
         KairosError: fewer images than one set has.
     """
-    size = num_samples or images // max(sets or 1, 1)
+    size = num_samples or images // sets
     count = images // size if size else 0
     if count == 0:
         raise KairosError(f"{where}: got {images} images, allowed: at least {num_samples or sets}, one full set")
@@ -157,43 +184,15 @@ def split(images: int, num_samples: int | None, sets: int | None, where: str) ->
     return [range(k * size, (k + 1) * size) for k in range(count)], warnings
 
 
-def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None) -> Reference:
-    """A reference made of an npz file of real images or of published moments; its statistics are cached by content.
-
-    Raises:
-        KairosError: the file has not what the metrics need, or holds too few images for the extractor.
-    """
-    kind = extractor.manifest["kind"]
-    named = named_metrics(wanted or default_metrics(kind, True))
-    check_metrics(named, kind)
-    statistics = outside_statistics(path, extractor, needs_of(named) - UNREAL)
-    record = {
-        "num_samples": None,
-        "reference_hash": reference_hash(statistics, extractor),
-        "eval_seed": 0,
-        "precision": "fp32",
-        "validation": {"images": 256, "strata": 32, "seed": 0},
-    }
-    return Reference(record, Target(extractor.manifest["metric"], statistics, tuple(named)))
-
-
-def _setup(milestone: Path | None) -> Any:
-    """Threads and device as the milestone's training states them; one thread for images from outside."""
-    if milestone is None:
-        return compute.setup(1, "auto")
-    training = settings(milestone, {})[1]["training"]
-    return compute.setup(training["threads"], training["device"], training["deterministic"])
-
-
 def _protocol(
-    sampled: dict[str, Any], reference: Reference, extractor: Extractor, parts: list[range]
+    sampled: dict[str, Any], fixed: dict[str, Any], extractor: Extractor, parts: list[range]
 ) -> dict[str, Any]:
     """How the numbers came about; what images from outside do not say is null."""
     scheduler = sampled.get("scheduler") or {}
     return {
         **{name: sampled.get(name) for name in ("steps", "nfe", *GUIDANCE, "weights", "identity")},
         **dict.fromkeys(("spacing", "clip", "eta", "variance")),
-        **{name: value for name, value in scheduler.items() if name != "name"},
+        **but_name(scheduler),
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
         "accuracy": extractor.manifest["accuracy"],
@@ -202,46 +201,23 @@ def _protocol(
         "scheduler": scheduler.get("name"),
         "sample_seed": sampled.get("seed"),
         "sample_precision": sampled.get("precision"),
-        "reference_hash": reference.record["reference_hash"],
-        "eval_seed": reference.record["eval_seed"],
+        "reference_hash": fixed["reference_hash"],
+        "eval_seed": fixed["eval_seed"],
         "eval_precision": extractor.precision,
     }
 
 
-def _validation(
-    job: EvaluationJob, protocol: dict[str, Any], reference: Reference, latents: Path | None, device: Any
-) -> dict[str, Any]:
-    """The validation losses of the weights that were sampled, or of the EMA where that is unknown.
-
-    Raises:
-        KairosError: the samples were drawn from another milestone, or the latents are not those it was trained on.
-    """
-    from kairos.milestones import open_milestone
-
-    assert job.milestone is not None
-    milestone = open_milestone(job.milestone, protocol.get("weights") or "ema", device)
-    opened = _trained_on(job, protocol, milestone.record, latents)
-    loss = LossSettings(**reference.record["validation"], precision=reference.record["precision"])
-    record: dict[str, Any] = {}
-    for named in reference.target.metrics:
-        if "milestone" in needs_of([named]):
-            record |= METRICS.entry(named["name"]).load()(milestone, opened, loss, device)
-    return record
-
-
-def _trained_on(job: EvaluationJob, protocol: dict[str, Any], record: dict[str, Any], latents: Path | None) -> Any:
+def _trained_on(job: EvaluationJob, protocol: dict[str, Any], record: dict[str, Any], latents: Path | None) -> Latents:
     """The latents that a milestone with this record was trained on.
 
     Raises:
         KairosError: the samples were drawn from another milestone, or the latents are others.
     """
-    from kairos.data.latents import open_latents
-
     assert job.milestone is not None
     drawn = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
     if drawn != (record["identity"], record["step"]):
         raise KairosError(f"{job.samples}: drawn from another milestone than {job.milestone}; draw the samples again")
-    folder = latents or latents_folder(job.milestone)
+    folder = latents or job.milestone / "../../../../latents"
     opened = open_latents(folder)
     for name in ("autoencoder_sha256", "dataset_sha256"):
         if record[name] not in (None, opened.manifest[name]):  # None: of imported weights it is not known

@@ -15,10 +15,11 @@ _IMAGES = {"images", "arr_0"}
 PUBLISHED = {"moments": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # by what metrics need
 
 
-def check(path: Path, width: int | None, needs: set[str], where: str) -> dict[str, tuple[str, str]]:
-    """Whether a file has what the metrics need; gives the names of those published moments in it that they do.
+def moments(path: Path, width: int | None, needs: set[str], where: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Those published moments in a file that metrics need; the file has what else they need.
 
     Args:
+        path: of the file.
         width: number of features; None where it is not known yet.
         needs: what is measured of real images, see `moments.measure`.
         where: what messages call the file.
@@ -29,20 +30,20 @@ def check(path: Path, width: int | None, needs: set[str], where: str) -> dict[st
     try:
         with np.load(path, allow_pickle=False) as file:
             names = set(file.files)
-            sigma = file["sigma"].shape if "sigma" in names else None
+            published = [need for need in PUBLISHED if need in needs and names.issuperset(PUBLISHED[need])]
+            found = {need: tuple(file[name].astype(float) for name in PUBLISHED[need]) for need in published}
     except FileNotFoundError:
         raise KairosError(f"{where}: {path}: no such file; allowed: an npz of images, or of mu and sigma") from None
     except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:  # not only npz are loaded
         raise KairosError(f"{where}: {path}: cannot be read as npz ({error})") from None
-    if sigma is not None and width is not None and sigma != (width, width):
+    if "moments" in found and width is not None and found["moments"][1].shape != (width, width):
         raise KairosError(
-            f"{where}: sigma in {path} has shape {sigma}, allowed: {(width, width)}, the extractor's features"
+            f"{where}: sigma in {path} has shape {found['moments'][1].shape}, allowed: {(width, width)}, the "
+            "extractor's features"
         )
-    published = {need: pair for need, pair in PUBLISHED.items() if need in needs and names.issuperset(pair)}
-    missing = needs - published.keys()
-    if missing and not _IMAGES & names:
+    if (missing := needs - found.keys()) and not _IMAGES & names:
         raise KairosError(
             f"{where}: {path} holds {', '.join(sorted(names)) or 'nothing'}; the metrics need "
             f"{', '.join(sorted(missing))} of real images; allowed: an npz with images (or arr_0), or other metrics"
         )
-    return published
+    return found

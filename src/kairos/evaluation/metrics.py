@@ -5,7 +5,7 @@ Each gives columns: a dictionary of numbers. What they need to be measured stand
 
 import functools
 import statistics as stats
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric
 from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
+from kairos.data.arrays import blocks
 from kairos.errors import KairosError
 from kairos.evaluation import external
-from kairos.evaluation.moments import LAYERS, ROWS, Measured, Moments, blocks
+from kairos.evaluation.moments import LAYERS, Measured, Moments
 from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions, needs_of
 from kairos.files import atomic, sha256_bytes, sha256_json
 from kairos.progress import say
 from kairos.section import build
 
 CACHE = Path(".kairos/cache")
+ROWS = 1024  # feature vectors looked at a time
+SPLIT = 5000  # images of a split of the Inception score, in order, as in ADM's evaluator
 KEPT = 10_000  # real images whose features are kept, as many as ADM's reference has for precision and recall
 
 _NAMES = {layer: external.PUBLISHED[need] for need, layer in LAYERS.items()}  # of arrays in npz files
@@ -58,9 +63,7 @@ class Statistics:
 
     def save(self, path: Path) -> None:
         """Write an npz file atomically; `mu` and `sigma`, `mu_s` and `sigma_s` are named as in published files."""
-        arrays: dict[str, Any] = {}
-        for layer, pair in self.moments.items():
-            arrays |= dict(zip(_NAMES[layer], pair))
+        arrays: Any = {name: part for layer, pair in self.moments.items() for name, part in zip(_NAMES[layer], pair)}
         with atomic(path) as file:
             np.savez(file, **arrays, features=self.features, count=np.array(self.count))
 
@@ -95,16 +98,15 @@ class Target:
         """All columns of one set of images."""
         columns: dict[str, float] = {}
         for named in self.metrics:
-            if not needs_of([named]) & {"milestone", "pairs"}:
+            if "milestone" not in needs_of([named]):
                 columns |= build(METRICS, named, measured, self)
         return columns
 
 
 def statistics_of(measured: Measured) -> Statistics:
     """What is kept of real images."""
-    if measured.features is None:
-        return Statistics(measured.moments, count=measured.count)
-    return Statistics(measured.moments, measured.features[:].numpy(), measured.count)
+    features = np.zeros((0, 0), np.float32) if measured.features is None else measured.features[:]
+    return Statistics(measured.moments, features, measured.count)
 
 
 def kept(count: int) -> NDArray[np.int64]:
@@ -191,7 +193,7 @@ def kid(options: KidOptions, measured: Measured, target: Target) -> dict[str, fl
     """
     assert measured.features is not None
     real = torch.from_numpy(target.statistics.features).double()
-    own = measured.features[kept(len(measured.features))].double()
+    own = torch.from_numpy(measured.features[kept(len(measured.features))]).double()
     size = min(options.subset_size, len(own) // 2, len(real) // 2)
     if size < 2:
         return {}
@@ -203,19 +205,28 @@ def kid(options: KidOptions, measured: Measured, target: Target) -> dict[str, fl
 
 
 def isc(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
-    """Inception score (Salimans et al. 2016), see `moments.Score`."""
-    assert measured.score is not None
-    return {"isc": measured.score}
+    """Inception score (Salimans et al. 2016), mean over splits, the last of what is left."""
+    assert measured.logits is not None
+    scores = [isc_features_to_metric(part, splits=1, shuffle=False) for part in _parts(measured.logits, SPLIT)]
+    return {"isc": stats.fmean(score[KEY_METRIC_ISC_MEAN] for score in scores)}
+
+
+def psnr(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
+    """Mean over images of the peak signal-to-noise ratio in dB; no column where they have no pairs."""
+    if measured.pairs is None:
+        return {}
+    errors = [np.square(one.astype(float) - other).mean((1, 2, 3)) for one, other in measured.pairs]  # each (n,)
+    return {"psnr": float(np.mean(10 * np.log10(255**2 / np.concatenate(errors).clip(1e-12))))}
 
 
 def precision(options: ManifoldOptions, measured: Measured, target: Target) -> dict[str, float]:
     """Share of the samples inside the manifold of the real images (Kynkäänniemi et al. 2019)."""
-    return {"precision": inside(measured.features, torch.from_numpy(target.statistics.features), options.neighbours)}
+    return {"precision": inside(measured.features, target.statistics.features, options.neighbours)}
 
 
 def recall(options: ManifoldOptions, measured: Measured, target: Target) -> dict[str, float]:
     """Share of the real images inside the manifold of the samples."""
-    return {"recall": inside(torch.from_numpy(target.statistics.features), measured.features, options.neighbours)}
+    return {"recall": inside(target.statistics.features, measured.features, options.neighbours)}
 
 
 def inside(points: Any, manifold: Any, neighbours: int) -> float:
@@ -224,17 +235,22 @@ def inside(points: Any, manifold: Any, neighbours: int) -> float:
     In blocks: neither all pairs nor all vectors are ever held.
     """
     radii = torch.full((len(manifold), neighbours + 1), torch.inf)  # itself is one of them
-    for own, nearest in zip(blocks(manifold), radii.split(ROWS)):
-        for other in blocks(manifold):
+    for own, nearest in zip(_parts(manifold), radii.split(ROWS)):
+        for other in _parts(manifold):
             both = torch.cat([nearest, torch.cdist(own, other)], 1)
             nearest[:] = both.topk(neighbours + 1, largest=False).values
     found = 0
-    for part in blocks(points):
+    for part in _parts(points):
         hit = torch.zeros(len(part), dtype=torch.bool)
-        for block, radius in zip(blocks(manifold), radii.max(1).values.split(ROWS)):
+        for block, radius in zip(_parts(manifold), radii.max(1).values.split(ROWS)):
             hit |= (torch.cdist(part, block) <= radius).any(1)
         found += int(hit.sum())
     return found / len(points)
+
+
+def _parts(vectors: Any, size: int = ROWS) -> Iterator[Tensor]:
+    """All of some vectors (n, d), at most `size` at a time."""
+    return map(torch.from_numpy, blocks([vectors], size))
 
 
 def bootstrap(measured: Measured, target: Target, resamples: int, seed: int) -> float:
@@ -243,8 +259,8 @@ def bootstrap(measured: Measured, target: Target, resamples: int, seed: int) -> 
     random, values = np.random.default_rng(seed), []
     for _ in range(resamples):
         drawn, moments = random.integers(0, measured.count, measured.count), Moments()
-        weights = torch.from_numpy(np.bincount(drawn, minlength=measured.count))
-        for part, weight in zip(blocks(measured.features), blocks(weights)):
+        weights = np.bincount(drawn, minlength=measured.count)
+        for part, weight in zip(_parts(measured.features), _parts(weights)):
             moments.add(part, weight)
         values.append(distance(moments.mean_and_covariance, target.statistics, "features"))
     return stats.stdev(values)

@@ -1,6 +1,17 @@
-"""Stage `reference`: statistics of the real images, and the `rows` that say what a distance means."""
+"""Stage `reference`: statistics of the real images, and rows that say what a distance means.
 
-from dataclasses import dataclass
+Each row is compared with the same reference as the samples:
+
+* ``floor``: held-out images; no model can be expected below it.
+* ``reconstruction``: the same held-out images through the autoencoder.
+* ``gaussian``: a Gaussian with mean and covariance of the training latents, sampled and decoded.
+* ``noise``: uniformly random pixels.
+
+All have as many images per set as the samples, the first two as many as are held out where those are fewer.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,31 +19,29 @@ import numpy as np
 import torch
 
 from kairos import clock
-from kairos.data.dataset import PreparedDataset, open_dataset
+from kairos.autoencoders.codec import Codec, load_codec
+from kairos.data.dataset import PreparedDataset, open_dataset, to_uint8
+from kairos.data.latents import Latents, open_latents
 from kairos.errors import KairosError
 from kairos.evaluation import external, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.evaluation.metrics import Statistics, Target
 from kairos.evaluation.moments import LAYERS, in_batches, measure
-from kairos.evaluation.registries import UNREAL, needs_of
-from kairos.evaluation.rows import SPREADS, Gaussian, rows_of
-from kairos.evaluation.settings import EvaluationConfig
+from kairos.evaluation.registries import UNREAL, default_metrics, needs_of
+from kairos.evaluation.settings import EvaluationConfig, check_metrics, named_metrics
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
-from kairos.progress import say
+from kairos.progress import Progress, say
+from kairos.randomness import Stream, derived_seed
 from kairos.sampling.samples_file import open_samples
 
-
-@dataclass(frozen=True)
-class Reference:
-    """A reference opened for evaluations.
-
-    Args:
-        record: reference.json, or the same fields for images from outside.
-        target: what samples are compared with.
-    """
-
-    record: dict[str, Any]
-    target: Target
+RESAMPLES = 20
+GAUSSIAN_IMAGES = 10_000
+GAUSSIAN_VALUES = 2**27  # 512 MB of float32
+_HELD_OUT = f"standard deviation over {RESAMPLES} bootstrap resamples of the one set of held-out images"
+_DRAWN = "standard deviation over sets of fresh draws"
+Reference = tuple[dict[str, Any], Target]  # reference.json, or the same fields for images from outside; and the target
+Drawn = Callable[[int], Iterator[np.ndarray]]  # from the number of a set to batches of its images
+SPREADS = {"floor": _HELD_OUT, "reconstruction": _HELD_OUT, "gaussian": _DRAWN, "noise": _DRAWN}
 
 
 def build(
@@ -49,21 +58,18 @@ def build(
     Raises:
         KairosError: too few images for the extractor's features, or a file from outside that does not fit.
     """
-    from kairos.autoencoders.codec import load_codec
-    from kairos.data.latents import open_latents
-
     images, opened = open_dataset(dataset), open_extractor(extractor, device, evaluation.precision)
     codec, encoded = load_codec(autoencoder, device), open_latents(latents)
     clock.work_begins()
     wanted = tuple(evaluation.metrics_for(opened.manifest["kind"], len(images.heldout) > 0))
     target = Target(opened.manifest["metric"], _real(evaluation.reference, images, opened, wanted), wanted)
-    numbers = {"evaluation.num_samples": evaluation.num_samples}
-    if target.statistics.count:  # published moments do not tell
-        numbers["real images"] = target.statistics.count
-    found = {what: metrics.check_number(number, opened.width, what) for what, number in numbers.items()}
-    warnings = [f"{what}: {warning}" for what in found for warning in found[what]]
-    gaussian = Gaussian.fit(encoded, evaluation.seed)
-    rows = rows_of(evaluation, images, codec, gaussian, opened, target)
+    num, seed, warnings = evaluation.num_samples, evaluation.seed, []
+    for what, number in {"evaluation.num_samples": num, "real images": target.statistics.count}.items():
+        if number:  # published moments do not tell of how many images they are
+            warnings += [f"{what}: {warning}" for warning in metrics.check_number(number, opened.width, what)]
+    fitted, gaussian = _gaussian(encoded, codec, num, seed)
+    drawn = {"gaussian": gaussian, "noise": _noise(images.images.shape[1:], num, seed)}
+    rows = _rows(evaluation, images, codec, drawn, opened, target)
 
     target.statistics.save(out / "statistics.npz")
     record = {
@@ -74,18 +80,15 @@ def build(
         "features": opened.width,
         "accuracy": opened.manifest["accuracy"],
         "reference": evaluation.reference,
-        "reference_hash": reference_hash(target.statistics, opened),
         "dataset_sha256": images.manifest["content_sha256"],
         "autoencoder_sha256": codec.manifest["sha256"],
         "real_images": target.statistics.count,
-        "num_samples": evaluation.num_samples,
+        "num_samples": num,
         "sets": evaluation.sets,
-        "eval_seed": evaluation.seed,
-        "precision": evaluation.precision,
-        "validation": {"images": evaluation.loss_images, "strata": evaluation.strata, "seed": evaluation.seed},
+        **_fixed(evaluation, target.statistics, opened),
         "rows": rows,
         "spread_of": {name: SPREADS[name] for name in rows},
-        "gaussian": f"mean and sample covariance of {len(gaussian.rows)} training latents",
+        "gaussian": f"mean and sample covariance of {fitted} training latents",
         "warnings": warnings,
         "files": {"statistics.npz": sha256_file(out / "statistics.npz")},
     }
@@ -96,7 +99,7 @@ def build(
 
 
 def open_reference(path: Path, extractor: Extractor) -> Reference:
-    """Open what stage `reference` wrote, given as folder or as reference.json.
+    """Open what stage `reference` wrote, given as folder or as reference.json: its record, and what it compares with.
 
     Raises:
         KairosError: it is missing, or was made with another extractor.
@@ -111,7 +114,31 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
             f"got {extractor.name} {extractor.hash[:12]}; pass that one as --extractor DIR"
         )
     real = Statistics.load(path.parent / "statistics.npz")
-    return Reference(record, Target(record["metric"], real, tuple(record["metrics"])))
+    return record, Target(record["metric"], real, tuple(record["metrics"]))
+
+
+def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None) -> Reference:
+    """The same of an npz file of real images or of published moments; its statistics are cached by content.
+
+    Raises:
+        KairosError: the file has not what the metrics need, or holds too few images for the extractor.
+    """
+    kind = extractor.manifest["kind"]
+    named = named_metrics(wanted or default_metrics(kind, True))
+    check_metrics(named, kind)
+    statistics = outside_statistics(path, extractor, needs_of(named) - UNREAL)
+    record = {"num_samples": None, **_fixed(EvaluationConfig(), statistics, extractor)}
+    return record, Target(extractor.manifest["metric"], statistics, tuple(named))
+
+
+def _fixed(evaluation: EvaluationConfig, real: Statistics, extractor: Extractor) -> dict[str, Any]:
+    """What a reference's record fixes for all evaluations with it, and the hash that identifies it."""
+    return {
+        "reference_hash": sha256_json({"statistics": real.hash, "extractor": extractor.hash}),
+        "eval_seed": evaluation.seed,
+        "precision": evaluation.precision,
+        "validation": {"images": evaluation.loss_images, "strata": evaluation.strata, "seed": evaluation.seed},
+    }
 
 
 def _real(which: str, dataset: PreparedDataset, extractor: Extractor, wanted: tuple[dict[str, Any], ...]) -> Statistics:
@@ -128,21 +155,18 @@ def outside_statistics(path: Path, extractor: Extractor, needs: set[str]) -> Sta
     """Statistics of a file, cached by its content: published moments where it holds them, else those of its images.
 
     Raises:
-        KairosError: see `external.check`; or too few images for the extractor.
+        KairosError: see `external.moments`; or too few images for the extractor.
     """
-    published = {LAYERS[need]: pair for need, pair in external.check(path, extractor.width, needs, "reference").items()}
-    with np.load(path, allow_pickle=False) as file:
-        moments = {
-            layer: (file[mean].astype(float), file[sigma].astype(float)) for layer, (mean, sigma) in published.items()
-        }
-    rest = {need for need in needs if LAYERS.get(need) not in moments}
+    found = external.moments(path, extractor.width, needs, "reference")
+    moments = {LAYERS[need]: pair for need, pair in found.items()}
+    rest = needs - found.keys()
     if not rest:
         return Statistics(moments)
     images = open_samples(path).images
     if "moments" in rest:
         metrics.check_number(len(images), extractor.width, str(path))
-    found = _of_images(images, range(len(images)), extractor, rest, {"images": sha256_file(path)})
-    return Statistics({**found.moments, **moments}, found.features, 0 if moments else found.count)
+    own = _of_images(images, range(len(images)), extractor, rest, {"images": sha256_file(path)})
+    return Statistics({**own.moments, **moments}, own.features, 0 if moments else own.count)
 
 
 def _of_images(images: Any, indices: Any, extractor: Extractor, needs: set[str], parts: dict[str, Any]) -> Statistics:
@@ -152,6 +176,87 @@ def _of_images(images: Any, indices: Any, extractor: Extractor, needs: set[str],
     return metrics.cached(parts, lambda: metrics.statistics_of(measure(extractor, batches, needs, kept)))
 
 
-def reference_hash(statistics: Statistics, extractor: Extractor) -> str:
-    """What identifies a reference: real statistics and extractor."""
-    return sha256_json({"statistics": statistics.hash, "extractor": extractor.hash})
+def _rows(
+    evaluation: EvaluationConfig,
+    dataset: PreparedDataset,
+    codec: Codec,
+    drawn: dict[str, Drawn],
+    extractor: Extractor,
+    target: Target,
+) -> dict[str, dict[str, Any]]:
+    """The rows that can be made, by name, each with its number of images per set and the columns of the metrics."""
+    heldout, num, seed = dataset.heldout[: evaluation.num_samples], evaluation.num_samples, evaluation.seed
+    numbers = range(len(heldout))
+    one_set = {
+        "floor": lambda: in_batches(dataset.images, heldout),
+        "reconstruction": lambda: map(codec.reconstructed, map(dataset.tensor, in_batches(heldout, numbers))),
+    }
+    if len(heldout) <= extractor.width:
+        say(
+            f"reference: rows floor and reconstruction are left out: {len(heldout)} images are held out, and "
+            f"{extractor.width} features need more"
+        )
+        one_set = {}
+    elif len(heldout) < num:
+        say(f"warning: rows floor and reconstruction are of {len(heldout)} images, all that are held out")
+    rows, captions = {}, dataset.captions if "captions" in target.needs else None
+    progress = Progress(len(one_set) + len(drawn), "reference", "row")
+    with torch.inference_mode():
+        for name, images in one_set.items():
+            measured = measure(extractor, images(), target.needs | {"features"})
+            if captions is not None:
+                texts = captions.texts(captions.numbers(heldout))
+                measured = replace(measured, captioned=zip(images(), in_batches(texts, numbers)))
+            scores = target.score(measured)
+            spread = metrics.bootstrap(measured, target, RESAMPLES, derived_seed(seed, "bootstrap"))
+            spreads = {f"{column}_spread": spread if column == target.metric else None for column in scores}
+            rows[name] = {"n_samples": len(heldout), **scores, **spreads}
+            progress.advance()
+        for name, set_of in drawn.items():
+            sets = (measure(extractor, set_of(number), target.needs) for number in range(evaluation.sets))
+            rows[name] = {"n_samples": num, **metrics.summarise([target.score(one) for one in sets])}
+            progress.advance()
+    progress.close()
+    return rows
+
+
+def _gaussian(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[int, Drawn]:
+    """A Gaussian with mean and sample covariance of the training latents, whatever their dimension.
+
+    Of training latents as a training sees them, at most `GAUSSIAN_IMAGES`, fewer where they are large. Draws are
+    mean + z rows / sqrt(n-1) with z ~ N(0, I_n) and the centred latents as rows: exactly that covariance, full where
+    there are more latents than dimensions, of rank n-1 otherwise, without ever forming it.
+
+    Returns:
+        Number of latents, and what gives a numbered set of `count` decoded draws.
+    """
+    dimension = int(np.prod(latents.shape))
+    fitted = min(len(latents.train), GAUSSIAN_IMAGES, max(2, GAUSSIAN_VALUES // dimension))
+    order = Stream(seed, "gaussian images").permutation(len(latents.train))
+    chosen = latents.train[order[:fitted].sort().values.numpy()]
+    parts = []
+    for part in in_batches(chosen, range(fitted)):
+        noise = Stream(seed, "gaussian latents").normal(0, torch.from_numpy(part), latents.shape)
+        parts.append(latents.batch(part, noise=noise).flatten(1))
+    rows = torch.cat(parts)  # (n, d)
+    mean = rows.mean(0)
+    rows -= mean
+
+    def drawn(number: int) -> Iterator[np.ndarray]:
+        for part in in_batches(range(count), range(count)):
+            z = Stream(seed, "gaussian draws").normal(number, part, (fitted,))
+            x0 = mean + z @ rows / (fitted - 1) ** 0.5
+            yield to_uint8(codec.decode(x0.view(-1, *latents.shape)))
+
+    return fitted, drawn
+
+
+def _noise(shape: tuple[int, ...], count: int, seed: int) -> Drawn:
+    """The same of uniformly random pixels."""
+
+    def drawn(number: int) -> Iterator[np.ndarray]:
+        random = np.random.default_rng(derived_seed(seed, "noise images", number))
+        for part in in_batches(range(count), range(count)):
+            yield random.integers(0, 256, (len(part), *shape), dtype=np.uint8)
+
+    return drawn

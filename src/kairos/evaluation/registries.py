@@ -3,8 +3,7 @@
 An extractor's code is called as ``code(options, dataset, folder)``, fills the folder and gives its manifest; its
 module also has ``load(folder, manifest)``, which opens it. A metric's code is called as ``code(options, measured,
 target)``, with what was measured of one set of images and of the real ones, and gives columns: a dictionary of numbers;
-that of a metric that needs a milestone as ``code(milestone, latents, settings, device)``, see `validation`; and that of
-one that needs pairs as ``code(options, pairs)``, see `pairs.Told`.
+that of a metric that needs a milestone as ``code(milestone, latents, settings, device)``, see `validation`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -70,7 +69,7 @@ class ClipOptions:
 
 EXTRACTORS = Registry("extractor")
 EXTRACTORS.add("classifier", "kairos.evaluation.classifier:train", ClassifierOptions, "trained by the pipeline")
-EXTRACTORS.add("selfsupervised", "kairos.evaluation.selfsupervised:train", SelfsupervisedOptions, "needs no labels")
+EXTRACTORS.add("selfsupervised", "kairos.evaluation.classifier:train_turned", SelfsupervisedOptions, "needs no labels")
 EXTRACTORS.add("auto", "kairos.evaluation.choice:choose", help="settled before any job, so never made")
 EXTRACTORS.add("inception", "kairos.evaluation.inception:prepare", InceptionOptions, "Inception-v3 of torch-fidelity")
 EXTRACTORS.add("dinov2", "kairos.evaluation.dinov2:prepare", DinoOptions, "DINOv2 (Oquab et al. 2023)")
@@ -97,7 +96,7 @@ _metric("recall", "real images in the samples' manifold", "features", ManifoldOp
 _metric("clip", "100 x cosine of images and captions (Hessel et al. 2021)", "captions", ClipOptions, code="clip:{}")
 _metric("validation", "loss by time on held-out images", "milestone", code="validation:validation_loss")
 _metric("mlperf8", "loss at eight equidistant times (MLPerf Training, Flux.1)", "milestone", code="validation:{}")
-_metric("psnr", "PSNR in dB against the images that conditions come from", "pairs", code="pairs:psnr")
+_metric("psnr", "PSNR in dB against the images that conditions come from", "pairs")
 FRECHET = ("frechet", "fid", "fd_dinov2")  # names of the distance that methods are ranked by
 UNREAL = {"logits", "milestone", "captions", "pairs"}  # what metrics need of samples alone
 

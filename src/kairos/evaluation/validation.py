@@ -7,9 +7,7 @@ network predicts.
 """
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from kairos.evaluation.settings import LossSettings
 from kairos.randomness import Stream
 
 BATCH = 128
+Errors = Callable[[int, Tensor, str], Tensor]  # see `errors_of`
 
 
 def strata_of(cells: int, strata: int) -> list[tuple[float, float]]:
@@ -54,15 +53,18 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
         time ``t`` at its centre, ``loss`` and ``vlb``.
     """
     process, c = milestone.process, torch.from_numpy(milestone.process.schedule.vlb)
-    images = Heldout.choose(latents, settings, milestone.record["conditions"])
+    count, errors = errors_of(milestone, latents, settings, device)
     rows = []
     for number, stratum in enumerate(strata_of(len(c), settings.strata)):
-        u = spread_over(stratum, len(images.x0))
-        loss = images.errors(milestone, number, u, settings, device, of_epsilon=True)
+        u = spread_over(stratum, count)
+        loss = errors(number, u, "epsilon")
         row = {"u": list(stratum), "t": process.times(torch.tensor(sum(stratum) / 2, dtype=torch.float64)).item()}
         vlb = c[(u * len(c)).long()] * loss
         rows.append({**row, "loss": float(loss.mean()), "vlb": float(vlb.mean())})
-    return {**summary(rows), "images": len(images.x0), "per_timestep": rows}
+    sizes = [row["u"][1] - row["u"][0] for row in rows]  # each stratum counts by it
+    mean, vlb = ([size * row[name] for size, row in zip(sizes, rows)] for name in ("loss", "vlb"))
+    found = {"loss": sum(mean), "vlb": sum(vlb), "vlb_without_last": sum(vlb[:-1])}
+    return {**found, "images": count, "per_timestep": rows}
 
 
 def mlperf8(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
@@ -73,55 +75,35 @@ def mlperf8(milestone: Any, latents: Latents, settings: LossSettings, device: An
     Returns:
         ``mlperf8``, the mean over images.
     """
-    images = Heldout.choose(latents, settings, milestone.record["conditions"])
-    u = torch.arange(len(images.x0), dtype=torch.float64) % 8 / 8
-    return {"mlperf8": float(images.errors(milestone, 0, u, settings, device, of_epsilon=False).mean())}
+    count, errors = errors_of(milestone, latents, settings, device)
+    u = torch.arange(count, dtype=torch.float64) % 8 / 8
+    return {"mlperf8": float(errors(0, u, "prediction").mean())}
 
 
-@dataclass(frozen=True)
-class Heldout:
-    """The held-out images of the validation loss, the same for all methods: x0 (n, c, h, w) and conditions."""
+def errors_of(milestone: Any, latents: Latents, settings: LossSettings, device: Any) -> tuple[int, Errors]:
+    """What tells a network's errors on the held-out images, the same for all methods, and how many those are.
 
-    x0: Tensor
-    conditions: dict[str, Tensor]
+    They are as many as the settings say, or all. ``errors(number, u, of)`` is the squared error of ``epsilon``, or of
+    the ``prediction``, by image, float64 (n,): each at its own fraction u (n,), with the noise of draw `number`.
+    """
+    order = Stream(settings.seed, "validation images").permutation(len(latents.heldout))
+    chosen = latents.heldout[order[: settings.images].numpy()]
+    latent_noise = Stream(settings.seed, "validation latents").normal(0, range(len(chosen)), latents.shape)
+    images, known = latents.batch(chosen, noise=latent_noise), latents.conditions(chosen)
+    process, names = milestone.process, milestone.record["conditions"]
 
-    @staticmethod
-    def choose(latents: Latents, settings: LossSettings, conditions: Iterable[str]) -> "Heldout":
-        """As many as the settings say, or all."""
-        order = Stream(settings.seed, "validation images").permutation(len(latents.heldout))
-        chosen = latents.heldout[order[: settings.images].numpy()]
-        noise = Stream(settings.seed, "validation latents").normal(0, range(len(chosen)), latents.shape)
-        known = latents.conditions(chosen)
-        return Heldout(latents.batch(chosen, noise=noise), {name: known[name] for name in conditions})
-
-    def errors(
-        self, milestone: Any, number: int, u: Tensor, settings: LossSettings, device: Any, of_epsilon: bool
-    ) -> Tensor:
-        """Squared error of epsilon, or of what the network predicts, by image, float64 (n,).
-
-        Each image is at its own fraction u (n,), with the noise of draw `number`.
-        """
-        noise = Stream(settings.seed, "validation noise").normal(number, range(len(u)), tuple(self.x0.shape[1:]))
-        process, errors = milestone.process, []
+    def errors(number: int, u: Tensor, of: str) -> Tensor:
+        noise = Stream(settings.seed, "validation noise").normal(number, range(len(u)), tuple(images.shape[1:]))
+        found = []
         with compute.precision(settings.precision, torch.device(device)), torch.inference_mode():
             for part in (slice(start, start + BATCH) for start in range(0, len(u), BATCH)):
-                told = {name: values[part].to(device) for name, values in self.conditions.items()}
-                x0, eps, fraction = (values[part].to(device) for values in (self.x0, noise, u))
+                told = {name: known[name][part].to(device) for name in names}
+                x0, eps, fraction = (values[part].to(device) for values in (images, noise, u))
                 t = process.times(fraction)
                 x_t = process.noised(x0, eps, t)
                 output = process.mean(process.predict(milestone.model, x_t, t, told), x_t).to(x_t.dtype)
-                off = process.epsilon(output, x_t, t) - eps if of_epsilon else output - process.target(x0, eps, t)
-                errors.append(off.double().square().flatten(1).mean(1).cpu())  # (batch,)
-        return torch.cat(errors)
+                off = process.epsilon(output, x_t, t) - eps if of == "epsilon" else output - process.target(x0, eps, t)
+                found.append(off.double().square().flatten(1).mean(1).cpu())  # (batch,)
+        return torch.cat(found)
 
-
-def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Means over all fractions of the loss and of c times the loss, each stratum counted by its size."""
-    sizes = [row["u"][1] - row["u"][0] for row in rows]
-    loss, vlb = ([size * row[name] for size, row in zip(sizes, rows)] for name in ("loss", "vlb"))
-    return {"loss": sum(loss), "vlb": sum(vlb), "vlb_without_last": sum(vlb[:-1])}
-
-
-def latents_folder(milestone: Path) -> Path:
-    """Where the latents are, seen from a milestone: ``results/<experiment>/latents``."""
-    return milestone / "../../../../latents"
+    return len(images), errors

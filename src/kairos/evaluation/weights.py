@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kairos.errors import KairosError
 from kairos.files import atomic, sha256_file
+from kairos.hub import here
 from kairos.progress import Progress
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
@@ -31,11 +32,10 @@ def find(configured: str | None) -> tuple[Path, bool]:
         KairosError: they are not there and cannot be downloaded; the message says which file goes where.
     """
     path = Path(configured) if configured else place()
-    if not path.is_file() and configured:
-        raise KairosError(missing(path, "there is no such file"))
-    if not path.is_file() and _offline():
-        raise KairosError(missing(path, "it is not there, and HF_HUB_OFFLINE says that there is no network"))
-    return path, path.is_file()
+    if path.is_file() or not (configured or _offline()):
+        return path, path.is_file()
+    why = "there is no such file" if configured else "it is not there, and HF_HUB_OFFLINE says that there is no network"
+    raise KairosError(missing(path, why))
 
 
 def find_network(path: str) -> tuple[str, bool]:
@@ -44,14 +44,9 @@ def find_network(path: str) -> tuple[str, bool]:
     Raises:
         KairosError: it is not, and cannot be downloaded; the message says which files go where.
     """
-    if Path(path, "config.json").is_file():
+    if here(path, "config.json" if Path(path).is_dir() else "model.safetensors"):
         return path, True
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
-    if on_hub:
-        from huggingface_hub import try_to_load_from_cache
-
-        if isinstance(try_to_load_from_cache(path, "model.safetensors"), str):
-            return path, True
     if not on_hub or _offline():
         why = "it is not in the Hugging Face cache, and HF_HUB_OFFLINE is set" if on_hub else "there is no such folder"
         raise KairosError(missing_network(path, why))
@@ -96,15 +91,14 @@ def download(url: str, path: Path) -> None:
     try:
         with urllib.request.urlopen(url, timeout=_SECONDS) as answer, atomic(path) as file:
             size = int(answer.headers.get("Content-Length") or 0)
-            progress, written = Progress(_megabytes(size), f"fetch {name}", "MiB"), 0
+            progress = Progress(_megabytes(size), f"fetch {name}", "MiB")
             while chunk := answer.read(_CHUNK):
                 file.write(chunk)
-                progress.advance(_megabytes(written + len(chunk)) - _megabytes(written))
-                written += len(chunk)
+                progress.advance(_megabytes(file.tell()) - progress.done)
             progress.close()
             file.flush()
-            if size and written != size:
-                raise KairosError(f"it ended after {written} of {size} bytes")
+            if size and file.tell() != size:
+                raise KairosError(f"it ended after {file.tell()} of {size} bytes")
             if not whole(Path(file.name), name):
                 raise KairosError("its content does not match the hash in its name")
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:

@@ -19,11 +19,11 @@ from kairos import conditions as condition_kinds
 from kairos.diffusion.processes import shaped
 from kairos.randomness import Stream
 from kairos.sampling.places import Place
-from kairos.sampling.schemes import Estimate, Noise
 
 SMALLEST_BATCH = 16
 
 Predict = Callable[[Tensor, Tensor], Tensor]
+Noise = Callable[[int], Tensor]
 
 
 def batches(rows: range, batch_size: int) -> Iterator[tuple[range, int]]:
@@ -66,11 +66,6 @@ class Guidance:
             scale = scale.where((self.interval[0] <= sigma) & (sigma <= self.interval[1]), 1.0)
         return scale
 
-    @property
-    def changes(self) -> bool:
-        """Whether the scale depends on t."""
-        return self.power is not None or self.interval is not None
-
 
 def guided(
     process: Any, model: Any, conditions: dict[str, Tensor], descriptions: dict[str, Any], guidance: Guidance
@@ -96,7 +91,7 @@ def guided(
 
     def both(x_t: Tensor, t: Tensor) -> Tensor:
         scale = guidance.scales(process, t)
-        if guidance.changes and bool((scale == 1).all()):
+        if (guidance.power or guidance.interval) and bool((scale == 1).all()):  # else it is not 1, and nobody waits
             return alone(x_t, t)
         output = process.predict(model, x_t.repeat(2, 1, 1, 1), t.repeat(2), doubled)
         conditional, null = output.to(x_t.dtype).chunk(2)
@@ -108,27 +103,23 @@ def guided(
 
 
 @dataclass(frozen=True)
-class _Estimate:
-    """See `estimate_of`."""
+class Estimate:
+    """What the network says at a place; it computes in `precision`, all else in that of x."""
 
     process: Any
     predict: Predict
     clip: bool
-    precision: str
+    precision: str = "fp32"
 
     def __call__(self, x: Tensor, place: Place) -> Tensor:
+        """x0, shape of x."""
         return self.both(x, place)[0]
 
     def both(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+        """x0, and the channels behind it, which tell of the variance."""
         x_t = place.scale * x  # (batch, c, h, w)
         t = torch.as_tensor(place.t, device=x.device).expand(len(x))
         with compute.precision(self.precision, x.device):
-            output = self.predict(x_t.float(), t)
-        output = output.to(x.dtype)
+            output = self.predict(x_t.float(), t).to(x.dtype)
         x0: Tensor = self.process.estimate(self.process.mean(output, x), x_t, t)
         return x0.clamp(-1, 1) if self.clip else x0, output[:, x.shape[1] :]
-
-
-def estimate_of(process: Any, predict: Predict, clip: bool, precision: str = "fp32") -> Estimate:
-    """The estimate of x0 and variance at a place; the network computes in `precision`, all else in that of x."""
-    return _Estimate(process, predict, clip, precision)

@@ -35,7 +35,6 @@ def told_of(
 class Prompts:
     """Conditions of the images with some indices; see `conditions_of`."""
 
-    names: list[str]
     descriptions: dict[str, dict[str, Any]]
     latents: Latents | None
     labels: str
@@ -45,29 +44,29 @@ class Prompts:
         """What the model is told, each (n, ...)."""
         if self.latents is None:  # classes alone
             numbers = torch.arange(indices.start, indices.stop)
-            return {name: numbers % self.descriptions[name]["num_classes"] for name in self.names}
-        known = self.latents.conditions(self._images(indices), which=self._which(indices))
-        return {name: known[name] for name in self.names}
+            return {name: numbers % item["num_classes"] for name, item in self.descriptions.items()}
+        images, which = self._told(self.latents, indices)
+        known = self.latents.conditions(images, which=which)
+        return {name: known[name] for name in self.descriptions}
 
     def recorded(self, name: str, indices: range) -> np.ndarray:
         """What is kept of a condition, (n, ...): of a text not its states but itself, bytes in UTF-8."""
         if self.latents is None:
             return self(indices)[name].numpy()
+        images, which = self._told(self.latents, indices)
         captions = self.latents.dataset.captions
         if captions is None or self.descriptions[name]["kind"] != "text":
-            return self.latents.dataset.conditions[name][self._images(indices)]
-        texts = captions.texts(captions.numbers(self._images(indices), self._which(indices)))
+            return self.latents.dataset.conditions[name][images]
+        texts = captions.texts(captions.numbers(images, which))
         return np.array([text.encode() for text in texts], f"S{captions.longest}")
 
-    def _images(self, indices: range) -> np.ndarray:
-        return told_of(self.latents, indices, self.descriptions, self.labels, self.seed)
-
-    def _which(self, indices: range) -> np.ndarray:
-        """Which of an image's captions: in each round the next, or drawn."""
-        assert self.latents is not None
+    def _told(self, latents: Latents, indices: range) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of images, and which of an image's captions: in each round the next, or drawn."""
         if self.labels == "data":
-            return Stream(self.seed, "sample_captions").integers(0, 2**32, indices).numpy()
-        return np.arange(indices.start, indices.stop) // (len(self.latents.heldout) or len(self.latents.train))
+            which = Stream(self.seed, "sample_captions").integers(0, 2**32, indices).numpy()
+        else:
+            which = np.arange(indices.start, indices.stop) // (len(latents.heldout) or len(latents.train))
+        return told_of(latents, indices, self.descriptions, self.labels, self.seed), which
 
 
 def conditions_of(
@@ -82,13 +81,14 @@ def conditions_of(
     Raises:
         KairosError: a condition is needed from latents that are not there, or have others.
     """
-    if not names or (labels != "data" and all(descriptions[name]["kind"] == "class" for name in names)):
-        return Prompts(names, descriptions, None, labels, seed)
+    taken = {name: descriptions[name] for name in names}
+    if not names or (labels != "data" and all(item["kind"] == "class" for item in taken.values())):
+        return Prompts(taken, None, labels, seed)
     if not latents.is_dir():
         raise KairosError(f"condition {names[-1]!r} is that of real images, but {latents} is no folder; {_LATENTS}")
     opened = open_latents(latents)
-    check_conditions(opened, {name: descriptions[name] for name in names}, latents)
-    return Prompts(names, descriptions, opened, labels, seed)
+    check_conditions(opened, taken, latents)
+    return Prompts(taken, opened, labels, seed)
 
 
 def check_conditions(latents: Latents, descriptions: dict[str, dict[str, Any]], folder: Path) -> None:

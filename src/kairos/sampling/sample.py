@@ -12,9 +12,9 @@ from kairos import clock, compute
 from kairos.data.dataset import to_uint8
 from kairos.data.grid import write_grid
 from kairos.errors import ConfigError, KairosError
-from kairos.files import read_json
+from kairos.files import open_record
 from kairos.progress import Progress, say
-from kairos.sampling.draw import Guidance, batches, estimate_of, guided, noise_of
+from kairos.sampling.draw import Estimate, Guidance, batches, guided, noise_of
 from kairos.sampling.drawn_conditions import conditions_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
@@ -76,29 +76,32 @@ def run(jobs: list[SamplingJob], request: Request) -> None:
 
 
 def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:
-    """Section `sampling` that a milestone carries, with fields replaced, and all of its configuration.
+    """Section `sampling` that a milestone carries, with fields replaced, and the milestone's record.
 
     Raises:
         KairosError: no milestone is there.
         ConfigError: the replaced fields cannot be used.
     """
-    path = milestone / "milestone.json"
-    if not path.is_file():
-        raise KairosError(f"{milestone}: no milestone.json; pass a milestone folder, D/milestones/<step>")
-    config = read_json(path)["config"]
-    sampling = check(SamplingConfig, {**config["sampling"], **overrides}, f"{path}: sampling")
+    record = open_record(milestone, "train --config F --method M --seed N --out D", "milestone.json")
+    config = record["config"]
+    sampling = check(SamplingConfig, {**config["sampling"], **overrides}, f"{milestone}/milestone.json: sampling")
     conditions, dropout = config["model"].get("conditions") or [], config["training"]["condition_dropout"]
     sampling.check_fits(config["diffusion"], conditions, dropout)
-    return sampling, config
+    return sampling, record
+
+
+def setup_of(record: dict[str, Any]) -> torch.device:
+    """Set threads and device as a milestone's training states them."""
+    training = record["config"]["training"]
+    return compute.setup(training["threads"], training["device"], training["deterministic"])
 
 
 def sample_milestone(job: SamplingJob, request: Request) -> None:
     """Write the images of one milestone, or a shard of them: drawn and decoded, or joined from their parts."""
     from kairos.milestones import open_milestone
 
-    options, config = settings(job.milestone, request.overrides)
-    record = read_json(job.milestone / "milestone.json")
-    files = record["files"].items()
+    options, record = settings(job.milestone, request.overrides)
+    config, files = record["config"], record["files"].items()
     seed = options.seed if request.seed is None else request.seed
     scheduler = resolved(options.scheduler, config["diffusion"]["process"])
     names = config["model"].get("conditions") or []
@@ -115,10 +118,8 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         "num": request.num,
     }
     guidance, channels = Guidance(*(getattr(options, name) for name in GUIDANCE)), record["shape"][0]
-    if (guidance.channels or 0) > channels:
-        raise ConfigError(
-            f"sampling.guidance_channels: got {guidance.channels}, allowed: at most {channels}, those of x0"
-        )
+    if (got := guidance.channels or 0) > channels:
+        raise ConfigError(f"sampling.guidance_channels: got {got}, allowed: at most {channels}, those of x0")
     label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
     num, size, shard = request.num, options.batch_size, request.shard
     rows = shard.rows(num, size) if shard else range(num)
@@ -129,8 +130,7 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
             raise ConfigError(f"{label}: got no batch of {size}, allowed: at most as many parts as batches")
 
     def drawn() -> Iterator[np.ndarray]:
-        training = config["training"]
-        device = compute.setup(training["threads"], training["device"], training["deterministic"])
+        device = setup_of(record)
         milestone = open_milestone(job.milestone, options.weights, device)
         codec = open_codec(job.milestone, record, request.autoencoder, device)
         process, shape = milestone.process, tuple(record["shape"])
@@ -141,7 +141,7 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
             with torch.inference_mode():
                 told = {name: values.to(device) for name, values in conditions(indices).items()}
                 predict = guided(process, milestone.model, told, record["conditions"], guidance)
-                estimate = estimate_of(process, predict, clip, options.precision)
+                estimate = Estimate(process, predict, clip, options.precision)
                 noise = noise_of(seed, indices, shape, device)
                 x0 = build(SCHEDULERS, scheduler, process, grid, estimate, noise)  # (batch, c, h, w)
                 images = to_uint8(codec.decode(x0.float()))[:kept]
@@ -169,17 +169,13 @@ def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, dev
     from kairos.autoencoders.codec import load_codec
 
     folder = folder or milestone / "../../../../autoencoder"
+    given = f"pass --autoencoder DIR, the one that {milestone} was trained with"
     if not (folder / "manifest.json").is_file():
-        raise KairosError(
-            f"{folder}: no autoencoder; pass --autoencoder DIR, the one that {milestone} was trained with"
-        )
+        raise KairosError(f"{folder}: no autoencoder; {given}")
     codec = load_codec(folder, device)
     known, latent = record["autoencoder_sha256"], list(codec.manifest["latent_shape"])
     if known is None and latent != list(record["shape"]):  # of imported weights
         raise KairosError(f"--autoencoder: {folder} has latents of shape {latent}, allowed: {list(record['shape'])}")
     if known not in (None, codec.manifest["sha256"]):
-        raise KairosError(
-            f"{folder}: autoencoder {codec.manifest['sha256'][:12]} is not the one that {milestone} was trained with "
-            f"({record['autoencoder_sha256'][:12]}); pass that one as --autoencoder DIR, or train again"
-        )
+        raise KairosError(f"{folder}: is autoencoder {codec.manifest['sha256'][:12]}, not {known[:12]}; {given}")
     return codec

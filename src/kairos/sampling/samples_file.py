@@ -5,6 +5,7 @@ The members are ``images``, ``protocol`` (JSON) and ``condition_<name>``; of fil
 """
 
 import json
+import shutil
 import struct
 import tempfile
 import zipfile
@@ -81,10 +82,8 @@ def open_samples(path: Path) -> Samples:
             protocol = json.loads(str(file["protocol"])) if "protocol" in file else {}
             told = {name.removeprefix(_CONDITION): name for name in file.files if name.startswith(_CONDITION)}
             told |= {"class": "arr_1"} if {"arr_0", "arr_1"} <= set(file.files) else {}
-            shown = "images" if "images" in file else "arr_0"
-        with zipfile.ZipFile(path) as archive:
-            images = _rows(path, archive, f"{shown}.npy")
-            conditions = {name: _rows(path, archive, f"{member}.npy") for name, member in told.items()}
+            images = _rows(path, file.zip, "images" if "images" in file else "arr_0")
+            conditions = {name: _rows(path, file.zip, member) for name, member in told.items()}
     except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
         raise KairosError(f"{path}: cannot be read as npz with `images` or `arr_0` ({error})") from None
     if images.dtype != np.uint8 or len(images.shape) != 4 or images.shape[-1] not in (1, 3):
@@ -130,16 +129,16 @@ def _write_rows(file: Any, count: int, parts: Parts) -> None:
 
 
 def _rows(path: Path, archive: zipfile.ZipFile, name: str) -> Rows:
-    """A member, where it lies in its file; a compressed one in a file of its own that goes with its rows."""
-    info = archive.getinfo(name)
-    stored = info.compress_type == zipfile.ZIP_STORED
-    with archive.open(info) as member, tempfile.NamedTemporaryFile() as unpacked:
-        for block in iter(lambda: member.read(_BLOCK), b""):  # compared with its checksum at the end
-            if not stored:
-                unpacked.write(block)
-        unpacked.flush()
-        if not stored:
+    """An array, where it lies in its file; a compressed one in a file of its own that goes with its rows."""
+    info = archive.getinfo(f"{name}.npy")
+    if info.compress_type != zipfile.ZIP_STORED:
+        with archive.open(info) as member, tempfile.NamedTemporaryFile() as unpacked:
+            shutil.copyfileobj(member, unpacked, _BLOCK)
+            unpacked.flush()
             return Rows(Path(unpacked.name))
+    with archive.open(info) as member:
+        while member.read(_BLOCK):  # compared with its checksum at the end
+            pass
     with open(path, "rb") as file:
         file.seek(info.header_offset + 26)
         name_and_fields = struct.unpack("<HH", file.read(4))

@@ -9,25 +9,14 @@ k = 0 what the first place begins with and for k = 1 ... what is added in interv
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from kairos.sampling.draw import Estimate, Noise
 from kairos.sampling.places import Place, places_at, times_of
 from kairos.sampling.registries import DdimOptions, DdpmOptions, EulerOptions, OdeOptions
-
-Noise = Callable[[int], Tensor]
-
-
-class Estimate(Protocol):
-    """What the network says at a place."""
-
-    def __call__(self, x: Tensor, place: Place) -> Tensor:
-        """x0, shape of x."""
-
-    def both(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-        """x0, and the channels behind it, which tell of the variance."""
 
 
 def ddpm(options: DdpmOptions, process: Any, grid: list[Place], estimate: Estimate, noise: Noise) -> Tensor:

@@ -34,9 +34,8 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
     if not (folder / WEIGHTS[0]).is_file():
         folder = folder_of(path, field, WEIGHTS[1:], needed)
     wanted = {"config.json": [["config.json"]], WEIGHTS[0]: [[name] for name in WEIGHTS], "a tokenizer": TOKENIZERS}
-    whole = {name: [all((folder / file).is_file() for file in kind) for kind in wanted[name]] for name in wanted}
-    lacks = [name for name, kinds in whole.items() if not any(kinds)]
-    if lacks:
+    there = {file.name for file in folder.iterdir() if file.is_file()}
+    if lacks := [name for name, kinds in wanted.items() if not any(map(there.issuperset, kinds))]:
         raise ConfigError(f"{field}: {path!r} lacks {' and '.join(lacks)}; allowed: a folder with {needed}")
     return folder
 

@@ -3,7 +3,6 @@
 A killed stage goes on where it was, see `growing`.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from kairos import clock
 from kairos.data.dataset import PreparedDataset
 from kairos.data.growing import begin, grow, publish
 from kairos.errors import KairosError
-from kairos.files import sha256_file, sha256_json, sync_folder, write_json
+from kairos.files import sha256_file, sha256_json, sync_folder
 from kairos.fingerprint import fingerprint
 from kairos.progress import say
 from kairos.text.encoder import load_encoder
@@ -74,7 +73,6 @@ def encode_texts(
     np.save(partial / "empty.npy", empty)
     sync_folder(partial / "empty.npy")
     files["empty.npy"] = sha256_file(partial / "empty.npy")
-    publish(out, files)
     manifest = {
         "count": count,
         "condition": {"kind": "text", "shape": list(shape), "null": config.dropped, "encoder": encoder.sha256},
@@ -85,6 +83,5 @@ def encode_texts(
     }
     manifest["content_sha256"] = sha256_json(manifest)  # everything above decides what a training reads
     manifest |= {"length": encoder.length, "longest": int(lengths.max()), "truncated": len(over)}
-    write_json(out / "manifest.json", manifest)
-    shutil.rmtree(partial, ignore_errors=True)
+    publish(out, manifest)
     return manifest
