@@ -20,15 +20,6 @@ from kairos.workflow.reproduction import machines, provenance
 _PYTHON = (sys.executable, "-m")
 _STAGES = Path("dvc.yaml")
 _FIRST = "workflow/dvc.yaml"  # its stage writes what those depend on; its lock stays in this clone
-_MADE = {  # by a stage's jobs: its record, and of a training's stages one file for each milestone
-    "prepare": "dataset/manifest.json",
-    "encode": "latents/manifest.json",
-    "reference": "reference/reference.json",
-    "report": "report.html",
-    "train": "milestones/{}/milestone.json",
-    "sample": "samples/{}.npz",
-    "evaluate": "evaluation/{}.json",
-}
 RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
 _QUIET = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -60,12 +51,12 @@ def write_dependencies(config: Path, out: Path) -> None:
 
 
 def targets(layout: Layout, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
-    """The rules of a stage, and files that its jobs make, so many that no job is left out.
+    """The rules of a stage, and what to ask Snakemake for, so that no job of it is left out.
 
     Raises:
         ConfigError: the experiment has no such stage, or it needs a method and a seed of the experiment, or has none.
     """
-    results, rules, stages = layout.results, layout.rules(stage), (*layout.shared, *dependencies.PER_TRAINING, "report")
+    rules, stages = layout.rules(stage), (*layout.shared, *dependencies.PER_TRAINING, "report")
     if stage not in stages:
         raise ConfigError(f"ledger run: got stage {stage!r}, allowed: {', '.join(stages)}")
     if stage in dependencies.PER_TRAINING:
@@ -74,16 +65,16 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
                 f"ledger run {stage}: got --method {method} --seed {seed}, allowed: a method of {layout.methods} "
                 f"and a seed of {layout.seeds}"
             )
-        files = [f"{layout.training(method, seed)}/{_MADE[stage].format(step)}" for step in layout.steps]
         sums = [layout.sums(stage, method, seed, segment) for segment in layout.segments]
-        return [f"{rule}{segment.name}" for rule in rules for segment in layout.segments], [*files, *sums]
+        return [f"{rule}{segment.name}" for rule in rules for segment in layout.segments], sums
     if method is not None or seed is not None:
         raise ConfigError(f"ledger run {stage}: has neither --method nor --seed")
-    files = [f"{results}/{_MADE.get(stage, f'{stage}/manifest.json')}"]
     if stage == "report" and layout.experiment.tracking.enabled:
-        # the import into MLflow is this machine's own, so no stage of DVC's, and goes with it
-        return ["report", "track"], [*files, f"{results}/tracking.json"]
-    return rules, files
+        rules = [
+            "report",
+            "track",
+        ]  # the import into MLflow is this machine's own, so no stage of DVC's, and goes along
+    return rules, [rule for rule in rules if not rule.endswith("_parts")]
 
 
 def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:
@@ -157,11 +148,10 @@ def adopt() -> None:
         raise KairosError("adopt: no dvc.lock here, so nothing was recorded; `make demo` computes the results")
     _pull()
     quiet = ("--quiet", "all", "--configfile", RECORDED)
-    reports = [f"{found.results}/{name}" for name in ("report.html", "summary.csv")]
-    if _run("snakemake", "--touch", "--forceall", *quiet, "--", *reports, captured=False).returncode:
+    if _run("snakemake", "--touch", "--forceall", *quiet, "--", "report", captured=False).returncode:
         raise KairosError("adopt: snakemake --touch failed, see above")
     if found.experiment.tracking.enabled:
-        _run("snakemake", *quiet, "--allowed-rules", "track", "--", f"{found.results}/tracking.json", captured=False)
+        _run("snakemake", *quiet, "--allowed-rules", "track", "--", "track", captured=False)
     _check_up_to_date("adopt: the recorded results do not belong to this tree.")
     _run("dvc", "repro", _FIRST)
     if _run("dvc", "status", "--quiet").returncode:
