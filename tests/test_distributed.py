@@ -75,10 +75,12 @@ def same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["uniform", "adaptive"])
-def test_two_processes_equal_one(method, folder, alone):
+def test_two_processes_equal_one(method, folder, alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     out = folder / "two" / method
     said = run(line(folder, method, out, processes=2))
     assert "2 processes" in said and said.count("steps computed") == 1
+    assert not [*tmp_path.glob("kairos-*"), *tmp_path.glob("torchelastic*")]  # logs of ranks, which are empty
     same(out, alone / method)
     updates = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["sampler"].get("updates")
     assert updates == {"uniform": None, "adaptive": 10}[method]  # 13 measurements, S selected after the third

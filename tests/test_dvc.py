@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from workflow_copy import Copy, finished
 
+FIRST = "workflow/dvc.yaml:dependencies"  # writes what the others depend on
 LIST_STAGES = """
 import json
 from dvc.repo import Repo
@@ -45,7 +47,7 @@ def listed(copy: Copy) -> dict:
 def test_stages_are_snakemake_jobs(copy):
     stages = listed(copy)["stages"]
     made = {name: stage for stage in stages for name in stages[stage]["outs"]}
-    assert stages.pop("dependencies")["cmd"].startswith("kairos ledger fingerprints")
+    assert stages.pop(FIRST)["cmd"].startswith("kairos ledger fingerprints")
     jobs = copy.outputs("params.yaml")
     for output, rule in jobs.items():
         if rule == "track":  # an import into this machine's MLflow: nothing to version
@@ -65,13 +67,13 @@ def test_stages_are_snakemake_jobs(copy):
 def test_each_stage_depends_on_its_own_fields_and_on_what_it_reads(copy):
     found = listed(copy)
     for stage, facts in found["stages"].items():
-        if stage != "dependencies":
+        if stage != FIRST:
             name, _, item = stage.partition("@")
             key = f"{name}.{item.rpartition('-')[0]}" if item else name
             assert facts["params"] == {"results/demo/dependencies.yaml": [key]}
     edges = {tuple(edge) for edge in found["edges"]}
     for edge in (
-        ("prepare", "dependencies"),
+        ("prepare", FIRST),
         ("train@speed-0", "encode"),
         ("sample@speed-0", "train@speed-0"),
         ("evaluate@speed-0", "sample@speed-0"),
@@ -204,6 +206,58 @@ def test_a_later_milestone_computes_the_new_steps_and_a_forced_reproduction_all_
     assert recorded.run("dvc", "repro").returncode == 0  # the report shows times
     assert recorded.to_do(config="params.yaml") == {}
     assert "up to date" in recorded.run("dvc", "status").stdout
+
+
+@pytest.fixture
+def own(recorded, tmp_path):
+    """The recorded copy again, for a test that leaves other results in it."""
+    copy = Copy.at(shutil.copytree(recorded.folder, tmp_path / "copy", symlinks=True))
+    copy.run(*commit("what other tests have left"))
+    assert reproduced(copy) == []
+    return copy
+
+
+def reproduced(copy: Copy) -> list[str]:
+    """The stages that a plain `dvc repro` runs."""
+    ended = copy.run("dvc", "repro")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "up to date" in copy.run("dvc", "status").stdout
+    return re.findall(r"Running stage '(.+)'", ended.stdout + ended.stderr)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_comment_and_a_message_leave_dvc_lock_as_it_is(own):
+    before = (own.folder / "dvc.lock").read_bytes()
+    with (
+        own.edited("src/kairos/training/loop.py", "\n\n\n", "\n\n\n# a comment\n\n"),
+        own.edited("src/kairos/strategies/adaptive.py", '"""', '"""Reworded: '),
+        own.edited("src/kairos/evaluation/evaluate.py", "drawn from another", "drawn, it seems, from another"),
+        own.edited("params.yaml", "experiment:", "# a comment\nexperiment:"),
+    ):
+        assert reproduced(own) == [FIRST]
+    assert (own.folder / "dvc.lock").read_bytes() == before
+    reproduced(own)
+    assert own.run("git", "status", "--porcelain").stdout == ""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_an_expression_runs_its_stages_and_what_reads_other_results(own):
+    """The stages of the code that was edited; those after them only where what they read has changed."""
+    before = (own.folder / "dvc.lock").read_text().splitlines()
+    with own.edited("src/kairos/evaluation/validation.py", "\n\n\n", "\n\n\nEXTRA = 1\n\n"):
+        assert reproduced(own) == [FIRST, "evaluate@adaptive-0"]  # which gave the same
+        after = (own.folder / "dvc.lock").read_text().splitlines()
+        changed = [(old.strip(), new.strip()) for old, new in zip(before, after, strict=True) if old != new]
+        assert [old.split(":")[0] for old, _ in changed] == ["code"]
+        assert own.to_do(config="params.yaml") == {}
+    with own.edited("src/kairos/evaluation/validation.py", '"loss": sum(loss)', '"loss": 2 * sum(loss)'):
+        assert reproduced(own) == [FIRST, "evaluate@adaptive-0", "report"]
+        assert own.to_do(config="params.yaml") == {}
+    reproduced(own)  # from DVC's cache of runs
+    again = (own.folder / "dvc.lock").read_text().splitlines()
+    assert [line for line in again if "code:" in line] == [line for line in before if "code:" in line]
 
 
 def steps_run(ended) -> int:

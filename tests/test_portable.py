@@ -172,4 +172,7 @@ def test_verify_against_a_lock(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "results/x/dataset: missing, other processor" in said
     assert "results/x/latents: differs, changed settings or code: encode.size" in said
+    (results / "dependencies.yaml").unlink()  # DVC has not run here
+    assert main(verify) == 1
+    assert "results/x/latents: differs, follows from results/x/dataset/manifest.json" in capsys.readouterr().out
     assert main(["verify", "--against", str(tmp_path / "absent")]) == 1

@@ -163,13 +163,8 @@ class TextUNet(Linear):
         return self.factor * x + 0 * conditions["sequence"].mean()
 
 
-class Text:
-    def null(self, values):
-        return torch.full_like(values, -1)
-
-
-def text(options, description):
-    return Text()
+def no_sequence(values, description):
+    return torch.full_like(values, -1)
 
 
 @dataclass(frozen=True)
@@ -177,8 +172,8 @@ class TextOptions(LinearOptions):
     conditions: list[str] = option(["sequence"], "conditions")
 
 
-def test_a_condition_that_is_a_sequence_per_image(registered, tmp_path):
-    registered(CONDITIONS, "sequence", "text")
+def test_a_condition_that_is_a_sequence_per_image(registered, monkeypatch, tmp_path):
+    monkeypatch.setitem(CONDITIONS, "sequence", no_sequence)
     registered(MODELS, "text_unet", "TextUNet", TextOptions)
     plain = experiment({"uniform": {}}, model={"name": "text_unet"}, training__condition_dropout=0.5)
     config = validate(plain)

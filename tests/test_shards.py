@@ -285,6 +285,8 @@ def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
     assert targets(sharded, "encode", None, None)[0] == ["encode", "encode_parts"]
     assert targets(sharded, "sample", "uniform", 0)[0] == ["sample", "sample_parts"]
     assert targets(sharded, "train", "uniform", 0)[0] == ["train"]
+    with pytest.raises(ConfigError, match="ledger run: got stage 'text', allowed: prepare, autoencoder, encode"):
+        targets(sharded, "text", None, None)
     pixels = layout(autoencoder={"shards": 3})
     assert "encode_parts" not in pixels.jobs() and "sample_parts" not in pixels.jobs()
     one = layout(autoencoder={"kind": "train"}, sampling={"batch_size": 32}, seeds=[0, 1])

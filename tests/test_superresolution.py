@@ -9,12 +9,12 @@ import torch
 from test_data import folder_config, write_pictures
 from training_case import write_experiment
 
-from kairos import conditions as conditioning
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.stage import make_autoencoder
 from kairos.cli import main
+from kairos.conditions import nulls
 from kairos.config import validate
 from kairos.costs.data import describe
 from kairos.data.batches import Batches
@@ -125,8 +125,7 @@ def test_batches_have_it_of_their_own_flips(encoded, space):
         if space == "pixels":
             torch.testing.assert_close(low[~none], low_resolution(batch.x0, 4)[~none])
     assert 4 <= dropped <= 20
-    kinds = conditioning.build({"low_resolution": latents.condition_kinds["low_resolution"]})
-    assert not kinds["low_resolution"].null(low).any()
+    assert not nulls({"low_resolution": low}, latents.condition_kinds)["low_resolution"].any()
 
 
 def test_conditions_come_from_heldout_images(encoded, tmp_path):

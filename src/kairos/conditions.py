@@ -4,62 +4,46 @@ A kind of condition says how its value without information looks, which stands i
 classifier-free guidance. Prepare stores conditions, encode and train carry them, sample draws or repeats them.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kairos.registry import Registry
+Descriptions = dict[str, dict[str, Any]]  # by name, as a data set's manifest has them: {"kind": "class", ...}
 
 
-@dataclass(frozen=True)
-class Condition:
-    """A tensor per image, such as a token sequence's embedding or an image; zero means none.
+def zero(values: Tensor, description: dict[str, Any]) -> Tensor:
+    """Of a tensor per image, such as an embedding or an image, of ``{"kind": "tensor", "shape": [...]}``: zeros."""
+    return torch.zeros_like(values)
 
-    `description` stands in a data set's manifest: ``{"kind": "tensor", "shape": [...]}``.
+
+def no_class(values: Tensor, description: dict[str, Any]) -> Tensor:
+    """Of classes, int64 (batch,), of ``{"kind": "class", "num_classes": 10}``: the class past the last one."""
+    return torch.full_like(values, description["num_classes"])
+
+
+def no_text(values: Tensor, description: dict[str, Any]) -> Tensor:
+    """Of texts' states, float32 (batch, *shape), of ``{"kind": "text", "shape": [77, 768], "null": "empty"}``.
+
+    Not a number: the model owns the value that stands for no text, and puts it there.
     """
-
-    options: Any
-    description: dict[str, Any]
-
-    def null(self, values: Tensor) -> Tensor:
-        """Values of the same shape that carry no information."""
-        return torch.zeros_like(values)
+    return torch.full_like(values, torch.nan)
 
 
-class ClassCondition(Condition):
-    """A class per image, int64 (batch,), of ``{"kind": "class", "num_classes": 10}``."""
-
-    def null(self, values: Tensor) -> Tensor:
-        """The class past the last one."""
-        return torch.full_like(values, self.description["num_classes"])
+# by kind, what makes values of the same shape that carry no information; an image is flipped with the one it belongs to
+CONDITIONS = {"class": no_class, "tensor": zero, "text": no_text, "image": zero}
 
 
-class TextCondition(Condition):
-    """A text's states, float32 (batch, *shape), of ``{"kind": "text", "shape": [77, 768], "null": "empty"}``."""
-
-    def null(self, values: Tensor) -> Tensor:
-        """Not a number: the model owns the value that stands for no text, and puts it there."""
-        return torch.full_like(values, torch.nan)
+def nulls(conditions: dict[str, Tensor], descriptions: Descriptions) -> dict[str, Tensor]:
+    """Values of the same shapes that carry no information."""
+    described = {name: descriptions[name] for name in conditions}
+    return {name: CONDITIONS[described[name]["kind"]](conditions[name], described[name]) for name in conditions}
 
 
-CONDITIONS = Registry("condition")
-CONDITIONS.add("class", "kairos.conditions:ClassCondition", help="a class per image")
-CONDITIONS.add("tensor", "kairos.conditions:Condition", help="a tensor per image")
-CONDITIONS.add("text", "kairos.conditions:TextCondition", help="a text per image, encoded by stage text")
-CONDITIONS.add("image", "kairos.conditions:Condition", help="an image per image, flipped with it")
-
-
-def build(descriptions: dict[str, dict[str, Any]]) -> dict[str, Condition]:
-    """The conditions of a data set by name, from its manifest."""
-    return {name: CONDITIONS.build(item["kind"], {}, item) for name, item in descriptions.items()}
-
-
-def drop(conditions: dict[str, Tensor], kinds: dict[str, Condition], dropped: Tensor) -> dict[str, Tensor]:
+def drop(conditions: dict[str, Tensor], descriptions: Descriptions, dropped: Tensor) -> dict[str, Tensor]:
     """Replace all conditions of the samples in `dropped`, bool (batch,), by their null values."""
-    result = {}
-    for name, values in conditions.items():
-        mask = dropped.view(-1, *[1] * (values.ndim - 1))
-        result[name] = torch.where(mask, kinds[name].null(values), values)
-    return result
+    null = nulls(conditions, descriptions)
+    return {
+        name: torch.where(dropped.view(-1, *[1] * (values.ndim - 1)), null[name], values)
+        for name, values in conditions.items()
+    }

@@ -19,7 +19,7 @@ from kairos.data.settings import DatasetConfig
 from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import weights
 from kairos.files import read_json, sha256_file
-from kairos.hub import here
+from kairos.hub import here, of_hub, snapshot
 from kairos.progress import say
 from kairos.text.settings import FILES, PREPROCESSOR, WEIGHTS
 
@@ -158,31 +158,20 @@ def _network(kind: str, path: str | None, field: str, form: tuple[str, str], mor
     what, files = f"{kind} {path}", [_CONFIG, form[0], *more]
     tokenizer = " and its tokenizer" if more else ""
     advice = f"put {' and '.join(files[:2])}{tokenizer} into a folder that jobs can read and set {field} to it"
-    if Path(path).is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
-        folder = Path(path)
-        return Need(what, lambda: _whole(folder, form) if folder.is_dir() else None, None, advice, lambda: here(path))
 
     def find() -> str | None:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
         try:
-            return _whole(Path(snapshot_download(path, allow_patterns=files, local_files_only=True)), form)
-        except LocalEntryNotFoundError:
+            folder = snapshot(path, files, cached=True) if of_hub(path) else Path(path)
+        except KairosError:
             return None
+        return _whole(folder, form)
 
     def bring() -> None:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        folder = snapshot(path, files)
+        if more and not (folder / form[0]).is_file():
+            snapshot(path, [WEIGHTS[1]])
 
-        try:
-            folder = Path(snapshot_download(path, allow_patterns=files))
-            if more and not (folder / form[0]).is_file():
-                snapshot_download(path, allow_patterns=[WEIGHTS[1]])
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-            raise KairosError(" ".join(str(error).split())[:300]) from None
-
-    return Need(what, find, bring, advice, lambda: here(path))
+    return Need(what, find, bring if of_hub(path) else None, advice, lambda: here(path))
 
 
 def _whole(folder: Path, form: tuple[str, str]) -> str | None:

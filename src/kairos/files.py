@@ -107,6 +107,13 @@ def read_json(path: Path | str) -> dict[str, Any]:
     return record
 
 
+def glance(path: Path | str) -> dict[str, Any]:
+    """What a JSON file holds, for whoever only looks on; nothing where there is none or it is damaged."""
+    with suppress(OSError, DamagedError):
+        return read_json(path)
+    return {}
+
+
 def open_record(folder: Path | str, command: str, name: str = "manifest.json") -> dict[str, Any]:
     """The record of a folder that ``kairos <command>`` makes.
 

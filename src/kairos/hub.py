@@ -1,9 +1,30 @@
 """Networks in a folder, or in the Hugging Face hub's cache on this machine, into which the hub brings them."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from kairos.errors import ConfigError, KairosError
+
+
+def of_hub(path: str) -> bool:
+    """Whether a path is no folder, but a hub id."""
+    return not Path(path).is_dir() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
+
+
+def snapshot(path: str, files: Iterable[str], cached: bool = False) -> Path:
+    """The folder of the hub's cache with files of a network, brought unless what is `cached` is asked for.
+
+    Raises:
+        KairosError: the hub cannot be reached, or refuses, and the cache has no copy.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(files), local_files_only=cached))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise KairosError(" ".join(str(error).split())[:300]) from None
 
 
 def folder_of(path: str, field: str, files: Iterable[str], needed: str) -> Path:
@@ -21,29 +42,23 @@ def folder_of(path: str, field: str, files: Iterable[str], needed: str) -> Path:
     """
     if Path(path).is_dir():
         return Path(path)
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+    if not of_hub(path):
         raise ConfigError(
             f"{field}: got {path!r}, allowed: a folder that exists, or a hub id OWNER/NAME; with {needed}"
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     try:
-        return Path(snapshot_download(path, allow_patterns=list(files)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        return snapshot(path, files)
+    except KairosError as error:
         raise KairosError(
-            f"{field}: {path!r} is no folder here and cannot be had from the hub "
-            f"({' '.join(str(error).split())[:200]}). `kairos fetch` brings it where there is a network; or put "
-            f"{needed} into a folder and set {field} to it"
+            f"{field}: {path!r} is no folder here and cannot be had from the hub ({error}). `kairos fetch` brings it "
+            f"where there is a network; or put {needed} into a folder and set {field} to it"
         ) from None
 
 
 def here(path: str, file: str = "config.json") -> bool:
     """Whether a folder or the hub's cache holds a file of a network; it is not read."""
-    if Path(path).is_dir():
+    if not of_hub(path):
         return Path(path, file).is_file()
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        return False
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(path, file), str)

@@ -91,7 +91,7 @@ def _devices() -> "tuple[list[Finding], int]":
 
 def _git() -> "Finding":
     git = subprocess.run(["git", "rev-parse", "--git-dir"], capture_output=True, text=True, check=False).returncode == 0
-    return git, "git", "this is a repository" if git else "not a git repository; dvc needs one"
+    return git, "git", "this is a repository" if git else "not a git repository; kairos ledger record needs one"
 
 
 def _weights() -> "Finding":

@@ -13,14 +13,11 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         file = "experiment file (params.yaml)"
         action.add_argument("--config", type=Path, default=Path("params.yaml"), metavar="F", help=file)
     table.add_argument("--out", type=Path, required=True, metavar="F", help="YAML file to write")
-    stage.add_argument("stage", choices=_STAGES, help="which stage")
+    stage.add_argument("stage", help="which stage")
     stage.add_argument("--method", metavar="M", help="of a training's stages")
     stage.add_argument("--seed", type=int, metavar="N", help="of a training's stages")
     actions.add_parser("record", help="version in DVC what Snakemake has just computed (make record)")
     actions.add_parser("adopt", help="make recorded results this clone's own (make adopt)")
-
-
-_STAGES = ("prepare", "autoencoder", "encode", "extractor", "reference", "train", "sample", "evaluate", "report")
 
 
 def run(arguments: argparse.Namespace) -> None:

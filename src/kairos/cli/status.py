@@ -3,7 +3,6 @@
 import argparse
 import sys
 import time
-from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,10 +44,9 @@ def status(path: Path, remove_unclaimed: bool = False) -> str:
         remove_unclaimed: delete states of earlier settings first.
 
     Raises:
-        KairosError: there is no such experiment.
+        KairosError: there is no such experiment, or its file cannot be used.
     """
     from kairos import slurm
-    from kairos.errors import ConfigError
     from kairos.status.outline import outline
     from kairos.status.stages import stages
     from kairos.status.trainings import STATES, trainings
@@ -62,10 +60,7 @@ def status(path: Path, remove_unclaimed: bool = False) -> str:
     width = min(max(len(_name(training)) for training in found), 40)
     lines = [f"{wanted.results}: {len(found)} trainings: {summary}", stages(wanted)]
     lines += [fault[:_WIDTH]] if fault else [slurm.summary(jobs)] if jobs else []
-    states: list[Path] = []
-    with nullcontext() if remove_unclaimed else suppress(ConfigError):  # `kairos check` says what is wrong with it
-        states = unclaimed(wanted, found)
-    if states:
+    if states := unclaimed(wanted, found):
         told = f"{len(states)} state{'s' * (len(states) > 1)} of earlier settings, {freed(states) / 1e6:.3g} MB"
         if remove_unclaimed:
             remove(states)

@@ -103,8 +103,7 @@ class Batches:
             noise = Stream(self.seed, "latents").normal(step, self.index, self.latents.shape, self.device)
         if conditions and self.dropout:
             dropped = Stream(self.seed, "condition_dropout").uniform(step, self.index, (), self.device) < self.dropout
-            kinds = conditioning.build({name: self.latents.condition_kinds[name] for name in conditions})
-            conditions = conditioning.drop(conditions, kinds, dropped)
+            conditions = conditioning.drop(conditions, self.latents.condition_kinds, dropped)
         x0 = self.latents.x0(rows, noise).to(self.dtype)
         if self.augment is not None:
             x0, conditions["augment"] = augmented(x0, self.augment, self.seed, step, self.index)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kairos import compute
-from kairos import conditions as condition_kinds
+from kairos.conditions import nulls
 from kairos.diffusion.processes import shaped
 from kairos.randomness import Stream
 from kairos.sampling.places import Place
@@ -86,8 +86,8 @@ def guided(
 
     if guidance.scale == 1 or not conditions:
         return alone
-    kinds = condition_kinds.build({name: descriptions[name] for name in conditions})
-    doubled = {name: torch.cat([values, kinds[name].null(values)]) for name, values in conditions.items()}
+    null_values = nulls(conditions, descriptions)
+    doubled = {name: torch.cat([values, null_values[name]]) for name, values in conditions.items()}
 
     def both(x_t: Tensor, t: Tensor) -> Tensor:
         scale = guidance.scales(process, t)

@@ -6,7 +6,6 @@ with the process, and the queue knows its job.
 
 import fcntl
 import glob
-import json
 import os
 import re
 import socket
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kairos.files import glance
+from kairos.progress import duration
 from kairos.slurm import Job
 from kairos.status.outline import Outline
 from kairos.training.job import last_word
@@ -69,7 +70,7 @@ def _look(
     results: Path, method: str, seed: int, of: int | None, job: Job | None, jobs: dict[str, Job], written: "_Logs"
 ) -> Training:
     folder = results / method / f"seed{seed}"
-    record, progress = _read(folder / "training.json"), last_word(folder)
+    record, progress = glance(folder / "training.json"), last_word(folder)
     done = record.get("steps", -1)
     of = progress.get("of", done if record else None) if of is None else max(of, done)
     said = progress.get("state", "")
@@ -110,8 +111,6 @@ def _note(state: str, progress: dict[str, Any], job: Job | None, logs: tuple[str
 
 def ago(moment: float) -> str:
     """How long a moment (Unix time) is past."""
-    from kairos.progress import duration
-
     return f"{duration(max(time.time() - moment, 0))} ago"
 
 
@@ -138,18 +137,9 @@ def held(lock: Path) -> bool:
     try:
         with open(lock, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
     return False
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A record, or nothing where there is none; records are written whole."""
-    with suppress(OSError, ValueError, TypeError):
-        return dict(json.loads(path.read_bytes()))
-    return {}
 
 
 class _Logs:
@@ -176,5 +166,5 @@ def _last_line(logs: tuple[str, ...]) -> str:
         return ""
     with open(logs[0], "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST))
-        lines = file.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        lines = file.read().decode(errors="replace").strip().split("\n")
+    return lines[-1].strip()

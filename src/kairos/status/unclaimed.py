@@ -18,9 +18,6 @@ def unclaimed(outline: Outline, trainings: list[Training]) -> list[Path]:
 
     Those of trainings that run or wait in a queue, maybe with earlier settings, are not among them. Before there are
     latents nothing is known.
-
-    Raises:
-        ConfigError: the experiment file cannot be used.
     """
     record = outline.results / "latents" / "manifest.json"
     states: dict[Training, list[Path]] = {}
@@ -28,12 +25,11 @@ def unclaimed(outline: Outline, trainings: list[Training]) -> list[Path]:
         folder = outline.results / each.method / f"seed{each.seed}" / ".state"
         if each.state not in _IN_USE and not held(folder / "lock"):
             states[each] = [path for path in folder.glob("?" * 16) if path.is_dir()]
-    if outline.file is None or not record.is_file() or not any(states.values()):
+    if outline.experiment is None or not record.is_file() or not any(states.values()):
         return []
-    from kairos.config import load
     from kairos.training.identity import identity_of
 
-    plain, latents = load(outline.file).plain(), read_json(record)
+    plain, latents = outline.experiment.plain(), read_json(record)
     device = plain["training"]["device"].partition(":")[0]
     kinds, found = _DEVICES.get(device, (device,)), []
     for each, paths in states.items():

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
+from kairos.files import glance
 from kairos.slurm import ask
 
 STATUS = 75  # EX_TEMPFAIL: ended early by request; the same command goes on
@@ -99,9 +100,7 @@ def end_of_job() -> float:
 
 def last_word(training: Path) -> dict[str, Any]:
     """What the last job of a training has said of itself (see `ProgressFile`); empty where none has."""
-    with suppress(OSError, ValueError):
-        return dict(json.loads((training / ".state" / "progress.json").read_bytes()))
-    return {}
+    return glance(training / ".state" / "progress.json")
 
 
 class ProgressFile:
@@ -123,9 +122,8 @@ class ProgressFile:
             "updated": 0.0, "host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID"),
             "log": None,
         }  # fmt: skip
-        with suppress(OSError, ValueError, KeyError):  # where the job before it ended, until this one knows more
-            before = json.loads(self._path.read_bytes())
-            self._content |= {name: before[name] for name in ("identity", "step", "seconds")}
+        before = glance(self._path)  # where the job before it ended, until this one knows more
+        self._content |= {name: before[name] for name in ("identity", "step", "seconds") if name in before}
         self._written: tuple[float, int] | None = None  # when, on the monotonic clock, and at which step
 
     def at(self, step: int, seconds: float) -> None:

@@ -6,14 +6,14 @@
 
 With several machines the first `kairos train` starts a launcher on each of them through srun. A launcher hands the
 signals that ask to leave on to its ranks, and they die with it. Of the ranks of a machine the first that fails says
-why, the others say nothing, and the launcher ends at once; torchrun itself would let them wait for each other.
+why, and the others say nothing. Which one that is, torchrun's error files could not tell: they have whole seconds.
 """
 
+import atexit
 import ctypes
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _FOLDER = "KAIROS_RANKS"  # of a launcher and its ranks: where the first that fails leaves its number
 _ADDRESS = "KAIROS_RENDEZVOUS"  # where the launchers of several machines meet
 _LOST = 76  # status of a rank that lost the others; one of those knows why
-_FAILED = signal.SIGUSR2  # from a rank to its launcher: I have said why
+_SAID = (1, 2)  # of one that has said why itself
 _PR_SET_PDEATHSIG = 1
 
 
@@ -88,9 +88,7 @@ def failing() -> Iterator[None]:
             if not fails_first(error):
                 time.sleep(1)  # the cause's own process is found before this one
                 os._exit(_LOST)
-            import atexit
-
-            atexit.register(os.kill, os.getppid(), _FAILED)  # runs when the message is out
+            atexit.register(os._exit, 1)  # when the message is out; torch would wait for the others
         raise
 
 
@@ -120,31 +118,27 @@ def _launch_ranks(training: "TrainingConfig") -> None:
     ranks = ["--nnodes", str(training.nodes), "--nproc-per-node", str(training.processes // training.nodes)]
     os.environ.setdefault("OMP_NUM_THREADS", str(training.threads))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault(
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5"
+    )  # seconds, in which the others end where one has failed
     logging.disable(logging.CRITICAL)  # torchrun's, which tell of every failure at length
-    folder = tempfile.mkdtemp(prefix="kairos-", suffix=f"-{os.getpid()}")
-    os.environ[_FOLDER] = folder
-
-    def failed(*_: object) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-    signal.signal(_FAILED, failed)
-    with _handing_on(_signal_ranks, failed) as asked:
-        try:
-            run.main([*where, *ranks, "--signals-to-handle", "SIGQUIT", "-m", "kairos", *sys.argv[1:]])
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            _explain(asked, rank, failure.exitcode, (Path(folder) / "failed").exists())
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="kairos-", suffix=f"-{os.getpid()}") as folder:
+        os.environ[_FOLDER] = folder
+        options = [*where, *ranks, "--log-dir", folder, "--signals-to-handle", "SIGQUIT"]
+        with _handing_on(_signal_ranks, lambda: os._exit(1)) as asked:
+            try:
+                run.main([*options, "-m", "kairos", *sys.argv[1:]])
+            except ChildFailedError as error:
+                rank, failure = error.get_first_failure()
+                _explain(asked, rank, failure.exitcode)
 
 
-def _explain(asked: list[str], rank: int, status: int, said: bool) -> None:
+def _explain(asked: list[str], rank: int, status: int) -> None:
     """Turn the end of the rank that ended first into that of the launcher."""
-    if status == STATUS or (asked and not said):
-        raise Left("")
-    if said:
+    if status in _SAID:
         raise SystemExit(1)
+    if status == STATUS or asked:
+        raise Left("")
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     if status == _LOST:
         how = "lost the others"

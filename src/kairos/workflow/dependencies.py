@@ -25,70 +25,72 @@ def shared(plain: Plain) -> tuple[str, ...]:
 
 
 def of(stage: str, plain: Plain, method: str | None = None) -> Plain:
-    """All that a stage's results depend on: its `settings`, and ``code``, the fingerprint of what computes them."""
-    return {**settings(stage, plain, method), "code": fingerprint(_roots(stage, plain, method))}
-
-
-def settings(stage: str, plain: Plain, method: str | None = None) -> Plain:
-    """The fields that a stage's results depend on, defaults included, by a name for each group.
+    """All that a stage's results depend on: fields, defaults included, by a name for each group, and their ``code``.
 
     Args:
         stage: name of the stage.
         plain: the whole resolved experiment.
         method: for the stages of a training, which one.
     """
+    fields, roots = _training(plain, str(method)) if stage == "train" else _others(plain)[stage]
+    return {**fields, "code": fingerprint(roots)}
+
+
+def _training(plain: Plain, method: str) -> tuple[Plain, list[str]]:
+    fields = {
+        **_only(plain, "model", "diffusion"),
+        "method": plain["methods"][method],
+        "training": trajectory_settings(plain["training"]),
+    }
+    return fields, code_roots(plain, method)
+
+
+def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
+    """By stage the fields, and the modules that compute its results."""
     dataset, autoencoder, evaluation = plain["dataset"], plain["autoencoder"], plain["evaluation"]
-    computing, kind = _only(plain["training"], "threads", "deterministic"), autoencoder["kind"]
-    if stage == "train":
-        return {
-            "model": plain["model"],
-            "diffusion": plain["diffusion"],
-            "method": plain["methods"][method],
-            "training": trajectory_settings(plain["training"]),
-        }
-    flips, computed = _only(dataset, "flips"), {} if kind == "none" else {"computing": computing}
+    computing = {"computing": _only(plain["training"], "threads", "deterministic")}
+    kind, flips = autoencoder["kind"], _only(dataset, "flips")
+    computed = {} if kind == "none" else computing
     own = {"none": ("kind",), "pretrained": ("kind", "path", "scaling")}.get(kind)
-    made = _only(autoencoder, *own) if own else _without(autoencoder, "path", "shards")
+    made = {"autoencoder": _only(autoencoder, *own) if own else _without(autoencoder, "path", "shards")}
     batch = {"batch_size": autoencoder["encode_batch_size"]} if computed else {}
-    images = {"num": evaluation["num_samples"] * evaluation["sets"], "computing": computing}
-    return {
-        "prepare": {"dataset": _without(dataset, "flips", "low_resolution")},
-        "autoencoder": {"autoencoder": made, **(flips if kind == "train" else {}), **computed},
-        "text": {"text_encoder": plain["text_encoder"], "computing": computing},
-        "encode": {**_only(dataset, "flips", "low_resolution"), **batch, **computed},
-        "sample": {"sampling": _without(plain["sampling"], "batch_size", "shards"), **images},
-        "extractor": {"extractor": evaluation["extractor"], "computing": computing},
-        "reference": {"evaluation": _without(evaluation, "extractor"), "computing": computing},
-        "evaluate": {},  # what the reference was made with
-        "report": {"experiment": _without(plain, "tracking")},
-        "track": {"tracking": plain["tracking"]},
-    }[stage]
+    samples = {"num": evaluation["num_samples"] * evaluation["sets"]}
 
-
-def _roots(stage: str, plain: Plain, method: str | None) -> list[str]:
-    """The modules that compute a stage's results."""
-    if stage == "train":
-        assert method is not None
-        return code_roots(plain, method)
     model = MODELS.entry(plain["model"]["name"]).module
     process = PROCESSES.entry(plain["diffusion"]["process"]["name"]).module
-    extractor = EXTRACTORS.entry(plain["evaluation"]["extractor"]["name"]).module
-    named = [metric["name"] for metric in plain["evaluation"]["metrics"] or []] or list(METRICS)
-    metrics = [METRICS.entry(name).module for name in named]
-    of_images = [METRICS.entry(name).module for name in named if "milestone" not in needs_of([{"name": name}])]
+    extractor = EXTRACTORS.entry(evaluation["extractor"]["name"]).module
     scheduler = SCHEDULERS.entry(plain["sampling"]["scheduler"]["name"]).module
+    named = [metric["name"] for metric in evaluation["metrics"] or []] or list(METRICS)
+    metrics = {name: METRICS.entry(name).module for name in named}
+    of_images = [metrics[name] for name in named if "milestone" not in needs_of([{"name": name}])]
     return {
-        "prepare": ["kairos.data.prepare", "kairos.data.sources"],
-        "autoencoder": ["kairos.autoencoders.stage"],
-        "text": ["kairos.text.stage"],
-        "encode": ["kairos.autoencoders.encode", "kairos.autoencoders.codec"],
-        "sample": ["kairos.sampling.sample", scheduler, model, process],
-        "extractor": ["kairos.evaluation.extractors", extractor],
-        "reference": ["kairos.evaluation.reference", extractor, *of_images],
-        "evaluate": ["kairos.evaluation.evaluate", model, process, extractor, *metrics],
-        "report": ["kairos.report.build"],
-        "track": ["kairos.tracking.track"],
-    }[stage]
+        "prepare": (
+            {"dataset": _without(dataset, "flips", "low_resolution")},
+            ["kairos.data.prepare", "kairos.data.sources"],
+        ),
+        "autoencoder": ({**made, **(flips if kind == "train" else {}), **computed}, ["kairos.autoencoders.stage"]),
+        "text": ({**_only(plain, "text_encoder"), **computing}, ["kairos.text.stage"]),
+        "encode": (
+            {**_only(dataset, "flips", "low_resolution"), **batch, **computed},
+            ["kairos.autoencoders.encode", "kairos.autoencoders.codec"],
+        ),
+        "sample": (
+            {"sampling": _without(plain["sampling"], "batch_size", "shards"), **samples, **computing},
+            ["kairos.sampling.sample", scheduler, model, process],
+        ),
+        "extractor": (
+            {**_only(evaluation, "extractor"), **computing},
+            ["kairos.evaluation.extractors", extractor],
+        ),
+        "reference": (
+            {"evaluation": _without(evaluation, "extractor"), **computing},
+            ["kairos.evaluation.reference", extractor, *of_images],
+        ),
+        # its fields are those that the reference was made with
+        "evaluate": ({}, ["kairos.evaluation.evaluate", model, process, extractor, *metrics.values()]),
+        "report": ({"experiment": _without(plain, "tracking")}, ["kairos.report.build"]),
+        "track": (_only(plain, "tracking"), ["kairos.tracking.track"]),
+    }
 
 
 def _only(values: Plain, *names: str) -> Plain:

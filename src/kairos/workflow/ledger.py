@@ -19,6 +19,7 @@ from kairos.workflow.reproduction import machines, provenance
 
 _PYTHON = (sys.executable, "-m")
 _STAGES = Path("dvc.yaml")
+_FIRST = "workflow/dvc.yaml"  # its stage writes what those depend on; its lock stays in this clone
 RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
 _QUIET = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -50,29 +51,30 @@ def write_dependencies(config: Path, out: Path) -> None:
 
 
 def targets(layout: Layout, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
-    """The rules of a stage, and files that its jobs make, so many that no job is left out.
+    """The rules of a stage, and what to ask Snakemake for, so that no job of it is left out.
 
     Raises:
-        ConfigError: the stage needs a method and a seed of the experiment, or has none.
+        ConfigError: the experiment has no such stage, or it needs a method and a seed of the experiment, or has none.
     """
-    results, rules = layout.results, layout.rules(stage)
+    rules, stages = layout.rules(stage), (*layout.shared, *dependencies.PER_TRAINING, "report")
+    if stage not in stages:
+        raise ConfigError(f"ledger run: got stage {stage!r}, allowed: {', '.join(stages)}")
     if stage in dependencies.PER_TRAINING:
         if method not in layout.methods or seed not in layout.seeds:
             raise ConfigError(
                 f"ledger run {stage}: got --method {method} --seed {seed}, allowed: a method of {layout.methods} "
                 f"and a seed of {layout.seeds}"
             )
-        made = {"train": "milestones/{}/milestone.json", "sample": "samples/{}.npz", "evaluate": "evaluation/{}.json"}
-        files = [f"{layout.training(method, seed)}/{made[stage].format(step)}" for step in layout.steps]
         sums = [layout.sums(stage, method, seed, segment) for segment in layout.segments]
-        return [f"{rule}{segment.name}" for rule in rules for segment in layout.segments], [*files, *sums]
+        return [f"{rule}{segment.name}" for rule in rules for segment in layout.segments], sums
     if method is not None or seed is not None:
         raise ConfigError(f"ledger run {stage}: has neither --method nor --seed")
-    if stage == "report":  # the import into MLflow is this machine's own, so no stage of DVC's, and goes with it
-        track = layout.experiment.tracking.enabled
-        return ["report", "track"][: 1 + track], [f"{results}/report.html", f"{results}/tracking.json"][: 1 + track]
-    folder = {"prepare": "dataset", "encode": "latents"}.get(stage, stage)
-    return rules, [f"{results}/{folder}/{'reference' if stage == 'reference' else 'manifest'}.json"]
+    if stage == "report" and layout.experiment.tracking.enabled:
+        rules = [
+            "report",
+            "track",
+        ]  # the import into MLflow is this machine's own, so no stage of DVC's, and goes along
+    return rules, [rule for rule in rules if not rule.endswith("_parts")]
 
 
 def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:
@@ -98,16 +100,12 @@ def _check_up_to_date(otherwise: str) -> None:
         raise KairosError(f"{otherwise} Snakemake would run:\n{jobs}")
 
 
-def git(*arguments: str) -> str:
-    """Output of a git command.
-
-    Raises:
-        KairosError: git refuses, e.g. outside a repository.
-    """
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True)
+def _changed(*paths: str) -> list[str]:
+    """What git would show as changed, a line for each file."""
+    done = subprocess.run(["git", "status", "--porcelain", "--", *paths], capture_output=True, text=True)
     if done.returncode:
-        raise KairosError(f"git {arguments[0]}: {done.stderr.strip()}")
-    return done.stdout
+        raise KairosError(f"git status: {done.stderr.strip()}")
+    return done.stdout.splitlines()
 
 
 def _environment() -> dict[str, str]:
@@ -122,23 +120,21 @@ def record() -> None:
         KairosError: results are stale, or the tree differs from the commit that they would be recorded with.
     """
     written = ("dvc.lock", str(provenance(Path("dvc.lock"))))
-    dirty = [line for line in git("status", "--porcelain").splitlines() if line[3:] not in written]
-    if dirty:
+    if dirty := [line for line in _changed() if line[3:] not in written]:
         raise KairosError(
             "record: the tree has changes that no commit holds, so the results could not be reproduced from one; "
             "commit them first:\n" + "\n".join(dirty[:20])
         )
     _check_up_to_date("record: results are stale; run `make demo` first.")
-    found = lay_out(load(RECORDED))
-    write_dependencies(Path(RECORDED), Path(found.results) / "dependencies.yaml")
+    results = Path(lay_out(load(RECORDED)).results)
+    write_dependencies(Path(RECORDED), results / "dependencies.yaml")
     done = _run("dvc", "commit", "--force")
     if done.returncode:
         raise KairosError(f"record: dvc commit failed:\n{done.stderr.strip()}")
-    if known := machines(Path(found.results)):  # adopted results bring none: who computed them is on record
+    if known := machines(results):  # adopted results bring none: who computed them is on record
         write_json(written[1], {"machines": known})
-    changed = git("status", "--porcelain", "--", *written)
     commit = f"recorded in dvc.lock; commit it: git add {' '.join(written)} && git commit"
-    say(commit if changed else "dvc.lock has it already")
+    say(commit if _changed(*written) else "dvc.lock has it already")
 
 
 def adopt() -> None:
@@ -152,23 +148,15 @@ def adopt() -> None:
         raise KairosError("adopt: no dvc.lock here, so nothing was recorded; `make demo` computes the results")
     _pull()
     quiet = ("--quiet", "all", "--configfile", RECORDED)
-    reports = [f"{found.results}/{name}" for name in ("report.html", "summary.csv")]
-    if _run("snakemake", "--touch", "--forceall", *quiet, "--", *reports, captured=False).returncode:
+    if _run("snakemake", "--touch", "--forceall", *quiet, "--", "report", captured=False).returncode:
         raise KairosError("adopt: snakemake --touch failed, see above")
     if found.experiment.tracking.enabled:
-        _run("snakemake", *quiet, "--allowed-rules", "track", "--", f"{found.results}/tracking.json", captured=False)
+        _run("snakemake", *quiet, "--allowed-rules", "track", "--", "track", captured=False)
     _check_up_to_date("adopt: the recorded results do not belong to this tree.")
-    if not _dvc_clean():  # code was edited since, in a way that changes no result
-        _run("dvc", "repro", "dependencies")
-        say("dvc.lock brought up to date with code that computes the same")
-    if not _dvc_clean():
+    _run("dvc", "repro", _FIRST)
+    if _run("dvc", "status", "--quiet").returncode:
         raise KairosError("adopt: dvc status is not clean; `dvc status` says what has changed since it was recorded")
     say(f"adopted: {found.results}/report.html; nothing to rerun for snakemake and dvc")
-
-
-def _dvc_clean() -> bool:
-    status = _run("dvc", "status")
-    return status.returncode == 0 and "up to date" in status.stdout
 
 
 def _pull() -> None:

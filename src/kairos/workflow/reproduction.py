@@ -52,23 +52,24 @@ def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
         if path in clocked:
             yield path, "not compared", "holds clock times"
         elif path in different:
-            yield path, "differs" if found[path] else "missing", _why(name, stages[name], lock, different)
+            yield path, "differs" if found[path] else "missing", _why(stages[name], lock, different)
         else:
             yield path, "same", ""
 
 
-def _why(name: str, stage: dict[str, Any], lock: Path, different: set[str]) -> str:
+def _why(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
     changed: list[str] = []
     for file, table in stage.get("params", {}).items():
-        path = lock.parent / file
-        now = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not (path := lock.parent / file).exists():  # DVC has not run here
+            continue
+        now = yaml.safe_load(path.read_text(encoding="utf-8"))
         for key, then in table.items():
-            first, _, rest = key.partition(".")
-            found = now.get(first)
-            here = _fields(key, found.get(rest) if rest and isinstance(found, dict) else found)
-            changed += [field for field, value in _fields(key, then).items() if here.get(field) != value]
-    if changed or name == "dependencies":
-        return f"changed settings or code: {', '.join(changed) or 'see the stages below'}"
+            group, _, method = key.partition(".")
+            here = now.get(group, {})
+            here = here.get(method, {}) if method else here
+            changed += [f"{key}.{field}" for field in then if here.get(field) != then[field]]
+    if changed:
+        return f"changed settings or code: {', '.join(changed)}"
     from_other = [
         dep["path"]
         for dep in stage.get("deps", [])
@@ -76,10 +77,6 @@ def _why(name: str, stage: dict[str, Any], lock: Path, different: set[str]) -> s
     ]
     reasons = [f"follows from {', '.join(from_other)}"] if from_other else []
     return "; ".join(reasons + _other_machine(lock, stage)) or "no record tells why"
-
-
-def _fields(key: str, value: Any) -> dict[str, Any]:
-    return {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
 
 
 def _other_machine(lock: Path, stage: dict[str, Any]) -> list[str]:
