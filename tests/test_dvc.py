@@ -152,7 +152,7 @@ def recorded(tmp_path_factory):
     ended = copy.run("kairos", "ledger", "record")
     assert ended.returncode == 0, ended.stderr
     assert "git add dvc.lock" in ended.stderr
-    git(copy, "add", "dvc.lock", "dvc.machines.json")
+    git(copy, "add", "dvc.lock", "workflow/dvc.lock", "dvc.machines.json")
     subprocess.run(commit("recorded"), cwd=copy.folder, check=True, capture_output=True)
     return copy
 

@@ -104,14 +104,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
     made, complete = shared / "finished", shared / "finished.ok"
-    with open(shared / "finished.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(shared / "finished.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         if not complete.exists():
             shutil.rmtree(made, ignore_errors=True)
             copy = Copy(made)
             tiny = (made / "tests/tiny.yaml").read_text()
             (made / "params.yaml").write_text(tiny.replace("  uniform: {sampler: uniform}\n", ""))
-            (made / "dvc.lock").unlink(missing_ok=True)
+            for lock in ("dvc.lock", "workflow/dvc.lock"):
+                (made / lock).unlink(missing_ok=True)
             ended = copy.snakemake(config="params.yaml")
             assert ended.returncode == 0, ended.stdout + ended.stderr
             complete.touch()

@@ -19,7 +19,7 @@ from kairos.workflow.reproduction import machines, provenance
 
 _PYTHON = (sys.executable, "-m")
 _STAGES = Path("dvc.yaml")
-_FIRST = "workflow/dvc.yaml"  # its stage writes what those depend on; its lock stays in this clone
+_FIRST = Path("workflow/dvc.yaml")  # its stage writes what those depend on, its lock follows every byte of the code
 RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
 _QUIET = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -70,10 +70,7 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
     if method is not None or seed is not None:
         raise ConfigError(f"ledger run {stage}: has neither --method nor --seed")
     if stage == "report" and layout.experiment.tracking.enabled:
-        rules = [
-            "report",
-            "track",
-        ]  # the import into MLflow is this machine's own, so no stage of DVC's, and goes along
+        rules = ["report", "track"]  # the import into MLflow is this machine's own, so no stage of DVC's
     return rules, [rule for rule in rules if not rule.endswith("_parts")]
 
 
@@ -119,7 +116,7 @@ def record() -> None:
     Raises:
         KairosError: results are stale, or the tree differs from the commit that they would be recorded with.
     """
-    written = ("dvc.lock", str(provenance(Path("dvc.lock"))))
+    written = ("dvc.lock", str(_FIRST.with_suffix(".lock")), str(provenance(Path("dvc.lock"))))
     if dirty := [line for line in _changed() if line[3:] not in written]:
         raise KairosError(
             "record: the tree has changes that no commit holds, so the results could not be reproduced from one; "
@@ -132,7 +129,7 @@ def record() -> None:
     if done.returncode:
         raise KairosError(f"record: dvc commit failed:\n{done.stderr.strip()}")
     if known := machines(results):  # adopted results bring none: who computed them is on record
-        write_json(written[1], {"machines": known})
+        write_json(written[2], {"machines": known})
     commit = f"recorded in dvc.lock; commit it: git add {' '.join(written)} && git commit"
     say(commit if _changed(*written) else "dvc.lock has it already")
 
@@ -153,7 +150,7 @@ def adopt() -> None:
     if found.experiment.tracking.enabled:
         _run("snakemake", *quiet, "--allowed-rules", "track", "--", "track", captured=False)
     _check_up_to_date("adopt: the recorded results do not belong to this tree.")
-    _run("dvc", "repro", _FIRST)
+    _run("dvc", "repro", str(_FIRST))
     if _run("dvc", "status", "--quiet").returncode:
         raise KairosError("adopt: dvc status is not clean; `dvc status` says what has changed since it was recorded")
     say(f"adopted: {found.results}/report.html; nothing to rerun for snakemake and dvc")
