@@ -17,9 +17,10 @@ from torch.distributions import Beta
 
 from kairos.diffusion.losses import per_sample
 from kairos.randomness import Stream
-from kairos.strategies import Observation, Strategy, make_sampler, make_weighting
+from kairos.strategies import Observation, make_sampler, make_weighting
 from kairos.strategies.meter import Meter, evaluating
 from kairos.strategies.points import Place
+from kairos.strategies.strategy import Strategy
 from kairos.training.state import Training
 
 Array = NDArray[np.float64]

@@ -91,7 +91,7 @@ def test_diffusers_flow_matching_scheduler(diffusers, shift):
     process.predict(lambda x, time: seen.append(time) or x, mixed, t)
     torch.testing.assert_close(seen[0], made.timesteps[place])  # what diffusers' models are called with
     dynamic = as_process(diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True))
-    assert dynamic.shift == 1  # diffusers' training scripts shift only what is fixed
+    assert dynamic.options.shift == 1  # diffusers' training scripts shift only what is fixed
 
 
 def test_processes_schedules_and_numbers_are_taken_as_they_are():

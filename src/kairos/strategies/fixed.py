@@ -144,7 +144,7 @@ class Clts(Sampler):
     @property
     def progress(self) -> float:
         """The mixture's l, at the step last begun."""
-        return min(self.step / self.options.length, 1.0)
+        return min(self.now / self.options.length, 1.0)
 
     def _truncated(self, fraction: Array) -> Array:
         below = normal_cdf((np.asarray(fraction) - self.options.mu) / self.options.s)

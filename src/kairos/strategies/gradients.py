@@ -101,7 +101,6 @@ class GradientNorm(FromGradients):
     def measure(self, observation: Observation) -> Array:
         """Mean squared norm of a sample's gradient in every bin."""
         count = self.per_bin(observation)
-        assert observation.meter is not None
         roots = None
         if self.options.norm == "preconditioned":
             roots = [each.sqrt() for each in observation.meter.metric()]
@@ -139,7 +138,6 @@ class FirstOrder(FromGradients):
         """The inner product of every bin."""
         half = max(1, self.per_bin(observation) // 2)
         index, fractions = self.samples(observation, 2 * half)
-        assert observation.meter is not None
         metric = observation.meter.metric()
         parts = (slice(0, half), slice(half, 2 * half))
         ones = torch.full((half,), 1 / half)

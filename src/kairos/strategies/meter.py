@@ -116,16 +116,15 @@ def errors(observation: "Observation", index: Tensor, fractions: Tensor, noise: 
     found = [torch.empty(0)]
     for part in here.split(len(observation.x0)) if len(here) else []:
         drawn = _noise(observation, noise, part)
-        found.append(observation.meter.error(local(part), fractions[part], drawn, dropout).cpu())  # type: ignore[union-attr]
+        found.append(observation.meter.error(local(part), fractions[part], drawn, dropout).cpu())
     return distributed.gather(torch.cat(found).double())
 
 
 def gradient(observation: "Observation", index: Tensor, fractions: Tensor, noise: str, factors: Tensor) -> list[Tensor]:
     """`Meter.gradient` over the global batch, summed over ranks; arguments as for `errors`, in any order."""
     here, local = _here(observation, index)
-    assert observation.meter is not None
     drawn = _noise(observation, noise, here)
-    found = observation.meter.gradient(local(here), fractions[here], drawn, factors[here])
+    found: list[Tensor] = observation.meter.gradient(local(here), fractions[here], drawn, factors[here])
     distributed.sum_tensors(found)
     return found
 

@@ -4,13 +4,11 @@ Each point on its own is uniform in [0, 1), so a density drawn through its inver
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from kairos.randomness import Stream
+from kairos.randomness import Stream
 
 POINTS = ("random", "stratified", "sobol")
 
@@ -31,10 +29,8 @@ class Place:
     first: int = 0
     before: int | None = None
 
-    def stream(self, name: str) -> "Stream":
+    def stream(self, name: str) -> Stream:
         """The random numbers of one purpose."""
-        from kairos.randomness import Stream
-
         return Stream(self.seed, name)
 
     def index(self, samples: slice) -> range:
