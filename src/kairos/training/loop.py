@@ -18,9 +18,7 @@ from kairos import distributed
 from kairos.diffusion.losses import Prediction, Samples
 from kairos.errors import DivergedError
 from kairos.randomness import Stream, derived_seed
-from kairos.strategies.meter import Meter
 from kairos.strategies.strategy import Draw
-from kairos.training.probes import Moment
 from kairos.training.state import Training
 
 
@@ -48,7 +46,7 @@ def steps(training: Training, end: int) -> Iterator[dict[str, Any] | None]:
         training.sound &= norm.isfinite()
 
         # measure
-        line = _line(training, draw, computed, norm, batch.conditions) if logs else None
+        line = _line(training, draw, computed, norm) if logs else None
         if (logs or training.device.type == "cpu") and not training.sound:
             diverged(step, line)
 
@@ -66,7 +64,11 @@ def steps(training: Training, end: int) -> Iterator[dict[str, Any] | None]:
 
 @dataclass(frozen=True)
 class Computed:
-    """What forward and backward passes leave.
+    """What forward and backward passes leave, for the log and for probes: ``probe(training, draw, computed)``.
+
+    A probe is called in steps that log, after the backward pass and before the optimiser step; what it returns is
+    written to the step's line of metrics.jsonl under its name. It draws from a random stream of its own and must leave
+    the model as it is, so that a training's trajectory does not depend on its probes.
 
     Attributes:
         prediction: batch, noise, timesteps and output.
@@ -142,17 +144,10 @@ def _scaled(training: Training, terms: dict[str, Tensor], weighted: bool) -> lis
     return [options.scale * terms[name] for name, options, _ in training.losses if options.weighted is weighted]
 
 
-def _line(
-    training: Training, draw: Draw, computed: Computed, norm: Tensor, conditions: dict[str, Tensor]
-) -> dict[str, Any]:
+def _line(training: Training, draw: Draw, computed: Computed, norm: Tensor) -> dict[str, Any]:
     """What a step logs, of the global batch."""
     settings, step = training.settings, draw.step
-    told, meter = {}, Meter(training.process, training.network, draw.x0, conditions, autocast=training.autocast())
-    for name, probe in training.probes.items():
-        losses = next(iter(computed.terms.values()))
-        random = Stream(training.seed, f"probe {name}")
-        moment = Moment(step, training.model, computed.prediction, losses, draw.weights, meter.error, random)
-        told[name] = probe(moment)
+    told = {name: probe(training, draw, computed) for name, probe in training.probes.items()}
     share = len(draw.x0) / settings["batch_size"]
     sums = [computed.objective / distributed.ranks(), *(term.mean() * share for term in computed.terms.values())]
     loss, *means = distributed.add(torch.stack([value.double() for value in sums]).tolist())

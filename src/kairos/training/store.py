@@ -221,12 +221,12 @@ class Store:
         if step == 0:
             shutil.rmtree(self.folder / "milestones", ignore_errors=True)
 
-    def fulfil(self, milestones: list[int]) -> None:
-        """Write down that a request is fulfilled."""
-        write_json(self._request(milestones), {"identity": self.identity, "milestones": milestones})
-
     def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
-        """Link what a request asked for into the training's folder, records last; without one the milestones only."""
+        """Write down that a request is fulfilled, and link what it asked for into the training's folder.
+
+        Records come last; without one it is the milestones only.
+        """
+        write_json(self._request(milestones), {"identity": self.identity, "milestones": milestones})
         for step in milestones:
             target = self.out / "milestones" / step_name(step)
             if not _same(self.milestone(step), target):
@@ -262,15 +262,3 @@ def _whole(folder: Path) -> bool:
 def read_timing(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a timing file."""
     return [json.loads(line) for line in read_lines(path)]
-
-
-def read_training(out: Path) -> dict[str, Any]:
-    """The record of a training's folder.
-
-    Raises:
-        KairosError: there is none.
-    """
-    path = out / "training.json"
-    if not path.exists():
-        raise KairosError(f"{out}: no training.json; not the folder of a complete training")
-    return read_json(path)
