@@ -3,6 +3,8 @@
 Parameter names are those of the published checkpoints.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -23,8 +25,7 @@ class UViT(Backbone):
     def __init__(self, options: UViTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         width, patch, half = options.width, options.patch, options.depth // 2
-        rows, columns = self.grid(patch)
-        self.patches = rows * columns
+        self.patches = math.prod(self.grid(patch))
         self.patch_embed = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
         count, self.label_emb, self.context_embed = 1 + self.patches, None, None
         if "class" in conditions:  # the row past the last class stands for no class

@@ -36,8 +36,7 @@ class ViT(Backbone):
     def __init__(self, options: ViTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         width, patch = options.width, options.patch
-        rows, columns = self.grid(patch)
-        self.patches = rows * columns
+        self.patches = math.prod(self.grid(patch))
         self.patch_embed = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
         self.time_embedding = nn.Embedding(options.timesteps, width)
         self.class_embedding = None

@@ -11,15 +11,7 @@ from kairos.registry import split
 from kairos.strategies.base import Observation, Sampler, Weighting
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
-__all__ = [
-    "SAMPLERS",
-    "WEIGHTINGS",
-    "Observation",
-    "Sampler",
-    "Weighting",
-    "make_sampler",
-    "make_weighting",
-]
+__all__ = ["SAMPLERS", "WEIGHTINGS", "Observation", "Sampler", "Weighting", "make_sampler", "make_weighting"]
 
 
 def make_sampler(named: dict[str, Any], schedule: NoiseSchedule, seed: int = 0) -> Sampler:

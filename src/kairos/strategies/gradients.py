@@ -77,10 +77,18 @@ class FromGradients(Tabled):
         return (2.0 * drawn - 1) / per_bin
 
     def squares(self, observation: Observation, factors: Tensor, roots: list[Tensor] | None = None) -> Array:
-        """Squared norm, (bins,), of the sum of gradients times `factors`, (bins, per_bin); see `_square`."""
+        """Squared norm, (bins,), of the sum of gradients times `factors`, (bins, per_bin).
+
+        `roots` are the square roots of a diagonal metric, where it is not the Euclidean one.
+        """
         index, fractions = self.samples(observation, factors.shape[1])
-        each = enumerate(zip(index, fractions, factors))
-        return np.array([_square(gradient(observation, i, u, f"measurement {k}", f), roots) for k, (i, u, f) in each])
+        squares = []
+        for k, (i, u, f) in enumerate(zip(index, fractions, factors)):
+            found = gradient(observation, i, u, f"measurement {k}", f)
+            for each, root in zip(found, roots or []):
+                each.mul_(root)
+            squares.append(torch.stack([torch.linalg.vector_norm(each).double() for each in found]).square().sum())
+        return torch.stack(squares).cpu().numpy()
 
     def per_bin(self, observation: Observation) -> int:
         """Samples of a bin: as asked for, or a batch in all."""
@@ -153,11 +161,3 @@ class FirstOrder(FromGradients):
                 products = [torch.dot(g.flatten(), h) for g, h in zip(mine, targets[1 - number])]
                 values[k] += float(torch.stack(products).double().sum())
         return values
-
-
-def _square(gradients: list[Tensor], roots: list[Tensor] | None = None) -> float:
-    """Squared norm, in a diagonal metric where its square roots are given; `gradients` are overwritten then."""
-    if roots is not None:
-        for each, root in zip(gradients, roots):
-            each.mul_(root)
-    return float(torch.stack([torch.linalg.vector_norm(each).double() for each in gradients]).square().sum())

@@ -94,9 +94,8 @@ def _passes(training: Training, draw: Draw, noise: Tensor, conditions: dict[str,
         with nullcontext() if number == last or training.trained is training.network else training.trained.no_sync():
             done.append(_pass(training, number, place, part, noise[here], chosen))
     terms = {name: torch.cat([one.terms[name] for one in done]) for name in done[0].terms}
-    if weighted := _scaled(training, terms, weighted=True):
-        with torch.no_grad():
-            training.strategy.weighted(draw, torch.stack(weighted).sum(0))  # what it observes is the whole batch
+    with torch.no_grad():  # what the strategy observes is the whole batch
+        training.strategy.weighted(draw, torch.stack(_scaled(training, terms, weighted=True)).sum(0))
     x_t, output = (torch.cat([getattr(one.prediction, name) for one in done]) for name in ("x_t", "output"))
     prediction = Prediction(training.process, draw.x0, noise, draw.t, x_t, output)
     return Computed(prediction, terms, torch.stack([one.objective for one in done]).sum())
@@ -110,10 +109,9 @@ def _pass(
     samples = Samples(training.seed, draw.step, range(place.start, place.stop))
     prediction, terms = predicted(training, training.trained, samples, draw.x0, noise, draw.t, conditions)
     weighted, plain = _scaled(training, terms, weighted=True), _scaled(training, terms, weighted=False)
-    means = [training.strategy.loss(draw, torch.stack(weighted).sum(0))] if weighted else []
+    means = [training.strategy.loss(draw, torch.stack(weighted).sum(0)), *(term.mean() for term in plain)]
     share = len(draw.t) / training.settings["batch_size"]
-    # DistributedDataParallel takes the mean over the ranks
-    objective = torch.stack([*means, *(p.mean() for p in plain)]).sum() * (share * distributed.ranks())
+    objective = torch.stack(means).sum() * (share * distributed.ranks())  # DistributedDataParallel means over ranks
     objective.backward()
     terms = {name: term.detach() for name, term in terms.items()}
     return Computed(replace(prediction, output=prediction.output.detach()), terms, objective.detach())
