@@ -94,17 +94,15 @@ def hash_of_start(folder: Path, model: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Milestone:
-    """A milestone opened for use: the network in evaluation mode, its forward process, its record."""
+    """A milestone opened for use: the network in evaluation mode, its forward process, its record.
+
+    `config` is the whole experiment that the weights come from, as plain values.
+    """
 
     model: Any
     process: Any
     record: dict[str, Any]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The whole experiment that the weights come from, as plain values."""
-        config: dict[str, Any] = self.record["config"]
-        return config
+    config: dict[str, Any]
 
 
 def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> Milestone:
@@ -127,4 +125,4 @@ def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> M
     config = record["config"]
     process, shape = build_process(config["diffusion"], record["sigma_data"]), tuple(record["shape"])
     model = models.load(folder / weights, config["model"], shape, record["conditions"], process.channels(shape[0]))
-    return Milestone(model.to(device), process, record)
+    return Milestone(model.to(device), process, record, config)

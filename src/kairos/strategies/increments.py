@@ -148,24 +148,12 @@ def increments(
         raise ConfigError("schedule: none given, process vp needs one")
     noise, ratio = (s * sigma) ** 2, s[1:] / s[:-1]
     own = (ratio - 1) ** 2 * noise[:-1] + noise[1:] - ratio**2 * noise[:-1]
-    mean_squared_bound, variance_bound, change, magnitude = (values[:-1] for values in bounds)
+    both = noise[1:] + noise[:-1]
+    mean_bound, variance_bound, change, magnitude = (values[:-1] for values in bounds)
+    rows = (t[:-1], s[:-1], sigma[:-1], np.diff(s), both, own, mean_bound, variance_bound, change, magnitude)
     peak = int(np.argmax(change))
-    return Increments(
-        process=process,
-        t=t[:-1],
-        s=s[:-1],
-        sigma=sigma[:-1],
-        mean=np.diff(s),
-        variance=noise[1:] + noise[:-1],
-        own_variance=own,
-        mean_squared_bound=mean_squared_bound,
-        variance_bound=variance_bound,
-        change=change,
-        magnitude=magnitude,
-        r=r,
-        deceleration=None if np.ptp(change) == 0 or peak == len(change) - 1 else float(t[peak]),
-        convergence=float(reached) if reached < t[-1] else None,
-    )
+    deceleration = None if np.ptp(change) == 0 or peak == len(change) - 1 else float(t[peak])
+    return Increments(process, *rows, r, deceleration, float(reached) if reached < t[-1] else None)
 
 
 # Both give t, s, sigma, bounds of mean² and variance, the latter's change and the magnitude, (T + 1,), at 0, where x is

@@ -185,7 +185,8 @@ class Run:
                 if line is not None:
                     metrics.write(json.dumps(line) + "\n")
                     facts = f"loss {line['loss']:.4g}"
-                leaving = training.step < last and self._leaving()
+                # whether any of the processes has been asked to
+                leaving = training.step < last and distributed.add([bool(self.leave.asked(self.saving))])[0] > 0
                 if training.step in milestones or training.step % every == 0 or training.step == last or leaving:
                     metrics.flush()
                     self._save(training.step in milestones)
@@ -216,10 +217,6 @@ class Run:
             if self.first:
                 say(f"{self.label}: goes on from step {training.step}")
         self.seconds = max((line["seconds"] for line in read_timing(store.timing)), default=0.0)
-
-    def _leaving(self) -> bool:
-        """Whether any of the processes has been asked to leave."""
-        return distributed.add([float(bool(self.leave.asked(self.saving)))])[0] > 0
 
     def _save(self, milestone: bool) -> None:
         """Keep the state; what is not finite is refused before it takes the place of a good one."""
