@@ -28,7 +28,6 @@ from kairos.diffusion.schedule import NoiseSchedule
 from kairos.randomness import derived_seed
 from kairos.strategies.base import Array, Observation, Sampler
 from kairos.strategies.beta import beta_cdf
-from kairos.strategies.meter import errors
 from kairos.strategies.points import Place
 
 _EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
@@ -201,7 +200,7 @@ class Adaptive(Sampler):
 
     def _losses(self, observation: Observation, index: Tensor, t: Tensor, noise: str) -> Tensor:
         fractions = (t + 0.5).double() / self.schedule.timesteps
-        return errors(observation, index, fractions, noise, self.dropout) * self.coefficients[t]
+        return observation.meter.errors(index, fractions, noise, self.dropout) * self.coefficients[t]
 
     def _learn(self, observation: Observation, change: Tensor) -> None:
         """One REINFORCE step (Kim et al. 2025, eq. 13); `change` is how far the losses fell, (global batch, |S|)."""

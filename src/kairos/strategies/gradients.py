@@ -16,7 +16,6 @@ from torch import Tensor
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.strategies.base import Array, Observation, Tabled
-from kairos.strategies.meter import gradient
 
 
 class FromGradients(Tabled):
@@ -84,7 +83,7 @@ class FromGradients(Tabled):
         index, fractions = self.samples(observation, factors.shape[1])
         squares = []
         for k, (i, u, f) in enumerate(zip(index, fractions, factors)):
-            found = gradient(observation, i, u, f"measurement {k}", f)
+            found = observation.meter.gradient(i, u, f"measurement {k}", f)
             for each, root in zip(found, roots or []):
                 each.mul_(root)
             squares.append(torch.stack([torch.linalg.vector_norm(each).double() for each in found]).square().sum())
@@ -152,12 +151,12 @@ class FirstOrder(FromGradients):
         targets = []
         for number, part in enumerate(parts):
             flat, factors = (index[:, part].flatten(), fractions[:, part].flatten()), ones.repeat(self.bins) / self.bins
-            found = gradient(observation, *flat, f"measured target {number}", factors)
+            found = observation.meter.gradient(*flat, f"measured target {number}", factors)
             targets.append([each.mul_(d).flatten() for each, d in zip(found, metric)])
         values = np.zeros(self.bins)
         for k in range(self.bins):
             for number, part in enumerate(parts):
-                mine = gradient(observation, index[k, part], fractions[k, part], f"measurement {k} {number}", ones)
+                mine = observation.meter.gradient(index[k, part], fractions[k, part], f"measurement {k} {number}", ones)
                 products = [torch.dot(g.flatten(), h) for g, h in zip(mine, targets[1 - number])]
                 values[k] += float(torch.stack(products).double().sum())
         return values
