@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+DIFFUSERS = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}  # what it calls predictions
+
 Formula: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
 
 # by what is predicted, where x = a x0 + s eps: its target, and the x0 and the eps that a prediction f stands for
@@ -202,12 +204,11 @@ class Discrete(Process):
         """Of DDPMScheduler, where the network is shown what that counts from 0."""
         if self._first:
             return None
-        names = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}
         return {
             "_class_name": "DDPMScheduler",
             "num_train_timesteps": self.schedule.timesteps,
             "trained_betas": self.schedule.betas.tolist(),
-            "prediction_type": names[self.prediction],
+            "prediction_type": DIFFUSERS[self.prediction],
             "variance_type": self.schedule.variance,
             "clip_sample": clip,
             "timestep_spacing": "trailing",

@@ -111,7 +111,8 @@ def _pass(
     weighted, plain = _scaled(training, terms, weighted=True), _scaled(training, terms, weighted=False)
     means = [training.strategy.loss(draw, torch.stack(weighted).sum(0)), *(term.mean() for term in plain)]
     share = len(draw.t) / training.settings["batch_size"]
-    objective = torch.stack(means).sum() * (share * distributed.ranks())  # DistributedDataParallel means over ranks
+    # DistributedDataParallel takes the mean over the ranks
+    objective = torch.stack(means).sum() * (share * distributed.ranks())
     objective.backward()
     terms = {name: term.detach() for name, term in terms.items()}
     return Computed(replace(prediction, output=prediction.output.detach()), terms, objective.detach())

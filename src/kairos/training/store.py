@@ -213,8 +213,7 @@ class Store:
         if self.metrics.exists():
             os.truncate(self.metrics, size)
         self._size, self._digest = 0, hashlib.sha256()
-        kept = [line for line in read_timing(self.timing) if line["step"] <= step]
-        write_text(self.timing, "".join(json.dumps(line) + "\n" for line in kept))
+        write_text(self.timing, _until(step, self.timing))
         for newer in (self.folder / "checkpoints").glob("*.ckpt"):
             if int(newer.stem) > step:
                 newer.unlink()
@@ -234,10 +233,8 @@ class Store:
         if record is None:
             return
         link_file(self._checkpoint(record["steps"]), self.out / "checkpoint.pt")
-        for path in (self.metrics, self.timing):
-            target = self.out / path.name
-            lines = [line for line in read_lines(path) if json.loads(line)["step"] <= record["steps"]]
-            write_text(target, "".join(f"{line}\n" for line in lines))  # a copy: the state's own goes on growing
+        for path in (self.metrics, self.timing):  # copies: the state's own go on growing
+            write_text(self.out / path.name, _until(record["steps"], path))
         write_json(self.out / "training.json", record)
 
 
@@ -257,6 +254,11 @@ def _whole(folder: Path) -> bool:
         say(f"{error}; it is made again")
         return False
     return True
+
+
+def _until(step: int, path: Path) -> str:
+    """The complete lines of a file that are of no later step."""
+    return "".join(f"{line}\n" for line in read_lines(path) if json.loads(line)["step"] <= step)
 
 
 def read_timing(path: Path) -> list[dict[str, Any]]:
