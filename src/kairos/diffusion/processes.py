@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 
 DIFFUSERS = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}  # what it calls predictions
 
-Formula: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
-
 # by what is predicted, where x = a x0 + s eps: its target, and the x0 and the eps that a prediction f stands for
-_FORMULAS: dict[str, tuple[Formula, Formula, Formula]] = {
+_FORMULAS: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "epsilon": (lambda a, s, x0, eps: eps, lambda a, s, x, f: (x - s * f) / a, lambda a, s, x, f: f),
     "x0": (lambda a, s, x0, eps: x0, lambda a, s, x, f: f, lambda a, s, x, f: (x - a * f) / s),
     "v": (lambda a, s, x0, eps: a * eps - s * x0, lambda a, s, x, f: a * x - s * f, lambda a, s, x, f: s * x + a * f),

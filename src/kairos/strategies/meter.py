@@ -115,15 +115,13 @@ class Meter:
 
     def metric(self) -> list[Tensor]:
         """The optimiser's preconditioner, a tensor or the number 1 a parameter: Adam's 1/(sqrt(v) + eps)."""
-        found = []
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        eps = {id(parameter): group.get("eps", 0.0) for group in groups for parameter in group["params"]}
-        for parameter in self.parameters():
-            state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
-            second = state.get("exp_avg_sq")
-            one = torch.ones((), device=parameter.device)
-            found.append(one if second is None else 1 / (second.sqrt() + eps[id(parameter)]))
-        return found
+        state, groups = ({}, []) if self.optimizer is None else (self.optimizer.state, self.optimizer.param_groups)
+        eps = {each: group.get("eps", 0.0) for group in groups for each in group["params"]}
+        moments = {each: state[each]["exp_avg_sq"] for each in eps if "exp_avg_sq" in state.get(each, {})}
+        return [
+            1 / (moments[each].sqrt() + eps[each]) if each in moments else torch.ones((), device=each.device)
+            for each in self.parameters()
+        ]
 
 
 @contextmanager

@@ -200,7 +200,6 @@ class Run:
                 begun = time.perf_counter()
         if training.step == 0:
             self._save(False)
-        self.progress.at(training.step, self.seconds)
         if bar is not None:
             bar.close(facts)
             say(f"{self.label}: {self.steps_run} steps computed, {duration(self.seconds)} of training in all")
