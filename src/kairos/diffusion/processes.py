@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 DIFFUSERS = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}  # what it calls predictions
 
-# by what is predicted, where x = a x0 + s eps: its target, and the x0 and the eps that a prediction f stands for
-_FORMULAS: dict[str, tuple[Callable[..., Tensor], ...]] = {
-    "epsilon": (lambda a, s, x0, eps: eps, lambda a, s, x, f: (x - s * f) / a, lambda a, s, x, f: f),
-    "x0": (lambda a, s, x0, eps: x0, lambda a, s, x, f: f, lambda a, s, x, f: (x - a * f) / s),
-    "v": (lambda a, s, x0, eps: a * eps - s * x0, lambda a, s, x, f: a * x - s * f, lambda a, s, x, f: s * x + a * f),
-    "flow": (lambda a, s, x0, eps: eps - x0, lambda a, s, x, f: x - s * f, lambda a, s, x, f: x + a * f),
+# the x0 and the eps that a prediction f stands for, where x = a x0 + s eps
+_FORMULAS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "epsilon": (lambda a, s, x, f: (x - s * f) / a, lambda a, s, x, f: f),
+    "x0": (lambda a, s, x, f: f, lambda a, s, x, f: (x - a * f) / s),
+    "v": (lambda a, s, x, f: a * x - s * f, lambda a, s, x, f: s * x + a * f),
+    "flow": (lambda a, s, x, f: x - s * f, lambda a, s, x, f: x + a * f),
 }
 
 
@@ -128,15 +128,20 @@ class Process:
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """What the prediction should be, shape of x0."""
-        return _FORMULAS[self.prediction][0](*self._shaped(t, x0), x0, noise)
+        if self.prediction == "v":
+            a, s = self._shaped(t, x0)
+            return a * noise - s * x0
+        if self.prediction == "flow":
+            return noise - x0
+        return noise if self.prediction == "epsilon" else x0
 
     def estimate(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         """The x0 that a prediction stands for, shape of x_t."""
-        return _FORMULAS[self.prediction][1](*self._shaped(t, x_t), x_t, output)
+        return _FORMULAS[self.prediction][0](*self._shaped(t, x_t), x_t, output)
 
     def epsilon(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         """The noise that a prediction stands for, shape of x_t."""
-        return _FORMULAS[self.prediction][2](*self._shaped(t, x_t), x_t, output)
+        return _FORMULAS[self.prediction][1](*self._shaped(t, x_t), x_t, output)
 
     def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
         """A configuration of diffusers' scheduler for this process; None where diffusers has none."""
