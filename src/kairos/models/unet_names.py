@@ -63,9 +63,9 @@ def _published(name: str, levels: int, blocks: int, attended: set[int], adm: boo
     if side == "mid":
         return f"{'middle_block' if adm else 'middle'}.{1 if attention else 2 * number}.{_translated(rest, table)}"
     place = level if side == "down" else levels - 1 - level
-    if not adm and resampling:
-        return f"{side}samples.level_{place}.{blocks + (side == 'up')}.1.{rest.removeprefix('conv.')}"
     if not adm:
+        if resampling:
+            return f"{side}samples.level_{place}.{blocks + (side == 'up')}.1.{rest.removeprefix('conv.')}"
         pair = f".{attention}" if place in attended else ""
         return f"{side}samples.level_{place}.{number}{pair}.{_translated(rest, table)}"
     block = level * (blocks + 1) + (blocks if resampling else number)

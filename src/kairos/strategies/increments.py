@@ -156,11 +156,10 @@ def increments(
     return Increments(process, *rows, r, deceleration, float(reached) if reached < t[-1] else None)
 
 
-# Both give t, s, sigma, bounds of mean² and variance, the latter's change and the magnitude, (T + 1,), at 0, where x is
-# the image, and at every noise level; last the time where the magnitude is r.
-
-
 def _of_levels(process: str, timesteps: int, r: float) -> tuple[Any, ...]:
+    """At 0, where x is the image, and at each of VE's or EDM's noise levels, all (T + 1,): t, s, sigma, the bounds of
+    mean² and variance, the latter's change and the magnitude; last the time where the magnitude is r.
+    """
     place = np.arange(timesteps) / (timesteps - 1)
     if process == "ve":
         t, reached = (0.02 * (100 / 0.02) ** place) ** 2, r - 1
@@ -174,6 +173,7 @@ def _of_levels(process: str, timesteps: int, r: float) -> tuple[Any, ...]:
 
 
 def _of_schedule(schedule: NoiseSchedule, r: float) -> tuple[Any, ...]:
+    """The same for VP, at the image and at each timestep of the schedule."""
     t = np.arange(schedule.timesteps + 1.0)
     alphas_cumprod = np.concatenate([[1.0], schedule.alphas_cumprod])
     if schedule.name == "linear" and schedule.betas[-1] < 0.999:  # where they are not cut off
