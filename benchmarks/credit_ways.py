@@ -17,9 +17,10 @@ from torch.distributions import Beta
 
 from kairos.diffusion.losses import per_sample
 from kairos.randomness import Stream
-from kairos.strategies import Observation, Strategy, make_sampler, make_weighting
+from kairos.strategies import Observation, make_sampler, make_weighting
 from kairos.strategies.meter import Meter, evaluating
 from kairos.strategies.points import Place
+from kairos.strategies.strategy import Strategy
 from kairos.training.state import Training
 
 Array = NDArray[np.float64]
@@ -126,9 +127,10 @@ class Moment:
 
     def observation(self, x0: Tensor, conditions: dict[str, Tensor], number: int) -> Observation:
         """What a sampler would be shown before a step."""
-        meter = Meter(self.process, self.network, x0, conditions, self.weighting, self.optimizer)
+        place = Place(self.first, number)
+        meter = Meter(self.process, self.network, x0, place, conditions, self.weighting, self.optimizer)
         fractions = torch.zeros(len(x0), dtype=torch.float64)
-        return Observation(number, x0, fractions, None, meter, Place(self.first, number))
+        return Observation(number, x0, fractions, None, meter, place)
 
 
 def bins_of(fractions: Tensor) -> Array:

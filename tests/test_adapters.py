@@ -11,6 +11,7 @@ from kairos.diffusion.schedule import NoiseSchedule, make_schedule
 from kairos.errors import ConfigError
 from kairos.strategies import WEIGHTINGS
 from kairos.strategies.meter import Meter
+from kairos.strategies.points import Place
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_diffusers_flow_matching_scheduler(diffusers, shift):
     process.predict(lambda x, time: seen.append(time) or x, mixed, t)
     torch.testing.assert_close(seen[0], made.timesteps[place])  # what diffusers' models are called with
     dynamic = as_process(diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True))
-    assert dynamic.shift == 1  # diffusers' training scripts shift only what is fixed
+    assert dynamic.options.shift == 1  # diffusers' training scripts shift only what is fixed
 
 
 def test_processes_schedules_and_numbers_are_taken_as_they_are():
@@ -146,9 +147,9 @@ def test_a_meter_looks_through_what_diffusers_models_return():
 
     x0 = torch.randn(5, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     fractions = torch.full((5,), 0.5, dtype=torch.float64)
-    noise = torch.randn(5, 1, 2, 2, generator=torch.Generator().manual_seed(1))
-    meters = [Meter(as_process("cosine"), network, x0) for network in (lambda x, t: 2 * x, lambda x, t: Output(2 * x))]
-    plain, wrapped = (meter.error(torch.arange(5), fractions, noise) for meter in meters)
+    networks = (lambda x, t: 2 * x, lambda x, t: Output(2 * x))
+    meters = [Meter(as_process("cosine"), network, x0, Place()) for network in networks]
+    plain, wrapped = (meter.errors(torch.arange(5), fractions, "noise") for meter in meters)
     assert torch.equal(plain, wrapped) and plain.shape == (5,)
 
 

@@ -113,15 +113,15 @@ class Opposed(nn.Module):
 
 def test_first_order_draws_what_goes_with_the_target():
     class Clean(Meter):
-        def gradient(self, index, fractions, noise, factors):
-            return super().gradient(index, fractions, torch.zeros_like(noise), factors)
+        def noise(self, name, rows):
+            return torch.zeros_like(super().noise(name, rows))
 
     network = Opposed()
     sampler = make_sampler({"name": "first_order", "frequency": 1, "start": 1, "bins": 8}, make_schedule("linear", T))
     process = Strategy("uniform", make_schedule("linear", T)).process
     x0 = torch.zeros(32, 1, 2, 2)
     for k in range(4):
-        meter = Clean(process, network, x0)
+        meter = Clean(process, network, x0, Place(step=k))
         u = sampler.fractions(x0, Place(step=k))
         with sampler.observe(Observation(k, x0, u, None, meter, Place(step=k))):
             pass
@@ -133,15 +133,15 @@ def test_a_measurement_leaves_no_trace():
     network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Dropout(0.5), nn.Conv2d(4, 1, 1))
     network[2].eval()
     process = Strategy("uniform").process
-    meter = Meter(process, _Timeless(network), torch.randn(4, 1, 5, 5))
+    meter = Meter(process, _Timeless(network), torch.randn(4, 1, 5, 5), Place())
     network[0].weight.grad = torch.ones_like(network[0].weight)
     before, state = network[0].weight.detach().clone(), torch.get_rng_state()
-    index, u, noise = torch.arange(4), torch.full((4,), 0.3, dtype=torch.float64), torch.randn(4, 1, 5, 5)
+    index, u = torch.arange(4), torch.full((4,), 0.3, dtype=torch.float64)
     state = torch.get_rng_state()
-    first, second = meter.error(index, u, noise), meter.error(index, u, noise)
-    gradients = meter.gradient(index, u, noise, torch.ones(4))
+    first, second = meter.errors(index, u, "noise"), meter.errors(index, u, "noise")
+    gradients = meter.gradient(index, u, "noise", torch.ones(4))
     assert torch.equal(first, second) and torch.equal(torch.get_rng_state(), state)  # no dropout
-    assert not torch.equal(meter.error(index, u, noise, dropout=True), first)
+    assert not torch.equal(meter.errors(index, u, "noise", dropout=True), first)
     assert torch.equal(network[0].weight, before) and (network[0].weight.grad == 1).all()
     assert network.training and not network[2].training and len(gradients) == 4
     with evaluating(network):
@@ -161,11 +161,11 @@ def test_sums_of_gradients_are_those_of_autograd():
     torch.manual_seed(0)
     network = _Timeless(nn.Conv2d(1, 1, 3, padding=1))
     strategy = Strategy("uniform+min_snr", "cosine", prediction="v")
-    x0, noise = torch.randn(6, 1, 4, 4), torch.randn(6, 1, 4, 4)
+    x0 = torch.randn(6, 1, 4, 4)
     u = torch.linspace(0.05, 0.95, 6, dtype=torch.float64)
     factors = torch.tensor([1.0, -1, 1, 1, -1, 0.5])
-    meter = Meter(strategy.process, network, x0, weighting=strategy.weighting)
-    found = meter.gradient(torch.arange(6), u, noise, factors)
+    meter = Meter(strategy.process, network, x0, Place(), weighting=strategy.weighting)
+    found, noise = meter.gradient(torch.arange(6), u, "noise", factors), meter.noise("noise", torch.arange(6))
     t = strategy.process.times(u)
     output = network(strategy.process.noised(x0, noise, t), t)
     error = ((output - strategy.process.target(x0, noise, t)) ** 2).mean((1, 2, 3))

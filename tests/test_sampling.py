@@ -311,7 +311,7 @@ def test_equals_diffusers_flow_match_euler(name):
     process = process_of(name)
     predict = best_network(process, 0.2, 0.5)
     x0, visited = ours("euler", {}, name, 28, predict)
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=process.shift)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=process.options.shift)
     scheduler.set_timesteps(sigmas=(np.arange(28, 0, -1) / 28).tolist())
     wanted = theirs(scheduler, predict, [place.t for place in visited], NOISE[0])
     print("difference flow", float((x0 - wanted).abs().max()))

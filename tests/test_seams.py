@@ -207,8 +207,9 @@ def test_a_probe_changes_nothing_but_the_log(registered, latents, tmp_path):
 
 
 def gradient_size(options):
-    def measure(moment):
-        return {"largest": max(p.grad.abs().max().item() for p in moment.model.parameters() if p.grad is not None)}
+    def measure(training, draw, computed):
+        assert draw.weights.shape == computed.terms["mse"].shape == (16,)
+        return {"largest": max(p.grad.abs().max().item() for p in training.model.parameters() if p.grad is not None)}
 
     return measure
 

@@ -63,7 +63,7 @@ def test_a_milestone_s_own_table_is_shown(call, trained, method):
 
 
 def test_a_checkpoint_between_milestones_is_loaded(call, trained):
-    from kairos.strategies import Strategy
+    from kairos import Strategy
     from kairos.training import checkpoint
 
     path = between(trained["smoothed"])
@@ -135,7 +135,7 @@ def test_damaged_and_missing_checkpoints(call, trained, tmp_path):
 def test_a_checkpoint_of_someone_s_own_loop(call, tmp_path):
     import torch
 
-    from kairos.strategies import Strategy
+    from kairos import Strategy
 
     strategy = Strategy("loss_second_moment+p2", timesteps=10, sampler={"history": 1}, weighting={"gamma": 2.0})
     x0 = torch.randn(64, 1, 4, 4)

@@ -224,7 +224,7 @@ def test_a_milestone_opens_and_a_damaged_one_does_not(finished, tmp_path):
     path.write_bytes(content)
     with pytest.raises(DamagedError, match="does not match"):
         open_milestone(folder)
-    with pytest.raises(KairosError, match="not a milestone"):
+    with pytest.raises(KairosError, match="does not exist; make it with: kairos train"):
         open_milestone(tmp_path / "nothing")
 
 

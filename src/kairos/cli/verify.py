@@ -15,7 +15,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print a line ``component sha256`` for each part; anything damaged ends with status 1."""
     from kairos.errors import DamagedError, KairosError
-    from kairos.files import sha256_file
+    from kairos.files import open_record, sha256_file
     from kairos.milestones import check_milestone
 
     if arguments.against:
@@ -31,9 +31,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise KairosError(f"{folder}: no such folder; pass the folder of a training or of a milestone")
 
     from kairos.training.checkpoint import component_hashes, read
-    from kairos.training.store import read_training
 
-    record = read_training(folder)
+    record = open_record(folder, "train", "training.json")
     checkpoint = folder / "checkpoint.pt"
     for path in (checkpoint, folder / "metrics.jsonl"):
         if not path.is_file():

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos.diffusion.processes import Discrete, Edm, Fdm, Flow, Vp
+from kairos.diffusion.processes import DIFFUSERS, Discrete, Edm, Fdm, Flow, Vp
 from kairos.diffusion.registries import DiscreteOptions
 from kairos.diffusion.schedule import PREDICTIONS, SCHEDULES, Array, NoiseSchedule
 from kairos.errors import ConfigError
 
 CONTINUOUS = {"edm": Edm, "fdm": Fdm, "flow": Flow, "vp": Vp}
-_DIFFUSERS = {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}
+_PREDICTIONS = {theirs: ours for ours, theirs in DIFFUSERS.items()}
 
 
 def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon") -> Any:
@@ -50,7 +50,7 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
         return Flow(time_scale=float(config.num_train_timesteps), shift=1.0 if dynamic else float(config.shift))
     if hasattr(process, "alphas_cumprod"):
         wanted = getattr(config, "prediction_type", None)
-        return Discrete(_of_scheduler(process), _DIFFUSERS.get(str(wanted), prediction))
+        return Discrete(_of_scheduler(process), _PREDICTIONS.get(str(wanted), prediction))
     try:
         return Discrete(_named(NoiseSchedule.of_alphas_cumprod(_numbers(process))), prediction)
     except (TypeError, ValueError, RuntimeError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -32,7 +32,20 @@ from kairos.options import parse
 from kairos.registry import split
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+
+DIFFUSERS = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}  # what it calls predictions
+
+# the x0 and the eps that a prediction f stands for, where x = a x0 + s eps
+_FORMULAS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "epsilon": (lambda a, s, x, f: (x - s * f) / a, lambda a, s, x, f: f),
+    "x0": (lambda a, s, x, f: f, lambda a, s, x, f: (x - a * f) / s),
+    "v": (lambda a, s, x, f: a * x - s * f, lambda a, s, x, f: s * x + a * f),
+    "flow": (lambda a, s, x, f: x - s * f, lambda a, s, x, f: x + a * f),
+}
 
 
 def call(network: Any, x: Tensor, t: Tensor, conditions: dict[str, Tensor] | None) -> Tensor:
@@ -55,9 +68,17 @@ class Process:
         time_scale: the network is called with `embedded` times this, so that its sinusoids resolve it.
     """
 
-    prediction: str
+    kind: type  # of the options
+    outside: ClassVar[dict[str, Any]] = {}  # what options are outside of an experiment that have another default in one
+    prediction = ""
     own_time = "t"
     time_scale: float = 1.0
+
+    def __init__(self, options: Any = None, prediction: str = "epsilon", **named: Any):
+        where = f"process {type(self).__name__.lower()}"
+        self.options = options or parse(self.kind, {**self.outside, **named}, where)
+        self.prediction = self.prediction or prediction
+        self.time_scale = self.options.time_scale
 
     def times(self, fractions: Any) -> Any:
         """Times of fractions in [0, 1), elementwise."""
@@ -107,39 +128,20 @@ class Process:
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """What the prediction should be, shape of x0."""
-        match self.prediction:
-            case "epsilon":
-                return noise
-            case "x0":
-                return x0
-            case "flow":
-                return noise - x0
-        a, s = self._shaped(t, x0)
-        return a * noise - s * x0
+        if self.prediction == "v":
+            a, s = self._shaped(t, x0)
+            return a * noise - s * x0
+        if self.prediction == "flow":
+            return noise - x0
+        return noise if self.prediction == "epsilon" else x0
 
     def estimate(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         """The x0 that a prediction stands for, shape of x_t."""
-        a, s = self._shaped(t, x_t)
-        match self.prediction:
-            case "epsilon":
-                return (x_t - s * output) / a
-            case "x0":
-                return output
-            case "flow":
-                return x_t - s * output
-        return a * x_t - s * output
+        return _FORMULAS[self.prediction][0](*self._shaped(t, x_t), x_t, output)
 
     def epsilon(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         """The noise that a prediction stands for, shape of x_t."""
-        a, s = self._shaped(t, x_t)
-        match self.prediction:
-            case "epsilon":
-                return output
-            case "x0":
-                return (x_t - a * output) / s
-            case "flow":
-                return x_t + a * output
-        return s * x_t + a * output
+        return _FORMULAS[self.prediction][1](*self._shaped(t, x_t), x_t, output)
 
     def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
         """A configuration of diffusers' scheduler for this process; None where diffusers has none."""
@@ -205,12 +207,11 @@ class Discrete(Process):
         """Of DDPMScheduler, where the network is shown what that counts from 0."""
         if self._first:
             return None
-        names = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}
         return {
             "_class_name": "DDPMScheduler",
             "num_train_timesteps": self.schedule.timesteps,
             "trained_betas": self.schedule.betas.tolist(),
-            "prediction_type": names[self.prediction],
+            "prediction_type": DIFFUSERS[self.prediction],
             "variance_type": self.schedule.variance,
             "clip_sample": clip,
             "timestep_spacing": "trailing",
@@ -227,15 +228,15 @@ class Edm(Process):
         ConfigError: sigma_data is not known; it is measured where there are training data.
     """
 
-    prediction, own_time = "x0", "sigma"
+    kind, prediction, own_time = EdmOptions, "x0", "sigma"
+    outside: ClassVar = {"sigma_data": 0.5, "time_scale": 1.0}
 
-    def __init__(self, options: EdmOptions | None = None, prediction: str | None = None, **named: Any):
-        options = options or parse(EdmOptions, {"sigma_data": 0.5, "time_scale": 1.0, **named}, "process edm")
-        if options.sigma_data is None:
+    def __init__(self, options: EdmOptions | None = None, prediction: str = "", **named: Any):
+        super().__init__(options, prediction, **named)
+        self.sigma_data, low = self.options.sigma_data, self.options.sigma_min
+        if self.sigma_data is None:
             raise ConfigError("sigma_data: got null, allowed: the standard deviation of the data, > 0")
-        self.sigma_data, self.time_scale = options.sigma_data, options.time_scale
-        self._sign = -1.0 if options.negated else 1.0
-        self._low, self._ratio = options.sigma_min, options.sigma_max / options.sigma_min
+        self._low, self._ratio = low, self.options.sigma_max / low
 
     def times(self, fractions: Any) -> Any:
         """Noise levels sigma."""
@@ -257,7 +258,7 @@ class Edm(Process):
         """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise): an estimate of x0."""
         data, total = self.sigma_data, t**2 + self.sigma_data**2
         output = call(network, shaped(self._input_scale(t), x_t) * x_t, self._shown(t, x_t), conditions)
-        skip, out = data**2 / total, self._sign * data * t * total**-0.5
+        skip, out = data**2 / total, (-1.0 if self.options.negated else 1.0) * data * t * total**-0.5
         return shaped(skip, x_t) * x_t + shaped(out, x_t) * output
 
     def _input_scale(self, t: Any) -> Any:
@@ -272,14 +273,11 @@ class Fdm(Edm):
     critically damped oscillator after the time m B.
     """
 
-    def __init__(self, options: FdmOptions | None = None, prediction: str | None = None, **named: Any):
-        options = options or parse(FdmOptions, {"sigma_data": 0.5, "time_scale": 1.0, **named}, "process fdm")
-        super().__init__(options)
-        self._multiplier = options.multiplier
+    kind = FdmOptions
 
     def _input_scale(self, t: Any) -> Any:
         share = (t - self._low) / (self._low * self._ratio - self._low)
-        damped = self._multiplier * (0.1 * share + 19.9 * share**2 / 2)
+        damped = self.options.multiplier * (0.1 * share + 19.9 * share**2 / 2)
         return math.e**-damped * (1 + damped)
 
 
@@ -289,19 +287,17 @@ class Flow(Process):
     With shift 1 fractions are times, so ``log_normal`` and ``mode`` are SD3's densities (Esser et al. 2024).
     """
 
-    prediction = "flow"
-
-    def __init__(self, options: FlowOptions | None = None, prediction: str | None = None, **named: Any):
-        options = options or parse(FlowOptions, {"time_scale": 1.0, **named}, "process flow")
-        self.shift, self.time_scale = options.shift, options.time_scale
+    kind, prediction = FlowOptions, "flow"
+    outside: ClassVar = {"time_scale": 1.0}
 
     def times(self, fractions: Any) -> Any:
         """SD3's shift s u/(1 + (s - 1) u), kept from the ends by 1e-5, where the SNR is no number."""
-        return (self.shift * fractions / (1 + (self.shift - 1) * fractions)).clip(1e-5, 1 - 1e-5)
+        shift = self.options.shift
+        return (shift * fractions / (1 + (shift - 1) * fractions)).clip(1e-5, 1 - 1e-5)
 
     def fractions(self, t: Tensor) -> Tensor:
         """The shift taken back."""
-        return t / (self.shift - (self.shift - 1) * t)
+        return t / (self.options.shift - (self.options.shift - 1) * t)
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:
         """1 - t and t."""
@@ -311,27 +307,29 @@ class Flow(Process):
         """Of FlowMatchEulerDiscreteScheduler, where the network takes times as it gives them."""
         if self.time_scale != 1000:
             return None
-        return {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": self.shift}
+        return {
+            "_class_name": "FlowMatchEulerDiscreteScheduler",
+            "num_train_timesteps": 1000,
+            "shift": self.options.shift,
+        }
 
 
 class Vp(Process):
     """DDPM's process in continuous time (Song et al. 2021, eq. 11): beta(t) linear, t in [t_min, 1]."""
 
-    def __init__(self, options: VpOptions | None = None, prediction: str = "epsilon", **named: Any):
-        options = options or parse(VpOptions, named, "process vp")
-        self.prediction, self.time_scale, self._options = prediction, options.time_scale, options
+    kind = VpOptions
 
     def times(self, fractions: Any) -> Any:
         """t_min + (1 - t_min) u."""
-        return self._options.t_min + (1 - self._options.t_min) * fractions
+        return self.options.t_min + (1 - self.options.t_min) * fractions
 
     def fractions(self, t: Tensor) -> Tensor:
         """The share of the way in t."""
-        return (t - self._options.t_min) / (1 - self._options.t_min)
+        return (t - self.options.t_min) / (1 - self.options.t_min)
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:
         """exp(-B/2) and sqrt(1 - exp(-B)), B the integral of beta."""
-        low, high = self._options.beta_min, self._options.beta_max
+        low, high = self.options.beta_min, self.options.beta_max
         alphas_cumprod = math.e ** -(low * t + (high - low) * t**2 / 2)
         return alphas_cumprod**0.5, (1 - alphas_cumprod) ** 0.5
 

@@ -19,37 +19,6 @@ SCHEDULES = ("linear", "cosine", "quadratic", "scaled_linear")
 PREDICTIONS = ("epsilon", "x0", "v")
 
 
-def make_betas(
-    schedule: str,
-    timesteps: int,
-    scale_betas: bool = True,
-    beta_start: float | None = None,
-    beta_end: float | None = None,
-) -> Array:
-    """The variances beta_t of the forward steps, shape (T,).
-
-    Linear and quadratic: end points 1e-4 and 0.02 (Ho et al. 2020); scaled_linear, which is quadratic with those of
-    latent diffusion, 0.00085 and 0.012 (Rombach et al. 2022); or those given. They are multiplied by 1000/T for other T
-    (improved DDPM; without it the process of T = 100 does not reach noise). Cosine: Nichol and Dhariwal 2021, eq. 17.
-
-    Raises:
-        ConfigError: an unknown schedule.
-    """
-    scale, usual = 1000 / timesteps if scale_betas else 1.0, ENDS.get(schedule, (0.0, 0.0))
-    first, last = ((given or end) * scale for given, end in zip((beta_start, beta_end), usual))
-    if schedule == "linear":
-        betas = np.linspace(first, last, timesteps)
-    elif schedule in ("quadratic", "scaled_linear"):
-        betas = np.linspace(first**0.5, last**0.5, timesteps) ** 2
-    elif schedule == "cosine":
-        u = np.arange(timesteps + 1) / timesteps
-        f = np.cos((u + 0.008) / 1.008 * np.pi / 2) ** 2
-        betas = 1 - f[1:] / f[:-1]
-    else:
-        raise ConfigError(f"schedule: got {schedule!r}, allowed: {', '.join(SCHEDULES)}")
-    return np.minimum(betas, 0.999)
-
-
 @dataclass(frozen=True, eq=False)
 class NoiseSchedule:
     """A discrete Gaussian process given by its betas, shape (T,), or a continuous one cut into T cells.
@@ -142,8 +111,29 @@ def make_schedule(
     beta_start: float | None = None,
     beta_end: float | None = None,
 ) -> NoiseSchedule:
-    """A noise schedule by name; warns where its process does not end in noise."""
-    made = NoiseSchedule(make_betas(schedule, timesteps, scale_betas, beta_start, beta_end), variance, schedule)
+    """A noise schedule by name; warns where its process does not end in noise.
+
+    Linear and quadratic: end points of beta 1e-4 and 0.02 (Ho et al. 2020); scaled_linear, which is quadratic with
+    those of latent diffusion, 0.00085 and 0.012 (Rombach et al. 2022); or those given. They are multiplied by 1000/T
+    for other T (improved DDPM; without it the process of T = 100 does not reach noise). Cosine: Nichol and Dhariwal
+    2021, eq. 17.
+
+    Raises:
+        ConfigError: an unknown schedule.
+    """
+    scale, usual = 1000 / timesteps if scale_betas else 1.0, ENDS.get(schedule, (0.0, 0.0))
+    first, last = ((given or end) * scale for given, end in zip((beta_start, beta_end), usual))
+    if schedule == "linear":
+        betas = np.linspace(first, last, timesteps)
+    elif schedule in ("quadratic", "scaled_linear"):
+        betas = np.linspace(first**0.5, last**0.5, timesteps) ** 2
+    elif schedule == "cosine":
+        u = np.arange(timesteps + 1) / timesteps
+        f = np.cos((u + 0.008) / 1.008 * np.pi / 2) ** 2
+        betas = 1 - f[1:] / f[:-1]
+    else:
+        raise ConfigError(f"schedule: got {schedule!r}, allowed: {', '.join(SCHEDULES)}")
+    made = NoiseSchedule(np.minimum(betas, 0.999), variance, schedule)
     if made.alphas_cumprod[-1] > 5e-3:  # that of latent diffusion ends at 4.7e-3
         warnings.warn(
             f"alpha-bar at the last timestep is {made.alphas_cumprod[-1]:.3g}: the process does not end in noise, "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.errors import ConfigError, KairosError
-from kairos.files import atomic_folder, check_files, hash_folder, read_json, sha256_json, write_json, write_text
+from kairos.files import atomic_folder, check_files, hash_folder, open_record, sha256_json, write_json, write_text
 from kairos.strategies.columns import strategy_csv
 
 _SHAPING = ("patch", "width", "depth", "heads", "channels", "multipliers", "blocks", "attention", "conditions")
@@ -47,10 +47,7 @@ def check_milestone(folder: Path) -> dict[str, Any]:
         KairosError: there is no milestone.
         DamagedError: a file is missing or has changed.
     """
-    path = folder / "milestone.json"
-    if not path.is_file():
-        raise KairosError(f"{folder}: no milestone.json; not a milestone, or one that was not finished")
-    record = read_json(path)
+    record = open_record(folder, "train", "milestone.json")
     check_files(folder, record["files"], "train again, or pull it with dvc")
     return record
 
@@ -86,7 +83,7 @@ def hash_of_start(folder: Path, model: dict[str, Any]) -> str:
             f"training.start_from: got {str(folder)!r}, allowed: the folder of a milestone (it holds milestone.json), "
             "of a training or of kairos import-weights"
         )
-    record = read_json(path)
+    record = open_record(folder, "train", path.name)
     other = record["config"]["model"]
     if differing := [name for name in ("name", *_SHAPING) if other.get(name) != model.get(name)]:
         name = differing[0]
@@ -97,17 +94,15 @@ def hash_of_start(folder: Path, model: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Milestone:
-    """A milestone opened for use: the network in evaluation mode, its forward process, its record."""
+    """A milestone opened for use: the network in evaluation mode, its forward process, its record.
+
+    `config` is the whole experiment that the weights come from, as plain values.
+    """
 
     model: Any
     process: Any
     record: dict[str, Any]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The whole experiment that the weights come from, as plain values."""
-        config: dict[str, Any] = self.record["config"]
-        return config
+    config: dict[str, Any]
 
 
 def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> Milestone:
@@ -130,4 +125,4 @@ def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> M
     config = record["config"]
     process, shape = build_process(config["diffusion"], record["sigma_data"]), tuple(record["shape"])
     model = models.load(folder / weights, config["model"], shape, record["conditions"], process.channels(shape[0]))
-    return Milestone(model.to(device), process, record)
+    return Milestone(model.to(device), process, record, config)

@@ -12,19 +12,7 @@ from kairos.models.backbone import Backbone, Descriptions, Null
 from kairos.models.layers import Attention, mlp, named, sinusoids
 from kairos.models.registries import DiTOptions
 
-
-class TimestepEmbedder(nn.Module):
-    """Sinusoids of t (indices or real numbers), then an MLP: (batch,) to (batch, width)."""
-
-    frequencies = 256
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(self.frequencies, width), nn.SiLU(), nn.Linear(width, width))
-
-    def forward(self, t: Tensor) -> Tensor:
-        """Embedding of each t."""
-        return self.mlp(sinusoids(t, self.frequencies))
+_FREQUENCIES = 256  # of the sinusoids of t
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -89,7 +77,8 @@ class DiT(Backbone):
         super().__init__(options, shape, conditions, outputs)
         width, patch = options.width, options.patch
         self.x_embedder = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
-        self.t_embedder = TimestepEmbedder(width)
+        embedder = nn.Sequential(nn.Linear(_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        self.t_embedder = nn.ModuleDict({"mlp": embedder})
         self.y_embedder = nn.ModuleDict()
         if "class" in conditions:  # the row past the last class stands for no class
             self.y_embedder["embedding_table"] = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
@@ -108,11 +97,9 @@ class DiT(Backbone):
 
     def _initialise(self) -> None:
         initialise(self)
-        patches = self.x_embedder[0]
-        nn.init.xavier_uniform_(patches.weight.data.flatten(1))
-        nn.init.zeros_(patches.bias)
-        embedders = [*self.t_embedder.modules(), *self.y_embedder.modules()]
-        for layer in embedders:
+        nn.init.xavier_uniform_(self.x_embedder[0].weight.data.flatten(1))
+        nn.init.zeros_(self.x_embedder[0].bias)
+        for layer in (*self.t_embedder.modules(), *self.y_embedder.modules()):
             if isinstance(layer, nn.Linear | nn.Embedding):
                 nn.init.normal_(layer.weight, std=0.02)
         nn.init.zeros_(self.final_layer.linear.weight)
@@ -125,7 +112,7 @@ class DiT(Backbone):
     def embedded(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Tokens (batch, tokens, width), row by row, and what drives the blocks, (batch, width)."""
         tokens = self.x_embedder(self.joined(x, conditions)).flatten(2).transpose(1, 2) + self.pos_embed
-        c = self.t_embedder(t)
+        c = self.t_embedder["mlp"](sinusoids(t, _FREQUENCIES))
         if "class" in self.conditions:
             c = c + self.y_embedder["embedding_table"](conditions["class"])
         if "text" in self.conditions:

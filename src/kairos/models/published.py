@@ -20,16 +20,13 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
         KairosError: there is no such file, it holds more than tensors and numbers, or no weights.
     """
     found = _opened(path)
-    raw: Any
-    average: Any
+    raw, average = found.get("model"), found.get("ema")
     if isinstance(found.get("state_dict"), dict):
         raw, average = _latent_diffusion(found["state_dict"])
-    else:
-        raw, average = found.get("model"), found.get("ema")
-        if isinstance(average, dict) and isinstance(average.get("shadow"), dict):
-            average = average["shadow"]
-        if not isinstance(raw, dict) and not isinstance(average, dict):
-            raw = found
+    elif isinstance(average, dict) and isinstance(average.get("shadow"), dict):
+        average = average["shadow"]
+    elif not isinstance(raw, dict) and not isinstance(average, dict):
+        raw = found
     chosen = [{k: v for k, v in part.items() if isinstance(v, Tensor)} for part in (average, raw) if part]
     if not chosen or not all(chosen):
         raise KairosError(f"{path}: no weights found; its keys: {', '.join(map(str, list(found)[:8])) or 'none'}")

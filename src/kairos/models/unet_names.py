@@ -35,8 +35,8 @@ def renamed(own: dict[str, Tensor], weights: dict[str, Tensor], options: Any) ->
         return weights
     levels, blocks = len(options.widths), options.blocks
     attended = {int(name.split(".")[1]) for name in own if name.startswith("down_blocks") and "attentions" in name}
-    place = _ddpm if "in_conv.weight" in weights else _adm
-    theirs = {name: place(name, levels, blocks, attended) for name in own}
+    adm = "in_conv.weight" not in weights
+    theirs = {name: _published(name, levels, blocks, attended, adm) for name in own}
     found = {name: value for name, value in weights.items() if name not in theirs.values()}
     for name, like in own.items():
         if (value := weights.get(theirs[name])) is None:
@@ -49,37 +49,31 @@ def renamed(own: dict[str, Tensor], weights: dict[str, Tensor], options: Any) ->
     return found
 
 
-def _adm(name: str, levels: int, blocks: int, attended: set[int]) -> str:
-    """ADM's name of a weight: blocks are numbered through all levels, resampling is one of them or its last part."""
+def _published(name: str, levels: int, blocks: int, attended: set[int], adm: bool) -> str:
+    """The published name of a weight.
+
+    ADM numbers its blocks through all levels; resampling is one of them, or the last part of one. ddpm-torch has a
+    block with attention as a pair, and resampling as a pair with its convolution last.
+    """
+    table = _ADM if adm else _DDPM
     if not (found := _PLACE.match(name)):
-        return _translated(name, _ADM)
+        return _translated(name, table)
     side, level, kind, number, rest = found[1], int(found[2] or 0), found[3], int(found[4]), found[5]
+    attention, resampling = int(kind == "attentions"), kind.endswith("samplers")
     if side == "mid":
-        return f"middle_block.{2 * number if kind == 'resnets' else 1}.{_translated(rest, _ADM)}"
+        return f"{'middle_block' if adm else 'middle'}.{1 if attention else 2 * number}.{_translated(rest, table)}"
+    place = level if side == "down" else levels - 1 - level
+    if not adm:
+        if resampling:
+            return f"{side}samples.level_{place}.{blocks + (side == 'up')}.1.{rest.removeprefix('conv.')}"
+        pair = f".{attention}" if place in attended else ""
+        return f"{side}samples.level_{place}.{number}{pair}.{_translated(rest, table)}"
+    block = level * (blocks + 1) + (blocks if resampling else number)
     if side == "down":
-        block = 1 + level * (blocks + 1) + (blocks if kind == "downsamplers" else number)
-        where = f"input_blocks.{block}.{int(kind == 'attentions')}"
-        rest = rest.replace("conv.", "op.") if rest.startswith("conv.") else rest
-    else:
-        block = level * (blocks + 1) + (blocks if kind == "upsamplers" else number)
-        position = 1 + (levels - 1 - level in attended) if kind == "upsamplers" else int(kind == "attentions")
-        where = f"output_blocks.{block}.{position}"
-    return f"{where}.{_translated(rest, _ADM)}"
-
-
-def _ddpm(name: str, levels: int, blocks: int, attended: set[int]) -> str:
-    """ddpm-torch's name of a weight: a block with attention is a pair, resampling a pair with its convolution last."""
-    if not (found := _PLACE.match(name)):
-        return _translated(name, _DDPM)
-    side, level, kind, number, rest = found[1], int(found[2] or 0), found[3], int(found[4]), found[5]
-    if side == "mid":
-        return f"middle.{2 * number if kind == 'resnets' else 1}.{_translated(rest, _DDPM)}"
-    level = level if side == "down" else levels - 1 - level
-    if kind.endswith("samplers"):
-        last = blocks + (side == "up")
-        return f"{side}samples.level_{level}.{last}.1.{rest.removeprefix('conv.')}"
-    pair = f".{int(kind == 'attentions')}" if level in attended else ""
-    return f"{side}samples.level_{level}.{number}{pair}.{_translated(rest, _DDPM)}"
+        rest = f"op.{rest.removeprefix('conv.')}" if rest.startswith("conv.") else rest
+        return f"input_blocks.{1 + block}.{attention}.{_translated(rest, table)}"
+    position = 1 + (place in attended) if resampling else attention
+    return f"output_blocks.{block}.{position}.{_translated(rest, table)}"
 
 
 def _translated(name: str, table: dict[str, str]) -> str:

@@ -3,6 +3,8 @@
 Parameter names are those of the published checkpoints.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -23,10 +25,9 @@ class UViT(Backbone):
     def __init__(self, options: UViTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         width, patch, half = options.width, options.patch, options.depth // 2
-        rows, columns = self.grid(patch)
-        self.patches = rows * columns
+        self.patches = math.prod(self.grid(patch))
         self.patch_embed = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
-        count, self.label_emb, self.context_embed = 1 + self.patches, None, None
+        count = 1 + self.patches
         if "class" in conditions:  # the row past the last class stands for no class
             self.label_emb = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
             count += 1
@@ -52,7 +53,7 @@ class UViT(Backbone):
     def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """A published file's weights; a table of classes without a row for none (ImageNet 64) gets one of zeros."""
         table = weights.get("label_emb.weight")
-        if table is None or self.label_emb is None or len(table) + 1 != self.label_emb.num_embeddings:
+        if table is None or "class" not in self.conditions or len(table) + 1 != self.label_emb.num_embeddings:
             return weights
         return weights | {"label_emb.weight": nn.functional.pad(table, (0, 0, 0, 1))}
 
@@ -60,9 +61,9 @@ class UViT(Backbone):
         """Prediction (batch, outputs, height, width)."""
         tokens = self.patch_embed(self.joined(x, conditions)).flatten(2).transpose(1, 2)  # row by row
         extra = [sinusoids(t, self.options.width)[:, None]]
-        if self.label_emb is not None:
+        if "class" in self.conditions:
             extra.insert(0, self.label_emb(conditions["class"])[:, None])
-        if self.context_embed is not None:
+        if "text" in self.conditions:
             extra.append(self.context_embed(self.null(conditions["text"])))
         tokens = torch.cat([*extra, tokens], dim=1) + self.pos_embed
         skips = []

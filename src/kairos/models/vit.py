@@ -36,11 +36,9 @@ class ViT(Backbone):
     def __init__(self, options: ViTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         width, patch = options.width, options.patch
-        rows, columns = self.grid(patch)
-        self.patches = rows * columns
+        self.patches = math.prod(self.grid(patch))
         self.patch_embed = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
         self.time_embedding = nn.Embedding(options.timesteps, width)
-        self.class_embedding = None
         if "class" in conditions:  # the row past the last class stands for no class
             self.class_embedding = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
         self.pos_embed = nn.Parameter(torch.empty(1, 1 + ("class" in conditions) + self.patches, width))
@@ -65,7 +63,7 @@ class ViT(Backbone):
         """Prediction (batch, outputs, height, width); t between two indices is taken for the nearest."""
         tokens = self.patch_embed(self.joined(x, conditions)).flatten(2).transpose(1, 2)  # row by row
         extra = [self.time_embedding(t.round().long())[:, None]]
-        if self.class_embedding is not None:
+        if "class" in self.conditions:
             extra.append(self.class_embedding(conditions["class"])[:, None])
         tokens = torch.cat([*extra, tokens], dim=1) + self.pos_embed
         for block in self.blocks:

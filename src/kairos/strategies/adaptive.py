@@ -28,7 +28,6 @@ from kairos.diffusion.schedule import NoiseSchedule
 from kairos.randomness import derived_seed
 from kairos.strategies.base import Array, Observation, Sampler
 from kairos.strategies.beta import beta_cdf
-from kairos.strategies.meter import errors
 from kairos.strategies.points import Place
 
 _EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
@@ -93,8 +92,8 @@ class Adaptive(Sampler):
         self.features = torch.from_numpy(((np.arange(count) + 0.5) * timesteps / count).astype(np.int64))
         cap = np.inf if options.c_max is None else options.c_max
         self.coefficients = torch.from_numpy(np.minimum(schedule.vlb, cap))
-        self.policy: Policy | None = None
-        self.optimizer: torch.optim.Adam | None = None
+        self.policy: Any = None  # a `Policy` and its Adam, from the first batch on
+        self.optimizer: Any = None
         self.queue: list[Tensor] = []  # feature vectors delta, float64 (count,), on the CPU
         self.selected: Tensor | None = None  # S, indices of timesteps
         self.updates = 0
@@ -149,13 +148,11 @@ class Adaptive(Sampler):
         """1 over the density of each draw given its image, relative to uniform, (batch,) on the CPU."""
         if not self.corrected:
             return None
-        assert self.policy is not None
         with torch.no_grad():
             return torch.exp(-self._log_density(x0)).cpu()
 
     def _log_density(self, x0: Tensor) -> Tensor:
         """Logarithm of the density of the last draws, floor included, (batch,), on the device of x0."""
-        assert self.policy is not None
         a, b = self.policy(x0)
         log = Beta(a, b).log_prob(self._drawn.to(a))
         if not self.floor:
@@ -203,11 +200,10 @@ class Adaptive(Sampler):
 
     def _losses(self, observation: Observation, index: Tensor, t: Tensor, noise: str) -> Tensor:
         fractions = (t + 0.5).double() / self.schedule.timesteps
-        return errors(observation, index, fractions, noise, self.dropout) * self.coefficients[t]
+        return observation.meter.errors(index, fractions, noise, self.dropout) * self.coefficients[t]
 
     def _learn(self, observation: Observation, change: Tensor) -> None:
         """One REINFORCE step (Kim et al. 2025, eq. 13); `change` is how far the losses fell, (global batch, |S|)."""
-        assert self.policy is not None and self.optimizer is not None
         size, mine = distributed.share(len(observation.x0))
         x0 = observation.x0
         advantage = self.advantage(change)[mine].to(self.policy.last.weight)
@@ -240,7 +236,7 @@ class Adaptive(Sampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Policy, its optimiser, the queue, S and the running reward statistics."""
-        if self.policy is None or self.optimizer is None:
+        if self.policy is None:
             return {}
         return {
             "policy": self.policy.state_dict(),
@@ -258,7 +254,6 @@ class Adaptive(Sampler):
             return
         weight = state["policy"]["convolutions.0.weight"]
         self._build(weight.shape[1], torch.device(device), weight.dtype).load_state_dict(state["policy"])
-        assert self.optimizer is not None
         self.optimizer.load_state_dict(state["optimizer"])
         self.queue = [] if state["queue"] is None else list(state["queue"].cpu())
         self.selected = None if state["selected"] is None else state["selected"].cpu()

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kairos.strategies.meter import Meter
-
 Array = NDArray[np.float64]
 
 
@@ -35,7 +33,7 @@ class Observation:
         x0: the batch, (batch, ...).
         fractions: what the sampler drew for it, float64 (batch,).
         losses: per-sample loss of the step, times the weighting's weight but without importance weights, (batch,).
-        meter: losses and gradients of the network as it now is, at any timesteps.
+        meter: a `Meter`, losses and gradients of the network as it now is, for samplers that measure.
         place: where the step stands in everything random, for what is random in a measurement.
     """
 
@@ -43,22 +41,34 @@ class Observation:
     x0: "Tensor"
     fractions: "Tensor"
     losses: "Tensor | None"
-    meter: "Meter | None"
+    meter: Any
     place: Place
 
 
-class Stateful:
+class Part:
     """Base of samplers and weightings: those that learn say what a resume needs.
 
     `kept` are the attributes, numbers and arrays of numpy, that are the state, and `restored` follows from them.
     """
 
     kept: tuple[str, ...] = ()
+    learned = False  # whether it depends on what was observed
+    now = 0  # the step
+
+    def __init__(self, options: Any, schedule: NoiseSchedule):
+        self.options = options
+        self.schedule = schedule
+
+    def begin(self, step: int) -> None:
+        """Say which step comes next, from 0: what changes over training follows it."""
+        self.now = step
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resume needs, arrays as tensors of their own."""
+        import torch
+
         state = {name.lstrip("_"): getattr(self, name) for name in self.kept}
-        return {name: _tensor(value) if isinstance(value, np.ndarray) else value for name, value in state.items()}
+        return {name: torch.tensor(value) if isinstance(value, np.ndarray) else value for name, value in state.items()}
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
         """Restore what `state_dict` gave, tensors on `device`."""
@@ -73,13 +83,7 @@ class Stateful:
         """Follow from what has been restored."""
 
 
-def _tensor(values: Array) -> "Tensor":
-    import torch
-
-    return torch.from_numpy(values.copy())
-
-
-class Sampler(Stateful):
+class Sampler(Part):
     """Base of all samplers: a density given by its cumulative distribution function and its inverse.
 
     Args:
@@ -88,21 +92,14 @@ class Sampler(Stateful):
         seed: for samplers with initial weights or shifts of their own.
     """
 
-    learned = False  # whether the density depends on what was observed
     measures = False  # whether observing needs a meter
     corrected: bool = False  # whether draws have importance weights, where it is no option
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        self.options = options
-        self.schedule = schedule
+        super().__init__(options, schedule)
         self.seed = seed
-        self.step = 0
         self.floor: float = getattr(options, "floor", 0.0)
         self.corrected = getattr(options, "importance", self.corrected)
-
-    def begin(self, step: int) -> None:
-        """Say which step comes next, from 0: curricula follow it."""
-        self.step = step
 
     def cdf(self, fraction: Array) -> Array:
         """Probability of a draw below each fraction, without the uniform floor."""
@@ -206,7 +203,7 @@ class Tabled(Sampler):
         return (cell + np.minimum(inside, 1 - 1e-9)) / len(self._masses)
 
 
-class Weighting(Stateful):
+class Weighting(Part):
     """Base of all weightings: a factor on the squared error of what the network predicts.
 
     A weighting that depends on the signal-to-noise ratio alone states its formula in `of_snr`, for the error of
@@ -215,17 +212,10 @@ class Weighting(Stateful):
     """
 
     stated = "epsilon"
-    learned = False
-    now = 0  # the step
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
-        self.options = options
-        self.schedule = schedule
+        super().__init__(options, schedule)
         self.prediction = prediction
-
-    def begin(self, step: int) -> None:
-        """Say which step comes next, from 0: weights that change over training follow it."""
-        self.now = step
 
     def of_snr(self, snr: Array) -> Array:
         """The factor on the error that the formula is stated for, elementwise."""

@@ -144,15 +144,13 @@ class Clts(Sampler):
     @property
     def progress(self) -> float:
         """The mixture's l, at the step last begun."""
-        return min(self.step / self.options.length, 1.0)
-
-    def _truncated(self, fraction: Array) -> Array:
-        below = normal_cdf((np.asarray(fraction) - self.options.mu) / self.options.s)
-        return np.clip((below - self._low) / (self._high - self._low), 0.0, 1.0)
+        return min(self.now / self.options.length, 1.0)
 
     def cdf(self, fraction: Array) -> Array:
         """The mixture at the step last begun."""
-        return (1 - self.progress) * np.asarray(fraction) + self.progress * self._truncated(fraction)
+        below = normal_cdf((np.asarray(fraction) - self.options.mu) / self.options.s)
+        truncated = np.clip((below - self._low) / (self._high - self._low), 0.0, 1.0)
+        return (1 - self.progress) * np.asarray(fraction) + self.progress * truncated
 
     def quantile(self, probability: Array) -> Array:
         """A share 1 - l of the range goes to the uniform part, the rest to the normal one."""

@@ -16,7 +16,6 @@ from torch import Tensor
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.strategies.base import Array, Observation, Tabled
-from kairos.strategies.meter import gradient
 
 
 class FromGradients(Tabled):
@@ -77,10 +76,18 @@ class FromGradients(Tabled):
         return (2.0 * drawn - 1) / per_bin
 
     def squares(self, observation: Observation, factors: Tensor, roots: list[Tensor] | None = None) -> Array:
-        """Squared norm, (bins,), of the sum of gradients times `factors`, (bins, per_bin); see `_square`."""
+        """Squared norm, (bins,), of the sum of gradients times `factors`, (bins, per_bin).
+
+        `roots` are the square roots of a diagonal metric, where it is not the Euclidean one.
+        """
         index, fractions = self.samples(observation, factors.shape[1])
-        each = enumerate(zip(index, fractions, factors))
-        return np.array([_square(gradient(observation, i, u, f"measurement {k}", f), roots) for k, (i, u, f) in each])
+        squares = []
+        for k, (i, u, f) in enumerate(zip(index, fractions, factors)):
+            found = observation.meter.gradient(i, u, f"measurement {k}", f)
+            for each, root in zip(found, roots or []):
+                each.mul_(root)
+            squares.append(torch.stack([torch.linalg.vector_norm(each).double() for each in found]).square().sum())
+        return torch.stack(squares).cpu().numpy()
 
     def per_bin(self, observation: Observation) -> int:
         """Samples of a bin: as asked for, or a batch in all."""
@@ -101,7 +108,6 @@ class GradientNorm(FromGradients):
     def measure(self, observation: Observation) -> Array:
         """Mean squared norm of a sample's gradient in every bin."""
         count = self.per_bin(observation)
-        assert observation.meter is not None
         roots = None
         if self.options.norm == "preconditioned":
             roots = [each.sqrt() for each in observation.meter.metric()]
@@ -139,27 +145,18 @@ class FirstOrder(FromGradients):
         """The inner product of every bin."""
         half = max(1, self.per_bin(observation) // 2)
         index, fractions = self.samples(observation, 2 * half)
-        assert observation.meter is not None
         metric = observation.meter.metric()
         parts = (slice(0, half), slice(half, 2 * half))
         ones = torch.full((half,), 1 / half)
         targets = []
         for number, part in enumerate(parts):
             flat, factors = (index[:, part].flatten(), fractions[:, part].flatten()), ones.repeat(self.bins) / self.bins
-            found = gradient(observation, *flat, f"measured target {number}", factors)
+            found = observation.meter.gradient(*flat, f"measured target {number}", factors)
             targets.append([each.mul_(d).flatten() for each, d in zip(found, metric)])
         values = np.zeros(self.bins)
         for k in range(self.bins):
             for number, part in enumerate(parts):
-                mine = gradient(observation, index[k, part], fractions[k, part], f"measurement {k} {number}", ones)
+                mine = observation.meter.gradient(index[k, part], fractions[k, part], f"measurement {k} {number}", ones)
                 products = [torch.dot(g.flatten(), h) for g, h in zip(mine, targets[1 - number])]
                 values[k] += float(torch.stack(products).double().sum())
         return values
-
-
-def _square(gradients: list[Tensor], roots: list[Tensor] | None = None) -> float:
-    """Squared norm, in a diagonal metric where its square roots are given; `gradients` are overwritten then."""
-    if roots is not None:
-        for each, root in zip(gradients, roots):
-            each.mul_(root)
-    return float(torch.stack([torch.linalg.vector_norm(each).double() for each in gradients]).square().sum())

@@ -21,6 +21,7 @@ What differs from the paper, or is left open by it:
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,29 +140,40 @@ def increments(
     """
     if not 1 < r < np.inf:
         raise ConfigError(f"r: got {r:g}, allowed: number > 1, the magnitude where convergence begins")
-    if process == "vp":
-        if schedule is None:
-            raise ConfigError("schedule: none given, process vp needs one")
-        return _of_schedule(schedule, r)
-    t = _time_steps(process, timesteps)
-    form = table_8(process, t)
-    reached = r - 1 if process == "ve" else (r - 1) ** 0.5
-    growth = np.zeros_like(t), 2 * form.s**2 * form.sigma2, form.variance_dot(), 1 + form.sigma2
-    return _increments(process, t, form.s, np.sqrt(form.sigma2), growth, r, reached)
+    if process != "vp":
+        t, s, sigma, *bounds, reached = _of_levels(process, timesteps, r)
+    elif schedule is not None:
+        t, s, sigma, *bounds, reached = _of_schedule(schedule, r)
+    else:
+        raise ConfigError("schedule: none given, process vp needs one")
+    noise, ratio = (s * sigma) ** 2, s[1:] / s[:-1]
+    own = (ratio - 1) ** 2 * noise[:-1] + noise[1:] - ratio**2 * noise[:-1]
+    both = noise[1:] + noise[:-1]
+    mean_bound, variance_bound, change, magnitude = (values[:-1] for values in bounds)
+    rows = (t[:-1], s[:-1], sigma[:-1], np.diff(s), both, own, mean_bound, variance_bound, change, magnitude)
+    peak = int(np.argmax(change))
+    deceleration = None if np.ptp(change) == 0 or peak == len(change) - 1 else float(t[peak])
+    return Increments(process, *rows, r, deceleration, float(reached) if reached < t[-1] else None)
 
 
-def _time_steps(process: str, timesteps: int) -> Array:
-    """0, where x is the image, and the times of `timesteps` noise levels, rising, (T + 1,)."""
+def _of_levels(process: str, timesteps: int, r: float) -> tuple[Any, ...]:
+    """At 0, where x is the image, and at each of VE's or EDM's noise levels, all (T + 1,): t, s, sigma, the bounds of
+    mean² and variance, the latter's change and the magnitude; last the time where the magnitude is r.
+    """
     place = np.arange(timesteps) / (timesteps - 1)
     if process == "ve":
-        sigma = 0.02 * (100 / 0.02) ** place
+        t, reached = (0.02 * (100 / 0.02) ** place) ** 2, r - 1
     else:
         low, high = 0.002 ** (1 / 7), 80 ** (1 / 7)
-        sigma = (low + place * (high - low)) ** 7
-    return np.concatenate([[0.0], sigma**2 if process == "ve" else sigma])
+        t, reached = (low + place * (high - low)) ** 7, (r - 1) ** 0.5
+    t = np.concatenate([[0.0], t])
+    form = table_8(process, t)
+    growth = np.zeros_like(t), 2 * form.s**2 * form.sigma2, form.variance_dot(), 1 + form.sigma2
+    return t, form.s, np.sqrt(form.sigma2), *growth, reached
 
 
-def _of_schedule(schedule: NoiseSchedule, r: float) -> Increments:
+def _of_schedule(schedule: NoiseSchedule, r: float) -> tuple[Any, ...]:
+    """The same for VP, at the image and at each timestep of the schedule."""
     t = np.arange(schedule.timesteps + 1.0)
     alphas_cumprod = np.concatenate([[1.0], schedule.alphas_cumprod])
     if schedule.name == "linear" and schedule.betas[-1] < 0.999:  # where they are not cut off
@@ -172,29 +184,4 @@ def _of_schedule(schedule: NoiseSchedule, r: float) -> Increments:
         decay, change = alphas_cumprod, np.gradient(2 * (1 - alphas_cumprod))
         reached = float(np.interp(np.log(r), -np.log(decay), t, right=np.inf))
     growth = schedule.betas.max() * decay, 2 * (1 - decay), change, 1 / decay
-    return _increments("vp", t, np.sqrt(alphas_cumprod), np.sqrt(1 / alphas_cumprod - 1), growth, r, reached)
-
-
-def _increments(
-    process: str, t: Array, s: Array, sigma: Array, growth: tuple[Array, ...], r: float, reached: float
-) -> Increments:
-    """All from s and sigma at times t, the bounds, the change and the magnitude there (`growth`), each (T + 1,);
-    `reached`: the time where the magnitude is r.
-    """
-    noise = (s * sigma) ** 2
-    ratio = s[1:] / s[:-1]
-    own = (ratio - 1) ** 2 * noise[:-1] + noise[1:] - ratio**2 * noise[:-1]
-    names = ("t", "s", "sigma", "mean_squared_bound", "variance_bound", "change", "magnitude")
-    rows = {name: values[:-1] for name, values in zip(names, (t, s, sigma, *growth), strict=True)}
-    change = rows["change"]
-    peak = int(np.argmax(change))
-    return Increments(
-        process=process,
-        **rows,
-        mean=np.diff(s),
-        variance=noise[1:] + noise[:-1],
-        own_variance=own,
-        r=r,
-        deceleration=None if np.ptp(change) == 0 or peak == len(change) - 1 else float(t[peak]),
-        convergence=float(reached) if reached < t[-1] else None,
-    )
+    return t, np.sqrt(alphas_cumprod), np.sqrt(1 / alphas_cumprod - 1), *growth, reached

@@ -1,6 +1,6 @@
 """Measurements on a network around one optimiser step: losses and gradients at any timesteps, leaving no trace."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,19 +10,23 @@ from torch import Tensor, nn
 
 from kairos import distributed
 from kairos.diffusion.losses import per_sample
+from kairos.strategies.points import Place
 
 if TYPE_CHECKING:
-    from kairos.strategies.base import Observation, Weighting
+    from kairos.strategies.base import Weighting
 
 
 @dataclass(eq=False)
 class Meter:
-    """What can be asked about a network and the batch at hand (this rank's part of the global one).
+    """What can be asked about a network and the batch at hand, over the global batch: the same on all ranks.
+
+    Samples are numbers in the global batch, noise the name of the random stream that it is drawn from.
 
     Args:
         process: forward process.
         network: a module; a wrapper of DistributedDataParallel is looked through.
-        x0: the batch, (batch, ...).
+        x0: this rank's part of the batch, (batch, ...).
+        place: where it stands in everything random.
         conditions: of its images, each (batch, ...); None: the network is called without, as ``network(x_t, t)``.
         weighting: weights of the losses whose gradients are measured.
         optimizer: of the network, for the metric of `metric`.
@@ -32,6 +36,7 @@ class Meter:
     process: Any
     network: Any
     x0: Tensor
+    place: Place
     conditions: dict[str, Tensor] | None = None
     weighting: "Weighting | None" = None
     optimizer: torch.optim.Optimizer | None = None
@@ -41,49 +46,68 @@ class Meter:
         if isinstance(self.network, nn.parallel.DistributedDataParallel):
             self.network = self.network.module
 
-    def _predict(self, index: Tensor, fractions: Tensor, noise: Tensor, dropout: bool) -> tuple[Tensor, ...]:
-        clean, t = self.x0[index], self.process.times(fractions).to(self.x0.device)
-        x_t = self.process.noised(clean, noise.to(clean.dtype), t)
-        given = self.conditions
-        chosen = None if given is None else {name: values[index] for name, values in given.items()}
-        with evaluating(self.network, dropout), self.autocast or nullcontext():
-            output = self.process.mean(self.process.predict(self.network, x_t, t, chosen), x_t).float()
-        return clean, t, x_t, output
-
-    def error(self, index: Tensor, fractions: Tensor, noise: Tensor, dropout: bool = False) -> Tensor:
-        """Per-sample squared error of epsilon, float32 (n,), in evaluation mode unless `dropout`, without gradients.
+    def errors(self, index: Tensor, fractions: Tensor, noise: str, dropout: bool = False) -> Tensor:
+        """Per-sample squared error of epsilon, float64 (n,) on the CPU, in evaluation mode, without gradients.
 
         Args:
-            index: samples of the batch, int64 (n,).
+            index: samples, int64 (n,), not decreasing, on the CPU.
             fractions: of the process, float64 (n,).
-            noise: (n, ...).
+            noise: name of its random stream.
             dropout: keep the network in training mode.
         """
-        with torch.no_grad():
-            _, t, x_t, output = self._predict(index, fractions, noise, dropout)
-            return per_sample((self.process.epsilon(output, x_t, t) - noise.to(x_t.dtype)) ** 2)
+        found = [torch.empty(0)]
+        for rows, mine in zip(*(values.split(len(self.x0)) for values in self._here(index))):
+            if len(rows):
+                with torch.no_grad():
+                    _, drawn, t, x_t, output = self._predict(rows, mine, fractions, noise, dropout)
+                    off = self.process.epsilon(output, x_t, t) - drawn.to(x_t.dtype)
+                    found.append(per_sample(off**2).cpu())
+        return distributed.gather(torch.cat(found).double())
 
-    def gradient(self, index: Tensor, fractions: Tensor, noise: Tensor, factors: Tensor) -> list[Tensor]:
+    def gradient(self, index: Tensor, fractions: Tensor, noise: str, factors: Tensor) -> list[Tensor]:
         """Gradient of sum over samples of factor x weight x squared error of what is predicted, a tensor a parameter.
 
         Evaluation mode; the parameters' own ``grad`` is not touched.
 
         Args:
-            index: samples of the batch, int64 (n,); none give zeros.
-            fractions: of the process, float64 (n,).
-            noise: (n, ...).
+            index: samples, int64 (n,), in any order, on the CPU.
+            fractions: float64 (n,).
+            noise: name of its random stream.
             factors: (n,).
         """
-        parameters = self.parameters()
-        if not len(index):
-            return [torch.zeros_like(parameter) for parameter in parameters]
-        with torch.enable_grad():
-            clean, t, _, output = self._predict(index, fractions, noise, False)
-            losses = per_sample((output - self.process.target(clean, noise, t)) ** 2)
-            if self.weighting is not None:
-                losses = losses * self.weighting.factors(self.process.snr(t), losses)
-            total = (losses * factors.to(losses)).sum()
-            return list(torch.autograd.grad(total, parameters, materialize_grads=True))
+        (rows, mine), parameters = self._here(index), self.parameters()
+        found = [torch.zeros_like(parameter) for parameter in parameters]
+        if len(rows):
+            with torch.enable_grad():
+                clean, drawn, t, _, output = self._predict(rows, mine, fractions, noise, False)
+                losses = per_sample((output - self.process.target(clean, drawn, t)) ** 2)
+                if self.weighting is not None:
+                    losses = losses * self.weighting.factors(self.process.snr(t), losses)
+                total = (losses * factors[rows].to(losses)).sum()
+                found = list(torch.autograd.grad(total, parameters, materialize_grads=True))
+        distributed.sum_tensors(found)
+        return found
+
+    def noise(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of a measurement's noise, each a function of the step and the row: alike on any number of ranks."""
+        return self.place.stream(name).normal(self.place.step, rows, tuple(self.x0.shape[1:]), self.x0.device)
+
+    def _here(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Which rows of `index` are this rank's samples, and where these are in its batch."""
+        _, mine = distributed.share(len(self.x0))
+        rows = ((index >= mine.start) & (index < mine.stop)).nonzero()[:, 0]
+        return rows, index[rows].to(self.x0.device) - mine.start
+
+    def _predict(self, rows: Tensor, mine: Tensor, fractions: Tensor, noise: str, dropout: bool) -> tuple[Tensor, ...]:
+        """x0, noise, times, x_t and output of the samples `mine` of this rank, which are `rows` of what is asked."""
+        clean, drawn = self.x0[mine], self.noise(noise, rows)
+        t = self.process.times(fractions[rows]).to(clean.device)
+        x_t = self.process.noised(clean, drawn.to(clean.dtype), t)
+        given = self.conditions
+        chosen = None if given is None else {name: values[mine] for name, values in given.items()}
+        with evaluating(self.network, dropout), self.autocast or nullcontext():
+            output = self.process.mean(self.process.predict(self.network, x_t, t, chosen), x_t).float()
+        return clean, drawn, t, x_t, output
 
     def parameters(self) -> list[Tensor]:
         """The network's trained parameters."""
@@ -91,57 +115,13 @@ class Meter:
 
     def metric(self) -> list[Tensor]:
         """The optimiser's preconditioner, a tensor or the number 1 a parameter: Adam's 1/(sqrt(v) + eps)."""
-        found = []
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        eps = {id(parameter): group.get("eps", 0.0) for group in groups for parameter in group["params"]}
-        for parameter in self.parameters():
-            state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
-            second = state.get("exp_avg_sq")
-            one = torch.ones((), device=parameter.device)
-            found.append(one if second is None else 1 / (second.sqrt() + eps[id(parameter)]))
-        return found
-
-
-def errors(observation: "Observation", index: Tensor, fractions: Tensor, noise: str, dropout: bool = False) -> Tensor:
-    """`Meter.error` over the global batch: the same float64 (n,) on all ranks, on the CPU.
-
-    Args:
-        observation: of the step.
-        index: samples of the global batch, int64 (n,), not decreasing, on the CPU.
-        fractions: float64 (n,).
-        noise: name of the random stream that it is drawn from.
-        dropout: see `Meter.error`.
-    """
-    here, local = _here(observation, index)
-    found = [torch.empty(0)]
-    for part in here.split(len(observation.x0)) if len(here) else []:
-        drawn = _noise(observation, noise, part)
-        found.append(observation.meter.error(local(part), fractions[part], drawn, dropout).cpu())  # type: ignore[union-attr]
-    return distributed.gather(torch.cat(found).double())
-
-
-def gradient(observation: "Observation", index: Tensor, fractions: Tensor, noise: str, factors: Tensor) -> list[Tensor]:
-    """`Meter.gradient` over the global batch, summed over ranks; arguments as for `errors`, in any order."""
-    here, local = _here(observation, index)
-    assert observation.meter is not None
-    drawn = _noise(observation, noise, here)
-    found = observation.meter.gradient(local(here), fractions[here], drawn, factors[here])
-    distributed.sum_tensors(found)
-    return found
-
-
-def _here(observation: "Observation", index: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Which of the samples `index` are this rank's, and where they are in its batch."""
-    x0 = observation.x0
-    _, mine = distributed.share(len(x0))
-    here = ((index >= mine.start) & (index < mine.stop)).nonzero()[:, 0]
-    return here, lambda part: index[part].to(x0.device) - mine.start
-
-
-def _noise(observation: "Observation", name: str, rows: Tensor) -> Tensor:
-    """Rows of a measurement's noise, each a function of the step and the row: alike on any number of ranks."""
-    x0, place = observation.x0, observation.place
-    return place.stream(name).normal(place.step, rows, tuple(x0.shape[1:]), x0.device)
+        state, groups = ({}, []) if self.optimizer is None else (self.optimizer.state, self.optimizer.param_groups)
+        eps = {each: group.get("eps", 0.0) for group in groups for each in group["params"]}
+        moments = {each: state[each]["exp_avg_sq"] for each in eps if "exp_avg_sq" in state.get(each, {})}
+        return [
+            1 / (moments[each].sqrt() + eps[each]) if each in moments else torch.ones((), device=each.device)
+            for each in self.parameters()
+        ]
 
 
 @contextmanager

@@ -4,13 +4,11 @@ Each point on its own is uniform in [0, 1), so a density drawn through its inver
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from kairos.randomness import Stream
+from kairos.randomness import Stream
 
 POINTS = ("random", "stratified", "sobol")
 
@@ -31,10 +29,8 @@ class Place:
     first: int = 0
     before: int | None = None
 
-    def stream(self, name: str) -> "Stream":
+    def stream(self, name: str) -> Stream:
         """The random numbers of one purpose."""
-        from kairos.randomness import Stream
-
         return Stream(self.seed, name)
 
     def index(self, samples: slice) -> range:
@@ -69,10 +65,5 @@ def points(kind: str, count: int, place: Place) -> NDArray[np.float64]:
 
 def van_der_corput(index: NDArray[np.int64]) -> NDArray[np.float64]:
     """The bits of each index mirrored at the binary point, elementwise."""
-    value, bits = np.zeros(len(index)), index.astype(np.uint64)
-    for place in range(1, 53):
-        value += (bits & np.uint64(1)) * 2.0**-place
-        bits = bits >> np.uint64(1)
-        if not bits.any():
-            break
-    return value
+    bits = np.unpackbits(index.astype(">u8").view(np.uint8).reshape(-1, 8), axis=1)  # (n, 64), the highest first
+    return np.asarray(bits @ 2.0 ** -np.arange(64.0, 0.0, -1.0))

@@ -111,19 +111,17 @@ class ChangeAware(Weighting):
 
     def weights(self) -> Array:
         """The rescaled change."""
-        change = self._change()
+        schedule, timesteps = self.schedule, self.schedule.timesteps
+        if schedule.name == "linear":
+            slope, first = linear_coefficients(schedule)
+            t = np.arange(1, timesteps + 1)
+            change = 2 * (first + slope * t / timesteps) * np.exp(-(first + slope * t / (2 * timesteps)) * t)
+        else:
+            change = np.gradient(1 - schedule.alphas_cumprod)
         low, high = max(change.min(), 0.0), min(change.max(), 1.0)
         share = np.clip((change - low) / (high - low), 0.0, 1.0)
         lam = self.options.lam
-        return (1 - lam) + (2 * lam - 1) * share
-
-    def _change(self) -> Array:
-        timesteps = self.schedule.timesteps
-        if self.schedule.name != "linear":
-            return np.asarray(np.gradient(1 - self.schedule.alphas_cumprod))
-        slope, first = linear_coefficients(self.schedule)
-        t = np.arange(1, timesteps + 1)
-        return np.asarray(2 * (first + slope * t / timesteps) * np.exp(-(first + slope * t / (2 * timesteps)) * t))
+        return np.asarray((1 - lam) + (2 * lam - 1) * share)
 
 
 class ChangeAwareOfficial(ChangeAware):

@@ -140,13 +140,12 @@ class Strategy:
         Raises:
             ValueError: the sampler measures and there is no network, or it follows losses and `loss` was not called.
         """
-        meter = None
+        meter, place = None, Place(self.seed, draw.step)
         if self.sampler.measures:
             if network is None:
                 raise ValueError(f"strategy {self.name}: its sampler measures the network: pass observe(..., network=)")
-            meter = Meter(self.process, network, draw.x0, conditions, self.weighting, optimizer, autocast)
+            meter = Meter(self.process, network, draw.x0, place, conditions, self.weighting, optimizer, autocast)
         losses = self._losses[1] if self._losses is not None and self._losses[0] == draw.step else None
-        place = Place(self.seed, draw.step)
         observation = Observation(draw.step, draw.x0, draw.fractions, losses, meter, place)
         with self.sampler.observe(observation):
             yield

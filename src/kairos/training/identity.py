@@ -43,11 +43,6 @@ def code_roots(plain: dict[str, Any], method: str) -> list[str]:
     return ["kairos.training.run", *(module for registry, named in components for module in registry.modules(named))]
 
 
-def code_fingerprint(plain: dict[str, Any], method: str) -> str:
-    """Fingerprint of the code that a training of `method` runs."""
-    return fingerprint(code_roots(plain, method))
-
-
 def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str, Any], device: str) -> dict[str, Any]:
     """What decides the trajectory, as plain values with their hash under ``identity``.
 
@@ -67,7 +62,7 @@ def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str
         "seed": seed,
         "training": trajectory_settings(plain["training"]),
         "device": device,
-        "code": code_fingerprint(plain, method),
+        "code": fingerprint(code_roots(plain, method)),
     }
     if start := plain["training"]["start_from"]:  # which weights, wherever they lie
         parts["training"]["start_from"] = hash_of_start(Path(start), plain["model"])

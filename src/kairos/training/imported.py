@@ -96,13 +96,12 @@ def import_weights(
     process = build_process(plain["diffusion"], facts["sigma_data"])
     model = models.build(plain["model"], shape, conditions, process.channels(shape[0]))
     average, raw = read_published(file)
-    weights = {}
-    for name, published in (("ema", average), ("raw", raw)):
-        try:
-            model.load_published(published)
-        except KairosError as error:
-            raise KairosError(f"{file}: {error}") from None
-        weights[name] = {key: value.clone() for key, value in model.weights().items()}
+    try:
+        model.load_published(average)
+        averaged = {name: value.clone() for name, value in model.weights().items()}
+        model.load_published(raw)
+    except KairosError as error:
+        raise KairosError(f"{file}: {error}") from None
     came = {"file": file.name, "sha256": sha256_file(file)}
     kept = {name: {k: v for k, v in conditions[name].items() if k != "empty"} for name in wanted}
     about = {"config": plain, "shape": list(shape), "conditions": kept, **facts, "imported": came}
@@ -113,5 +112,5 @@ def import_weights(
     }  # fmt: skip
     columns = Strategy("uniform", process).table()
     scheduler = process.scheduler_config(clip=facts["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3))
-    write_milestone(out, model, weights["ema"], record, columns=columns, scheduler=scheduler)
+    write_milestone(out, model, averaged, record, columns=columns, scheduler=scheduler)
     return record

@@ -18,9 +18,7 @@ from kairos import distributed
 from kairos.diffusion.losses import Prediction, Samples
 from kairos.errors import DivergedError
 from kairos.randomness import Stream, derived_seed
-from kairos.strategies.meter import Meter
 from kairos.strategies.strategy import Draw
-from kairos.training.probes import Moment
 from kairos.training.state import Training
 
 
@@ -48,7 +46,7 @@ def steps(training: Training, end: int) -> Iterator[dict[str, Any] | None]:
         training.sound &= norm.isfinite()
 
         # measure
-        line = _line(training, draw, computed, norm, batch.conditions) if logs else None
+        line = _line(training, draw, computed, norm) if logs else None
         if (logs or training.device.type == "cpu") and not training.sound:
             diverged(step, line)
 
@@ -66,7 +64,11 @@ def steps(training: Training, end: int) -> Iterator[dict[str, Any] | None]:
 
 @dataclass(frozen=True)
 class Computed:
-    """What forward and backward passes leave.
+    """What forward and backward passes leave, for the log and for probes: ``probe(training, draw, computed)``.
+
+    A probe is called in steps that log, after the backward pass and before the optimiser step; what it returns is
+    written to the step's line of metrics.jsonl under its name. It draws from a random stream of its own and must leave
+    the model as it is, so that a training's trajectory does not depend on its probes.
 
     Attributes:
         prediction: batch, noise, timesteps and output.
@@ -92,9 +94,8 @@ def _passes(training: Training, draw: Draw, noise: Tensor, conditions: dict[str,
         with nullcontext() if number == last or training.trained is training.network else training.trained.no_sync():
             done.append(_pass(training, number, place, part, noise[here], chosen))
     terms = {name: torch.cat([one.terms[name] for one in done]) for name in done[0].terms}
-    if weighted := _scaled(training, terms, weighted=True):
-        with torch.no_grad():
-            training.strategy.weighted(draw, torch.stack(weighted).sum(0))  # what it observes is the whole batch
+    with torch.no_grad():  # what the strategy observes is the whole batch
+        training.strategy.weighted(draw, torch.stack(_scaled(training, terms, weighted=True)).sum(0))
     x_t, output = (torch.cat([getattr(one.prediction, name) for one in done]) for name in ("x_t", "output"))
     prediction = Prediction(training.process, draw.x0, noise, draw.t, x_t, output)
     return Computed(prediction, terms, torch.stack([one.objective for one in done]).sum())
@@ -108,10 +109,10 @@ def _pass(
     samples = Samples(training.seed, draw.step, range(place.start, place.stop))
     prediction, terms = predicted(training, training.trained, samples, draw.x0, noise, draw.t, conditions)
     weighted, plain = _scaled(training, terms, weighted=True), _scaled(training, terms, weighted=False)
-    means = [training.strategy.loss(draw, torch.stack(weighted).sum(0))] if weighted else []
+    means = [training.strategy.loss(draw, torch.stack(weighted).sum(0)), *(term.mean() for term in plain)]
     share = len(draw.t) / training.settings["batch_size"]
     # DistributedDataParallel takes the mean over the ranks
-    objective = torch.stack([*means, *(p.mean() for p in plain)]).sum() * (share * distributed.ranks())
+    objective = torch.stack(means).sum() * (share * distributed.ranks())
     objective.backward()
     terms = {name: term.detach() for name, term in terms.items()}
     return Computed(replace(prediction, output=prediction.output.detach()), terms, objective.detach())
@@ -142,17 +143,10 @@ def _scaled(training: Training, terms: dict[str, Tensor], weighted: bool) -> lis
     return [options.scale * terms[name] for name, options, _ in training.losses if options.weighted is weighted]
 
 
-def _line(
-    training: Training, draw: Draw, computed: Computed, norm: Tensor, conditions: dict[str, Tensor]
-) -> dict[str, Any]:
+def _line(training: Training, draw: Draw, computed: Computed, norm: Tensor) -> dict[str, Any]:
     """What a step logs, of the global batch."""
     settings, step = training.settings, draw.step
-    told, meter = {}, Meter(training.process, training.network, draw.x0, conditions, autocast=training.autocast())
-    for name, probe in training.probes.items():
-        losses = next(iter(computed.terms.values()))
-        random = Stream(training.seed, f"probe {name}")
-        moment = Moment(step, training.model, computed.prediction, losses, draw.weights, meter.error, random)
-        told[name] = probe(moment)
+    told = {name: probe(training, draw, computed) for name, probe in training.probes.items()}
     share = len(draw.x0) / settings["batch_size"]
     sums = [computed.objective / distributed.ranks(), *(term.mean() * share for term in computed.terms.values())]
     loss, *means = distributed.add(torch.stack([value.double() for value in sums]).tolist())

@@ -74,7 +74,6 @@ def train(
             too small.
         Left: asked to end early; what has been computed is saved.
     """
-    leave = leave or Leave()
     label = f"train {method} seed {seed}"
     with _job(plain["training"], out / ".state", milestones[-1], wait) as (device, progress):
         first = distributed.rank() == 0
@@ -82,45 +81,37 @@ def train(
             together = f", {distributed.ranks()} processes" if distributed.ranks() > 1 else ""
             say(f"{label}: on {compute.describe(device)}{together}")
         latents = open_latents(latents_folder)
-        identity = identity_of(plain, method, seed, latents.manifest, device.type)
-        names = {"identity": identity["identity"], "method": method, "seed": seed}
-        progress.identify(identity["identity"])
-        store = Store(out, identity["identity"])
+        parts = identity_of(plain, method, seed, latents.manifest, device.type)
+        identity = parts.pop("identity")
+        progress.identify(identity)
+        store = Store(out, identity)
         if restart and first:
             store.clear()
         missing = distributed.on_first(lambda: store.start(milestones, part))
         steps_run = 0
         if missing:
             training = Training(plain, method, seed, latents, device)
-            about = {
-                **names,
-                "config": plain,
-                "autoencoder_sha256": latents.manifest["autoencoder_sha256"],
-                "dataset_sha256": latents.manifest["dataset_sha256"],
-                "shape": list(latents.shape),
-                "sigma_data": training.sigma_data,
-                "conditions": {name: latents.manifest["conditions"][name] for name in training.conditions},
-            }
-            run = Run(store, training, about, label, progress, leave, accept_versions)
+            run = Run(store, training, label, progress, leave or Leave(), accept_versions)
             steps_run = run.until(milestones, missing)
         elif first:
             say(f"{out}: all milestones are there, 0 steps to do")
         if first:
-            store.fulfil(milestones)
             record: dict[str, Any] | None = None
             if not part:
                 content = store.newest(milestones[-1])
                 assert content is not None
                 record = {
-                    **names,
-                    "parts": {key: value for key, value in identity.items() if key != "identity"},
+                    "identity": identity,
+                    "parts": parts,
+                    "method": method,
+                    "seed": seed,
                     "steps": content["step"],
                     "milestones": milestones,
                     "components": {**component_hashes(content), "metrics": content["metrics"]["sha256"]},
                     "provenance": provenance(plain, device, content["versions"], content["resumed_under"]),
                 }
             store.publish(milestones, record)
-    return {"steps_run": steps_run, "step": milestones[-1], "identity": identity["identity"]}
+    return {"steps_run": steps_run, "step": milestones[-1], "identity": identity}
 
 
 @contextmanager
@@ -157,7 +148,6 @@ class Run:
 
     store: Store
     training: Training
-    facts: dict[str, Any]
     label: str
     progress: ProgressFile
     leave: Leave
@@ -195,19 +185,21 @@ class Run:
                 if line is not None:
                     metrics.write(json.dumps(line) + "\n")
                     facts = f"loss {line['loss']:.4g}"
-                leaving = training.step < last and self._leaving()
+                # whether any of the processes has been asked to
+                leaving = training.step < last and distributed.add([bool(self.leave.asked(self.saving))])[0] > 0
                 if training.step in milestones or training.step % every == 0 or training.step == last or leaving:
                     metrics.flush()
                     self._save(training.step in milestones)
                 self.progress.at(training.step, self.seconds)
                 if leaving:
-                    self._leave(last)
+                    distributed.part()  # rank 0 has written by then
+                    reason = self.leave.reason or "another process of the training was asked to leave"
+                    raise Left(f"{reason}: stopped after step {training.step} of {last}, which is saved")
                 if bar is not None:
                     bar.advance(facts=facts)
                 begun = time.perf_counter()
         if training.step == 0:
             self._save(False)
-        self.progress.at(training.step, self.seconds)
         if bar is not None:
             bar.close(facts)
             say(f"{self.label}: {self.steps_run} steps computed, {duration(self.seconds)} of training in all")
@@ -225,40 +217,41 @@ class Run:
                 say(f"{self.label}: goes on from step {training.step}")
         self.seconds = max((line["seconds"] for line in read_timing(store.timing)), default=0.0)
 
-    def _leaving(self) -> bool:
-        """Whether any of the processes has been asked to leave."""
-        return distributed.add([float(bool(self.leave.asked(self.saving)))])[0] > 0
-
-    def _leave(self, last: int) -> None:
-        distributed.part()  # rank 0 has written by then
-        reason = self.leave.reason or "another process of the training was asked to leave"
-        raise Left(f"{reason}: stopped after step {self.training.step} of {last}, which is saved")
-
     def _save(self, milestone: bool) -> None:
         """Keep the state; what is not finite is refused before it takes the place of a good one."""
-        begun = time.monotonic()
+        begun, step = time.monotonic(), self.training.step
         if not self.training.sound:
-            diverged(self.training.step - 1)
+            diverged(step - 1)
         if milestone:
             self._milestone()
         if self.first:
             with open(self.store.metrics, "ab") as written:
                 os.fsync(written.fileno())
-            self._timing()
-            self.store.save(self.training.step, self.training.state())
+            times = {"seconds": round(self.seconds, 3), "steps_run": self.steps_run, "started": self.started}
+            with open(self.store.timing, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **times}) + "\n")
+            self.store.save(step, self.training.state())
         distributed.meet()
         self.saving = max(self.saving, time.monotonic() - begun)
 
     def _milestone(self) -> None:
         """Write a milestone; what samplers tell of a batch is asked on all ranks."""
         training, sampler = self.training, self.training.strategy.sampler
-        statistics = sampler.statistics()
+        statistics, manifest = sampler.statistics(), training.latents.manifest
         if not self.first:
             return
         columns = training.strategy.table(training.density_images())
         facts = {
-            **self.facts,
-            "provenance": provenance(self.facts["config"], training.device, versions(), self.store.resumed_under),
+            "identity": self.store.identity,
+            "method": training.method,
+            "seed": training.seed,
+            "config": training.plain,
+            "autoencoder_sha256": manifest["autoencoder_sha256"],
+            "dataset_sha256": manifest["dataset_sha256"],
+            "shape": list(training.latents.shape),
+            "sigma_data": training.sigma_data,
+            "conditions": {name: manifest["conditions"][name] for name in training.conditions},
+            "provenance": provenance(training.plain, training.device, versions(), self.store.resumed_under),
             "step": training.step,
             "images_seen": training.step * training.settings["batch_size"],
             "learned": sampler.learned,
@@ -267,16 +260,6 @@ class Run:
                 "tv_from_start": float(abs(columns["p"] - self.start_density).sum() / 2),
             },
         }
-        scheduler = training.process.scheduler_config(clip=training.latents.manifest["kind"] == "pixels")
+        scheduler = training.process.scheduler_config(clip=manifest["kind"] == "pixels")
         folder = self.store.milestone(training.step)
         write_milestone(folder, training.model, training.average.weights, facts, columns=columns, scheduler=scheduler)
-
-    def _timing(self) -> None:
-        line = {
-            "step": self.training.step,
-            "seconds": round(self.seconds, 3),
-            "steps_run": self.steps_run,
-            "started": self.started,
-        }
-        with open(self.store.timing, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")

@@ -20,7 +20,6 @@ from kairos.strategies.strategy import Strategy
 from kairos.training.lengths import length_in_steps
 from kairos.training.optim import Average
 from kairos.training.passes import cut
-from kairos.training.probes import Probe
 from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
 
 
@@ -36,31 +35,21 @@ class Training:
     """
 
     def __init__(self, plain: dict[str, Any], method: str, seed: int, latents: Latents, device: torch.device):
+        self.plain, self.method, self.seed, self.latents, self.device = plain, method, seed, latents, device
         self.settings = settings = plain["training"]
-        self.seed, self.latents, self.device = seed, latents, device
         self.dtype = torch.float64 if settings["precision"] == "fp64" else torch.float32
         self.passes = cut(settings["batch_size"], settings["microbatch"], distributed.rank(), distributed.ranks())
         index = range(self.passes[0][1].start, self.passes[-1][1].stop)
         self.conditions = tuple(plain["model"].get("conditions") or [])
-        dropout = settings["condition_dropout"]
-        self.batches = Batches(
-            latents,
-            seed,
-            settings["batch_size"],
-            index,
-            self.conditions,
-            dropout,
-            device,
-            self.dtype,
-            settings["augment"],
-        )
+        size, dropout, augment = (settings[name] for name in ("batch_size", "condition_dropout", "augment"))
+        self.batches = Batches(latents, seed, size, index, self.conditions, dropout, device, self.dtype, augment)
         self.sigma_data = latents.sigma_data()
         self.process = build_process(plain["diffusion"], self.sigma_data)
         sampler, weighting = (split(plain["methods"][method][part]) for part in ("sampler", "weighting"))
         name = f"{sampler[0]}+{weighting[0]}"
         self.strategy = Strategy(name, self.process, sampler=sampler[1], weighting=weighting[1], seed=seed)
         self.losses = [(loss["name"], *_part(LOSSES, loss)) for loss in plain["diffusion"]["losses"]]
-        self.probes: dict[str, Probe] = {probe["name"]: PROBES.build(*split(probe)) for probe in settings["probes"]}
+        self.probes = {probe["name"]: PROBES.build(*split(probe)) for probe in settings["probes"]}
         with torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(derived_seed(seed, "weights"))
             outputs = self.process.channels(latents.shape[0])
@@ -73,18 +62,16 @@ class Training:
                 if isinstance(module, nn.Linear):
                     module.register_forward_pre_hook(_as_double)
         share, share_of = _part(AVERAGES, settings["ema"])
-        self.average = Average(self.model.weights(), lambda step: share_of(share, step, settings["batch_size"]))
+        self.average = Average(self.model.weights(), lambda step: share_of(share, step, size))
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         options, make = _part(OPTIMIZERS, settings["optimizer"])
         self.optimizer: torch.optim.Optimizer = make(options, self.parameters)
         self.grad_clip = math.inf if options.grad_clip is None else options.grad_clip
-        self._warmup, self._lr = options.warmup_steps, options.lr
-        self._warmup_first = 0 if options.warmup_from_zero else 1
+        self._optimizer_options = options
         self._schedule, self._factor = _part(SCHEDULES, settings["schedule"])
         self.length = None  # that the schedule knows
         if hasattr(self._schedule, "length"):
-            train_images = plain["dataset"]["train_images"]
-            whole = length_in_steps(settings["milestones"][-1], settings["batch_size"], train_images)
+            whole = length_in_steps(settings["milestones"][-1], size, plain["dataset"]["train_images"])
             self.length = self._schedule.length or whole
         self.network = torch.compile(self.model) if settings["compile"] else self.model
         self.trained: Any = self.network  # adds up gradients over the ranks; `network` is for measurements
@@ -100,8 +87,10 @@ class Training:
 
     def learning_rate(self, step: int) -> float:
         """Of a step, from 0: linear warm-up, then the schedule."""
-        rate = self._lr * self._factor(self._schedule, step, self.length or 0)
-        return rate * min(1.0, (step + self._warmup_first) / self._warmup) if self._warmup else rate
+        options = self._optimizer_options
+        rate: float = options.lr * self._factor(self._schedule, step, self.length or 0)
+        first = 0 if options.warmup_from_zero else 1
+        return rate * min(1.0, (step + first) / options.warmup_steps) if options.warmup_steps else rate
 
     def density_images(self) -> Tensor:
         """The fixed images that a learned sampler's p(t) is averaged over, up to 256, the first of the training set."""

@@ -213,20 +213,19 @@ class Store:
         if self.metrics.exists():
             os.truncate(self.metrics, size)
         self._size, self._digest = 0, hashlib.sha256()
-        kept = [line for line in read_timing(self.timing) if line["step"] <= step]
-        write_text(self.timing, "".join(json.dumps(line) + "\n" for line in kept))
+        write_text(self.timing, _until(step, self.timing))
         for newer in (self.folder / "checkpoints").glob("*.ckpt"):
             if int(newer.stem) > step:
                 newer.unlink()
         if step == 0:
             shutil.rmtree(self.folder / "milestones", ignore_errors=True)
 
-    def fulfil(self, milestones: list[int]) -> None:
-        """Write down that a request is fulfilled."""
-        write_json(self._request(milestones), {"identity": self.identity, "milestones": milestones})
-
     def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
-        """Link what a request asked for into the training's folder, records last; without one the milestones only."""
+        """Write down that a request is fulfilled, and link what it asked for into the training's folder.
+
+        Records come last; without one it is the milestones only.
+        """
+        write_json(self._request(milestones), {"identity": self.identity, "milestones": milestones})
         for step in milestones:
             target = self.out / "milestones" / step_name(step)
             if not _same(self.milestone(step), target):
@@ -234,10 +233,8 @@ class Store:
         if record is None:
             return
         link_file(self._checkpoint(record["steps"]), self.out / "checkpoint.pt")
-        for path in (self.metrics, self.timing):
-            target = self.out / path.name
-            lines = [line for line in read_lines(path) if json.loads(line)["step"] <= record["steps"]]
-            write_text(target, "".join(f"{line}\n" for line in lines))  # a copy: the state's own goes on growing
+        for path in (self.metrics, self.timing):  # copies: the state's own go on growing
+            write_text(self.out / path.name, _until(record["steps"], path))
         write_json(self.out / "training.json", record)
 
 
@@ -259,18 +256,11 @@ def _whole(folder: Path) -> bool:
     return True
 
 
+def _until(step: int, path: Path) -> str:
+    """The complete lines of a file that are of no later step."""
+    return "".join(f"{line}\n" for line in read_lines(path) if json.loads(line)["step"] <= step)
+
+
 def read_timing(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a timing file."""
     return [json.loads(line) for line in read_lines(path)]
-
-
-def read_training(out: Path) -> dict[str, Any]:
-    """The record of a training's folder.
-
-    Raises:
-        KairosError: there is none.
-    """
-    path = out / "training.json"
-    if not path.exists():
-        raise KairosError(f"{out}: no training.json; not the folder of a complete training")
-    return read_json(path)
