@@ -106,8 +106,8 @@ def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> 
     converted = _converted(value, hint)
     valid = converted is not _INVALID
     if valid and converted is not None:
-        bounds = metadata.get("bounds", {}).items()
-        valid = all(_BOUNDS[name][1](converted, bound) for name, bound in bounds) and converted in (choices or [converted])
+        within = (_BOUNDS[name][1](converted, bound) for name, bound in metadata.get("bounds", {}).items())
+        valid = all(within) and (choices is None or converted in choices)
     if not valid:
         numeric = {int, float} & {hint, *typing.get_args(hint)}
         raise refusal(where, repr(value), _describe(hint, metadata) + (meant_number(value) if numeric else ""))
