@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
-from kairos.strategies.base import Array, Observation, Tabled
+from kairos.strategies.base import Array, Cost, Observation, Tabled
 from kairos.strategies.meter import gradient
 
 
@@ -23,6 +23,7 @@ class FromGradients(Tabled):
     """A density that follows a number measured in each bin of t, smoothed over bins and in time."""
 
     learned = measures = True
+    gradients = 1  # of every sample that is measured
     kept = ("_values", "updates")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
@@ -82,10 +83,13 @@ class FromGradients(Tabled):
         each = enumerate(zip(index, fractions, factors))
         return np.array([_square(gradient(observation, i, u, f"measurement {k}", f), roots) for k, (i, u, f) in each])
 
-    def per_bin(self, observation: Observation) -> int:
-        """Samples of a bin: as asked for, or a batch in all."""
-        size, _ = distributed.share(len(observation.x0))
-        return self.options.samples or max(2, round(size / self.bins))
+    def per_bin(self, batch: int) -> int:
+        """Samples of a bin: as asked for, or a global batch in all."""
+        return int(self.options.samples or max(2, round(batch / self.bins)))
+
+    def cost(self, batch: int, channels: int) -> Cost:
+        """A measurement in every bin, every `frequency` steps."""
+        return Cost(gradient=self.gradients * self.bins * self.per_bin(batch) / self.options.frequency)
 
 
 class GradientNorm(FromGradients):
@@ -100,7 +104,7 @@ class GradientNorm(FromGradients):
 
     def measure(self, observation: Observation) -> Array:
         """Mean squared norm of a sample's gradient in every bin."""
-        count = self.per_bin(observation)
+        count = self.per_bin(distributed.share(len(observation.x0))[0])
         assert observation.meter is not None
         roots = None
         if self.options.norm == "preconditioned":
@@ -119,9 +123,11 @@ class GradientVariance(FromGradients):
     over samples, summed over parameters.
     """
 
+    gradients = 2
+
     def measure(self, observation: Observation) -> Array:
         """Unbiased: mean ||g||² less ||mean g||², times m/(m - 1)."""
-        count = self.per_bin(observation)
+        count = self.per_bin(distributed.share(len(observation.x0))[0])
         second = count * self.squares(observation, self.signs(observation, count))
         mean = self.squares(observation, torch.full((self.bins, count), 1 / count))
         return (second - mean) * count / (count - 1)
@@ -135,9 +141,15 @@ class FirstOrder(FromGradients):
     Where a step at t would raise the target the density is the floor's.
     """
 
+    gradients = 2
+
+    def per_bin(self, batch: int) -> int:
+        """An even number, for two halves."""
+        return 2 * max(1, super().per_bin(batch) // 2)
+
     def measure(self, observation: Observation) -> Array:
         """The inner product of every bin."""
-        half = max(1, self.per_bin(observation) // 2)
+        half = self.per_bin(distributed.share(len(observation.x0))[0]) // 2
         index, fractions = self.samples(observation, 2 * half)
         assert observation.meter is not None
         metric = observation.meter.metric()
