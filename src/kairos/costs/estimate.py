@@ -128,7 +128,7 @@ def estimate(
     operations = {name: (batch + extra.gradient) * both + extra.forward * forward for name, extra in extras.items()}
     rate = rates.given(operations, training.processes, steps_per_second, tflops, utilisation)
     rate = rate or rates.measured(results, operations, training.processes)
-    times = {name: _times(experiment, rate, name, forward) if rate else {} for name in extras}
+    times = {name: _times(experiment, rate, name, forward) for name in extras} if rate else {}
     return Estimate(
         experiment=experiment,
         stages=_stages(layout),
@@ -141,7 +141,7 @@ def estimate(
         memory=memory(network, training.processes),
         storage=storage(experiment, data, network, [extra.state for extra in extras.values()]),
         rate=rate,
-        methods={name: Method(extra, operations[name], **times[name]) for name, extra in extras.items()},
+        methods={name: Method(extra, operations[name], **times.get(name, {})) for name, extra in extras.items()},
     )
 
 
