@@ -19,6 +19,7 @@ from kairos.costs.estimate import estimate
 from kairos.costs.network import measure
 from kairos.diffusion.processes import build_process
 from kairos.errors import ConfigError
+from kairos.options import but_name
 from kairos.strategies.registries import SAMPLERS
 from kairos.strategies.strategy import Strategy
 from kairos.training.run import train
@@ -110,7 +111,7 @@ class Counting(nn.Module):
 def test_passes_of_every_sampler(sampler: str, batch: int) -> None:
     """What a strategy sends through the network between two measurements, once it looks at all that it ever will."""
     plain = experiment({"m": {"sampler": sampler}}, training__batch_size=batch)
-    options = {key: value for key, value in plain["methods"]["m"]["sampler"].items() if key != "name"}
+    options = but_name(plain["methods"]["m"]["sampler"])
     strategy = Strategy(sampler, build_process(plain["diffusion"]), sampler=options)
     network, x0, period = Counting(), torch.zeros(batch, 3, 2, 2), options.get("frequency", 1)
     for number in range(5):

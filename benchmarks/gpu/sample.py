@@ -34,6 +34,7 @@ from kairos.diffusion.processes import build_process
 from kairos.sampling.draw import Guidance, estimate_of, guided, noise_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
+from kairos.section import build
 
 DIT = {"name": "dit", "conditions": ["class"]}
 MODELS = {
@@ -84,9 +85,8 @@ class Drawn:
         return self.predict(x_t, t)
 
     def images(self) -> torch.Tensor:
-        name, options = self.scheduler["name"], {key: it for key, it in self.scheduler.items() if key != "name"}
         estimate = estimate_of(self.process, self._counted, False, self.precision)
-        return SCHEDULERS.build(name, options, self.process, self.grid, estimate, self.noise)
+        return build(SCHEDULERS, self.scheduler, self.process, self.grid, estimate, self.noise)
 
     def network_alone(self, times: int) -> None:
         for _ in range(times):

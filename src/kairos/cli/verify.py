@@ -1,6 +1,7 @@
 """``kairos verify``: is a training's folder whole, and what is in it; are results those of a recording."""
 
 import argparse
+from collections import Counter
 from pathlib import Path
 
 
@@ -51,12 +52,12 @@ def _against(lock: Path) -> None:
     from kairos.errors import KairosError
     from kairos.workflow.reproduction import compare
 
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for path, state, why in compare(lock):
-        found[state] = found.get(state, 0) + 1
+        found[state] += 1
         if state != "same":
             print(f"{path}: {state}{f', {why}' if why else ''}")
     said = ", ".join(f"{count} {state}" for state, count in sorted(found.items()))
-    if found.get("differs") or found.get("missing"):
+    if found["differs"] or found["missing"]:
         raise KairosError(f"results are not those of {lock}: {said}")
     print(f"results are those of {lock}: {said}")

@@ -16,6 +16,7 @@ from kairos.evaluation.registries import METRICS, UNREAL, default_metrics, needs
 from kairos.evaluation.settings import LossSettings, check_metrics, named_metrics
 from kairos.evaluation.validation import latents_folder
 from kairos.files import read_json, write_json
+from kairos.options import but_name
 from kairos.progress import say
 from kairos.sampling.drawn_conditions import check_conditions
 from kairos.sampling.sample import settings
@@ -193,7 +194,7 @@ def _protocol(
     return {
         **{name: sampled.get(name) for name in ("steps", "nfe", *GUIDANCE, "weights", "identity")},
         **dict.fromkeys(("spacing", "clip", "eta", "variance")),
-        **{name: value for name, value in scheduler.items() if name != "name"},
+        **but_name(scheduler),
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
         "accuracy": extractor.manifest["accuracy"],
