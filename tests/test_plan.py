@@ -20,6 +20,9 @@ from kairos.costs.network import measure
 from kairos.diffusion.processes import build_process
 from kairos.errors import ConfigError
 from kairos.options import but_name
+from kairos.registry import Entry
+from kairos.strategies.base import Cost, Sampler
+from kairos.strategies.options import Fixed
 from kairos.strategies.registries import SAMPLERS
 from kairos.strategies.strategy import Strategy
 from kairos.training.run import train
@@ -128,6 +131,28 @@ def test_passes_of_every_sampler(sampler: str, batch: int) -> None:
     if "policy" in state:
         moments = [value["exp_avg"].numel() for value in state["optimizer"]["state"].values()]
         assert found.state >= 3 * 4 * sum(moments)
+
+
+class Silent(Sampler):
+    """A new sampler that measures and does not say what that costs."""
+
+    measures = True
+
+
+class Honest(Silent):
+    def cost(self, batch: int, channels: int) -> Cost:
+        return Cost(gradient=batch * channels, state=7)
+
+
+def test_a_new_sampler_says_itself_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Silent", "Honest"):
+        monkeypatch.setitem(SAMPLERS, name.lower(), Entry(Fixed, f"{__name__}:{name}"))
+    methods = {name: {"sampler": name} for name in ("uniform", "silent", "honest")}
+    values = {**experiment(methods, dataset__color="grey"), "autoencoder": {"kind": "none"}}
+    found = estimate(validate(values)).methods
+    assert [method.passes.known for method in found.values()] == [True, False, True]
+    assert found["silent"].operations == found["uniform"].operations
+    assert found["honest"].operations == pytest.approx(2 * found["uniform"].operations)
 
 
 def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

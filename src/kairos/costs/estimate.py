@@ -118,10 +118,8 @@ def estimate(
     outputs = process.channels(channels)
     network = measure(experiment.model, data.x0, data.conditions, samples, training.precision, outputs)
     microbatches, batch = -(-share // samples), training.batch_size
-    extras = {
-        name: build(SAMPLERS, method.sampler, process.schedule).cost(batch, channels)
-        for name, method in experiment.methods.items()
-    }
+    samplers = {name: build(SAMPLERS, method.sampler, process.schedule) for name, method in experiment.methods.items()}
+    extras = {name: sampler.cost(batch, channels) for name, sampler in samplers.items()}
     if any(LOSSES.entry(loss["name"]).facts.get("masked") for loss in plain["diffusion"]["losses"]):  # at most twice
         batch, network = 2 * batch, replace(network, activations=2 * network.activations, traffic=2 * network.traffic)
     forward, both = network.forward / samples, (network.forward + network.backward) / samples
@@ -167,15 +165,8 @@ def _stages(layout: Layout) -> list[Stage]:
     training, gpu = experiment.training, gpus(experiment)
     shared = len(layout.segments) * -(-len(layout.methods) * len(layout.seeds) // training.trainings_per_gpu)
     latent = gpu * (experiment.autoencoder.kind != "none")
-    asked = {
-        "autoencoder": latent,
-        "text": gpu,
-        "encode": latent * (not layout.shards("encode")),
-        "encode_parts": latent,
-        "train": gpu * training.processes,
-        "sample": gpu,
-        "sample_parts": gpu,
-        "reference": gpu,
-    }
+    asked = dict.fromkeys(("text", "sample", "sample_parts", "reference"), gpu)
+    asked |= dict.fromkeys(("autoencoder", "encode_parts"), latent)
+    asked |= {"encode": latent * (not layout.shards("encode")), "train": gpu * training.processes}
     queued = {**jobs, "train": shared, "evaluate": 0, "report": 0, "track": 0}
     return [Stage(name, number, queued[name], asked.get(name, 0)) for name, number in jobs.items()]
