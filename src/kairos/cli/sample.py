@@ -31,11 +31,12 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     given("--steps", type=int, metavar="N", help="intervals of the grid from noise to the image")
     given("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1: none")
     number = partial(plain, allowed="a number or null")
-    channels, power, interval = number("guidance-channels"), number("guidance-power"), "guidance-interval"
+    channels, power = number("guidance-channels"), number("guidance-power")
     given("--guidance-channels", type=channels, metavar="K", help="only the first K channels are guided; null: all")
     given("--guidance-power", type=power, metavar="P", help="power-cosine guidance, none at noise; null: constant")
     bounds = "least and most noise over signal that is guided; null: all"
-    given(f"--{interval}", type=plain(interval, "[least, most] or null"), metavar="[A,B]", help=bounds)
+    interval = plain("guidance-interval", "[least, most] or null")
+    given("--guidance-interval", type=interval, metavar="[A,B]", help=bounds)
     given("--precision", choices=("fp32", "tf32", "bf16"), help="of the network")
     given("--batch-size", type=int, metavar="N", help="images per network evaluation")
     given("--labels", choices=("balanced", "data"), help="classes alike, or as often as in the training data")

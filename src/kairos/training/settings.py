@@ -45,24 +45,20 @@ class TrainingConfig(Section):
     def model_post_init(self, context: Any) -> None:
         """Whether the batch can be shared out, and the device does what is asked of it."""
         processes, microbatch, batch, device = self.processes, self.microbatch or 1, self.batch_size, self.device
-        where = "training.processes"
+        where, several = "training.processes", f"with {processes} processes"
         demand(processes % self.nodes == 0, where, processes, f"a multiple of nodes = {self.nodes}")
         demand(processes <= batch, where, processes, f"at most batch_size = {batch}")
-        where = "training.microbatch"
-        demand(microbatch <= batch, where, microbatch, f"at most batch_size = {batch}")
-        most = (batch - 1) // (processes - 1) if processes > 1 else batch
-        each = f"at most {most}, so that batch_size = {batch} has one for each of {processes} processes"
-        demand(microbatch <= most, where, microbatch, each)
-        got, one = f"{self.trainings_per_gpu} with {processes} processes", "where each has one process"
-        allowed = f"1 (several trainings share a GPU only {one})"
-        demand(processes == 1 or self.trainings_per_gpu == 1, "training.trainings_per_gpu", got, allowed)
+        demand(microbatch <= batch, "training.microbatch", microbatch, f"at most batch_size = {batch}")
+        if processes > 1:
+            most = (batch - 1) // (processes - 1)
+            allowed = f"at most {most}, so that batch_size = {batch} has one for each of {processes} processes"
+            demand(microbatch <= most, "training.microbatch", microbatch, allowed)
+            sharing, allowed = self.trainings_per_gpu, "several trainings share a GPU only where each has one process"
+            demand(sharing == 1, "training.trainings_per_gpu", f"{sharing} {several}", f"1 ({allowed})")
         if self.deterministic == "portable":
-            beside = "with deterministic: portable"
-            allowed = "cpu (every GPU has kernels of its own)"
-            demand(device == "cpu", "training.device", f"{device!r} {beside}", allowed)
-            allowed = "false (it compiles for the processor that it finds)"
-            demand(not self.compile, "training.compile", f"true {beside}", allowed)
+            got, allowed = f"{device!r} with deterministic: portable", "cpu (every GPU has kernels of its own)"
+            demand(device == "cpu", "training.device", got, allowed)
+            got, allowed = "true with deterministic: portable", "false (it compiles for the processor that it finds)"
+            demand(not self.compile, "training.compile", got, allowed)
         allowed = "auto, cpu, cuda (each process has a GPU of its own)"
-        demand(
-            processes == 1 or ":" not in device, "training.device", f"{device!r} with {processes} processes", allowed
-        )
+        demand(processes == 1 or ":" not in device, "training.device", f"{device!r} {several}", allowed)
