@@ -31,10 +31,10 @@ from common import (
 
 from kairos import compute, models
 from kairos.diffusion.processes import build_process
+from kairos.registry import split
 from kairos.sampling.draw import Guidance, estimate_of, guided, noise_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
-from kairos.section import build
 
 DIT = {"name": "dit", "conditions": ["class"]}
 MODELS = {
@@ -86,7 +86,7 @@ class Drawn:
 
     def images(self) -> torch.Tensor:
         estimate = estimate_of(self.process, self._counted, False, self.precision)
-        return build(SCHEDULERS, self.scheduler, self.process, self.grid, estimate, self.noise)
+        return SCHEDULERS.build(*split(self.scheduler), self.process, self.grid, estimate, self.noise)
 
     def network_alone(self, times: int) -> None:
         for _ in range(times):
