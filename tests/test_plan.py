@@ -17,9 +17,12 @@ from kairos.cli import main
 from kairos.config import load, validate
 from kairos.costs.estimate import estimate
 from kairos.costs.network import measure
-from kairos.costs.passes import passes
 from kairos.diffusion.processes import build_process
 from kairos.errors import ConfigError
+from kairos.options import but_name
+from kairos.registry import Entry
+from kairos.strategies.base import Cost, Sampler
+from kairos.strategies.options import Fixed
 from kairos.strategies.registries import SAMPLERS
 from kairos.strategies.strategy import Strategy
 from kairos.training.run import train
@@ -111,7 +114,7 @@ class Counting(nn.Module):
 def test_passes_of_every_sampler(sampler: str, batch: int) -> None:
     """What a strategy sends through the network between two measurements, once it looks at all that it ever will."""
     plain = experiment({"m": {"sampler": sampler}}, training__batch_size=batch)
-    options = {key: value for key, value in plain["methods"]["m"]["sampler"].items() if key != "name"}
+    options = but_name(plain["methods"]["m"]["sampler"])
     strategy = Strategy(sampler, build_process(plain["diffusion"]), sampler=options)
     network, x0, period = Counting(), torch.zeros(batch, 3, 2, 2), options.get("frequency", 1)
     for number in range(5):
@@ -121,13 +124,35 @@ def test_passes_of_every_sampler(sampler: str, batch: int) -> None:
         strategy.weighted(draw, torch.zeros(batch))
         with strategy.observe(draw, network, None, {}):
             pass
-    found = passes(plain, "m", 3)
+    found = strategy.sampler.cost(batch, 3)
     assert [found.forward * period, found.gradient * period] == pytest.approx(network.samples)
     assert found.known
     state = strategy.state_dict()["sampler"]
     if "policy" in state:
         moments = [value["exp_avg"].numel() for value in state["optimizer"]["state"].values()]
         assert found.state >= 3 * 4 * sum(moments)
+
+
+class Silent(Sampler):
+    """A new sampler that measures and does not say what that costs."""
+
+    measures = True
+
+
+class Honest(Silent):
+    def cost(self, batch: int, channels: int) -> Cost:
+        return Cost(gradient=batch * channels, state=7)
+
+
+def test_a_new_sampler_says_itself_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Silent", "Honest"):
+        monkeypatch.setitem(SAMPLERS, name.lower(), Entry(Fixed, f"{__name__}:{name}"))
+    methods = {name: {"sampler": name} for name in ("uniform", "silent", "honest")}
+    values = {**experiment(methods, dataset__color="grey"), "autoencoder": {"kind": "none"}}
+    found = estimate(validate(values)).methods
+    assert [method.passes.known for method in found.values()] == [True, False, True]
+    assert found["silent"].operations == found["uniform"].operations
+    assert found["honest"].operations == pytest.approx(2 * found["uniform"].operations)
 
 
 def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from common import (
 
 from kairos import compute, models
 from kairos.diffusion.processes import build_process
+from kairos.registry import split
 from kairos.sampling.draw import Estimate, Guidance, guided, noise_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
@@ -84,9 +85,8 @@ class Drawn:
         return self.predict(x_t, t)
 
     def images(self) -> torch.Tensor:
-        name, options = self.scheduler["name"], {key: it for key, it in self.scheduler.items() if key != "name"}
         estimate = Estimate(self.process, self._counted, False, self.precision)
-        return SCHEDULERS.build(name, options, self.process, self.grid, estimate, self.noise)
+        return SCHEDULERS.build(*split(self.scheduler), self.process, self.grid, estimate, self.noise)
 
     def network_alone(self, times: int) -> None:
         for _ in range(times):

@@ -9,6 +9,21 @@ class ConfigError(KairosError):
     """An experiment file or an option that cannot be used; names the field, the value and what is allowed."""
 
 
+class Refusal(ConfigError, ValueError):
+    """A value that cannot be used; a ValueError too, which is what pydantic and the checks of a dataclass may raise."""
+
+
+def refusal(where: str, got: object, allowed: str) -> Refusal:
+    """The one form of it: the field or argument, the value as a user would write it, and what is allowed."""
+    return Refusal(f"{where}: got {got}, allowed: {allowed}")
+
+
+def demand(good: object, where: str, got: object, allowed: str) -> None:
+    """Raise that `refusal` of what is not good."""
+    if not good:
+        raise refusal(where, got, allowed)
+
+
 class DivergedError(KairosError):
     """A training whose next step is not finite; done again, it ends at the same step."""
 

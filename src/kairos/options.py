@@ -14,7 +14,7 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from kairos.errors import ConfigError
+from kairos.errors import ConfigError, refusal
 
 T = TypeVar("T")
 _BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
@@ -24,22 +24,18 @@ def option(
     default: Any,
     help: str,
     *,
-    gt: float | None = None,
-    ge: float | None = None,
-    lt: float | None = None,
-    le: float | None = None,
     choices: tuple[Any, ...] | None = None,
     alias: str | None = None,
     component: bool = False,
+    **bounds: float,
 ) -> Any:
-    """A dataclass field with its meaning and the values it allows.
+    """A dataclass field with its meaning and the values it allows; `bounds` are of gt, ge, lt and le.
 
     `alias` is its name outside Python (`lambda`); the value of a `component` names another one of the same registry.
     """
-    bounds = {"gt": gt, "ge": ge, "lt": lt, "le": le}
-    metadata = {"help": help, **bounds, "choices": choices, "alias": alias, "component": component}
+    metadata = {"help": help, "bounds": bounds, "choices": choices, "alias": alias, "component": component}
     if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -104,18 +100,17 @@ def dump(options: Any) -> dict[str, Any]:
 
 
 def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
-    if str(value) in (metadata.get("choices") or ()):
+    choices = metadata.get("choices")
+    if str(value) in (choices or ()):
         value = str(value)  # for YAML the name 64 is a number
     converted = _converted(value, hint)
     valid = converted is not _INVALID
     if valid and converted is not None:
-        limits = ((metadata.get(name), holds) for name, (_, holds) in _BOUNDS.items())
-        valid = all(limit is None or holds(converted, limit) for limit, holds in limits)
-        valid = valid and (metadata.get("choices") is None or converted in metadata["choices"])
+        within = (_BOUNDS[name][1](converted, bound) for name, bound in metadata.get("bounds", {}).items())
+        valid = all(within) and (choices is None or converted in choices)
     if not valid:
         numeric = {int, float} & {hint, *typing.get_args(hint)}
-        hint_at_number = meant_number(value) if numeric else ""
-        raise ConfigError(f"{where}: got {value!r}, allowed: {_describe(hint, metadata)}{hint_at_number}")
+        raise refusal(where, repr(value), _describe(hint, metadata) + (meant_number(value) if numeric else ""))
     return converted
 
 
@@ -147,5 +142,5 @@ def _describe(hint: Any, metadata: Mapping[str, Any]) -> str:
     text = " or ".join(names.get(member, str(member)) for member in members)
     if typing.get_origin(hint) in (tuple, list):
         text = f"list of {text}"
-    bounds = [f"{sign} {metadata[name]:g}" for name, (sign, _) in _BOUNDS.items() if metadata.get(name) is not None]
+    bounds = [f"{_BOUNDS[name][0]} {bound:g}" for name, bound in metadata.get("bounds", {}).items()]
     return text + (" " + " and ".join(bounds) if bounds else "") + f" ({metadata['help']})"

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _INTERVAL = 10.0  # seconds between plain lines
@@ -66,6 +67,19 @@ def duration(seconds: float) -> str:
         return f"{whole} s"
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def table(rows: Sequence[Sequence[object]], right: Callable[[bool, int, str], bool]) -> str:
+    """Rows in columns, two blanks apart; `right` says, of whether a cell is in the head, its column and its text,
+    whether it stands to the right of its column.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = []
+    for row in cells:
+        sides = ["<>"[right(row is cells[0], place, cell)] for place, cell in enumerate(row)]
+        lines.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)).rstrip())
+    return "\n".join(lines)
 
 
 def say(text: str) -> None:

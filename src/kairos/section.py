@@ -5,20 +5,24 @@ Unknown keys are refused, values are frozen. A package that has a section of its
 
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kairos import options
-from kairos.errors import ConfigError
+from kairos.errors import ConfigError, Refusal, refusal
 from kairos.registry import Registry, split
 
 S = TypeVar("S", bound=BaseModel)
 
 
 class Section(BaseModel):
-    """A section of an experiment file."""
+    """A section of an experiment file. What must hold between its fields it demands in `model_post_init`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
+
+
+def field(default: Any, help: str, **limits: Any) -> Any:
+    """A field of a section with its meaning, as `options.option` is one of a component; `limits` are pydantic's."""
+    return Field(default, description=help, **limits)
 
 
 def component(registry: Registry, default: str | None = None) -> Any:
@@ -38,7 +42,7 @@ def component(registry: Registry, default: str | None = None) -> Any:
                 raise ConfigError(f"got {value!r}, allowed: a name or {{name: ..., options}} of {sorted(registry)}")
             parsed = registry.parse(*split(value), f"{registry.kind} {value['name']}")
         except ConfigError as error:
-            raise PydanticCustomError("component", "{message}", {"message": str(error)}) from None
+            raise Refusal(str(error)) from None
         return {"name": value["name"], **options.dump(parsed)}
 
     return Annotated[dict[str, Any], BeforeValidator(complete)]
@@ -57,6 +61,8 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
     """
     try:
         return model.model_validate(values)
+    except ConfigError as error:  # of what stands elsewhere, such as the models' own checks
+        lines = [str(error)]
     except ValidationError as error:
         lines = [_line(item, model) for item in error.errors()]
     head = f"{source}: " if len(lines) == 1 else f"{source}: {len(lines)} fields cannot be used\n  "
@@ -73,13 +79,12 @@ def _line(item: Any, model: type[BaseModel]) -> str:
     if kind == "missing":
         return f"{where}: is missing. It is: {meaning}"
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if kind == "component":
-        return f"{where}: {message}"
-    if kind == "value_error" and (": got " in message or message.startswith(f"{where}.")):
+    if not where or message.startswith((f"{where}.", f"{where}: ")):
         return message
-    prefix = f"{where}: got {_short(value)}, allowed: " if where else ""
+    if isinstance(item.get("ctx", {}).get("error"), Refusal):
+        return f"{where}: {message}"
     hint = options.meant_number(value) if kind.startswith(("int_", "float_")) else ""
-    return f"{prefix}{message}" + (f" ({meaning})" if meaning else "") + hint
+    return str(refusal(where, _short(value), message + (f" ({meaning})" if meaning else "") + hint))
 
 
 def _is_type_tag(part: Any) -> bool:

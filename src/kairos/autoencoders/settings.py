@@ -1,40 +1,35 @@
 """Section `autoencoder`."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
-
-from kairos.section import Section
+from kairos.errors import demand
+from kairos.section import Section, field
 
 
 class AutoencoderConfig(Section):
     """The space that the diffusion model works in."""
 
-    kind: Literal["none", "train", "pretrained"] = Field("none", description="pixels, our own, or from diffusers")
-    path: str | None = Field(
-        None, description="pretrained: folder or hub id of an AutoencoderKL, AutoencoderTiny or VQModel"
-    )
-    scaling: float | None = Field(
+    kind: Literal["none", "train", "pretrained"] = field("none", "pixels, our own, or from diffusers")
+    path: str | None = field(None, "pretrained: folder or hub id of an AutoencoderKL, AutoencoderTiny or VQModel")
+    scaling: float | None = field(
         None,
-        gt=0,
-        description="pretrained: factor from its latents to x0, such as 0.18215 (SD's KL-f8), 0.23010 (U-ViT's COCO), "
+        "pretrained: factor from its latents to x0, such as 0.18215 (SD's KL-f8), 0.23010 (U-ViT's COCO), "
         "1 (LDM's VQ-f4); null: its config's, but 1 for a VQModel that has diffusers' default",
+        gt=0,
     )
-    latent_channels: int = Field(4, ge=1, le=64, description="train: channels of the latents")
-    channels: list[int] = Field([32, 64], min_length=1, description="train: width per level; each further level halves")
-    layers: int = Field(1, ge=1, le=4, description="train: residual blocks per level")
-    steps: int = Field(1000, ge=1, description="train: optimiser steps")
-    batch_size: int = Field(64, ge=1, description="train: images per step")
-    learning_rate: float = Field(1e-3, gt=0, description="train: peak learning rate, cosine decay")
-    kl_weight: float = Field(1e-4, ge=0, description="train: weight of the KL term per dimension")
-    seed: int = Field(0, ge=0, description="train: seed")
-    encode_batch_size: int = Field(64, ge=1, description="images per encoding step")
-    shards: int = Field(1, ge=1, description="jobs that the images are encoded in; does not change the latents")
+    latent_channels: int = field(4, "train: channels of the latents", ge=1, le=64)
+    channels: list[int] = field([32, 64], "train: width per level; each further level halves", min_length=1)
+    layers: int = field(1, "train: residual blocks per level", ge=1, le=4)
+    steps: int = field(1000, "train: optimiser steps", ge=1)
+    batch_size: int = field(64, "train: images per step", ge=1)
+    learning_rate: float = field(1e-3, "train: peak learning rate, cosine decay", gt=0)
+    kl_weight: float = field(1e-4, "train: weight of the KL term per dimension", ge=0)
+    seed: int = field(0, "train: seed", ge=0)
+    encode_batch_size: int = field(64, "images per encoding step", ge=1)
+    shards: int = field(1, "jobs that the images are encoded in; does not change the latents", ge=1)
 
-    @model_validator(mode="after")
-    def _path_where_needed(self) -> "AutoencoderConfig":
-        if self.kind == "pretrained" and not self.path:
-            raise ValueError("autoencoder.path: got null, allowed: folder or hub id of the pretrained autoencoder")
-        if self.kind != "pretrained" and self.scaling:
-            raise ValueError(f"autoencoder.scaling: got {self.scaling}, allowed: null with kind {self.kind}")
-        return self
+    def model_post_init(self, context: Any) -> None:
+        """What is pretrained is somewhere, and what is ours has no scaling to be told."""
+        own = self.kind != "pretrained"
+        demand(own or self.path, "autoencoder.path", "null", "folder or hub id of the pretrained autoencoder")
+        demand(not (own and self.scaling), "autoencoder.scaling", self.scaling, f"null with kind {self.kind}")

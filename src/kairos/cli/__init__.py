@@ -36,11 +36,8 @@ COMMANDS = {
     "ledger": ("kairos.cli.ledger", "the workflow's books: fingerprints, record, adopt"),
 }
 
-_REASONS = {
-    errno.EEXIST: "a file is where a folder should be",
-    errno.ENOTDIR: "a file is where a folder should be",
-    errno.EISDIR: "a folder is where a file should be",
-}
+_REASONS = dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is where a folder should be")
+_REASONS[errno.EISDIR] = "a folder is where a file should be"
 
 
 def main(argv: list[str] | None = None) -> int:

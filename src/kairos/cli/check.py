@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from kairos.progress import table
+
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """The experiment file."""
@@ -24,11 +26,10 @@ def run(arguments: argparse.Namespace) -> None:
     experiment, said = given.settled()
     layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
-    _table([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())])
-    print()
+    print(_ruled([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())]) + "\n")
     process, prediction = experiment.diffusion.process, experiment.diffusion.prediction
     methods = [(name, component(its.sampler), component(its.weighting)) for name, its in experiment.methods.items()]
-    _table([("method", "sampler", "weighting"), *methods])
+    print(_ruled([("method", "sampler", "weighting"), *methods]))
     steps = ", ".join(str(step) for step in experiment.milestones)
     segments = f", in {len(layout.segments)} segments" if len(layout.segments) > 1 else ""
     images = experiment.evaluation.num_samples * experiment.evaluation.sets
@@ -42,7 +43,6 @@ def run(arguments: argparse.Namespace) -> None:
     print(*said, sep="\n", end="\n" if said else "")
 
 
-def _table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in (rows[0], ["-" * width for width in widths], *rows[1:]):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+def _ruled(rows: list[tuple[str, ...]]) -> str:
+    rule = ["-" * max(map(len, column)) for column in zip(*rows)]
+    return table([rows[0], rule, *rows[1:]], lambda *cell: False)

@@ -1,11 +1,13 @@
 """Arguments that several subcommands share."""
 
 import argparse
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kairos import clock, portable
-from kairos.errors import ConfigError
+from kairos import clock, errors, portable
+from kairos.errors import ConfigError, refusal
 from kairos.shards import Shard
 
 
@@ -20,13 +22,26 @@ def add_timing(parser: argparse.ArgumentParser) -> None:
 
 
 def demand(good: object, option: str, got: object, allowed: str) -> None:
-    """Refuse the value of an option that is not good.
+    """Refuse the value of an option that is not good; see `errors.demand`."""
+    errors.demand(good, f"--{option}", got, allowed)
 
-    Raises:
-        ConfigError: with what was given and what is allowed.
-    """
-    if not good:
-        raise ConfigError(f"--{option}: got {got}, allowed: {allowed}")
+
+def plain(option: str, allowed: str) -> Callable[[str], Any]:
+    """The type of an option whose value is JSON, which the workflow writes, or YAML, for which 1e-05 is a text."""
+
+    def read(text: str) -> Any:
+        import yaml
+
+        try:
+            return json.loads(text)
+        except ValueError:
+            pass
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(str(refusal(f"--{option}", repr(text), allowed))) from None
+
+    return read
 
 
 def paired(arguments: argparse.Namespace, *options: str) -> list[tuple[Any, ...]]:
@@ -36,11 +51,12 @@ def paired(arguments: argparse.Namespace, *options: str) -> list[tuple[Any, ...]
         ConfigError: they are not as many.
     """
     given = [getattr(arguments, option) or [] for option in options]
-    most = len(given[0])
-    if {len(values) for values in given[:-1]} != {most} or len(given[-1]) not in (0, most):
-        names, counts = ", ".join(f"--{option}" for option in options), ", ".join(str(len(values)) for values in given)
-        raise ConfigError(f"{names}: got {counts}; allowed: as many of each, or none of --{options[-1]}")
-    return list(zip(*given[:-1], given[-1] or [None] * most))
+    counts = [len(values) for values in given]
+    names, of_last = ", ".join(f"--{option}" for option in options), counts.pop()
+    if len(set(counts)) > 1 or of_last not in (0, counts[0]):
+        got = ", ".join(map(str, (*counts, of_last)))
+        raise ConfigError(f"{names}: got {got}; allowed: as many of each, or none of --{options[-1]}")
+    return list(zip(*given[:-1], given[-1] or [None] * counts[0]))
 
 
 def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
@@ -49,6 +65,14 @@ def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
     either.add_argument("--shard", type=Shard.parse, metavar="KofN", help="part K of N alone, whole batches of its own")
     joined = "join the parts of each --out, made with --shard (repeatable)"
     either.add_argument("--part", type=Path, action="append", default=[], metavar=metavar, help=joined)
+
+
+def setup(experiment: Any, device: str | None = None) -> Any:
+    """The device that an experiment names, or another one, ready to compute as the experiment says."""
+    from kairos import compute
+
+    training = experiment.training
+    return compute.setup(training.threads, device or training.device, training.deterministic)
 
 
 def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:

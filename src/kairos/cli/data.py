@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from kairos import clock
-from kairos.cli.common import add_config, add_shards, add_timing, write_timing
-from kairos.errors import ConfigError
+from kairos.cli.common import add_config, add_shards, add_timing, setup, write_timing
+from kairos.errors import demand
 
 Done = tuple[str, dict[str, Any]]  # what to say of the folder that was written, and facts for the record of the time
 # where in an experiment's results
@@ -39,20 +39,16 @@ def run(arguments: argparse.Namespace) -> None:
         said, facts = _prepare(experiment, out)
     else:
         dataset = open_dataset(arguments.dataset or results / "dataset")
-        from kairos.compute import setup
-
-        training = experiment.training  # neither pixels nor joining need a GPU, and are given none
+        # neither pixels nor joining need a GPU, and are given none
         idle = experiment.autoencoder.kind == "none" and command != "text"
-        device = "cpu" if idle or getattr(arguments, "part", None) else training.device
-        device = setup(training.threads, device, training.deterministic)
-        if command == "text":
-            said, facts = _text(experiment, dataset, out, device)
-        elif command == "autoencoder":
-            said, facts = _autoencoder(experiment, dataset, out, device)
-        else:
-            folder = arguments.autoencoder or results / "autoencoder"
+        device = setup(experiment, "cpu" if idle or getattr(arguments, "part", None) else None)
+        if command == "encode":
+            arguments.autoencoder = arguments.autoencoder or results / "autoencoder"
             arguments.text = (arguments.text or results / "text") if "text" in experiment.conditions else None
-            said, facts = _encode(arguments, experiment, dataset, folder, out, device)
+            said, facts = _encode(arguments, experiment, dataset, out, device)
+        else:
+            stage = {"text": _text, "autoencoder": _autoencoder}[command]
+            said, facts = stage(experiment, dataset, out, device)
     say(f"{out}: {said}")
     write_timing(arguments, **facts)
 
@@ -83,18 +79,17 @@ def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
 def _text(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
     from kairos.text.stage import encode_texts
 
-    if experiment.text_encoder is None:
-        raise ConfigError("text_encoder: got null, allowed: {path: ...}, the encoder of the captions")
+    demand(experiment.text_encoder, "text_encoder", "null", "{path: ...}, the encoder of the captions")
     manifest = encode_texts(experiment.text_encoder, dataset, out, device)
     shape = "×".join(map(str, manifest["condition"]["shape"]))
     return f"states of {manifest['count']} captions, each {shape}", {"captions": manifest["count"]}
 
 
-def _encode(arguments: Any, experiment: Any, dataset: Any, autoencoder: Path, out: Path, device: Any) -> Done:
+def _encode(arguments: Any, experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode
 
-    codec = load_codec(autoencoder, device)
+    codec = load_codec(arguments.autoencoder, device)
     clock.work_begins()
     size, flips = experiment.autoencoder.encode_batch_size, experiment.dataset.flips
     factor, text = experiment.dataset.low_resolution, arguments.text

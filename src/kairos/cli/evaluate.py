@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from kairos.cli.common import add_config, add_timing, demand, paired, write_timing
+from kairos.cli.common import add_config, add_timing, demand, paired, setup, write_timing
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -33,40 +33,39 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand."""
-    {"extractor": _extractor, "reference": _reference, "evaluate": _evaluate}[arguments.command](arguments)
+    facts = {"extractor": _extractor, "reference": _reference, "evaluate": _evaluate}[arguments.command](arguments)
+    write_timing(arguments, **facts)
 
 
-def _extractor(arguments: argparse.Namespace) -> None:
-    from kairos.config.experiment import load
+def _extractor(arguments: argparse.Namespace) -> dict[str, int]:
+    from kairos.config import load
 
-    config, _ = load(arguments.config).settled()
-    from kairos import clock, compute
+    experiment, _ = load(arguments.config).settled()
+    from kairos import clock
     from kairos.data.dataset import open_dataset
     from kairos.evaluation import extractors
     from kairos.evaluation.registries import EXTRACTORS
 
-    dataset = open_dataset(arguments.dataset)
-    EXTRACTORS.entry(config.evaluation.extractor["name"]).load()  # its imports are start-up
-    compute.setup(config.training.threads, "cpu", config.training.deterministic)
+    dataset, wanted = open_dataset(arguments.dataset), experiment.evaluation.extractor
+    EXTRACTORS.entry(wanted["name"]).load()  # its imports are start-up
+    setup(experiment, "cpu")
     clock.work_begins()
-    extractors.make(config.evaluation.extractor, dataset, arguments.out)
-    write_timing(arguments)
+    extractors.make(wanted, dataset, arguments.out)
+    return {}
 
 
-def _reference(arguments: argparse.Namespace) -> None:
-    from kairos.config.experiment import load
+def _reference(arguments: argparse.Namespace) -> dict[str, int]:
+    from kairos.config import load
 
-    config = load(arguments.config)
-    from kairos import compute
+    a, experiment = arguments, load(arguments.config)
     from kairos.evaluation import reference
 
-    a, training = arguments, config.training
-    device = compute.setup(training.threads, training.device, training.deterministic)
-    reference.build(config.evaluation, device, a.dataset, a.autoencoder, a.latents, a.extractor, a.out)
-    write_timing(arguments)
+    folders = a.dataset, a.autoencoder, a.latents, a.extractor, a.out
+    reference.build(experiment.evaluation, setup(experiment), *folders)
+    return {}
 
 
-def _evaluate(arguments: argparse.Namespace) -> None:
+def _evaluate(arguments: argparse.Namespace) -> dict[str, int]:
     pairs = paired(arguments, "samples", "out", "milestone")
     demand(arguments.sets >= 1, "sets", arguments.sets, "1 or more")
     from kairos.evaluation import evaluate
@@ -74,4 +73,4 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     jobs = [evaluate.EvaluationJob(*paths) for paths in pairs]
     wanted = arguments.metrics.split(",") if arguments.metrics else None
     evaluate.run(jobs, arguments.reference, arguments.extractor, arguments.latents, arguments.sets, wanted)
-    write_timing(arguments, files=len(jobs))
+    return {"files": len(jobs)}

@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.common import demand
-from kairos.errors import ConfigError
+from kairos.cli.common import demand, plain
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -17,7 +16,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="published weights: a .pt, .pth or .ckpt of tensors, or .safetensors")
     add("--config", type=Path, metavar="F", help="experiment file that the weights fit")
-    add("--model", metavar="MODEL", help="e.g. '{name: dit, size: xl/2, conditions: [class]}'")
+    model = plain("model", "a name or {name: ..., options}")
+    add("--model", type=model, metavar="MODEL", help="e.g. '{name: dit, size: xl/2, conditions: [class]}'")
     add("--latents", type=Path, metavar="DIR", help="latents or pixels that the weights go with")
     add("--autoencoder", type=Path, metavar="DIR", help="autoencoder that the weights go with")
     add("--shape", metavar="C,H,W", help="shape of x0")
@@ -31,23 +31,22 @@ def run(arguments: argparse.Namespace) -> None:
     a, shape = arguments, None
     if a.shape is not None:
         parts = a.shape.split(",")
-        demand(
-            len(parts) == 3 and all(p.isdigit() and int(p) for p in parts), "shape", a.shape, "C,H,W such as 4,32,32"
-        )
+        good = len(parts) == 3 and all(part.isdigit() and int(part) for part in parts)
+        demand(good, "shape", a.shape, "C,H,W such as 4,32,32")
         channels, height, width = map(int, parts)
         shape = channels, height, width
     demand(a.classes is None or a.classes > 0, "classes", a.classes, "1 or more")
     demand(a.step >= 0, "step", a.step, "0 or more")
     replaced = a.out.is_dir() and (not any(a.out.iterdir()) or _imported(a.out / "milestone.json"))
     demand(replaced or not a.out.exists(), "out", a.out, "a new folder, or one that import-weights made")
-    plain = _experiment(a)
+    experiment = _experiment(a)
     from kairos.progress import say
     from kairos.training.imported import import_weights
 
-    record = import_weights(a.file, plain, a.out, a.latents, a.autoencoder, shape, a.classes, a.step)
+    record = import_weights(a.file, experiment, a.out, a.latents, a.autoencoder, shape, a.classes, a.step)
     weights = "×".join(map(str, record["shape"]))
     draw = f"kairos sample --milestone {a.out} --autoencoder DIR --out F.npz --num N"
-    say(f"{a.out}: milestone of {plain['model']['name']}, x0 of shape {weights}; draw with: {draw}")
+    say(f"{a.out}: milestone of {experiment['model']['name']}, x0 of shape {weights}; draw with: {draw}")
 
 
 def _imported(record: Path) -> bool:
@@ -58,33 +57,20 @@ def _imported(record: Path) -> bool:
 
 def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
     """The whole experiment that the weights are said to be of."""
-    import yaml
-
     from kairos.config import load, validate
     from kairos.training.imported import published_diffusion
 
-    model = None
-    if arguments.model is not None:
-        try:
-            model = yaml.safe_load(arguments.model)
-        except yaml.YAMLError:
-            raise ConfigError(f"--model: got {arguments.model!r}, allowed: a name or {{name: ..., options}}") from None
-        model = {"name": model} if isinstance(model, str) else model
+    model = {"name": arguments.model} if isinstance(arguments.model, str) else arguments.model
     demand(model or arguments.config, "model", "neither it nor --config", "one of them")
     if arguments.config is not None:
-        plain = load(arguments.config).plain()
-        return validate({**plain, "model": model}, str(arguments.config)).plain() if model else plain
+        config = load(arguments.config).plain()
+        return validate({**config, "model": model}, str(arguments.config)).plain() if model else config
     conditions = str(model.get("conditions")) if isinstance(model, dict) else ""
     for name in ("text", "low_resolution"):
         demand(name not in conditions, "config", f"none with a model that is told of {name}", "an experiment file")
-    values: dict[str, Any] = {
-        "experiment": "imported",
-        "methods": {"imported": {}},
-        "model": model,
-        "diffusion": published_diffusion(model),
-    }
-    plain = validate(values, "--model").plain()
-    told, named = plain["model"].get("conditions"), plain["model"]["name"]
-    if told and plain["model"].get("null_class", named != "ddpmpp"):
-        plain["training"]["condition_dropout"] = 0.1  # the files' models can be guided, but ADM's and EDM's
-    return plain
+    values: dict[str, Any] = {"methods": {"imported": {}}, "model": model, "diffusion": published_diffusion(model)}
+    config = validate({"experiment": "imported", **values}, "--model").plain()
+    told, named = config["model"].get("conditions"), config["model"]["name"]
+    if told and config["model"].get("null_class", named != "ddpmpp"):
+        config["training"]["condition_dropout"] = 0.1  # the files' models can be guided, but ADM's and EDM's
+    return config

@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_config(parser)
-    parser.add_argument("--method", required=True, metavar="M", help="one of the experiment's methods")
-    parser.add_argument("--seed", required=True, type=int, metavar="N", help="seed of the training")
-    parser.add_argument("--out", required=True, type=Path, metavar="D", help="folder of the training")
-    parser.add_argument("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents")
-    parser.add_argument("--milestones", type=int, nargs="+", metavar="STEP", help="default: all of the experiment's")
-    parser.add_argument("--until", type=int, metavar="STEP", help="stop at this milestone")
-    parser.add_argument("--restart", action="store_true", help="forget the state and start from step 0")
-    parser.add_argument("--accept-versions", action="store_true", help="go on from a state that other versions of "
-                        "torch or diffusers have computed; jobs of a pipeline never do")  # fmt: skip
-    parser.add_argument("--part", action="store_true", help="a later job goes on: publish the milestones only")
-    parser.add_argument("--wait", action="store_true", help="wait for a process that trains here already")
+    add = parser.add_argument
+    add("--method", required=True, metavar="M", help="one of the experiment's methods")
+    add("--seed", required=True, type=int, metavar="N", help="seed of the training")
+    add("--out", required=True, type=Path, metavar="D", help="folder of the training")
+    add("--latents", type=Path, metavar="DIR", help="default: results/<experiment>/latents")
+    add("--milestones", type=int, nargs="+", metavar="STEP", help="default: all of the experiment's")
+    add("--until", type=int, metavar="STEP", help="stop at this milestone")
+    add("--restart", action="store_true", help="forget the state and start from step 0")
+    other = "go on from a state that other versions of torch or diffusers have computed; jobs of a pipeline never do"
+    add("--accept-versions", action="store_true", help=other)
+    add("--part", action="store_true", help="a later job goes on: publish the milestones only")
+    add("--wait", action="store_true", help="wait for a process that trains here already")
     add_timing(parser)
 
 

@@ -6,24 +6,24 @@ An experiment file stands alone: what it does not say has the default stated her
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator
 
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.fits import check_fits
 from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
-from kairos.errors import ConfigError
+from kairos.errors import ConfigError, demand
 from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
 from kairos.milestones import hash_of_start
 from kairos.models.registries import MODELS
 from kairos.sampling.settings import SamplingConfig
-from kairos.section import Section, check, component
+from kairos.section import Section, check, component, field
 from kairos.text.settings import TextEncoderConfig
 from kairos.training.lengths import length_in_steps
 from kairos.training.settings import TrainingConfig
@@ -34,65 +34,60 @@ RESERVED = (*REFERENCE_ROWS, *_FOLDERS)
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")
 
 
+def _folder_name(value: str) -> str:
+    if not _NAME.match(value):
+        raise ValueError("letters, digits and _ . + - only (it names a folder)")
+    return value
+
+
+def _distinct(seeds: list[int]) -> list[int]:
+    if len(set(seeds)) != len(seeds) or min(seeds, default=0) < 0:
+        raise ValueError("distinct seeds, each 0 or more")
+    return seeds
+
+
+def _method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
+    for name in methods:
+        if not _NAME.match(name) or "." in name or name in RESERVED:  # dvc splits names at dots
+            reserved = ", ".join(RESERVED)
+            raise ValueError(f"method name {name!r}: letters, digits and _ + - only, and none of {reserved}")
+    return methods
+
+
 class Experiment(Section):
     """An experiment: one data set, one model, several methods and seeds, compared."""
 
-    experiment: str = Field(description="name of the experiment and of its results folder")
-    seeds: list[int] = Field([0], min_length=1, description="seeds; all methods of a seed share data order and noise")
+    experiment: Annotated[str, AfterValidator(_folder_name)] = field(
+        ..., "name of the experiment and of its results folder"
+    )
+    seeds: Annotated[list[int], AfterValidator(_distinct)] = field(
+        [0], "seeds; all methods of a seed share data order and noise", min_length=1
+    )
     dataset: DatasetConfig = DatasetConfig()
     autoencoder: AutoencoderConfig = AutoencoderConfig()
-    text_encoder: TextEncoderConfig | None = Field(None, description="of captions, for a model that is told of texts")
-    model: component(MODELS) = Field("unet", validate_default=True, description="backbone")  # type: ignore[valid-type]
+    text_encoder: TextEncoderConfig | None = field(None, "of captions, for a model that is told of texts")
+    model: component(MODELS) = field("unet", "backbone")
     diffusion: DiffusionConfig = DiffusionConfig()
     training: TrainingConfig = TrainingConfig()
-    methods: dict[str, MethodConfig] = Field(min_length=1, description="timestep strategies by name")
+    methods: Annotated[dict[str, MethodConfig], AfterValidator(_method_names)] = field(
+        ..., "timestep strategies by name", min_length=1
+    )
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
 
-    @field_validator("experiment")
-    @classmethod
-    def _folder_name(cls, value: str) -> str:
-        if not _NAME.match(value):
-            raise ValueError("letters, digits and _ . + - only (it names a folder)")
-        return value
-
-    @field_validator("seeds")
-    @classmethod
-    def _distinct(cls, value: list[int]) -> list[int]:
-        if len(set(value)) != len(value) or min(value) < 0:
-            raise ValueError("distinct seeds, each 0 or more")
-        return value
-
-    @field_validator("methods")
-    @classmethod
-    def _method_names(cls, value: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
-        for name in value:
-            if not _NAME.match(name) or "." in name or name in RESERVED:  # dvc splits names at dots
-                reserved = ", ".join(RESERVED)
-                raise ValueError(f"method name {name!r}: letters, digits and _ + - only, and none of {reserved}")
-        return value
-
-    @model_validator(mode="after")
-    def _images_stay_or_are_copied(self) -> "Experiment":
+    def model_post_init(self, context: Any) -> None:
+        """What one section leaves to others is settled, and whether all fit together is asked."""
         kind, store = self.autoencoder.kind, self.dataset.store
-        if store == "refer" and kind == "none":
-            raise ValueError("dataset.store: got refer, allowed: copy or auto where trainings read images, not latents")
+        allowed = "copy or auto where trainings read images, not latents"
+        demand((store, kind) != ("refer", "none"), "dataset.store", "refer", allowed)
         if store == "auto":
             store = "refer" if kind == "pretrained" and self.dataset.source != "digits" else "copy"
             object.__setattr__(self, "dataset", self.dataset.model_copy(update={"store": store}))
-        return self
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> "Experiment":
-        try:
-            check_fits(self)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        check_fits(self)
         if self.text_encoder is not None:
             takes = MODELS.entry(self.model["name"]).facts.get("text")
             object.__setattr__(self, "text_encoder", self.text_encoder.settled(takes))
-        return self
 
     @property
     def conditions(self) -> list[str]:

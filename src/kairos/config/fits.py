@@ -1,13 +1,13 @@
 """Whether the sections of an experiment fit together: a function each, all asked before anything runs."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kairos.diffusion.registries import CELLS, LOSSES
-from kairos.errors import ConfigError
+from kairos.errors import Refusal, demand
 from kairos.models import check_takes
 from kairos.models.registries import MODELS
-from kairos.options import but_name
+from kairos.registry import split
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 
 if TYPE_CHECKING:
@@ -20,54 +20,35 @@ def check_fits(experiment: "Experiment") -> None:
     Raises:
         ConfigError: the first field that does not fit, its value and what is allowed.
     """
-    each = (
-        _lengths,
-        _shards,
-        _conditions,
-        _texts,
-        _low_resolution,
-        _shapes,
-        _augment,
-        _losses,
-        _timesteps,
-        _strategies,
-    )
-    for fits in each:
-        fits(experiment)
-    experiment.sampling.check_fits(
-        experiment.diffusion.model_dump(), experiment.conditions, experiment.training.condition_dropout
-    )
+    _jobs(experiment)
+    _conditions(experiment)
+    _texts(experiment)
+    _low_resolution(experiment)
+    _shapes(experiment)
+    _augment(experiment)
+    _losses(experiment)
+    _process(experiment)
+    diffusion, dropout = experiment.diffusion.model_dump(), experiment.training.condition_dropout
+    experiment.sampling.check_fits(diffusion, experiment.conditions, dropout)
 
 
-def _demand(good: Any, field: str, got: Any, allowed: str) -> None:
-    if not good:
-        raise ConfigError(f"{field}: got {got}, allowed: {allowed}")
-
-
-def _lengths(experiment: "Experiment") -> None:
-    training, steps = experiment.training, list(experiment.milestones)
-    _demand(steps == sorted(set(steps)), "training.milestones", training.milestones, "increasing lengths")
-    most = len(steps) - 1
-    _demand(
-        training.segments <= most, "training.segments", training.segments, f"at most the number of milestones ({most})"
-    )
-
-
-def _shards(experiment: "Experiment") -> None:
-    sampling = experiment.sampling
+def _jobs(experiment: "Experiment") -> None:
+    training, sampling, steps = experiment.training, experiment.sampling, list(experiment.milestones)
+    demand(steps == sorted(set(steps)), "training.milestones", training.milestones, "increasing lengths")
+    most, segments = len(steps) - 1, training.segments
+    demand(segments <= most, "training.segments", segments, f"at most the number of milestones ({most})")
     images = experiment.evaluation.num_samples * experiment.evaluation.sets
     most = -(-images // sampling.batch_size)
     batches = f"the batches (sampling.batch_size {sampling.batch_size}) that the {images} images of a milestone"
-    allowed = f"at most {most}, {batches} are drawn in"
-    _demand(sampling.shards <= most, "sampling.shards", sampling.shards, allowed)
+    demand(sampling.shards <= most, "sampling.shards", sampling.shards, f"at most {most}, {batches} are drawn in")
 
 
 def _conditions(experiment: "Experiment") -> None:
     check_takes(experiment.model)
     dropout, lost = experiment.training.condition_dropout, experiment.model.get("null_class") is False
-    where = "with model.null_class: false, allowed: 0, and no guidance (as published: there is no row for no class)"
-    if dropout and lost and "class" in experiment.conditions:
-        raise ConfigError(f"training.condition_dropout: got {dropout} {where}")
+    got = f"{dropout} with model.null_class: false"
+    allowed = "0, and no guidance (as published: there is no row for no class)"
+    demand(not (dropout and lost and "class" in experiment.conditions), "training.condition_dropout", got, allowed)
 
 
 def _texts(experiment: "Experiment") -> None:
@@ -75,25 +56,24 @@ def _texts(experiment: "Experiment") -> None:
     scored = "clip" if "clip" in experiment.metrics else None
     where = "where model.conditions names text"
     for field, value in (("dataset.captions", dataset.captions), ("text_encoder", encoder)):
-        _demand(not told or value is not None, field, "null", f"what it needs {where}")
+        demand(not told or value is not None, field, "null", f"what it needs {where}")
     for field, got in (("text_encoder", encoder and encoder.path), ("evaluation.metrics", scored)):
-        _demand(told or got is None, field, got, where)
+        demand(told or got is None, field, got, where)
 
 
 def _low_resolution(experiment: "Experiment") -> None:
     told, factor = "low_resolution" in experiment.conditions, experiment.dataset.low_resolution
     allowed = "a number, since model.conditions has" if told else "null, since model.conditions has no"
-    _demand(told == (factor is not None), "dataset.low_resolution", factor, f"{allowed} low_resolution")
-    where = "where model.conditions has low_resolution"
+    demand(told == (factor is not None), "dataset.low_resolution", factor, f"{allowed} low_resolution")
     if not told and "psnr" in experiment.metrics:
-        raise ConfigError(f"evaluation.metrics: got psnr, allowed {where}")
+        raise Refusal("evaluation.metrics: got psnr, allowed where model.conditions has low_resolution")
 
 
 def _shapes(experiment: "Experiment") -> None:
     channels, side = experiment.x0 or (math.inf, 0)
     patch, guided = experiment.model.get("patch") or 1, experiment.sampling.guidance_channels or 1
-    _demand(side % patch == 0, "model.patch", patch, f"a divisor of x0's side, {side}")
-    _demand(guided <= channels, "sampling.guidance_channels", guided, f"at most {channels}, those of x0")
+    demand(side % patch == 0, "model.patch", patch, f"a divisor of x0's side, {side}")
+    demand(guided <= channels, "sampling.guidance_channels", guided, f"at most {channels}, those of x0")
 
 
 def _augment(experiment: "Experiment") -> None:
@@ -101,10 +81,10 @@ def _augment(experiment: "Experiment") -> None:
     if augment is None:
         return
     beside = "with training.augment"
-    _demand(kind == "none", "autoencoder.kind", f"{kind} {beside}", "none (it moves pixels)")
-    _demand(not experiment.dataset.flips, "dataset.flips", f"true {beside}", "false (it flips by itself)")
+    demand(kind == "none", "autoencoder.kind", f"{kind} {beside}", "none (it moves pixels)")
+    demand(not experiment.dataset.flips, "dataset.flips", f"true {beside}", "false (it flips by itself)")
     allowed = "null, or a model that is told of it: ddpmpp with augment: 9"
-    _demand(model.get("augment"), "training.augment", f"{augment} with model {model['name']}", allowed)
+    demand(model.get("augment"), "training.augment", f"{augment} with model {model['name']}", allowed)
 
 
 def _losses(experiment: "Experiment") -> None:
@@ -112,22 +92,17 @@ def _losses(experiment: "Experiment") -> None:
     masked = [loss for loss in losses if LOSSES.entry(loss).facts.get("masked")]
     able = [other for other, entry in MODELS.items() if entry.facts.get("masks")]
     allowed = f"with a model that hides tokens: {', '.join(able) or 'none is known'}"
-    _demand(not masked or name in able, "diffusion.losses", f"{', '.join(masked)} with model {name}", allowed)
+    demand(not masked or name in able, "diffusion.losses", f"{', '.join(masked)} with model {name}", allowed)
 
 
-def _timesteps(experiment: "Experiment") -> None:
-    """A learned table of times has a row for each that the process shows."""
+def _process(experiment: "Experiment") -> None:
+    """A learned table of times has a row for each that the process shows, and the strategies go with its times."""
     process, rows = experiment.diffusion.process, experiment.model.get("timesteps", math.inf)
-    shown = process["timesteps"] + process.get("first_index", 0) if "timesteps" in process else math.inf
-    of = shown if "timesteps" in process else f"{process['name']} is continuous"
-    allowed = f"at least the indices that a discrete process shows ({of})"
-    _demand(rows >= shown, "model.timesteps", rows, allowed)
-
-
-def _strategies(experiment: "Experiment") -> None:
-    process = experiment.diffusion.process
+    shown, of = math.inf, f"{process['name']} is continuous"
+    if "timesteps" in process:
+        shown = of = process["timesteps"] + process.get("first_index", 0)
+    demand(rows >= shown, "model.timesteps", rows, f"at least the indices that a discrete process shows ({of})")
     timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
     for name, method in experiment.methods.items():
         for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
-            named = getattr(method, part)
-            checked(registry, named["name"], but_name(named), timesteps, schedule, f"methods.{name}.{part}")
+            checked(registry, *split(getattr(method, part)), timesteps, schedule, f"methods.{name}.{part}")

@@ -1,48 +1,36 @@
 """Sections `diffusion` and `methods`: the forward process, and the strategies that are compared on it."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import ValidationInfo, field_validator
 
 from kairos.diffusion.registries import LOSSES, PROCESSES, check_losses, chosen_prediction
-from kairos.errors import ConfigError
-from kairos.section import Section, component
+from kairos.section import Section, component, field
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
 
 class DiffusionConfig(Section):
     """The forward process and what the network predicts."""
 
-    process: component(PROCESSES) = Field("discrete", validate_default=True, description="forward process")  # type: ignore[valid-type]
-    prediction: Literal["epsilon", "x0", "v"] | None = Field(
-        None, validate_default=True, description="what the network predicts, where the process leaves a choice"
+    process: component(PROCESSES) = field("discrete", "forward process")
+    prediction: Literal["epsilon", "x0", "v"] | None = field(
+        None, "what the network predicts, where the process leaves a choice"
     )
-    losses: list[component(LOSSES)] = Field(  # type: ignore[valid-type]
-        ["mse"], validate_default=True, min_length=1, description="per-sample loss terms; their sum is minimised"
-    )
+    losses: list[component(LOSSES)] = field(["mse"], "per-sample loss terms; their sum is minimised", min_length=1)
 
     @field_validator("prediction")
     @classmethod
     def _a_choice_there_is(cls, value: str | None, info: ValidationInfo) -> str | None:
         process = info.data.get("process")
-        if process is None:  # refused already
-            return value
-        try:
-            return chosen_prediction(process["name"], value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        return chosen_prediction(process["name"], value) if process else value  # without one it is refused already
 
-    @model_validator(mode="after")
-    def _variance_is_trained(self) -> "DiffusionConfig":
-        try:
-            check_losses(self.losses, self.process)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return self
+    def model_post_init(self, context: Any) -> None:
+        """Whether a learned variance is trained."""
+        check_losses(self.losses, self.process)
 
 
 class MethodConfig(Section):
     """A timestep strategy: a sampler and a weighting."""
 
-    sampler: component(SAMPLERS) = Field("uniform", validate_default=True, description="how timesteps are drawn")  # type: ignore[valid-type]
-    weighting: component(WEIGHTINGS) = Field("none", validate_default=True, description="how their losses are weighted")  # type: ignore[valid-type]
+    sampler: component(SAMPLERS) = field("uniform", "how timesteps are drawn")
+    weighting: component(WEIGHTINGS) = field("none", "how their losses are weighted")

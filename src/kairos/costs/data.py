@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config import Experiment
 from kairos.errors import ConfigError
 from kairos.files import read_json
@@ -68,32 +69,37 @@ def describe(
         ConfigError: the shape of x0 or of a text, or the number of classes is not known; the message says how to give
             it.
     """
-    record, autoencoder = _record(results / "dataset"), experiment.autoencoder
+    record, encoded, kind = _record(results / "dataset"), _record(results / "latents"), experiment.autoencoder.kind
     image, images, train, known = _images(experiment, record)
-    found, arrays = image, 2
-    if autoencoder.kind == "pretrained":
-        config = _pretrained(str(autoencoder.path))
-        arrays = 1 if config.get("_class_name") in ("AutoencoderTiny", "VQModel") else 2
-        levels = config.get("block_out_channels") or config.get("encoder_block_out_channels")
-        channels = config.get("vq_embed_dim") or config.get("latent_channels", 0)
-        found = _latent(image, channels, levels) if config else None
-    elif autoencoder.kind == "train":
-        found = _latent(image, autoencoder.latent_channels, autoencoder.channels)
-    encoded = _record(results / "latents")
+    found, arrays = (image, 0) if kind == "none" else _latents(experiment.autoencoder, image)
     shape = x0 or (tuple(encoded["shape"]) if encoded else found)
     if shape is None:
-        lacking = f"fetch autoencoder.path ({autoencoder.path})" if image else "set dataset.resolution"
+        lacking = f"fetch autoencoder.path ({experiment.autoencoder.path})" if image else "set dataset.resolution"
         raise ConfigError(
             f"the shape of what the network is trained on is not known yet: {lacking}, run kairos prepare and encode, "
             "or give --shape C H W"
         )
-    arrays += experiment.dataset.low_resolution is not None
-    moments = 0 if autoencoder.kind == "none" else arrays * (1 + experiment.dataset.flips)
-    told, captions = _conditions(experiment, record, results, classes, shape, text), record.get("captions", {})
-    states = 0
-    if experiment.text_encoder is not None:
-        states = math.prod(told["text"]["shape"]) * (2 if experiment.text_encoder.dtype == "float16" else 4)
-    return Data(image, shape, images, train, told, moments, known, captions.get("count"), states)
+    if kind != "none":
+        arrays = (arrays + (experiment.dataset.low_resolution is not None)) * (1 + experiment.dataset.flips)
+    told = {"low_resolution": {"kind": "image", "shape": list(shape)}, **record.get("conditions", {})}
+    encoder, states = experiment.text_encoder, 0
+    if encoder is not None and (described := _text(encoder, results, text)):
+        told["text"] = described
+        states = math.prod(described["shape"]) * (2 if encoder.dtype == "float16" else 4)
+    if classes is None and experiment.dataset.source == "digits":
+        classes = 10
+    if classes is not None:
+        told.setdefault("class", {"kind": "class", "num_classes": classes})
+    missing = [name for name in experiment.conditions if name not in told]
+    if missing:
+        give = {"class": "--classes N", "text": "--text TOKENS WIDTH"}[missing[0]]
+        raise ConfigError(
+            f"model.conditions: what {', '.join(missing)} is like is not known yet: run kairos prepare (and text), or "
+            f"give {give}"
+        )
+    conditions = {name: told[name] for name in experiment.conditions}
+    captions = record.get("captions", {}).get("count")
+    return Data(image, shape, images, train, conditions, arrays, known, captions, states)
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -132,10 +138,19 @@ def _pretrained(path: str) -> dict[str, Any]:
     return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else {}
 
 
-def _latent(image: Shape | None, channels: int, levels: Any) -> Shape | None:
-    """Each level of an autoencoder but the first halves the sides."""
-    factor = 2 ** (len(levels) - 1)
-    return (channels, image[1] // factor, image[2] // factor) if image else None
+def _latents(config: AutoencoderConfig, image: Shape | None) -> tuple[Shape | None, int]:
+    """Shape of an image's latents, where that is known, and the number of arrays that they are kept in."""
+    levels: Sequence[int] | None = config.channels
+    channels, arrays = config.latent_channels, 2
+    if config.kind == "pretrained":
+        found = _pretrained(str(config.path))
+        channels = found.get("vq_embed_dim") or found.get("latent_channels", 0)
+        levels = found.get("block_out_channels") or found.get("encoder_block_out_channels")
+        arrays = 1 if found.get("_class_name") in ("AutoencoderTiny", "VQModel") else 2
+    if not image or not levels:
+        return None, arrays
+    factor = 2 ** (len(levels) - 1)  # each level but the first halves the sides
+    return (channels, image[1] // factor, image[2] // factor), arrays
 
 
 def _text(config: TextEncoderConfig, results: Path, given: Sequence[int] | None) -> dict[str, Any] | None:
@@ -150,29 +165,3 @@ def _text(config: TextEncoderConfig, results: Path, given: Sequence[int] | None)
     )
     shape = [length, width] if config.output == "tokens" else [width]
     return {"kind": "text", "shape": shape, "null": config.dropped} if all(shape) else None
-
-
-def _conditions(
-    experiment: Experiment,
-    record: dict[str, Any],
-    results: Path,
-    classes: int | None,
-    x0: Shape,
-    given: Sequence[int] | None,
-) -> dict[str, dict[str, Any]]:
-    wanted = experiment.model.get("conditions") or []
-    known = {"low_resolution": {"kind": "image", "shape": list(x0)}, **record.get("conditions", {})}
-    if experiment.text_encoder is not None and (text := _text(experiment.text_encoder, results, given)):
-        known["text"] = text
-    if classes is None and experiment.dataset.source == "digits":
-        classes = 10
-    if classes is not None:
-        known.setdefault("class", {"kind": "class", "num_classes": classes})
-    missing = [name for name in wanted if name not in known]
-    if missing:
-        give = {"class": "--classes N", "text": "--text TOKENS WIDTH"}[missing[0]]
-        raise ConfigError(
-            f"model.conditions: what {', '.join(missing)} is like is not known yet: run kairos prepare (and text), or "
-            f"give {give}"
-        )
-    return {name: known[name] for name in wanted}

@@ -9,11 +9,13 @@ from kairos.config import Experiment
 from kairos.costs import rate as rates
 from kairos.costs.data import Data, Shape, describe
 from kairos.costs.network import Network, measure
-from kairos.costs.passes import Passes, passes
 from kairos.costs.rate import Rate
 from kairos.costs.storage import memory, storage
 from kairos.diffusion.processes import build_process
 from kairos.diffusion.registries import LOSSES
+from kairos.section import build
+from kairos.strategies.base import Cost
+from kairos.strategies.registries import SAMPLERS
 from kairos.workflow.layout import Layout
 from kairos.workflow.resources import gpus
 
@@ -33,7 +35,7 @@ class Method:
     """A method's cost.
 
     Attributes:
-        passes: samples through the network beside the batch, per step.
+        passes: what its sampler sends through the network beside the batch.
         operations: floating-point operations of a step.
         seconds: of a step; None without a rate.
         hours: GPU-hours of its trainings, all seeds.
@@ -42,7 +44,7 @@ class Method:
         lost: seconds of training that a killed job can lose.
     """
 
-    passes: Passes
+    passes: Cost
     operations: float
     seconds: float | None = None
     hours: float | None = None
@@ -112,17 +114,19 @@ def estimate(
     data = describe(experiment, results, x0, classes, text)
     share = -(-training.batch_size // training.processes)
     samples = min(training.microbatch or share, share)
-    outputs = build_process(plain["diffusion"], sigma_data=1.0).channels(data.x0[0])
+    process, channels = build_process(plain["diffusion"], sigma_data=1.0), data.x0[0]
+    outputs = process.channels(channels)
     network = measure(experiment.model, data.x0, data.conditions, samples, training.precision, outputs)
     microbatches, batch = -(-share // samples), training.batch_size
+    samplers = {name: build(SAMPLERS, method.sampler, process.schedule) for name, method in experiment.methods.items()}
+    extras = {name: sampler.cost(batch, channels) for name, sampler in samplers.items()}
     if any(LOSSES.entry(loss["name"]).facts.get("masked") for loss in plain["diffusion"]["losses"]):  # at most twice
         batch, network = 2 * batch, replace(network, activations=2 * network.activations, traffic=2 * network.traffic)
     forward, both = network.forward / samples, (network.forward + network.backward) / samples
-    extras = {name: passes(plain, name, data.x0[0]) for name in experiment.methods}
     operations = {name: (batch + extra.gradient) * both + extra.forward * forward for name, extra in extras.items()}
     rate = rates.given(operations, training.processes, steps_per_second, tflops, utilisation)
     rate = rate or rates.measured(results, operations, training.processes)
-    times = {name: _times(experiment, rate, name, forward) if rate else {} for name in extras}
+    times = {name: _times(experiment, rate, name, forward) for name in extras} if rate else {}
     return Estimate(
         experiment=experiment,
         stages=_stages(layout),
@@ -135,7 +139,7 @@ def estimate(
         memory=memory(network, training.processes),
         storage=storage(experiment, data, network, [extra.state for extra in extras.values()]),
         rate=rate,
-        methods={name: Method(extra, operations[name], **times[name]) for name, extra in extras.items()},
+        methods={name: Method(extra, operations[name], **times.get(name, {})) for name, extra in extras.items()},
     )
 
 
@@ -161,15 +165,8 @@ def _stages(layout: Layout) -> list[Stage]:
     training, gpu = experiment.training, gpus(experiment)
     shared = len(layout.segments) * -(-len(layout.methods) * len(layout.seeds) // training.trainings_per_gpu)
     latent = gpu * (experiment.autoencoder.kind != "none")
-    asked = {
-        "autoencoder": latent,
-        "text": gpu,
-        "encode": latent * (not layout.shards("encode")),
-        "encode_parts": latent,
-        "train": gpu * training.processes,
-        "sample": gpu,
-        "sample_parts": gpu,
-        "reference": gpu,
-    }
+    asked = dict.fromkeys(("text", "sample", "sample_parts", "reference"), gpu)
+    asked |= dict.fromkeys(("autoencoder", "encode_parts"), latent)
+    asked |= {"encode": latent * (not layout.shards("encode")), "train": gpu * training.processes}
     queued = {**jobs, "train": shared, "evaluate": 0, "report": 0, "track": 0}
     return [Stage(name, number, queued[name], asked.get(name, 0)) for name, number in jobs.items()]

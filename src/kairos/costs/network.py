@@ -82,27 +82,23 @@ def measure(
                 self.bytes += sum(leaf.nbytes for leaf in touched if isinstance(leaf, torch.Tensor))
             return result
 
-    kept: dict[int, torch.Tensor] = {}  # by storage, whose address is its own as long as it lives
+    kept: set[torch.UntypedStorage] = set()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        kept.add(tensor.untyped_storage())
         return tensor
 
     MODELS.entry(model["name"]).load()  # imports must find torch as it is
     traffic, forward, backward = Traffic(), FlopCounterMode(display=False), FlopCounterMode(display=False)
-    with FakeTensorMode():
+    with FakeTensorMode():  # of the meta device, but said to be a processor's: there is no autocast for meta
         network = models.build(model, x0, conditions, outputs).train()
         if precision == "bf16":  # a GPU normalises in float32, a processor, which these tensors are said to be on, not
             for part in network.modules():
                 if isinstance(part, torch.nn.GroupNorm):
                     part.register_forward_pre_hook(lambda _, given: (given[0].float(),))
-        weights = network.weights().values()
-        own = {value.untyped_storage()._cdata for value in (*network.parameters(), *network.buffers())}
         x, t = torch.empty(samples, *x0), torch.zeros(samples, dtype=torch.int64)
         given = {
-            name: torch.zeros(samples, dtype=torch.int64)
-            if item["kind"] == "class"
-            else torch.empty(samples, *item["shape"])
+            name: torch.zeros_like(t) if item["kind"] == "class" else torch.empty(samples, *item["shape"])
             for name, item in conditions.items()
         }
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
@@ -110,11 +106,12 @@ def measure(
             output = network(x, t, given)
         with backward, traffic:
             output.float().square().mean().backward()
-    activations = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+        parameters, weights = list(network.parameters()), network.weights().values()
+        own = {value.untyped_storage() for value in (*parameters, *network.buffers())}
     double = 2 if precision == "fp64" else 1
     return Network(
-        parameters=sum(value.numel() for value in network.parameters() if value.requires_grad),
-        fixed=sum(value.numel() for value in network.parameters() if not value.requires_grad),
+        parameters=sum(value.numel() for value in parameters if value.requires_grad),
+        fixed=sum(value.numel() for value in parameters if not value.requires_grad),
         weights=sum(value.numel() for value in weights),
         tensors=len(weights),
         value_bytes=4 * double,
@@ -122,5 +119,5 @@ def measure(
         forward=forward.get_total_flops(),
         backward=backward.get_total_flops(),
         traffic=traffic.bytes * double,
-        activations=activations * double,
+        activations=sum(storage.nbytes() for storage in kept - own) * double,
     )

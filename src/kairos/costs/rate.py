@@ -1,11 +1,12 @@
 """How long a step takes: as measured in earlier trainings of the experiment, or as given."""
 
 import json
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from kairos.errors import ConfigError
+from kairos.errors import demand
 from kairos.files import read_json, read_lines
 
 
@@ -41,14 +42,12 @@ def given(
     """
     if steps_per_second is None and tflops is None:
         return None
-    if steps_per_second is not None and tflops is not None:
-        raise ConfigError("--steps-per-second and --tflops: got both, allowed: one of them")
-    least = min(operations.values())
+    demand(None in (steps_per_second, tflops), "--steps-per-second and --tflops", "both", "one of them")
     stated = {"--steps-per-second": steps_per_second, "--tflops": tflops, "--utilisation": utilisation}
     for name, value in stated.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{name}: got {value}, allowed: more than 0, and finite")
+        demand(value is None or 0 < value < math.inf, name, value, "more than 0, and finite")
     if steps_per_second is not None:
+        least = min(operations.values())
         speed, source = least * steps_per_second / gpus, f"{steps_per_second:g} steps per second, as given"
     else:
         speed, source = (tflops or 0) * 1e12 * utilisation, f"{tflops:g} TFLOP/s at {utilisation:.0%}, as given"

@@ -1,7 +1,6 @@
 """An estimate as text for people and as values for programs."""
 
 import textwrap
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import jinja2
 
 from kairos.costs.estimate import Estimate
 from kairos.costs.storage import checkpoint_bytes
-from kairos.progress import duration
+from kairos.progress import duration, table
 from kairos.workflow.resources import gpus, of_training
 
 
@@ -50,7 +49,7 @@ def _jobs(found: Estimate) -> str:
     elsewhere = {"evaluate": "with sample", "report": "here", "track": "here"}
     rows = [(one.name, one.jobs, elsewhere.get(one.name, one.queued), one.gpus or "") for one in found.stages]
     totals = (sum(stage.jobs for stage in found.stages), sum(stage.queued for stage in found.stages))
-    return _table([("stage", "jobs", "in the queue", "GPUs each"), *rows, ("all", *totals, "")])
+    return table([("stage", "jobs", "in the queue", "GPUs each"), *rows, ("all", *totals, "")], _right)
 
 
 def _storage(found: Estimate) -> str:
@@ -72,7 +71,7 @@ def _storage(found: Estimate) -> str:
         rows.append(("prepared images" if name == "dataset" else name, shown, note))
     known = sum(size or 0 for size in parts.values())
     incomplete = None in (parts["dataset"], parts["samples"])
-    return _table([*rows, ("all", _size(known), "without what is not known" if incomplete else "")])
+    return table([*rows, ("all", _size(known), "without what is not known" if incomplete else "")], _right)
 
 
 def _methods(found: Estimate) -> str:
@@ -85,7 +84,7 @@ def _methods(found: Estimate) -> str:
         own = f"{3 + extra:.3f}" + "?" * (not method.passes.known)
         shown = (f"{getattr(method, time):.3g}" for time in times)
         rows.append((name, own, f"{method.operations / 1e12:.4g}", f"{method.operations / least:.3f}", *shown))
-    return _table(rows)
+    return table(rows, _right)
 
 
 def _size(number: float) -> str:
@@ -97,12 +96,6 @@ def _size(number: float) -> str:
     raise AssertionError
 
 
-def _table(rows: Sequence[tuple[Any, ...]]) -> str:
-    """Rows in columns, the first a head; all but the first column to the right where they are numbers."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = []
-    for row in cells:
-        right = [place > 0 and (row is cells[0] or cell[:1].isdigit()) for place, cell in enumerate(row)]
-        lines.append("  ".join(f"{cell:{'<>'[side]}{width}}" for cell, side, width in zip(row, right, widths)).rstrip())
-    return "\n".join(lines)
+def _right(head: bool, column: int, cell: str) -> bool:
+    """All but the first column, where they are numbers, and what stands above them."""
+    return column > 0 and (head or cell[:1].isdigit())

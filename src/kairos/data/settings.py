@@ -1,104 +1,88 @@
 """Section `dataset`."""
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
-
-from kairos.errors import ConfigError
-from kairos.section import Section
+from kairos.errors import ConfigError, demand
+from kairos.section import Section, field
 
 
 class DatasetConfig(Section):
     """Which images, and the uniform form they are brought into."""
 
-    source: Literal["digits", "folder", "zip", "parquet", "hub"] = Field(
-        "digits", description="where the images come from; zip: EDM's and StyleGAN's, with dataset.json"
+    source: Literal["digits", "folder", "zip", "parquet", "hub"] = field(
+        "digits", "where the images come from; zip: EDM's and StyleGAN's, with dataset.json"
     )
-    path: str | None = Field(None, description="folder, zip, parquet file(s) (glob allowed) or hub id; not for digits")
-    files: str | None = Field(
+    path: str | None = field(None, "folder, zip, parquet file(s) (glob allowed) or hub id; not for digits")
+    files: str | None = field(
         None,
-        description="folder and zip: a list of the files that are used, a name in a line; LIST:N: of its lines those "
+        "folder and zip: a list of the files that are used, a name in a line; LIST:N: of its lines those "
         "that end in N (CelebA's partition); heldout may name another list then",
     )
-    images: int | None = Field(
-        None,
-        ge=1,
-        description="number of images the source must hold (held-out ones with a place of their own not counted)",
+    images: int | None = field(
+        None, "number of images the source must hold (held-out ones with a place of their own not counted)", ge=1
     )
-    split: str = Field("train", description="split of a hub data set")
-    image_column: str | None = Field(None, description="column of the images; null: the only image column")
-    label_column: str | None = Field(None, description="column of the classes; null: `label` where there is one")
-    captions: str | None = Field(
-        None, description="COCO's captions (*.json), a column (parquet, hub), or sidecar: a .txt beside each image"
+    split: str = field("train", "split of a hub data set")
+    image_column: str | None = field(None, "column of the images; null: the only image column")
+    label_column: str | None = field(None, "column of the classes; null: `label` where there is one")
+    captions: str | None = field(
+        None, "COCO's captions (*.json), a column (parquet, hub), or sidecar: a .txt beside each image"
     )
-    heldout_captions: str | None = Field(None, description="those of held-out images of their own; null: as captions")
-    unmatched: Literal["count", "refuse"] = Field(
-        "count", description="images without captions and captions without images are left out, or end the job"
+    heldout_captions: str | None = field(None, "those of held-out images of their own; null: as captions")
+    unmatched: Literal["count", "refuse"] = field(
+        "count", "images without captions and captions without images are left out, or end the job"
     )
-    resolution: int | None = Field(None, ge=4, le=2048, description="side in pixels; null: the images' own, all equal")
-    crop: Literal["center", "adm", "pad", "none"] = Field(
+    resolution: int | None = field(None, "side in pixels; null: the images' own, all equal", ge=4, le=2048)
+    crop: Literal["center", "adm", "pad", "none"] = field(
         "center",
-        description="centre crop to a square, then resized; adm: ADM's, halved by box and resized before the cut; pad: "
+        "centre crop to a square, then resized; adm: ADM's, halved by box and resized before the cut; pad: "
         "black around it up to resolution; none: images are square",
     )
-    resample: Literal["bicubic", "lanczos"] = Field("bicubic", description="filter that images are resized with")
-    color: Literal["rgb", "grey"] = Field("rgb", description="colour channels kept")
-    heldout: float | str = Field(
+    resample: Literal["bicubic", "lanczos"] = field("bicubic", "filter that images are resized with")
+    color: Literal["rgb", "grey"] = field("rgb", "colour channels kept")
+    heldout: float | str = field(
         0.1,
-        description="held out for evaluation: a share from 0, below 1; a split (hub), folder, zip or parquet file(s), "
+        "held out for evaluation: a share from 0, below 1; a split (hub), folder, zip or parquet file(s), "
         "or a list of files where `files` is one",
     )
-    split_seed: int = Field(0, ge=0, description="seed of the split into training and held-out images")
-    limit: int | None = Field(
-        None,
-        ge=2,
-        description="use a random subset of that many images (held-out ones with a path of their own not counted)",
+    split_seed: int = field(0, "seed of the split into training and held-out images", ge=0)
+    limit: int | None = field(
+        None, "use a random subset of that many images (held-out ones with a path of their own not counted)", ge=2
     )
-    store: Literal["auto", "copy", "refer"] = Field(
-        "auto", description="pixels are copied, or read again where they are; auto: refer for pretrained autoencoders"
+    store: Literal["auto", "copy", "refer"] = field(
+        "auto", "pixels are copied, or read again where they are; auto: refer for pretrained autoencoders"
     )
-    broken: Literal["refuse", "skip"] = Field("refuse", description="a broken image ends the job, or is counted")
-    flips: bool = Field(False, description="train on horizontally flipped images too (never for digits or text)")
-    low_resolution: int | None = Field(
-        None, ge=2, description="condition low_resolution: the images made smaller by this factor (area), then enlarged"
+    broken: Literal["refuse", "skip"] = field("refuse", "a broken image ends the job, or is counted")
+    flips: bool = field(False, "train on horizontally flipped images too (never for digits or text)")
+    low_resolution: int | None = field(
+        None, "condition low_resolution: the images made smaller by this factor (area), then enlarged", ge=2
     )
-    train_images: int | None = Field(None, ge=1, description="number of training images, needed for lengths in epochs")
+    train_images: int | None = field(None, "number of training images, needed for lengths in epochs", ge=1)
 
-    @model_validator(mode="after")
-    def _path_where_needed(self) -> "DatasetConfig":
-        if self.source != "digits" and not self.path:
-            raise ValueError(f"dataset.path: got null, allowed: the path or hub id of source {self.source}")
-        if self.source == "digits" and self.flips:
-            raise ValueError("dataset.flips: got true, allowed: false for digits (a flipped digit is no digit)")
-        if self.source == "digits" if isinstance(self.heldout, str) else not 0 <= self.heldout < 1:
-            further = "" if self.source == "digits" else ", or where the images to hold out are"
-            raise ValueError(f"dataset.heldout: got {self.heldout!r}, allowed: a share from 0, below 1{further}")
-        if self.files and self.source not in ("folder", "zip"):
-            raise ValueError(f"dataset.files: got {self.files!r}, allowed: null with source {self.source}")
-        if self.crop == "adm" and not self.resolution:
-            raise ValueError(
-                "dataset.resolution: got null, allowed: a number with crop adm, which resizes before it cuts"
-            )
-        side = self.resolution or 8 * (self.source == "digits")  # of other sources it is known when they are prepared
-        if self.low_resolution and side % self.low_resolution:
-            raise ValueError(
-                f"dataset.low_resolution: got {self.low_resolution}, allowed: a divisor of the images' side, {side}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _captions_fit(self) -> "DatasetConfig":
-        tables = self.source in ("parquet", "hub")
-        allowed = "a column" if tables else "null" if self.source == "digits" else "a path *.json, or sidecar"
-        for name, value in (("captions", self.captions), ("heldout_captions", self.heldout_captions)):
-            in_table = value != "sidecar" and not str(value).endswith(".json")
-            if value is not None and (self.source == "digits" or in_table != tables):
-                raise ValueError(f"dataset.{name}: got {value!r}, allowed: {allowed} with source {self.source}")
-        if self.heldout_captions and not (self.captions and isinstance(self.heldout, str)):
-            got = f"dataset.heldout_captions: got {self.heldout_captions!r}, allowed"
-            raise ValueError(f"{got}: null without captions, or where dataset.heldout is no place of its own")
-        return self
+    def model_post_init(self, context: Any) -> None:
+        """Whether the source has what is asked of it."""
+        source, digits = self.source, self.source == "digits"
+        demand(digits or self.path, "dataset.path", "null", f"the path or hub id of source {source}")
+        demand(not (digits and self.flips), "dataset.flips", "true", "false for digits (a flipped digit is no digit)")
+        good = not digits if isinstance(self.heldout, str) else 0 <= self.heldout < 1
+        further = "" if digits else ", or where the images to hold out are"
+        demand(good, "dataset.heldout", repr(self.heldout), f"a share from 0, below 1{further}")
+        good = not self.files or source in ("folder", "zip")
+        demand(good, "dataset.files", repr(self.files), f"null with source {source}")
+        allowed = "a number with crop adm, which resizes before it cuts"
+        demand(self.crop != "adm" or self.resolution, "dataset.resolution", "null", allowed)
+        side = self.resolution or 8 * digits  # of other sources it is known when they are prepared
+        good = side % (self.low_resolution or 1) == 0
+        demand(good, "dataset.low_resolution", self.low_resolution, f"a divisor of the images' side, {side}")
+        tables = source in ("parquet", "hub")
+        allowed = "a column" if tables else "null" if digits else "a path *.json, or sidecar"
+        for name in ("captions", "heldout_captions"):
+            if (value := getattr(self, name)) is not None:
+                good = not digits and tables == (value != "sidecar" and not value.endswith(".json"))
+                demand(good, f"dataset.{name}", repr(value), f"{allowed} with source {source}")
+        allowed = "null without captions, or where dataset.heldout is no place of its own"
+        good = not self.heldout_captions or (bool(self.captions) and isinstance(self.heldout, str))
+        demand(good, "dataset.heldout_captions", repr(self.heldout_captions), allowed)
 
     @property
     def parts(self) -> "tuple[DatasetConfig, ...]":

@@ -1,9 +1,10 @@
 """Forward processes and loss terms by name."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from kairos.errors import ConfigError
+from kairos.errors import demand, refusal
 from kairos.options import option
 from kairos.registry import Registry
 
@@ -28,13 +29,10 @@ class DiscreteOptions:
 
     def __post_init__(self) -> None:
         given = self.beta_start, self.beta_end
-        if self.schedule == "cosine" and any(given):
-            raise ValueError(
-                f"beta_start and beta_end: got {given[0]} and {given[1]} with schedule cosine, allowed: null"
-            )
+        got = f"{given[0]} and {given[1]} with schedule cosine"
+        demand(self.schedule != "cosine" or not any(given), "beta_start and beta_end", got, "null")
         first, last = (beta or usual for beta, usual in zip(given, ENDS.get(self.schedule, (0, 1))))
-        if first >= last:
-            raise ValueError(f"beta_start: got {first}, allowed: less than beta_end = {last}")
+        demand(first < last, "beta_start", first, f"less than beta_end = {last}")
 
 
 @dataclass(frozen=True)
@@ -48,10 +46,8 @@ class EdmOptions:
     negated: bool = option(False, "the network's output is subtracted (v_prediction of diffusers' EDM schedulers)")
 
     def __post_init__(self) -> None:
-        if not self.sigma_min < self.sigma_max:
-            raise ValueError(
-                f"sigma_min and sigma_max: got {self.sigma_min} and {self.sigma_max}, allowed: 0 < min < max"
-            )
+        least, most = self.sigma_min, self.sigma_max
+        demand(least < most, "sigma_min and sigma_max", f"{least} and {most}", "0 < min < max")
 
 
 @dataclass(frozen=True)
@@ -96,11 +92,9 @@ def chosen_prediction(process: str, prediction: str | None) -> str | None:
         ConfigError: the process does not leave that choice.
     """
     choices: tuple[str, ...] = getattr(PROCESSES.entry(process).options, "predictions", ())
-    if prediction is not None and prediction not in choices:
-        raise ConfigError(
-            f"diffusion.prediction: got {prediction!r} with process {process}, allowed: "
-            f"{', '.join(choices) or 'null, for the process says what is predicted'}"
-        )
+    allowed = ", ".join(choices) or "null, for the process says what is predicted"
+    good = prediction is None or prediction in choices
+    demand(good, "diffusion.prediction", f"{prediction!r} with process {process}", allowed)
     return prediction or next(iter(choices), None)
 
 
@@ -124,17 +118,9 @@ LOSSES.add("mse", "kairos.diffusion.losses:mse", LossOptions, "mean squared erro
 LOSSES.add("vlb", "kairos.diffusion.losses:vlb", LossOptions, "the VLB term: c_t times the squared error of epsilon")
 # `variance`: trains a learned variance; `masked`: asks a backbone that hides tokens once more
 LOSSES.add("vb", "kairos.diffusion.losses:vb", VbOptions, "bits that the learned variance costs", variance=True)
-LOSSES.add(
-    "masked_mse", "kairos.diffusion.losses:masked_mse", LossOptions, "mse of a second pass with a mask", masked=True
-)
-LOSSES.add(
-    "masked_vb",
-    "kairos.diffusion.losses:masked_vb",
-    VbOptions,
-    "vb of that second pass",
-    variance=True,
-    masked=True,
-)
+_add = partial(LOSSES.add, masked=True)
+_add("masked_mse", "kairos.diffusion.losses:masked_mse", LossOptions, "mse of a second pass with a mask")
+_add("masked_vb", "kairos.diffusion.losses:masked_vb", VbOptions, "vb of that second pass", variance=True)
 
 
 def check_losses(losses: list[dict[str, Any]], process: dict[str, Any]) -> None:
@@ -143,20 +129,14 @@ def check_losses(losses: list[dict[str, Any]], process: dict[str, Any]) -> None:
     Raises:
         ConfigError: one is there without the other, or twice.
     """
-    if not any(loss["weighted"] for loss in losses):
-        got = ", ".join(loss["name"] for loss in losses)
-        raise ConfigError(f"diffusion.losses: got {got}, allowed: with a term that strategies weigh, such as mse")
-    names, variance = [loss["name"] for loss in losses], process.get("variance", "none")
-    if len(set(names)) < len(names):
-        raise ConfigError(f"diffusion.losses: got {', '.join(names)}, allowed: each once (scale is a factor)")
-    training = [name for name, entry in LOSSES.items() if entry.facts.get("variance")]
-    if variance == "learned_range" and not set(names) & set(training):
-        raise ConfigError(
-            f"diffusion.losses: got {', '.join(names)} with variance learned_range, allowed: with a term that trains "
-            f"it: {', '.join(training)}"
-        )
-    if variance != "learned_range" and (wrong := [name for name in names if name in training]):
-        raise ConfigError(
-            f"diffusion.losses: got {wrong[0]} with process {process['name']} and variance {variance}, allowed: with "
-            "process discrete and variance learned_range"
-        )
+    names, variance, where = [loss["name"] for loss in losses], process.get("variance", "none"), "diffusion.losses"
+    got, training = ", ".join(names), [name for name, entry in LOSSES.items() if entry.facts.get("variance")]
+    demand(any(loss["weighted"] for loss in losses), where, got, "with a term that strategies weigh, such as mse")
+    demand(len(set(names)) == len(names), where, got, "each once (scale is a factor)")
+    training_it = [name for name in names if name in training]
+    if variance == "learned_range":
+        got, allowed = f"{got} with variance learned_range", f"with a term that trains it: {', '.join(training)}"
+        demand(training_it, where, got, allowed)
+    elif training_it:
+        got = f"{training_it[0]} with process {process['name']} and variance {variance}"
+        raise refusal(where, got, "with process discrete and variance learned_range")

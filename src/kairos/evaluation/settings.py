@@ -3,37 +3,31 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
-
 from kairos import options
-from kairos.errors import ConfigError
+from kairos.errors import ConfigError, Refusal, demand
 from kairos.evaluation.registries import EXTRACTORS, FRECHET, METRICS, default_metrics, needs_of
-from kairos.section import Section, component
+from kairos.section import Section, component, field
 
 
 class EvaluationConfig(Section):
     """How images are compared with real ones."""
 
-    extractor: component(EXTRACTORS) = Field("auto", validate_default=True, description="features of images")  # type: ignore[valid-type]
-    reference: str = Field("train", description="real images: train, all (with the held-out ones), or an npz's path")
-    metrics: list[component(METRICS)] | None = Field(None, description="metrics; null: those usual for the extractor")  # type: ignore[valid-type]
-    num_samples: int = Field(450, ge=2, description="images per set")
-    sets: int = Field(3, ge=1, description="sets of samples; their spread is the uncertainty of a distance")
-    strata: int = Field(32, ge=1, description="validation loss: strata of times between the two end points")
-    loss_images: int = Field(256, ge=1, description="validation loss: held-out images, fixed")
-    precision: Literal["fp32", "tf32", "bf16"] = Field("fp32", description="of the extractor and the validation loss")
-    seed: int = Field(0, ge=0, description="seed of validation noise and reference rows")
+    extractor: component(EXTRACTORS) = field("auto", "features of images")
+    reference: str = field("train", "real images: train, all (with the held-out ones), or an npz's path")
+    metrics: list[component(METRICS)] | None = field(None, "metrics; null: those usual for the extractor")
+    num_samples: int = field(450, "images per set", ge=2)
+    sets: int = field(3, "sets of samples; their spread is the uncertainty of a distance", ge=1)
+    strata: int = field(32, "validation loss: strata of times between the two end points", ge=1)
+    loss_images: int = field(256, "validation loss: held-out images, fixed", ge=1)
+    precision: Literal["fp32", "tf32", "bf16"] = field("fp32", "of the extractor and the validation loss")
+    seed: int = field(0, "seed of validation noise and reference rows", ge=0)
 
-    @model_validator(mode="after")
-    def _metrics_fit(self) -> "EvaluationConfig":
+    def model_post_init(self, context: Any) -> None:
+        """Whether the metrics can be computed, as far as the section alone tells."""
         if self.metrics is not None:
-            try:
-                check_metrics(self.metrics, self.extractor["name"])
-            except ConfigError as error:
-                raise ValueError(str(error)) from None
-        if self.reference not in ("train", "all") and not self.reference.endswith(".npz"):
-            raise ValueError(f"evaluation.reference: got {self.reference!r}, allowed: train, all or the path of an npz")
-        return self
+            check_metrics(self.metrics, self.extractor["name"])
+        good = self.reference in ("train", "all") or self.reference.endswith(".npz")
+        demand(good, "evaluation.reference", repr(self.reference), "train, all or the path of an npz")
 
     def metrics_for(self, extractor: str, heldout: bool) -> list[dict[str, Any]]:
         """The metrics that are computed.
@@ -69,14 +63,11 @@ def check_metrics(metrics: list[dict[str, Any]], extractor: str) -> None:
     for name in names:
         needed = METRICS.entry(name).facts.get("extractor")
         if needed and extractor not in (needed, "auto"):
-            raise ConfigError(f"evaluation.metrics: {name} needs evaluation.extractor {needed}, got {extractor}")
-        if names.count(name) > 1:
-            raise ConfigError(f"evaluation.metrics: got {name} twice, allowed: each once")
-    if len(set(names) & set(FRECHET)) != 1:
-        raise ConfigError(
-            f"evaluation.metrics: got {', '.join(names) or 'none'}, allowed: exactly one of {', '.join(FRECHET)}, by "
-            "which methods are ranked, and any others"
-        )
+            raise Refusal(f"evaluation.metrics: {name} needs evaluation.extractor {needed}, got {extractor}")
+        demand(names.count(name) == 1, "evaluation.metrics", f"{name} twice", "each once")
+    allowed = f"exactly one of {', '.join(FRECHET)}, by which methods are ranked, and any others"
+    ranked = len(set(names) & set(FRECHET)) == 1
+    demand(ranked, "evaluation.metrics", ", ".join(names) or "none", allowed)
 
 
 @dataclass(frozen=True)

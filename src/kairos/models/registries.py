@@ -1,8 +1,10 @@
 """Backbones by name."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from kairos.errors import demand
 from kairos.options import option
 from kairos.registry import Registry
 
@@ -43,8 +45,7 @@ UNET_SIZES: dict[str, dict[str, Any]] = {
 
 def check_multipliers(widths: list[int]) -> None:
     """Refuse levels without channels, and none of them."""
-    if not widths or min(widths) < 1:
-        raise ValueError(f"multipliers: got those of widths {widths}, allowed: a number > 0 for each level")
+    demand(min(widths, default=0) >= 1, "multipliers", f"those of widths {widths}", "a number > 0 for each level")
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,10 @@ class UNetOptions:
     def __post_init__(self) -> None:
         fill(self, UNET_SIZES[self.size])
         check_multipliers(self.widths)
-        if any(width % self.norm_groups for width in self.widths):
-            raise ValueError(f"norm_groups: got {self.norm_groups}, allowed: a divisor of every width of {self.widths}")
-        if any(width % (self.head_channels or width) for width in self.widths):
-            raise ValueError(
-                f"head_channels: got {self.head_channels}, allowed: a divisor of every width of {self.widths}"
-            )
+        for name in ("norm_groups", "head_channels"):
+            divisor = getattr(self, name)
+            good = not any(width % (divisor or width) for width in self.widths)
+            demand(good, name, divisor, f"a divisor of every width of {self.widths}")
 
     @property
     def widths(self) -> list[int]:
@@ -119,8 +118,7 @@ class DdpmppOptions:
     def __post_init__(self) -> None:
         fill(self, DDPMPP_SIZES[self.size])
         check_multipliers(self.multipliers)
-        if self.channels % 4:  # an even number of sinusoids, groups of 4
-            raise ValueError(f"channels: got {self.channels}, allowed: a multiple of 4")
+        demand(self.channels % 4 == 0, "channels", self.channels, "a multiple of 4")  # even sinusoids, groups of 4
 
 
 def _sizes(*rows: tuple[Any, ...], **more: Any) -> dict[str, dict[str, Any]]:
@@ -156,8 +154,7 @@ class DiTOptions:
 
     def __post_init__(self) -> None:
         fill(self, self.sizes[self.size])
-        if self.width % self.heads:
-            raise ValueError(f"width: got {self.width}, allowed: a multiple of heads = {self.heads}")
+        demand(self.width % self.heads == 0, "width", self.width, f"a multiple of heads = {self.heads}")
 
 
 @dataclass(frozen=True)
@@ -169,8 +166,7 @@ class MDTOptions(DiTOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.decoder_depth > self.depth:
-            raise ValueError(f"decoder_depth: got {self.decoder_depth}, allowed: at most depth = {self.depth}")
+        demand(self.decoder_depth <= self.depth, "decoder_depth", self.decoder_depth, f"at most depth = {self.depth}")
 
 
 @dataclass(frozen=True)
@@ -185,8 +181,7 @@ class UViTOptions(DiTOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.width % 2:
-            raise ValueError(f"width: got {self.width}, allowed: an even number")
+        demand(self.width % 2 == 0, "width", self.width, "an even number")
 
 
 @dataclass(frozen=True)
@@ -202,17 +197,13 @@ class ViTOptions(DiTOptions):
 
 MODELS = Registry("model")  # `takes`: the conditions a backbone can be told of; `text`: whether as tokens or pooled
 _TAKES = ("class", "text", "low_resolution")
-MODELS.add("unet", "kairos.models.unet:UNet", UNetOptions, "DDPM U-Net, opens in diffusers", takes=_TAKES[::2])
-MODELS.add("ldm_unet", "kairos.models.unet:UNet", LdmOptions, "latent diffusion's U-Net", takes=_TAKES[::2])
-MODELS.add("adm", "kairos.models.unet:UNet", AdmOptions, "ADM's U-Net", takes=_TAKES[::2])
+_unet = partial(MODELS.add, code="kairos.models.unet:UNet", takes=_TAKES[::2])
+_unet("unet", options=UNetOptions, help="DDPM U-Net, opens in diffusers")
+_unet("ldm_unet", options=LdmOptions, help="latent diffusion's U-Net")
+_unet("adm", options=AdmOptions, help="ADM's U-Net")
 MODELS.add("ddpmpp", "kairos.models.ddpmpp:DDPMpp", DdpmppOptions, "EDM's DDPM++", takes=("class",))
-MODELS.add(
-    "dit", "kairos.models.dit:DiT", DiTOptions, "diffusion transformer in its published layout",
-    takes=_TAKES, text="pooled",
-)  # fmt: skip
-MODELS.add(
-    "mdt", "kairos.models.mdt:MDT", MDTOptions, "masked diffusion transformer",
-    takes=_TAKES, text="pooled", masks=True,
-)  # fmt: skip
+_dit = partial(MODELS.add, takes=_TAKES, text="pooled")
+_dit("dit", "kairos.models.dit:DiT", DiTOptions, "diffusion transformer in its published layout")
+_dit("mdt", "kairos.models.mdt:MDT", MDTOptions, "masked diffusion transformer", masks=True)
 MODELS.add("uvit", "kairos.models.uvit:UViT", UViTOptions, "U-ViT, long skips", takes=_TAKES, text="tokens")
 MODELS.add("vit", "kairos.models.vit:ViT", ViTOptions, "Min-SNR's vision transformer", takes=_TAKES[::2])

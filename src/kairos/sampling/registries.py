@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kairos.diffusion.registries import VARIANCES
-from kairos.errors import ConfigError
+from kairos.errors import ConfigError, demand
 from kairos.options import option
 from kairos.registry import Registry
 
@@ -28,8 +28,8 @@ class GridOptions:
     evaluations = 1  # of the network per interval; the last has one in any case
 
     def __post_init__(self) -> None:
-        if self.sigma_min and self.sigma_max and self.sigma_min >= self.sigma_max:
-            raise ValueError(f"sigma_min: got {self.sigma_min}, allowed: less than sigma_max = {self.sigma_max}")
+        good = not (self.sigma_min and self.sigma_max) or self.sigma_min < self.sigma_max
+        demand(good, "sigma_min", self.sigma_min, f"less than sigma_max = {self.sigma_max}")
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,6 @@ def resolved(scheduler: dict[str, Any], process: dict[str, Any]) -> dict[str, An
     given = {"offset": f"spacing {scheduler.get('spacing')}", "variance": f"variance {process.get('variance')}"}
     for name, values in allowed.items():
         if scheduler.get(name, values[0]) not in values:
-            raise ConfigError(
-                f"sampling.scheduler.{name}: got {scheduler[name]!r}, "
-                f"allowed with {given.get(name, 'process ' + process['name'])}: {', '.join(map(str, values))}"
-            )
+            beside = f"with {given.get(name, 'process ' + process['name'])}: {', '.join(map(str, values))}"
+            raise ConfigError(f"sampling.scheduler.{name}: got {scheduler[name]!r}, allowed {beside}")
     return {**scheduler, "spacing": spacings[0]} if scheduler.get("spacing") == "auto" else scheduler

@@ -26,7 +26,7 @@ from torch.distributions import Beta
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.randomness import derived_seed
-from kairos.strategies.base import Array, Observation, Sampler
+from kairos.strategies.base import Array, Cost, Observation, Sampler
 from kairos.strategies.beta import beta_cdf
 from kairos.strategies.points import Place
 
@@ -197,6 +197,14 @@ class Adaptive(Sampler):
             for k, t in enumerate(self.selected)
         ]
         return features, torch.stack(rewards, 1)
+
+    def cost(self, batch: int, channels: int) -> Cost:
+        """Before and after one step of f_S: the feature vector, and the batch at each of S; policy, its Adam, queue."""
+        options, features = self.options, len(self.features)
+        with torch.device("meta"):
+            policy = sum(each.numel() for each in Policy(channels, options.width, options.depth).parameters())
+        forward = 2 * (features + options.selected * batch) / options.frequency
+        return Cost(forward, state=3 * 4 * policy + 8 * features * options.queue)
 
     def _losses(self, observation: Observation, index: Tensor, t: Tensor, noise: str) -> Tensor:
         fractions = (t + 0.5).double() / self.schedule.timesteps

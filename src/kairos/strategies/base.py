@@ -45,6 +45,23 @@ class Observation:
     place: Place
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a sampler asks of the network beside the training step itself, and keeps.
+
+    Attributes:
+        forward: samples per step, on average, without a gradient.
+        gradient: the same, forward and backward.
+        state: bytes of the sampler's own state, where they matter.
+        known: whether the sampler says so.
+    """
+
+    forward: float = 0.0
+    gradient: float = 0.0
+    state: int = 0
+    known: bool = True
+
+
 class Part:
     """Base of samplers and weightings: those that learn say what a resume needs.
 
@@ -158,6 +175,10 @@ class Sampler(Part):
     def observe(self, observation: Observation) -> Iterator[None]:
         """Surround the optimiser step; fixed samplers look at nothing."""
         yield
+
+    def cost(self, batch: int, channels: int) -> Cost:
+        """What observing costs with a global batch of x0 of so many channels; those that measure say it themselves."""
+        return Cost(known=not self.measures)
 
     def statistics(self) -> dict[str, float]:
         """What is worth a curve, for the log; to be asked on all ranks or on none."""

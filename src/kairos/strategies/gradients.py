@@ -15,13 +15,14 @@ from torch import Tensor
 
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
-from kairos.strategies.base import Array, Observation, Tabled
+from kairos.strategies.base import Array, Cost, Observation, Tabled
 
 
 class FromGradients(Tabled):
     """A density that follows a number measured in each bin of t, smoothed over bins and in time."""
 
     learned = measures = True
+    gradients = 1  # of every sample that is measured
     kept = ("_values", "updates")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
@@ -89,10 +90,13 @@ class FromGradients(Tabled):
             squares.append(torch.stack([torch.linalg.vector_norm(each).double() for each in found]).square().sum())
         return torch.stack(squares).cpu().numpy()
 
-    def per_bin(self, observation: Observation) -> int:
-        """Samples of a bin: as asked for, or a batch in all."""
-        size, _ = distributed.share(len(observation.x0))
-        return self.options.samples or max(2, round(size / self.bins))
+    def per_bin(self, batch: int) -> int:
+        """Samples of a bin: as asked for, or a global batch in all."""
+        return int(self.options.samples or max(2, round(batch / self.bins)))
+
+    def cost(self, batch: int, channels: int) -> Cost:
+        """A measurement in every bin, every `frequency` steps."""
+        return Cost(gradient=self.gradients * self.bins * self.per_bin(batch) / self.options.frequency)
 
 
 class GradientNorm(FromGradients):
@@ -107,7 +111,7 @@ class GradientNorm(FromGradients):
 
     def measure(self, observation: Observation) -> Array:
         """Mean squared norm of a sample's gradient in every bin."""
-        count = self.per_bin(observation)
+        count = self.per_bin(distributed.share(len(observation.x0))[0])
         roots = None
         if self.options.norm == "preconditioned":
             roots = [each.sqrt() for each in observation.meter.metric()]
@@ -125,9 +129,11 @@ class GradientVariance(FromGradients):
     over samples, summed over parameters.
     """
 
+    gradients = 2
+
     def measure(self, observation: Observation) -> Array:
         """Unbiased: mean ||g||² less ||mean g||², times m/(m - 1)."""
-        count = self.per_bin(observation)
+        count = self.per_bin(distributed.share(len(observation.x0))[0])
         second = count * self.squares(observation, self.signs(observation, count))
         mean = self.squares(observation, torch.full((self.bins, count), 1 / count))
         return (second - mean) * count / (count - 1)
@@ -141,9 +147,15 @@ class FirstOrder(FromGradients):
     Where a step at t would raise the target the density is the floor's.
     """
 
+    gradients = 2
+
+    def per_bin(self, batch: int) -> int:
+        """An even number, for two halves."""
+        return 2 * max(1, super().per_bin(batch) // 2)
+
     def measure(self, observation: Observation) -> Array:
         """The inner product of every bin."""
-        half = max(1, self.per_bin(observation) // 2)
+        half = self.per_bin(distributed.share(len(observation.x0))[0]) // 2
         index, fractions = self.samples(observation, 2 * half)
         metric = observation.meter.metric()
         parts = (slice(0, half), slice(half, 2 * half))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kairos.errors import Refusal, demand
 from kairos.options import option
 from kairos.strategies.points import POINTS
 
@@ -29,20 +30,18 @@ class Uniform(Fixed):
     end: int | None = option(None, "timestep after the last one drawn; null: T", ge=1)
 
     def __post_init__(self) -> None:
-        if self.end is not None and self.start >= self.end:
-            raise ValueError(f"start and end: got {self.start} and {self.end}, allowed: start < end")
-        if self.importance and not self.floor and (self.start or self.end is not None):
-            raise ValueError(
+        start, end = self.start, self.end
+        demand(end is None or start < end, "start and end", f"{start} and {end}", "start < end")
+        if self.importance and not self.floor and (start or end is not None):
+            raise Refusal(
                 "importance: got true with a range of timesteps; those outside are never drawn, so no weight brings "
                 "back uniform's objective; allowed: false, or a floor above 0"
             )
 
     def check_fits(self, timesteps: int, schedule: str) -> None:
         """Refuse, before any job, what this process cannot have; raises ValueError."""
-        if self.start >= timesteps:
-            raise ValueError(f"start: got {self.start}, allowed: 0 to T - 1 = {timesteps - 1}")
-        if self.end is not None and self.end > timesteps:
-            raise ValueError(f"end: got {self.end}, allowed: start + 1 to T = {timesteps}")
+        demand(self.start < timesteps, "start", self.start, f"0 to T - 1 = {timesteps - 1}")
+        demand((self.end or 0) <= timesteps, "end", self.end, f"start + 1 to T = {timesteps}")
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,7 @@ class Speed(Fixed):
     r: float | None = option(None, "magnitude that tau is derived from instead, linear schedule", gt=1)
 
     def __post_init__(self) -> None:
-        if self.tau is not None and self.r is not None:
-            raise ValueError(f"tau and r: got {self.tau} and {self.r}, allowed: one of them")
+        demand(self.tau is None or self.r is None, "tau and r", f"{self.tau} and {self.r}", "one of them")
 
     def check_fits(self, timesteps: int, schedule: str) -> None:
         """Refuse, before any job, what this process cannot have; raises ValueError."""
@@ -105,14 +103,12 @@ class Speed(Fixed):
 
 def check_linear(r: float | None, schedule: str) -> None:
     """The closed form of a magnitude's timestep holds for one schedule; raises ValueError."""
-    if r is not None and schedule != "linear":
-        raise ValueError(f"r: got {r} with schedule {schedule}, allowed: schedule linear, or give tau")
+    demand(r is None or schedule == "linear", "r", f"{r} with schedule {schedule}", "schedule linear, or give tau")
 
 
 def check_tau(tau: int | None, timesteps: int) -> None:
     """A timestep that has others before and behind it, or none; raises ValueError."""
-    if tau is not None and not 0 < tau < timesteps:
-        raise ValueError(f"tau: got {tau}, allowed: 1 to T - 1 = {timesteps - 1}")
+    demand(tau is None or 0 < tau < timesteps, "tau", tau, f"1 to T - 1 = {timesteps - 1}")
 
 
 class Public:
@@ -122,8 +118,8 @@ class Public:
 
     def check_fits(self, timesteps: int, schedule: str) -> None:
         """Refuse, before any job, what this process cannot have; raises ValueError."""
-        if schedule in ("edm", "fdm", "flow", "vp"):
-            raise ValueError(f"process: got {schedule}, allowed: discrete, which the public code's form is of")
+        discrete = schedule not in ("edm", "fdm", "flow", "vp")
+        demand(discrete, "process", schedule, "discrete, which the public code's form is of")
         check_tau(self.tau, timesteps)
 
 
@@ -210,10 +206,7 @@ class Adaptive(Mixed):
     def check_fits(self, timesteps: int, schedule: str) -> None:
         """Refuse, before any job, what this process cannot have; raises ValueError."""
         count = min(self.feature_timesteps or timesteps, timesteps)
-        if self.selected > count:
-            raise ValueError(
-                f"selected: got {self.selected}, allowed: 1 to {count}, the timesteps of the feature vector"
-            )
+        demand(self.selected <= count, "selected", self.selected, f"1 to {count}, the timesteps of the feature vector")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kairos.errors import demand
 from kairos.options import option
 from kairos.registry import NoOptions, Registry
 
@@ -22,8 +23,8 @@ class AdamOptions:
     grad_clip: float | None = option(1.0, "largest gradient norm; null: no clipping", gt=0)
 
     def __post_init__(self) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas: got {list(self.betas)}, allowed: two numbers, each in [0, 1)")
+        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        demand(good, "betas", list(self.betas), "two numbers, each in [0, 1)")
 
 
 OPTIMIZERS = Registry("optimizer")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.files import write_text
-from kairos.progress import say
+from kairos.progress import say, table
 
 _BAR = 30  # characters
 
@@ -66,9 +66,5 @@ def bar(share: float, largest: float) -> str:
 
 def aligned(rows: list[list[str]]) -> str:
     """Rows of cells in columns, the first and the last to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for first, *middle, last in rows:
-        cells = [cell.rjust(width) for cell, width in zip(middle, widths[1:])]
-        lines.append("  ".join([first.ljust(widths[0]), *cells, last]).rstrip() + "\n")
-    return "".join(lines)
+    last = len(rows[0]) - 1
+    return table(rows, lambda head, column, cell: 0 < column < last) + "\n"
