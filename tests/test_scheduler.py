@@ -11,7 +11,7 @@ from workflow_copy import Copy
 
 from kairos.config import validate
 from kairos.workflow.resources import of_training
-from kairos.workflow.submitter import _LATER
+from snakemake_executor_plugin_kairos.executor import LATER
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +113,10 @@ def test_what_a_training_asks_for(fields, asked):
     ],
 )
 def test_which_words_of_sbatch_a_job_waits_for(said, later):
-    assert bool(_LATER.search(f"SLURM sbatch failed. The error message was 'sbatch: error: {said}'.")) is later
+    assert bool(LATER.search(f"SLURM sbatch failed. The error message was 'sbatch: error: {said}'.")) is later
 
 
-EDITED = {"default-resources", "slurm_account", "slurm_partition", "slurm_extra", "slurm-partition-config"}
+EDITED = {"default-resources", "slurm_account", "slurm_partition", "slurm_extra", "kairos-partition-config"}
 EDITED |= {"set-resources", "train", "sample", "evaluate"}
 
 
