@@ -184,19 +184,19 @@ class Layout:
         """Wildcard constraint: one of these."""
         return "|".join(re.escape(str(value)) for value in values)
 
-    def depends(self, stage: str) -> dict[str, Any]:
-        """``params:`` of a stage: every field and the code that its results depend on.
+    def depends(self, stage: str) -> dict[str, Callable[[Any], Any]]:
+        """``params:`` of a stage, by wildcards: every field and the code that its results depend on.
 
-        Those of a training stage are functions of the wildcard ``method``.
+        As functions, since code is looked at for the stages alone whose jobs there are: in a job, for one.
         """
-        if stage not in dependencies.PER_TRAINING:
-            return dependencies.of(stage, self.plain)
+        of_training = stage in dependencies.PER_TRAINING
         of_method = cache(lambda method: dependencies.of(stage, self.plain, method))
 
         def of_wildcards(name: str) -> Callable[[Any], Any]:
-            return lambda wildcards: of_method(wildcards.method)[name]
+            return lambda wildcards: of_method(wildcards.method if of_training else None)[name]
 
-        return {name: of_wildcards(name) for name in of_method(self.methods[0])}
+        names = dependencies.settings(stage, self.plain, self.methods[0])
+        return {name: of_wildcards(name) for name in (*names, "code")}
 
     def training(self, method: str, seed: int) -> str:
         """The folder of a training."""
