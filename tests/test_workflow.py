@@ -142,10 +142,15 @@ def test_a_failed_import_is_tried_again(done):
     record = done.folder / "results/tiny/tracking.json"
     before = record.read_text()
     record.write_text('{"imported": false}\n')
+    books = done.folder / ".kairos/jobs/tiny"
+    books.mkdir(parents=True)
+    for name in ("1.json", "1.done", "2.json"):  # a job that has ended without a controller, one that may run
+        (books / name).touch()
     try:
         assert done.to_do() == {}
         done.snakemake("--touch", "--", "results/tiny/summary.csv")  # any call that is no dry run
         assert done.to_do() == {"track": 1}
+        assert [path.name for path in books.iterdir()] == ["2.json"]
     finally:
         record.write_text(before)
 

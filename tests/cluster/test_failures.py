@@ -130,3 +130,12 @@ def test_what_slurm_refuses_is_not_sent_again(pipeline: Pipeline) -> None:
     said = controller.log.read_text()
     assert said.count("invalid partition specified: nowhere") == 1, said
     assert training.jobs() == []
+
+
+def test_the_plugin_s_own_executor_is_refused(pipeline: Pipeline) -> None:
+    pipeline.configure({"plugin": {"sampler": "uniform"}})
+    with pipeline.controller("--executor", "slurm") as controller:
+        assert controller.process.wait(120) == 2
+    said = controller.log.read_text()
+    assert "kairos: executor: got 'slurm', allowed: 'kairos'" in said
+    assert "Traceback" not in said
