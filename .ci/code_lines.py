@@ -51,23 +51,28 @@ def count(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Print a table of the packages of ``src/kairos`` and of ``workflow``."""
+    """Print a table of the packages of ``src`` and of ``workflow``."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     files = [
-        *sorted((root / "src/kairos").rglob("*.py")),
+        *sorted((root / "src").rglob("*.py")),
         *sorted((root / "workflow").rglob("*.smk")),
         root / "Snakefile",
     ]
     sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
     for path in files:
         parts = path.relative_to(root).parts
-        place = "workflow (rules)" if parts[0] != "src" else parts[2] if len(parts) > 3 else "(top level)"
+        if parts[0] != "src":
+            place = "workflow (rules)"
+        elif parts[1] != "kairos":  # the executor plugin
+            place = parts[1]
+        else:
+            place = parts[2] if len(parts) > 3 else "(top level)"
         for number, value in enumerate((1, *count(path.read_text(encoding="utf-8")))):
             sums[place][number] += value
     rows = [(place, *values) for place, values in sorted(sums.items())]
     rows.append(("all", *(sum(column) for column in zip(*sums.values(), strict=True))))
     for place, number, code, documented in rows:
-        print(f"{place:20}{number:4} files{code:7} code lines{documented:6} docstring lines")
+        print(f"{place:33}{number:4} files{code:7} code lines{documented:6} docstring lines")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Published samplers: learned variance, timesteps, DPM-Solver, Heun through a schedule, and guidance that changes."""
 
-import argparse
 import json
 import math
 import shlex
@@ -13,7 +12,6 @@ from test_sampling import MEAN, STD, best_network, completed, process_of, run, s
 from training_case import experiment
 
 from kairos.cli import main
-from kairos.cli import sample as cli
 from kairos.config import validate
 from kairos.diffusion.processes import build_process
 from kairos.errors import ConfigError
@@ -310,8 +308,10 @@ def test_guidance_that_cannot_be(sampling, message):
         validate({**values, "model": {"name": "dit", "conditions": ["class"]}})
 
 
-def test_a_workflow_passes_on_how_it_guides():
+def test_a_workflow_passes_on_how_it_guides(monkeypatch):
     """Also what is null, for the milestone may say something else."""
+    seen = []
+    monkeypatch.setattr("kairos.sampling.sample.run", lambda jobs, request: seen.append(request))
     for told in (
         {},
         {"guidance_scale": 3.8, "guidance_channels": 3, "guidance_power": 4.0, "guidance_interval": [1e-5, 5.0]},
@@ -320,11 +320,9 @@ def test_a_workflow_passes_on_how_it_guides():
             model={"name": "dit", "patch": 2, "width": 16, "depth": 1, "heads": 2, "conditions": ["class"]},
             training__condition_dropout=0.1, sampling=told,
         )  # fmt: skip
-        parser = argparse.ArgumentParser()
-        cli.add_arguments("sample", parser)
         line = shlex.split(Layout(validate(plain), Path()).sampling_options(None, None))
-        arguments = parser.parse_args(["--milestone", "m", "--out", "o", "--num", "1", *line])
-        given = cli._overrides(arguments) | {"seed": arguments.seed}
+        assert main(["sample", "--milestone", "m", "--out", "o", "--num", "1", *line]) == 0
+        given = {**seen[-1].overrides, "seed": seen[-1].seed}
         assert {**plain["sampling"], **given} == plain["sampling"] and set(plain["sampling"]) - set(given) == {"shards"}
 
 

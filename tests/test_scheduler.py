@@ -1,7 +1,9 @@
 """What a scheduler gets: jobs with what they ask for, groups that are one job, and the profile of SLURM."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -10,8 +12,9 @@ from snakemake_executor_plugin_slurm.partitions import read_partition_file
 from workflow_copy import Copy
 
 from kairos.config import validate
+from kairos.workflow import batch_script
 from kairos.workflow.resources import of_training
-from kairos.workflow.submitter import _LATER
+from snakemake_executor_plugin_kairos.executor import LATER
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +116,19 @@ def test_what_a_training_asks_for(fields, asked):
     ],
 )
 def test_which_words_of_sbatch_a_job_waits_for(said, later):
-    assert bool(_LATER.search(f"SLURM sbatch failed. The error message was 'sbatch: error: {said}'.")) is later
+    assert bool(LATER.search(f"SLURM sbatch failed. The error message was 'sbatch: error: {said}'.")) is later
 
 
-EDITED = {"default-resources", "slurm_account", "slurm_partition", "slurm_extra", "slurm-partition-config"}
+@pytest.mark.parametrize(("status", "noted"), [(0, ["7.done"]), (3, [])])
+def test_a_job_says_that_it_has_ended_well(tmp_path, status, noted):
+    line = [sys.executable, "-m", batch_script.__name__, "books", sys.executable, "-c", f"raise SystemExit({status})"]
+    (tmp_path / "books").mkdir()
+    environment = {**os.environ, "SLURM_JOB_ID": "7"}
+    assert subprocess.run(line, cwd=tmp_path, env=environment).returncode == status
+    assert [path.name for path in (tmp_path / "books").iterdir()] == noted
+
+
+EDITED = {"default-resources", "slurm_account", "slurm_partition", "slurm_extra", "kairos-partition-config"}
 EDITED |= {"set-resources", "train", "sample", "evaluate"}
 
 

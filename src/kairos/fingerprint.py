@@ -94,6 +94,8 @@ def _text(node: Any, message: bool = False) -> str:
     if isinstance(node, ast.Call) and _called(node) == "option":  # an option's value counts, its help does not
         fields["args"] = fields["args"][:1] + fields["args"][2:]
         fields["keywords"] = [keyword for keyword in fields["keywords"] if keyword.arg != "help"]
+    if isinstance(node, ast.Call) and _called(node) == "demand":  # what it demands counts, its words do not
+        fields["args"] = fields["args"][:1]
     may_have = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
     if may_have and ast.get_docstring(node, clean=False) is not None:
         fields["body"] = fields["body"][1:]

@@ -1,7 +1,7 @@
 """SLURM's queue, as the workflow fills it.
 
 All jobs of an experiment have one name. What each makes is written down in ``.kairos/jobs/<experiment>/<number>.json``
-(see `kairos.workflow.takeover`); its comment names the rule, and mostly method and seed.
+(see `snakemake_executor_plugin_kairos.executor`); its comment names the rule, and mostly method and seed.
 """
 
 import getpass
@@ -62,11 +62,16 @@ def jobs(results: Path) -> tuple[list[Job], str]:
     """The jobs of an experiment, and what SLURM complains of, mostly nothing. Without SLURM there are none."""
     if shutil.which("squeue") is None:
         return [], ""
-    whose = (f"--user={getpass.getuser()}", f"--name={job_name(str(results))}")
-    good, answer = ask("squeue", "--noheader", *whose, "--format=%i|%T|%r|%S|%k")
+    good, answer = queue(results, "%i|%T|%r|%S|%k")
     if not good:
         return [], "" if NO_CLUSTER in answer else f"squeue: {answer}"
     return [_job(results, *line.split("|", 4)) for line in answer.splitlines()], ""
+
+
+def queue(results: str | Path, what: str, patience: float = 10) -> tuple[bool, str]:
+    """Whether squeue answers within so many seconds, and what it says of an experiment's jobs, or complains of."""
+    whose = (f"--user={getpass.getuser()}", f"--name={job_name(str(results))}")
+    return ask("squeue", "--noheader", *whose, f"--format={what}", patience=patience)
 
 
 def books(results: str | Path) -> Path:

@@ -50,7 +50,7 @@ class Pipeline:
         self._runs += 1
         command = [
             "snakemake", "--profile", "profiles/slurm", "--configfile", CONFIG, "--jobs", "16",
-            "--slurm-status-command", "squeue", "--slurm-init-seconds-before-status-checks", "5", *arguments,
+            "--kairos-status-command", "squeue", "--kairos-init-seconds-before-status-checks", "5", *arguments,
         ]  # fmt: skip
         log = self.folder / f"controller{self._runs}.log"
         with open(log, "w") as out:

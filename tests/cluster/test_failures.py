@@ -68,7 +68,7 @@ def test_an_interrupted_controller_lets_its_trainings_write_their_state(pipeline
 def test_a_scheduler_that_does_not_answer_for_a_while_loses_no_job(pipeline: Pipeline, cluster: Path) -> None:
     pipeline.configure({"patient": {"sampler": "uniform"}}, milestones=[1000])
     training = pipeline.training("patient")
-    with pipeline.controller("--slurm-status-attempts", "1", "--", training.end) as controller:
+    with pipeline.controller("--kairos-status-attempts", "1", "--", training.end) as controller:
         wait_for(training.has_checkpoint, 300, "the first checkpoint")
         save_state(cluster)
         kill_controller(cluster)
@@ -130,3 +130,12 @@ def test_what_slurm_refuses_is_not_sent_again(pipeline: Pipeline) -> None:
     said = controller.log.read_text()
     assert said.count("invalid partition specified: nowhere") == 1, said
     assert training.jobs() == []
+
+
+def test_the_plugin_s_own_executor_is_refused(pipeline: Pipeline) -> None:
+    pipeline.configure({"plugin": {"sampler": "uniform"}})
+    with pipeline.controller("--executor", "slurm") as controller:
+        assert controller.process.wait(120) == 2
+    said = controller.log.read_text()
+    assert "kairos: executor: got 'slurm', allowed: 'kairos'" in said
+    assert "Traceback" not in said

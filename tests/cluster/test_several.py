@@ -19,7 +19,7 @@ def test_a_training_on_two_machines_equals_one_on_one(pipeline: Pipeline, table:
         methods = {name: pipeline.tiny["methods"]["undisturbed"]}
         pipeline.configure(methods, **double, processes=machines, nodes=machines)
         training = pipeline.training(name)
-        pipeline.run("--slurm-partition-config", "partitions.yaml", "--", training.end)
+        pipeline.run("--kairos-partition-config", "partitions.yaml", "--", training.end)
         (job,) = training.jobs()
         assert job.state == "COMPLETED"
         assert details(job)["NumNodes"] == str(machines)

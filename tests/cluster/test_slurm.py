@@ -66,7 +66,7 @@ def test_a_job_leaves_a_node_that_is_set_down(folder: Path) -> None:
 
 def test_the_profile_s_signal_comes_before_the_time_limit(folder: Path) -> None:
     waits = "bash -c 'trap \"echo asked to leave; exit 75\" TERM; while :; do sleep 0.2; done'"
-    line = f"exec {sys.executable} -m kairos.workflow.batch_script {waits}"
+    line = f"exec {sys.executable} -m kairos.workflow.batch_script {folder} {waits}"
     number = submit(folder, line, "--time=1", "--signal=B:TERM@120", "--constraint=steady")
     wait_for(lambda: job_of(folder, number).state in ("FAILED", "TIMEOUT", "COMPLETED"), 240, "the end of the job")
     assert job_of(folder, number).state == "FAILED"

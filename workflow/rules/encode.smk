@@ -28,6 +28,7 @@ for name in layout.rules("encode"):
             gpu=CODING_GPUS if name == layout.rules("encode")[-1] else 0,
         params:
             **layout.params(name),
+            **({"told": layout.text} if layout.text else {}),
             read=stages("dataset", "autoencoder", *layout.text),
             out=files("record") if part else folder("record"),
             shards=shards,

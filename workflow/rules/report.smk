@@ -3,7 +3,7 @@
 
 rule report:
     input:
-        **layout.everything(),
+        layout.everything(),
     output:
         page=f"{RESULTS}/report.html",
         table=report(f"{RESULTS}/summary.csv", caption="../report/summary.rst", category="Table"),

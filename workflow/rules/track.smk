@@ -7,7 +7,7 @@ localrules:
 
 rule track:
     input:
-        **layout.everything(),
+        layout.everything(),
         table=f"{RESULTS}/summary.csv",
         figures=f"{RESULTS}/figures",
     output:

@@ -18,7 +18,7 @@ for segment in layout.segments:
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.name}.log",
         group:
-            layout.sharing(segment)
+            controller.sharing(workflow, layout, segment)
         conda:
             "../../envs/environment.yml"
         threads: layout.threads * processes_per_node(layout.experiment)

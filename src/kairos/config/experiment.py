@@ -151,7 +151,10 @@ def validate(values: Any, source: str = "experiment") -> Experiment:
     return check(Experiment, values, source)
 
 
-class _Loader(yaml.SafeLoader):
+_Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast, where it was built
+
+
+class _Loader(_Safe):  # type: ignore[misc]
     """Safe YAML in which a key given twice is a mistake; YAML itself would quietly keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -159,7 +162,7 @@ class _Loader(yaml.SafeLoader):
         twice = sorted({str(key) for key in keys if keys.count(key) > 1})
         if twice:
             raise yaml.constructor.ConstructorError(None, None, f"key given twice: {', '.join(twice)}", node.start_mark)
-        return super().construct_mapping(node, deep)
+        return dict(super().construct_mapping(node, deep))
 
 
 def load(path: Path | str) -> Experiment:

@@ -1,53 +1,51 @@
 """What the Snakefile does besides its rules: reads the experiment, and looks after a run's beginning and end.
 
-Only the controller writes here; the processes that Snakemake starts for single jobs parse the Snakefile too, and find
-the experiment as the controller froze it.
+Only the controller writes here; the processes that it starts for single jobs parse the Snakefile too, and find the
+experiment as the controller froze it.
 """
 
 import fcntl
 import glob
 import os
 import re
-import signal
+import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
-from snakemake.persistence import PersistenceBase
 
 from kairos.config import load, validate
 from kairos.errors import KairosError
 from kairos.files import read_json, sha256_json
 from kairos.progress import duration, say
+from kairos.slurm import books
 from kairos.tracking.store import tracking_uri, without_credentials
 from kairos.training.job import last_word
 from kairos.workflow import interrupts, start_over
-from kairos.workflow.layout import PARTS, Layout, lay_out
+from kairos.workflow.layout import FROZEN, Layout, Segment, frozen, lay_out
+from snakemake_executor_plugin_kairos.private import together
 
-_FROZEN = "KAIROS_EXPERIMENT"  # how a job's own Snakemake process finds the controller's frozen experiment
 _DEFAULT = "params.yaml"
-# on a cluster, whose jobs find what `kairos fetch` has brought
-_OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
-_held: list[Any] = []  # the lock file, open as long as this process lives
+_held: list[IO[str]] = []  # the lock file, open as long as this process lives
 _began = time.time()
 
 
 def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
     """The experiment that Snakemake was called for, checked and frozen; ends the process where it cannot be used."""
     with _ending():
-        if not workflow.is_main_process and _FROZEN in os.environ:
-            return Layout(load(os.environ[_FROZEN]), Path(os.environ[_FROZEN]))
+        if FROZEN in os.environ:
+            return frozen()
         found = lay_out(_experiment(workflow, config))
-        if workflow.is_main_process:
-            os.environ[_FROZEN] = str(found.config.resolve())
-            _before_execution(workflow, found)
-            for line in found.said:
-                say(line)
+        os.environ[FROZEN] = str(found.config.resolve())
+        if not workflow.output_settings.dryrun:
+            _tidy(found)
+        for line in found.said:
+            say(line)
         return found
 
 
@@ -62,35 +60,6 @@ def _experiment(workflow: Any, config: dict[str, Any]) -> Any:
     return validate({**values, **config}, f"{_DEFAULT} with --config")
 
 
-def _before_execution(workflow: Any, layout: Layout) -> None:
-    """Lock the results when Snakemake begins to execute, before it looks at any file; on a cluster prepare for it.
-
-    Its own hook (onstart) comes after its locks; and while the Snakefile is read it is not known yet whether anything
-    will be executed: a dry run, a summary or a lint must work beside a run.
-    """
-    execute, listed = workflow.execute, PersistenceBase._input
-    # of what a result was made from, its books leave the parts out: it is the same from many, few or none
-    PersistenceBase._input = lambda books, job: [path for path in listed(books, job) if PARTS not in path.split("/")]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it
-
-    def locked(*arguments: Any, executor_plugin: Any, **keywords: Any) -> Any:
-        groups = workflow.group_settings
-        groups.group_components = {**layout.sharing_groups(), **groups.group_components}
-        if not executor_plugin.common_settings.dryrun_exec:
-            with _ending():
-                _lock(Path(layout.results))
-            _forget_failed_import(Path(layout.results), layout.experiment.tracking.uri)
-        if not executor_plugin.common_settings.local_exec:
-            os.environ |= _OFFLINE
-        if executor_plugin.name == "slurm":
-            from kairos.workflow import takeover
-
-            executor_plugin = takeover.attach(workflow, executor_plugin, layout)
-        return execute(*arguments, executor_plugin=executor_plugin, **keywords)
-
-    workflow.execute = locked
-
-
 @contextmanager
 def _ending() -> Iterator[None]:
     """End with one message where something is wrong; Snakemake would add a traceback to an exception."""
@@ -101,18 +70,15 @@ def _ending() -> Iterator[None]:
         sys.exit(2)
 
 
-def _lock(results: Path) -> None:
-    """Hold the experiment for this process, and remove the locks of a Snakemake that was killed.
-
-    Snakemake's own lock files outlive a killed controller and would stop the next one. This lock falls with its
-    process, so whoever holds it knows that Snakemake's locks on the same results are left over.
+def _lock(results: Path) -> IO[str]:
+    """Hold the experiment while the file that is returned is open; locks of Snakemake's would outlive its process.
 
     Raises:
         KairosError: another Snakemake works on these results.
     """
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
-    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115  (held until the process ends)
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -126,19 +92,32 @@ def _lock(results: Path) -> None:
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {socket.gethostname()}")
     file.flush()
-    _held.append(file)
-    for left in Path(".snakemake/locks").glob("*.lock"):
-        if any(line.startswith(f"{results}/") for line in left.read_text().splitlines()):
-            left.unlink()
+    return file
 
 
-def _forget_failed_import(results: Path, configured: str | None) -> None:
-    """An import into MLflow that failed stops nothing, and is tried again by the next run; so is one into elsewhere."""
-    record = results / "tracking.json"
-    if record.exists():
-        done = read_json(record)
-        if not done.get("imported") or done.get("uri") != without_credentials(tracking_uri(configured)):
-            record.unlink()
+def _tidy(layout: Layout) -> None:
+    """Where no run is at work, forget what the last one has left, before Snakemake looks at it.
+
+    An import into MLflow that failed is tried again; so is one into elsewhere. A job that has ended well without its
+    controller is on Snakemake's books.
+    """
+    results = Path(layout.results)
+    with suppress(KairosError), _lock(results):
+        record = results / "tracking.json"
+        if record.exists():
+            done, uri = read_json(record), tracking_uri(layout.experiment.tracking.uri)
+            if not done.get("imported") or done.get("uri") != without_credentials(uri):
+                record.unlink()
+        for note in books(results).glob("*.done"):
+            note.with_suffix(".json").unlink(missing_ok=True)
+            note.unlink()
+
+
+def sharing(workflow: Any, layout: Layout, segment: Segment) -> Callable[[Any], str] | None:
+    """`Layout.sharing`, as one job for each group."""
+    group = layout.sharing(segment)
+    number = layout.experiment.training.trainings_per_gpu
+    return group and (lambda wildcards: together(workflow, group(wildcards), number))
 
 
 def data_files(layout: Layout) -> list[str]:
@@ -153,11 +132,11 @@ def data_files(layout: Layout) -> list[str]:
     return found
 
 
-def listing(layout: Layout) -> str | None:
-    """Hash of the names and sizes in folders of images: too many files to be inputs each."""
+def listing(layout: Layout) -> str | list[str] | None:
+    """Names of a data set's files; of folders of images, too many files to be inputs each, a hash with their sizes."""
     dataset = layout.experiment.dataset
     if dataset.source != "folder":
-        return None
+        return data_files(layout) or None
     roots = [Path(str(part.path)) for part in dataset.parts]
     found = [
         sorted((file.relative_to(root).as_posix(), file.stat().st_size) for file in root.rglob("*") if file.is_file())
@@ -167,7 +146,13 @@ def listing(layout: Layout) -> str | None:
 
 
 def starts(workflow: Any, layout: Layout) -> None:
-    """Before the first job: see `start_over` and `interrupts`."""
+    """Before the first job: hold the results; see `start_over` and `interrupts`."""
+    with _ending():
+        if workflow.executor_plugin.name == "slurm":
+            raise KairosError(
+                "executor: got 'slurm', allowed: 'kairos', whose settings are kairos-… instead of slurm-…"
+            )
+        _held.append(_lock(Path(layout.results)))
     if not workflow.touch:
         start_over.mark(workflow, Path(layout.results))
     if workflow.local_exec:
@@ -175,18 +160,20 @@ def starts(workflow: Any, layout: Layout) -> None:
 
 
 def succeeded(workflow: Any, layout: Layout) -> None:
-    """After the last job."""
+    """After the last job: parts whose joining ended without a controller go too."""
+    if workflow.touch:
+        return
+    for path in {path for job in workflow.dag.jobs for path in job.input.get("parts", ())}:
+        shutil.rmtree(path) if os.path.isdir(path) else Path(path).unlink(missing_ok=True)
     made = any(job.rule.name == "report" for job in workflow.dag.jobs)
     report = f"; the report is {layout.results}/report.html" if made else ""
-    if not workflow.touch:
-        say(f"{layout.experiment.experiment}: done in {duration(time.time() - _began)}{report}")
+    say(f"{layout.experiment.experiment}: done in {duration(time.time() - _began)}{report}")
 
 
 def failed(workflow: Any, layout: Layout) -> None:
     """Name the failed jobs' log files with what they say last, or say that the run was told to end."""
     for job in workflow.scheduler.failed:  # Snakemake books its deleted outputs as made: as if a user had deleted them
-        for one in job.jobs if job.is_group() else [job]:
-            workflow.persistence.cleanup(one)
+        workflow.persistence.cleanup(job)
     if interrupts.told_at:
         words = [last_word(Path(layout.training(*training))) for training in layout.trainings]
         written = sum(word.get("state") == "stopped" and word["updated"] > interrupts.told_at[0] for word in words)

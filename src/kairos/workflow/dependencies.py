@@ -32,8 +32,13 @@ def of(stage: str, plain: Plain, method: str | None = None) -> Plain:
         plain: the whole resolved experiment.
         method: for the stages of a training, which one.
     """
-    fields, roots = _training(plain, str(method)) if stage == "train" else _others(plain)[stage]
+    fields, roots = parts(stage, plain, method)
     return {**fields, "code": fingerprint(roots)}
+
+
+def parts(stage: str, plain: Plain, method: str | None = None) -> tuple[Plain, list[str]]:
+    """Those fields, and the modules whose code it is; arguments as for `of`."""
+    return _training(plain, str(method)) if stage == "train" else _others(plain)[stage]
 
 
 def _training(plain: Plain, method: str) -> tuple[Plain, list[str]]:

@@ -1,6 +1,7 @@
 """An experiment as the workflow sees it: its folders, its trainings and the segments that they are split into."""
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kairos.config import Experiment, freeze
+from kairos.config import Experiment, freeze, load
 from kairos.fetching import lacking
 from kairos.training.job import last_word
 from kairos.workflow import dependencies
 from kairos.workflow.resources import gpus
 
+FROZEN = "KAIROS_EXPERIMENT"  # names the experiment that a controller has frozen for what it starts
 PARTS = ".parts"  # folder of what is joined, in that of the results and in each training's
 
 
@@ -168,44 +170,33 @@ class Layout:
         together = self.experiment.training.trainings_per_gpu
         if together == 1:
             return None
-        numbers = {training: number for number, training in enumerate(self.trainings)}
+        numbers = {training: number // together for number, training in enumerate(self.trainings)}
 
         def group(wildcards: Any) -> str:
-            method, seed = wildcards.method, int(wildcards.seed)
-            shared = self._sharing(segment, numbers[method, seed] // together)
-            diverged = not last_word(Path(self.training(method, seed))).get("again", True)
-            return f"{shared}_alone_{method}_seed{seed}" if diverged else shared
+            training = wildcards.method, int(wildcards.seed)
+            diverged = not last_word(Path(self.training(*training))).get("again", True)
+            alone = f"_alone_{wildcards.method}_seed{wildcards.seed}" if diverged else ""
+            return f"trainings{segment.name}_{numbers[training]}{alone}"
 
         return group
-
-    def _sharing(self, segment: Segment, number: int) -> str:
-        return f"trainings{segment.name}_{number}"
-
-    def sharing_groups(self) -> dict[str, int]:
-        """How many jobs of a group become one, by the group."""
-        together = self.experiment.training.trainings_per_gpu
-        if together == 1:
-            return {}
-        numbers = range(-(-len(self.trainings) // together))
-        return {self._sharing(segment, number): together for segment in self.segments for number in numbers}
 
     def matching(self, values: list[Any]) -> str:
         """Wildcard constraint: one of these."""
         return "|".join(re.escape(str(value)) for value in values)
 
-    def depends(self, stage: str) -> dict[str, Any]:
-        """``params:`` of a stage: every field and the code that its results depend on.
+    def depends(self, stage: str) -> dict[str, Callable[[Any], Any]]:
+        """``params:`` of a stage, by wildcards: every field and the code that its results depend on.
 
-        Those of a training stage are functions of the wildcard ``method``.
+        As functions, since code is looked at for the stages alone whose jobs there are: in a job, for one.
         """
-        if stage not in dependencies.PER_TRAINING:
-            return dependencies.of(stage, self.plain)
+        of_training = stage in dependencies.PER_TRAINING
         of_method = cache(lambda method: dependencies.of(stage, self.plain, method))
 
         def of_wildcards(name: str) -> Callable[[Any], Any]:
-            return lambda wildcards: of_method(wildcards.method)[name]
+            return lambda wildcards: of_method(wildcards.method if of_training else None)[name]
 
-        return {name: of_wildcards(name) for name in of_method(self.methods[0])}
+        names, _ = dependencies.parts(stage, self.plain, self.methods[0])
+        return {name: of_wildcards(name) for name in (*names, "code")}
 
     def training(self, method: str, seed: int) -> str:
         """The folder of a training."""
@@ -225,26 +216,21 @@ class Layout:
         """Checksums of what a job of a training has made: in one folder, which DVC's report stage can depend on."""
         return f"{self.results}/sums/{stage}/{method}_seed{seed}/{segment.number}.txt"
 
-    def everything(self) -> dict[str, list[str]]:
+    def everything(self) -> list[str]:
         """All records that the report and the tracking read."""
-        trainings = self.trainings
-        folders = [self.training(*training) for training in trainings]
         records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
-        ends = ("training.json", "metrics.jsonl")
-        per_step = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
-        return {
-            "shared": [f"{self.results}/{record}.json" for record in records],
-            "trainings": [f"{folder}/{name}" for folder in folders for name in ends],
-            "steps": [
-                f"{folder}/{name.format(step)}" for folder in folders for step in self.steps for name in per_step
-            ],
-            "sums": [
+        of_step = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
+        each = ["training.json", "metrics.jsonl", *(name.format(step) for step in self.steps for name in of_step)]
+        return [
+            *(f"{self.results}/{record}.json" for record in records),
+            *(f"{self.training(*training)}/{name}" for training in self.trainings for name in each),
+            *(
                 self.sums(stage, *training, segment)
                 for stage in dependencies.PER_TRAINING
-                for training in trainings
+                for training in self.trainings
                 for segment in self.segments
-            ],
-        }
+            ),
+        ]
 
     def jobs(self) -> dict[str, int]:
         """Number of jobs of each stage."""
@@ -265,3 +251,9 @@ def lay_out(experiment: Experiment) -> Layout:
     """Settle what an experiment leaves open, freeze it and lay it out."""
     settled, said = experiment.settled()
     return Layout(settled, freeze(settled), said + lacking(settled))
+
+
+def frozen() -> Layout:
+    """The experiment that this process's controller has frozen."""
+    path = os.environ[FROZEN]
+    return Layout(load(path), Path(path))

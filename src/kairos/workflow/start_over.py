@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.files import read_json, write_text
+from snakemake_executor_plugin_kairos.private import on_the_books
 
 Key = tuple[str, tuple[int, ...]]  # folder of a training, milestones asked for
 
@@ -28,7 +29,7 @@ def mark(workflow: Any, results: Path) -> None:
             trainings[job.params.out].append(job)
     wanted: set[Key] = set()
     for jobs in trainings.values():
-        known = [job for job in jobs if _on_the_books(workflow, job) and _asked(job) in requests.values()]
+        known = [job for job in jobs if on_the_books(workflow, job) and _asked(job) in requests.values()]
         again = [job for job in known if _forced(workflow, job) or (len(known) == len(jobs) and _deleted(job))]
         wanted |= {_asked(job) for job in again}
     for path, key in requests.items():
@@ -47,12 +48,6 @@ def _fulfilled(request: Path) -> Key:
 def _asked(job: Any) -> Key:
     """What a training's job is asked for."""
     return job.params.out, tuple(job.params.steps)
-
-
-def _on_the_books(workflow: Any, job: Any) -> bool:
-    """Whether Snakemake has written a job down as done."""
-    books = workflow.persistence
-    return books.has_metadata(job) and not books._filter_incomplete_keys([str(output) for output in job.output])
 
 
 def _forced(workflow: Any, job: Any) -> bool:

@@ -1,0 +1,32 @@
+"""What kairos uses of Snakemake and its SLURM plugin without their promise is there; `.ci/run` asks new releases too.
+
+It needs nothing of kairos, so that it runs where only these two are installed.
+"""
+
+import importlib
+import inspect
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGIN = ROOT / "src/snakemake_executor_plugin_kairos"
+NAMES = runpy.run_path(str(PLUGIN / "private.py"))["NAMES"]
+
+
+@pytest.mark.parametrize(("place", "name", "lost"), NAMES, ids=[f"{place} {name}" for place, name, _ in NAMES])
+def test_a_name_is_there(place, name, lost):
+    module, _, owner = place.partition(":")
+    assert name in inspect.getsource(getattr(importlib.import_module(module), owner)), f"{place} has no {name}. {lost}"
+
+
+def test_nothing_else_touches_snakemake():
+    """Outside of the package nothing of Snakemake or its plugins is imported, so nothing is subclassed or assigned."""
+    texts = {path.name: path.read_text() for path in sorted((ROOT / "src/kairos").rglob("*.py"))}
+    imports = {name: re.findall(r"^ *(?:from|import) (snakemake\S*)", text, re.M) for name, text in texts.items()}
+    assert {name for names in imports.values() for name in names} == {"snakemake_executor_plugin_kairos.private"}
+    assert not [
+        name for name, text in texts.items() if re.search(r"\bworkflow(\.\w+)+ [|+]?= |setattr\(workflow", text)
+    ]
