@@ -252,7 +252,7 @@ def test_an_expression_runs_its_stages_and_what_reads_other_results(own):
         changed = [(old.strip(), new.strip()) for old, new in zip(before, after, strict=True) if old != new]
         assert [old.split(":")[0] for old, _ in changed] == ["code"]
         assert own.to_do(config="params.yaml") == {}
-    with own.edited("src/kairos/evaluation/validation.py", '"loss": sum(loss)', '"loss": 2 * sum(loss)'):
+    with own.edited("src/kairos/evaluation/validation.py", '"loss": sum(mean)', '"loss": 2 * sum(mean)'):
         assert reproduced(own) == [FIRST, "evaluate@adaptive-0", "report"]
         assert own.to_do(config="params.yaml") == {}
     reproduced(own)  # from DVC's cache of runs
