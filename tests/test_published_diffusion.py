@@ -1,7 +1,6 @@
 """Published processes, losses and ramps against their check values; MDT's second pass in real trainings."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from kairos.diffusion.processes import build_process
 from kairos.errors import ConfigError
 from kairos.milestones import open_milestone
 from kairos.models.registries import MODELS
-from kairos.options import option
+from kairos.options import Options, option
 from kairos.strategies import make_weighting
 from kairos.training.registries import AVERAGES
 from kairos.training.run import train
@@ -222,8 +221,7 @@ class Hiding(nn.Module):
         self.load_state_dict(weights)
 
 
-@dataclass(frozen=True)
-class HidingOptions:
+class HidingOptions(Options):
     width: int = option(8, "nothing", ge=1)
 
 

@@ -1,7 +1,7 @@
 """Seams: one small addition of each kind, registered here and used through the whole way without a change elsewhere."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from kairos.diffusion.registries import LOSSES, PROCESSES, LossOptions
 from kairos.files import read_json
 from kairos.milestones import open_milestone
 from kairos.models.registries import MODELS
-from kairos.options import option
+from kairos.options import Options, option
 from kairos.strategies import Sampler, Weighting
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 from kairos.training.lengths import length_in_steps
@@ -143,8 +143,7 @@ class Linear(nn.Module):
         self.load_state_dict(weights)
 
 
-@dataclass(frozen=True)
-class LinearOptions:
+class LinearOptions(Options):
     start: float = option(0.5, "initial factor", gt=0)
 
 
@@ -167,7 +166,6 @@ def no_sequence(values, description):
     return torch.full_like(values, -1)
 
 
-@dataclass(frozen=True)
 class TextOptions(LinearOptions):
     conditions: list[str] = option(["sequence"], "conditions")
 

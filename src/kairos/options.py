@@ -1,7 +1,7 @@
 """Checked options of named components, without pydantic: the strategies must work in a plain torch environment.
 
-A component's options are a frozen dataclass whose fields are made by `option`. `parse` turns a mapping into an instance
-and refuses unknown keys, wrong types and impossible values in one message.
+A component's options are a subclass of `Options` whose fields are made by `option`. `parse` turns a mapping into an
+instance and refuses unknown keys, wrong types and impossible values in one message.
 """
 
 import dataclasses
@@ -37,6 +37,14 @@ def option(
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+@typing.dataclass_transform(frozen_default=True)
+class Options:
+    """Base of what a component can be told: every subclass is a frozen dataclass, without a decorator."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True)(cls)
 
 
 def public_name(field: dataclasses.Field[Any]) -> str:

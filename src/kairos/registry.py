@@ -13,8 +13,7 @@ from kairos import options as _options
 from kairos.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class NoOptions:
+class NoOptions(_options.Options):
     """The options of a component that has none."""
 
 

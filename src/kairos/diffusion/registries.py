@@ -1,11 +1,10 @@
 """Forward processes and loss terms by name."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kairos.errors import demand, refusal
-from kairos.options import option
+from kairos.options import Options, option
 from kairos.registry import Registry
 
 VARIANCES = ("fixed_large", "fixed_small", "learned_range")
@@ -13,8 +12,7 @@ ENDS = {"linear": (1e-4, 0.02), "quadratic": (1e-4, 0.02), "scaled_linear": (0.0
 CELLS = 1000  # of a continuous process, on which strategies are shown and those of discrete processes stand
 
 
-@dataclass(frozen=True)
-class DiscreteOptions:
+class DiscreteOptions(Options):
     """A discrete Gaussian process (DDPM)."""
 
     timesteps: int = option(1000, "number of timesteps T", ge=2, le=100_000)
@@ -35,8 +33,7 @@ class DiscreteOptions:
         demand(first < last, "beta_start", first, f"less than beta_end = {last}")
 
 
-@dataclass(frozen=True)
-class EdmOptions:
+class EdmOptions(Options):
     """Noise levels sigma with EDM's preconditioning."""
 
     sigma_data: float | None = option(None, "standard deviation of the data; null: measured on the training data", gt=0)
@@ -50,23 +47,20 @@ class EdmOptions:
         demand(least < most, "sigma_min and sigma_max", f"{least} and {most}", "0 < min < max")
 
 
-@dataclass(frozen=True)
 class FdmOptions(EdmOptions):
     """The same with momentum in what the network sees."""
 
     multiplier: float = option(2.0, "m of the momentum's time; published: 2 for CIFAR-10, else 1", gt=0)
 
 
-@dataclass(frozen=True)
-class FlowOptions:
+class FlowOptions(Options):
     """Rectified flow."""
 
     shift: float = option(1.0, "fraction u is time shift u/(1 + (shift - 1) u), SD3's for larger images", gt=0, le=100)
     time_scale: float = option(1000.0, "factor of t that the network is shown", gt=0)
 
 
-@dataclass(frozen=True)
-class VpOptions:
+class VpOptions(Options):
     """The variance-preserving process in continuous time."""
 
     beta_min: float = option(0.1, "beta at t = 0", ge=0)
@@ -98,15 +92,13 @@ def chosen_prediction(process: str, prediction: str | None) -> str | None:
     return prediction or next(iter(choices), None)
 
 
-@dataclass(frozen=True)
-class LossOptions:
+class LossOptions(Options):
     """A per-sample loss term."""
 
     scale: float = option(1.0, "factor of the term", gt=0)
     weighted: bool = option(True, "whether the strategy's weights multiply the term")
 
 
-@dataclass(frozen=True)
 class VbOptions(LossOptions):
     """A term of the variance; T/1000 as its scale is improved DDPM's RESCALED_MSE."""
 

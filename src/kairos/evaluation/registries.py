@@ -7,15 +7,13 @@ that of a metric that needs a milestone as ``code(milestone, latents, settings, 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from kairos.options import option
+from kairos.options import Options, option
 from kairos.registry import NoOptions, Registry
 
 
-@dataclass(frozen=True)
-class ClassifierOptions:
+class ClassifierOptions(Options):
     """A small convolutional classifier, trained on the labelled training split."""
 
     features: int = option(64, "features: width of the layer before the classes", ge=2, le=2048)
@@ -26,42 +24,36 @@ class ClassifierOptions:
     seed: int = option(0, "seed", ge=0)
 
 
-@dataclass(frozen=True)
 class SelfsupervisedOptions(ClassifierOptions):
     """The same network, trained on the training images without labels: which way up is an image?"""
 
 
-@dataclass(frozen=True)
-class InceptionOptions:
+class InceptionOptions(Options):
     """torch-fidelity's Inception-v3 (2,048 features): FID, IS and KID proper."""
 
     path: str | None = option(None, "weights file; null: torch-fidelity's own, downloaded where there is a network")
 
 
-@dataclass(frozen=True)
-class DinoOptions:
+class DinoOptions(Options):
     """DINOv2 through transformers; the published distance is of ViT-L/14."""
 
     path: str = option("facebook/dinov2-large", "folder or hub id of a Dinov2Model")
 
 
-@dataclass(frozen=True)
-class KidOptions:
+class KidOptions(Options):
     """Kernel distance."""
 
     subsets: int = option(50, "subsets that are drawn", ge=1)
     subset_size: int = option(1000, "images in each, where there are twice as many", ge=2)
 
 
-@dataclass(frozen=True)
-class ManifoldOptions:
+class ManifoldOptions(Options):
     """Precision and recall."""
 
     neighbours: int = option(3, "a ball reaches to this neighbour", ge=1)
 
 
-@dataclass(frozen=True)
-class ClipOptions:
+class ClipOptions(Options):
     """CLIP score; the default is torchmetrics'."""
 
     path: str = option("openai/clip-vit-large-patch14", "folder or hub id of a CLIPModel, tokenizer and preprocessor")

@@ -1,11 +1,10 @@
 """Backbones by name."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kairos.errors import demand
-from kairos.options import option
+from kairos.options import Options, option
 from kairos.registry import Registry
 
 
@@ -48,8 +47,7 @@ def check_multipliers(widths: list[int]) -> None:
     demand(min(widths, default=0) >= 1, "multipliers", f"those of widths {widths}", "a number > 0 for each level")
 
 
-@dataclass(frozen=True)
-class UNetOptions:
+class UNetOptions(Options):
     """A U-Net as diffusers' UNet2DModel; by default DDPM's for CIFAR-10, of 35.7 M parameters."""
 
     size: str = option("ddpm", "published size, which the fields below may change", choices=("ddpm", "speed"))
@@ -85,14 +83,12 @@ class UNetOptions:
         return [round(self.channels * multiplier) for multiplier in self.multipliers]
 
 
-@dataclass(frozen=True)
 class LdmOptions(UNetOptions):
     """The U-Net of latent diffusion on CelebA-HQ (Rombach et al. 2022), of 274 M parameters."""
 
     size: str = option("celebahq", "published size, which the fields below may change", choices=("celebahq",))
 
 
-@dataclass(frozen=True)
 class AdmOptions(UNetOptions):
     """ADM's U-Net by the side of its images (Dhariwal and Nichol 2021)."""
 
@@ -102,8 +98,7 @@ class AdmOptions(UNetOptions):
 DDPMPP_SIZES: dict[str, dict[str, Any]] = {"ddpmpp": {"multipliers": [2, 2, 2]}, "vp": {"multipliers": [1, 2, 2, 2]}}
 
 
-@dataclass(frozen=True)
-class DdpmppOptions:
+class DdpmppOptions(Options):
     """EDM's DDPM++ for CIFAR-10 (Karras et al. 2022), of 55.7 M parameters."""
 
     size: str = option("ddpmpp", "published size, which the fields below may change", choices=tuple(DDPMPP_SIZES))
@@ -138,8 +133,7 @@ VIT_SIZES = _sizes(("b/2", 768, 12, 12, 2), ("xl/2", 1152, 28, 16, 2), ("printed
 _SIZE = "published size, which the fields below may change"
 
 
-@dataclass(frozen=True)
-class DiTOptions:
+class DiTOptions(Options):
     """A diffusion transformer as published (Peebles and Xie 2023): shared embedders, adaLN-zero."""
 
     sizes = DIT_SIZES
@@ -157,7 +151,6 @@ class DiTOptions:
         demand(self.width % self.heads == 0, "width", self.width, f"a multiple of heads = {self.heads}")
 
 
-@dataclass(frozen=True)
 class MDTOptions(DiTOptions):
     """The masked diffusion transformer, version 1 (Gao et al. 2023)."""
 
@@ -169,7 +162,6 @@ class MDTOptions(DiTOptions):
         demand(self.decoder_depth <= self.depth, "decoder_depth", self.decoder_depth, f"at most depth = {self.depth}")
 
 
-@dataclass(frozen=True)
 class UViTOptions(DiTOptions):
     """U-ViT (Bao et al. 2023): everything a token, long skips. Size printed: Kim et al. 2025, table 9."""
 
@@ -184,7 +176,6 @@ class UViTOptions(DiTOptions):
         demand(self.width % 2 == 0, "width", self.width, "an even number")
 
 
-@dataclass(frozen=True)
 class ViTOptions(DiTOptions):
     """The plain vision transformer of Min-SNR (Hang et al. 2023); size printed: of depth 12."""
 

@@ -1,11 +1,10 @@
 """Sampling schemes by name, and which options of theirs a process allows."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from kairos.diffusion.registries import VARIANCES
 from kairos.errors import ConfigError, demand
-from kairos.options import option
+from kairos.options import Options, option
 from kairos.registry import Registry
 
 DISCRETE = ("trailing", "leading", "linspace", "karras")
@@ -13,8 +12,7 @@ CONTINUOUS = ("karras", "uniform")
 SPACINGS = ("auto", "trailing", "leading", "linspace", "uniform", "karras")
 
 
-@dataclass(frozen=True)
-class GridOptions:
+class GridOptions(Options):
     """Where a scheme visits the process, and what it does with the estimate of x0."""
 
     spacing: str = option(
@@ -32,14 +30,12 @@ class GridOptions:
         demand(good, "sigma_min", self.sigma_min, f"less than sigma_max = {self.sigma_max}")
 
 
-@dataclass(frozen=True)
 class DdpmOptions(GridOptions):
     """Ancestral sampling; variance and spacing are explicit because diffusers' defaults are not the papers'."""
 
     variance: str = option("fixed_large", "reverse variance; learned_range: what the network gives", choices=VARIANCES)
 
 
-@dataclass(frozen=True)
 class OdeOptions(GridOptions):
     """The ODE on timesteps as latent diffusion's public code has them."""
 
@@ -49,14 +45,12 @@ class OdeOptions(GridOptions):
     )
 
 
-@dataclass(frozen=True)
 class DdimOptions(OdeOptions):
     """DDIM sampling."""
 
     eta: float = option(0.0, "noise of each step: 0 deterministic, 1 as DDPM", ge=0, le=1)
 
 
-@dataclass(frozen=True)
 class EulerOptions(GridOptions):
     """The ODE by Euler's method, with EDM's churn."""
 
@@ -66,7 +60,6 @@ class EulerOptions(GridOptions):
     s_noise: float = option(1.0, "factor of the noise that is added", gt=0)
 
 
-@dataclass(frozen=True)
 class HeunOptions(EulerOptions):
     """The same by Heun's method."""
 

@@ -1,28 +1,23 @@
 """What samplers and weightings can be told. No torch here: options are checked before any job, and when listed."""
 
-from dataclasses import dataclass
-
 from kairos.errors import Refusal, demand
-from kairos.options import option
+from kairos.options import Options, option
 from kairos.strategies.points import POINTS
 
 
-@dataclass(frozen=True)
-class Mixed:
+class Mixed(Options):
     """What every sampler can be told."""
 
     floor: float = option(0.0, "share of draws that are uniform instead", ge=0, lt=1)
     importance: bool = option(False, "weight each loss by 1/(T p(t)): uniform's objective, another noise")
 
 
-@dataclass(frozen=True)
 class Fixed(Mixed):
     """What every sampler of a fixed density can be told."""
 
     points: str = option("random", "uniform numbers that draws are made from", choices=POINTS)
 
 
-@dataclass(frozen=True)
 class Uniform(Fixed):
     """Timesteps start ... end - 1."""
 
@@ -44,7 +39,6 @@ class Uniform(Fixed):
         demand((self.end or 0) <= timesteps, "end", self.end, f"start + 1 to T = {timesteps}")
 
 
-@dataclass(frozen=True)
 class LogNormal(Fixed):
     """t/T = sigmoid(N(m, s²))."""
 
@@ -52,7 +46,6 @@ class LogNormal(Fixed):
     s: float = option(1.0, "standard deviation of logit(t/T)", gt=0)
 
 
-@dataclass(frozen=True)
 class EdmLogNormal(Fixed):
     """ln sigma ~ N(mean, std²)."""
 
@@ -60,14 +53,12 @@ class EdmLogNormal(Fixed):
     std: float = option(1.2, "standard deviation of ln sigma", gt=0)
 
 
-@dataclass(frozen=True)
 class Mode(Fixed):
     """SD3's mode sampling; monotone within the bounds of m, which is what makes it a density of its own."""
 
     m: float = option(1.29, "scale of the bump: > 0 the middle, < 0 the ends; at most 2/(pi - 2)", ge=-1, le=1.7519)
 
 
-@dataclass(frozen=True)
 class Beta(Fixed):
     """t/T ~ Beta(a, b)."""
 
@@ -75,7 +66,6 @@ class Beta(Fixed):
     b: float = option(1.0, "second parameter; below 1 it prefers large t", gt=0)
 
 
-@dataclass(frozen=True)
 class Clts(Fixed):
     """From uniform to N(mu, s²) over training."""
 
@@ -84,7 +74,6 @@ class Clts(Fixed):
     length: int = option(50_000, "steps until the density is normal alone", ge=1)
 
 
-@dataclass(frozen=True)
 class Speed(Fixed):
     """SpeeD's step function."""
 
@@ -123,7 +112,6 @@ class Public:
         check_tau(self.tau, timesteps)
 
 
-@dataclass(frozen=True)
 class SpeedOfficial(Fixed, Public):
     """SpeeD's public code."""
 
@@ -131,21 +119,18 @@ class SpeedOfficial(Fixed, Public):
     tau: int | None = option(None, "first timestep of the convergence area; null: 0.7 T", ge=1)
 
 
-@dataclass(frozen=True)
 class SpeedV1(Fixed, Public):
     """SpeeD's first public code."""
 
 
-@dataclass(frozen=True)
-class LossSecondMoment:
+class LossSecondMoment(Options):
     """Improved DDPM's; its importance weights are a part of it."""
 
     floor: float = option(0.001, "share of draws that are uniform instead", gt=0, lt=1)
     history: int = option(10, "losses kept per timestep; uniform until each has them", ge=1)
 
 
-@dataclass(frozen=True)
-class LossRms:
+class LossRms(Options):
     """Smoothed over t and in time; its importance weights are a part of it."""
 
     floor: float = option(0.1, "share of draws that are uniform instead", gt=0, lt=1)
@@ -155,8 +140,7 @@ class LossRms:
     frequency: int = option(10, "steps between settings of the density", ge=1)
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(Options):
     """What is measured in bins of t."""
 
     floor: float = option(0.1, "share of draws that are uniform instead", ge=0, lt=1)
@@ -167,26 +151,22 @@ class Measured:
     start: int = option(3, "measurements before the density is first set", ge=1)
 
 
-@dataclass(frozen=True)
 class GradientNorm(Measured):
     """Its importance weights are a part of it."""
 
     norm: str = option("preconditioned", "metric of the gradient's size", choices=("plain", "preconditioned"))
 
 
-@dataclass(frozen=True)
 class GradientVariance(Mixed, Measured):
     """As published: without a floor and without importance weights."""
 
 
-@dataclass(frozen=True)
 class FirstOrder(Mixed, Measured):
     """The floor keeps timesteps alive that would raise the target for now."""
 
     floor: float = option(0.2, "share of draws that are uniform instead", gt=0, lt=1)
 
 
-@dataclass(frozen=True)
 class Adaptive(Mixed):
     """The learned sampler of Kim et al. (2025), with the repairs named in `strategies.adaptive`."""
 
@@ -209,7 +189,6 @@ class Adaptive(Mixed):
         demand(self.selected <= count, "selected", self.selected, f"1 to {count}, the timesteps of the feature vector")
 
 
-@dataclass(frozen=True)
 class AdaptiveOfficial(Adaptive):
     """Its public code: all T timesteps in the feature vector, a queue of 2 or more."""
 
@@ -217,30 +196,26 @@ class AdaptiveOfficial(Adaptive):
     feature_timesteps: int | None = option(None, "timesteps of the feature vector, evenly spread; null: all T", ge=1)
 
 
-@dataclass(frozen=True)
-class P2:
+class P2(Options):
     """(k + SNR)^-gamma on the squared error of epsilon."""
 
     k: float = option(1.0, "offset of the SNR", gt=0)
     gamma: float = option(1.0, "exponent; 0 switches the weighting off", ge=0)
 
 
-@dataclass(frozen=True)
-class MinSnr:
+class MinSnr(Options):
     """min(SNR, gamma)/SNR, or gamma/(SNR + gamma), on the squared error of epsilon."""
 
     gamma: float = option(5.0, "cap of the SNR", gt=0)
 
 
-@dataclass(frozen=True)
-class Debiased:
+class Debiased(Options):
     """1/sqrt(SNR) on the squared error of epsilon."""
 
     convert: bool = option(False, "for v: convert the epsilon form instead of the published 1/(SNR + 1)")
 
 
-@dataclass(frozen=True)
-class Edm:
+class Edm(Options):
     """(sigma² + sigma_data²)/(sigma sigma_data)² on the squared error of x0."""
 
     sigma_data: float | None = option(
@@ -252,8 +227,7 @@ class Edm:
 _BASES = ("none", "vlb", "p2", "min_snr", "soft_min_snr", "debiased", "edm", "change_aware")
 
 
-@dataclass(frozen=True)
-class Uncertainty:
+class Uncertainty(Options):
     """w/exp(u) times the loss, plus u, where u is trained."""
 
     base: str = option("edm", "w", choices=_BASES, component=True)
@@ -262,14 +236,12 @@ class Uncertainty:
     lr: float = option(1e-2, "learning rate of u", gt=0)
 
 
-@dataclass(frozen=True)
-class ChangeAware:
+class ChangeAware(Options):
     """SpeeD's weights: the change of the process, rescaled to [1 - lambda, lambda]."""
 
     lam: float = option(0.6, "largest weight; 1 - lambda is the smallest", ge=0.5, le=1, alias="lambda")
 
 
-@dataclass(frozen=True)
 class ChangeAwareOfficial(ChangeAware, Public):
     """... and 1 from tau on."""
 

@@ -1,14 +1,11 @@
 """What a training is put together of, by name: optimisers, learning-rate schedules, averages of weights, probes."""
 
-from dataclasses import dataclass
-
 from kairos.errors import demand
-from kairos.options import option
+from kairos.options import Options, option
 from kairos.registry import NoOptions, Registry
 
 
-@dataclass(frozen=True)
-class AdamOptions:
+class AdamOptions(Options):
     """Adam, or AdamW with decoupled weight decay; with linear warm-up and gradient clipping.
 
     A gradient that is not finite ends the training; EDM's code puts 0 and 1e5 in its place.
@@ -32,16 +29,14 @@ OPTIMIZERS.add("adam", "kairos.training.optim:adam", AdamOptions, "Adam (Kingma 
 OPTIMIZERS.add("adamw", "kairos.training.optim:adamw", AdamOptions, "AdamW (Loshchilov and Hutter 2019)")
 
 
-@dataclass(frozen=True)
-class CosineOptions:
+class CosineOptions(Options):
     """Half a cosine, from the learning rate to a share of it."""
 
     length: int | None = option(None, "steps until the end is reached; null: the last milestone", ge=1)
     final: float = option(0.0, "share of the learning rate at the end", ge=0, le=1)
 
 
-@dataclass(frozen=True)
-class InverseSqrtOptions:
+class InverseSqrtOptions(Options):
     """Constant, then falling with the root of the step."""
 
     reference: int = option(70_000, "step from which the rate falls", ge=1)
@@ -53,8 +48,7 @@ SCHEDULES.add("cosine", "kairos.training.optim:cosine", CosineOptions, "half a c
 SCHEDULES.add("inverse_sqrt", "kairos.training.optim:inverse_sqrt", InverseSqrtOptions, "EDM2's (Karras et al. 2024)")
 
 
-@dataclass(frozen=True)
-class DecayOptions:
+class DecayOptions(Options):
     """An exponential moving average."""
 
     decay: float = option(0.9999, "decay per step", ge=0, lt=1)
@@ -62,16 +56,14 @@ class DecayOptions:
     count_from: int = option(0, "n of the first step (ddpm-torch: 0, latent diffusion: 1)", choices=(0, 1))
 
 
-@dataclass(frozen=True)
-class HalfLifeOptions:
+class HalfLifeOptions(Options):
     """An exponential moving average whose memory is stated in images."""
 
     images: float = option(500_000.0, "images after which a weight counts half", gt=0)
     rampup: float | None = option(0.05, "half-life at most this share of the images seen; null: none", gt=0)
 
 
-@dataclass(frozen=True)
-class PowerOptions:
+class PowerOptions(Options):
     """An average whose memory grows with the length of the training."""
 
     width: float = option(0.05, "relative width sigma_rel of the averaging profile", gt=0, lt=0.289)
