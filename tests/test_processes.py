@@ -87,18 +87,14 @@ def test_a_weighting_weighs_the_same_error_alike_whatever_is_predicted(name, wei
     of_output = mean_square(output - process.target(x0, noise, t))
     of_epsilon = mean_square(process.epsilon(output, x_t, t) - noise)
     options = {"sigma_data": getattr(process, "sigma_data", 0.5)} if weighting == "edm" else {}
-    stated = make_weighting({"name": weighting, **options}, make_schedule(), "epsilon").at_snr(
-        snr_at(process, t).numpy()
-    )
+    stated = make_weighting({"name": weighting, **options}, make_schedule(), "epsilon")(snr_at(process, t).numpy())
     found = strategy.weighting.factors(process.snr(t), t).double() * of_output
     torch.testing.assert_close(found, torch.from_numpy(stated) * of_epsilon, rtol=1e-3, atol=1e-9)
 
 
 def test_debiased_converts_too_but_for_the_published_form_of_v():
     snr = np.geomspace(1e-4, 1e4, 50)
-    weight = {
-        p: make_weighting({"name": "debiased"}, make_schedule(), p).at_snr(snr) for p in ("epsilon", "x0", "flow")
-    }
+    weight = {p: make_weighting({"name": "debiased"}, make_schedule(), p)(snr) for p in ("epsilon", "x0", "flow")}
     for prediction, values in weight.items():
         ratio = error_ratio(snr, "epsilon") / error_ratio(snr, prediction)
         np.testing.assert_allclose(values, weight["epsilon"] * ratio, rtol=1e-12)

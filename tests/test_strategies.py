@@ -14,6 +14,7 @@ from kairos.strategies.speed import meaningful_steps, tau_of_magnitude
 from kairos.strategies.strategy import Strategy
 
 SCHEDULES = ("linear", "cosine", "quadratic")
+RAW = {"linear", "power", "cosmap", "bell", "table", "robust"}  # on the error of whatever is predicted
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_speed_masses_are_those_of_equation_6():
     assert p[700:].sum() == pytest.approx(0.079, abs=0.0005)
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLERS))
+@pytest.mark.parametrize("name", sorted(set(SAMPLERS) - {"by_group"}))
 @pytest.mark.parametrize("timesteps", [10, 37, 1000])
 def test_density_sums_to_one_and_matches_its_histogram(name, timesteps):
     check_histogram(make_sampler({"name": name}, make_schedule("linear", timesteps)))
@@ -64,17 +65,16 @@ def test_density_sums_to_one_and_matches_its_histogram(name, timesteps):
 @pytest.mark.parametrize("name", ["uniform", "log_normal", "beta", "speed", "speed_official", "clts"])
 def test_densities_with_a_floor_and_even_points_match_their_histograms(name, points):
     sampler = make_sampler({"name": name, "floor": 0.3, "points": points}, make_schedule("cosine", 100))
-    sampler.begin(20_000)
-    check_histogram(sampler)
+    check_histogram(sampler, step=20_000)
 
 
-def check_histogram(sampler, batch=10_000):
+def check_histogram(sampler, batch=10_000, step=0):
     """Density and the histogram of 10^5 draws agree: chi-square on pooled cells."""
     timesteps = sampler.schedule.timesteps
-    p = sampler.density()
+    p = sampler.density(place=Place(step=step))
     assert p.sum() == pytest.approx(1, abs=1e-12) and (p >= 0).all()
     x0 = torch.zeros(batch, 1, 2, 2)
-    draws = torch.cat([sampler.fractions(x0, Place(step=k)) for k in range(100_000 // batch)])
+    draws = torch.cat([sampler.fractions(x0, Place(k, step)) for k in range(100_000 // batch)])
     assert draws.dtype == torch.float64 and draws.min() >= 0 and draws.max() < 1
     counts = np.bincount((draws * timesteps).long().numpy(), minlength=timesteps)
     expected = p * len(draws)
@@ -97,7 +97,7 @@ def test_fixed_draws_depend_on_the_generator_alone():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    "name", sorted(set(WEIGHTINGS) - {"none", "change_aware", "change_aware_official", "debiased"})
+    "name", sorted(set(WEIGHTINGS) - {"none", "change_aware", "change_aware_official", "debiased", *RAW})
 )
 def test_weights_are_equal_across_predictions_after_conversion(name, schedule):
     noise = make_schedule(schedule)
@@ -264,10 +264,8 @@ def test_edm_log_normal_is_normal_in_ln_sigma():
 def test_clts_moves_from_uniform_to_a_truncated_normal_density():
     sampler = make_sampler({"name": "clts", "length": 100}, make_schedule())
     assert sampler.density() == pytest.approx(1 / 1000)
-    sampler.begin(50)
-    check_histogram(sampler)
-    sampler.begin(1_000_000)
-    p = sampler.density()
+    check_histogram(sampler, step=50)
+    p = sampler.density(place=Place(step=1_000_000))
     assert abs(int(p.argmax()) - 300) <= 1 and np.isfinite(p).all()
 
 
@@ -299,7 +297,6 @@ def test_even_points_have_less_variance_and_fill_every_cell():
         sampler = make_sampler({"name": "speed", "points": kind}, make_schedule())
         means, plain = [], []
         for k in range(60):
-            sampler.begin(k)
             u = sampler.fractions(torch.zeros(batch, 1), Place(step=k))
             means.append(u.mean().item())
             plain.append(torch.rand(batch, generator=torch.Generator().manual_seed(k)).mean().item())
@@ -312,7 +309,6 @@ def test_sobol_points_go_on_from_step_to_step():
     sampler = make_sampler({"name": "uniform", "points": "sobol"}, make_schedule())
     u = []
     for k in range(8):
-        sampler.begin(k)
         u.append(sampler.fractions(torch.zeros(16, 1), Place(step=k)))
     together = np.sort(torch.cat(u).numpy())
     assert np.diff(together).max() < 1.01 / 128 and np.diff(together).min() > 0.99 / 128

@@ -112,6 +112,18 @@ def gather(values: "Tensor") -> "Tensor":
     return torch.cat(_of_all(values.detach().cpu()))
 
 
+def joined(values: "Tensor") -> "Tensor":
+    """All ranks' values (n, ...), as many on each, one after the other, where they are; nothing waits for a GPU."""
+    if ranks() == 1:
+        return values
+    import torch
+    from torch import distributed
+
+    found = [torch.empty_like(values) for _ in range(ranks())]
+    distributed.all_gather(found, values.contiguous())
+    return torch.cat(found)
+
+
 def _of_all(value: T) -> list[T]:
     if ranks() == 1:
         return [value]

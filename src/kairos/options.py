@@ -26,12 +26,13 @@ def option(
     *,
     choices: tuple[Any, ...] | None = None,
     alias: str | None = None,
-    component: bool = False,
+    component: Any = False,
     **bounds: float,
 ) -> Any:
     """A dataclass field with its meaning and the values it allows; `bounds` are of gt, ge, lt and le.
 
-    `alias` is its name outside Python (`lambda`); the value of a `component` names another one of the same registry.
+    `alias` is its name outside Python (`lambda`); the value of a `component` names another one of the same registry, or
+    several: what takes and returns it, with its place, where that is more than a name.
     """
     metadata = {"help": help, "bounds": bounds, "choices": choices, "alias": alias, "component": component}
     if isinstance(default, (list, dict)):
@@ -108,6 +109,8 @@ def dump(options: Any) -> dict[str, Any]:
 
 
 def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    if callable(metadata.get("component")):
+        return metadata["component"](value, where)
     choices = metadata.get("choices")
     if str(value) in (choices or ()):
         value = str(value)  # for YAML the name 64 is a number

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # derived_seed serves commands that start without torch
 
     Shape = tuple[int, ...]
     Index: TypeAlias = range | Tensor
+    Step: TypeAlias = int | range | Tensor
     Device = torch.device | str
     Kind = Callable[[Tensor], Tensor]
 
@@ -34,6 +35,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)  # what the two halves of the key grow by every
 _TRIES = 7  # candidates for a Gamma variate: none is accepted with probability below 0.05**7 = 8e-10
 _AHEAD, _SMALL = 16, 2**14  # steps that are drawn at a time, where a step needs no more words than this
 _CHUNK = 2**16  # keys of a permutation made at a time
+_KEYS: dict[tuple[int, str], Sequence[Any]] = {}  # of streams: for torch, and for numpy, what each finds fastest
 
 
 @dataclass(frozen=True)
@@ -43,20 +45,33 @@ class Stream:
     `index` holds n places in the global batch (or image numbers), each in [0, 2**32), as a range or an int64 tensor
     (n,); `step` lies in [0, 2**63); the seed is any integer. Integers are equal on all devices, real numbers to 1e-6
     relative; on one kind of device all are bit-equal however the indices are split. The methods turn the same words
-    into numbers: what must be independent needs a stream of its own.
+    into numbers: what must be independent needs a stream of its own. A step of `words` and `uniform` may also be an
+    int64 tensor () on the device, which a graph can be replayed with, or a range, for a leading axis of steps that have
+    the same upper half.
     """
 
     seed: int
     name: str
 
-    def words(self, step: int, index: Index, count: int, device: Device = "cpu") -> Tensor:
-        """The first `count` words of each sample, int64 (n, count) in [0, 2**32)."""
-        return _words(self, range(step, step + 1), index, count, str(device))[0]
+    def __post_init__(self) -> None:
+        """Hash the key now: a compiled graph cannot."""
+        if (self.seed, self.name) not in _KEYS:
+            digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
+            schedule = key_schedule(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little"))
+            _KEYS[self.seed, self.name] = schedule, [tuple(map(np.array, row)) for row in schedule]
 
-    def uniform(self, step: int, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
+    def words(self, step: Step, index: Index, count: int, device: Device = "cpu") -> Tensor:
+        """The first `count` words of each sample, int64 (n, count) in [0, 2**32)."""
+        words = _words(self, step, index, count, str(device))
+        return words if isinstance(step, range) else words[0]
+
+    def uniform(self, step: Step, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
         """Uniform on [0, 1), float64 (n, *shape): the upper 53 bits of two words."""
         import torch
 
+        if not isinstance(step, int):
+            drawn = _uniform(self.words(step, index, 2 * math.prod(shape), device))
+            return drawn.reshape(*drawn.shape[:-1], *shape)
         return _numbers(self, _uniform, step, index, 2 * math.prod(shape), device, torch.float64).reshape(-1, *shape)
 
     def normal(
@@ -123,19 +138,25 @@ def key_schedule(low: int, high: int) -> list[tuple[int, int]]:
     return [_MULTIPLIERS, (32, _LOW), *rounds]
 
 
-def _words(stream: Stream, steps: range, index: Index, count: int, device: str) -> Tensor:
-    """Words of several steps that have the same upper half, int64 (steps, n, count)."""
+def _words(stream: Stream, step: Step, index: Index, count: int, device: str) -> Tensor:
+    """Words of one step or several, int64 (steps, n, count)."""
     import torch
 
-    library: Any = np if device == "cpu" else torch  # the same integers; small arrays cost numpy half the time
+    fixed = device == "cpu" and not torch.compiler.is_compiling()  # the same integers; numpy costs half the time
+    library: Any = np if fixed and isinstance(step, (int, range)) else torch
+    on = {} if library is np else {"device": device}  # numpy takes one from 2.0 on
     if isinstance(index, range):
-        index = library.arange(index.start, index.stop, index.step, device=device)
-    place = library.asarray(index, device=device)[:, None]  # (n, 1)
-    block = library.arange(-(-count // 4), device=device)  # (blocks,)
-    low = library.arange(len(steps), device=device)[:, None, None] + (steps[0] & _LOW)  # (steps, 1, 1)
-    high = library.full((1, 1, 1), steps[0] >> 32, device=device)
-    words = library.empty((len(steps), len(place), len(block), 4), dtype=library.int64, device=device)
-    drawn = philox((block, place, low, high), _constants(stream.seed, stream.name, device == "cpu"))
+        index = library.arange(index.start, index.stop, index.step, **on)
+    place = library.asarray(index, **on)[:, None]  # (n, 1)
+    block = library.arange(-(-count // 4), **on)  # (blocks,)
+    if isinstance(step, torch.Tensor):
+        low, high = (step & _LOW).view(1, 1, 1), (step >> 32).view(1, 1, 1)
+    else:
+        begin, steps = (step.start, len(step)) if isinstance(step, range) else (step, 1)
+        low = library.arange(steps, **on)[:, None, None] + (begin & _LOW)  # (steps, 1, 1)
+        high = library.full((1, 1, 1), begin >> 32, **on)
+    words = library.empty((len(low), len(place), len(block), 4), dtype=library.int64, **on)
+    drawn = philox((block, place, low, high), _KEYS[stream.seed, stream.name][library is np])
     words[..., 0], words[..., 1], words[..., 2], words[..., 3] = drawn
     return torch.as_tensor(words).flatten(2)[..., :count]
 
@@ -153,14 +174,6 @@ def _numbers(
 def _ahead(stream: Stream, kind: Kind, turn: int, index: range, count: int, device: str, dtype: torch.dtype) -> Tensor:
     """The numbers of a turn of steps: a small draw costs its calls, which the steps of a turn share."""
     return kind(_words(stream, range(turn * _AHEAD, (turn + 1) * _AHEAD), index, count, device)).to(dtype)
-
-
-@functools.cache
-def _constants(seed: int, stream: str, numpy: bool) -> Sequence[Any]:
-    """The schedule of the key that is the first 64 bits of SHA-256 of the two."""
-    digest = hashlib.sha256(f"{seed}/{stream}".encode()).digest()
-    schedule = key_schedule(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little"))
-    return [tuple(map(np.array, row)) for row in schedule] if numpy else schedule  # what each finds fastest
 
 
 def _open(words: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ imports nothing heavy, and a job's code fingerprint covers the components it use
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from kairos import options as _options
@@ -75,8 +75,10 @@ class Registry(dict[str, Entry]):
         """The modules of a component, given by ``name`` among its options, and of the components its options name."""
         entry = self.entry(named["name"])
         inner = [field for field in fields(entry.options) if field.metadata.get("component")]
-        names = [named.get(_options.public_name(field), field.default) for field in inner]
-        return [entry.module, *(module for name in names for module in self.modules({"name": name}))]
+        values = [named.get(_options.public_name(field), field.default) for field in inner]
+        parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+        found = [{"name": part} if isinstance(part, str) else part for part in parts if part is not MISSING]
+        return [entry.module, *(module for part in found for module in self.modules(part))]
 
     def parse(self, name: str, values: Mapping[str, Any] | None = None, where: str = "") -> Any:
         """The checked options of component `name`."""

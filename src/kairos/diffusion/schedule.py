@@ -6,6 +6,7 @@ Index convention: t = 0 ... T-1 (the papers write 1 ... T).
 import functools
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,16 +92,16 @@ class NoiseSchedule:
         return epsilon_weight * self.snr / error_ratio(self.snr, prediction)
 
 
-def error_ratio(snr: Array, prediction: str) -> Array:
-    """Squared error of a prediction over that of the x0 it stands for, elementwise.
+def error_ratio(snr: Any, prediction: str) -> Any:
+    """Squared error of a prediction over that of the x0 it stands for, elementwise, of numpy or a tensor.
 
     epsilon: SNR; x0: 1; v: SNR + 1; flow (noise - x0 of x_t = (1 - t) x0 + t noise): (1 + sqrt(SNR))².
     """
     if prediction == "epsilon":
         return snr
     if prediction == "flow":
-        return np.asarray((1 + np.sqrt(snr)) ** 2)
-    return np.ones_like(snr) if prediction == "x0" else snr + 1
+        return (1 + snr**0.5) ** 2
+    return snr**0 if prediction == "x0" else snr + 1
 
 
 def make_schedule(

@@ -26,8 +26,9 @@ from torch.distributions import Beta
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.randomness import derived_seed
-from kairos.strategies.base import Array, Cost, Observation, Sampler
+from kairos.strategies.base import NOTHING, Cost, Observation, Sampler
 from kairos.strategies.beta import beta_cdf
+from kairos.strategies.numeric import Array
 from kairos.strategies.points import Place
 
 _EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
@@ -114,16 +115,16 @@ class Adaptive(Sampler):
         return self.policy
 
     def fractions(self, x0: Tensor, place: Place) -> Tensor:
-        """One draw from each image's Beta distribution, float64 (batch,), on the CPU."""
+        """One draw from each image's Beta distribution, float64 (batch,), where the images are."""
         if x0.ndim != 4:
             raise ValueError(f"adaptive: got x0 of shape {tuple(x0.shape)}, allowed: (batch, channels, height, width)")
-        _, mine = distributed.share(len(x0))
-        index = place.index(mine)
+        place = place.of(x0)
         with torch.no_grad():
             self._shape = torch.stack(self._build(x0.shape[1], x0.device, x0.dtype)(x0)).double()  # (2, batch)
-        drawn = place.stream("timesteps").beta(place.step, index, *self._shape.cpu())
+        index = range(place.index.start + place.first, place.index.stop + place.first)
+        drawn = place.stream("timesteps").beta(place.step, index, *self._shape)
         if self.floor:
-            even = place.stream("floor").uniform(place.step, index, (2,))
+            even = place.uniform("floor", 2)
             drawn = torch.where(even[:, 0] < self.floor, even[:, 1], drawn)
         self._drawn = drawn.clamp(_EDGE, 1 - _EDGE)
         return self.placed(self._drawn)
@@ -136,7 +137,7 @@ class Adaptive(Sampler):
         """Where the cells of the timesteps begin and end in u, (T + 1,)."""
         return np.arange(self.schedule.timesteps + 1) / self.schedule.timesteps
 
-    def masses(self, x0: Tensor | None = None) -> Array:
+    def masses(self, x0: Tensor | None = None, place: Place = NOTHING) -> Array:
         """p(t), (T,): the mean over the images `x0`; without images, or before the first draw, the start's."""
         if self.policy is None or x0 is None:
             return np.diff(beta_cdf(self.borders(), np.array(_START), np.array(_START)))
@@ -144,12 +145,12 @@ class Adaptive(Sampler):
             a, b = (value.double().cpu().numpy()[:, None] for value in self.policy(x0))
         return np.diff(beta_cdf(self.borders()[None], a, b), axis=1).mean(0)
 
-    def importance(self, x0: Tensor, fractions: Tensor) -> Tensor | None:
-        """1 over the density of each draw given its image, relative to uniform, (batch,) on the CPU."""
+    def importance(self, x0: Tensor, fractions: Tensor, place: Place = NOTHING) -> Tensor | None:
+        """1 over the density of each draw given its image, relative to uniform, (batch,)."""
         if not self.corrected:
             return None
         with torch.no_grad():
-            return torch.exp(-self._log_density(x0)).cpu()
+            return torch.exp(-self._log_density(x0))
 
     def _log_density(self, x0: Tensor) -> Tensor:
         """Logarithm of the density of the last draws, floor included, (batch,), on the device of x0."""

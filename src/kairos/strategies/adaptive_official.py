@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.strategies.adaptive import Adaptive, select
-from kairos.strategies.base import Array
+from kairos.strategies.numeric import Array
 
 
 class AdaptiveOfficial(Adaptive):

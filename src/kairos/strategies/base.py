@@ -4,24 +4,22 @@ A sampler draws fractions of the process, u in [0, 1): timestep floor(u T) of a 
 continuous one. A weighting gives a factor for each sample's loss. The two know nothing of each other.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule, error_ratio
+from kairos.strategies.numeric import Array, Values, bisect, interp, like, of
 from kairos.strategies.points import Place, points
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Array = NDArray[np.float64]
+NOTHING = Place()  # where the context of a call does not matter
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,10 @@ class Observation:
     Attributes:
         step: number of the step, from 0.
         x0: the batch, (batch, ...).
-        fractions: what the sampler drew for it, float64 (batch,).
+        fractions: what the sampler drew for it, float64 (batch,) or (batch, times).
         losses: per-sample loss of the step, times the weighting's weight but without importance weights, (batch,).
+        errors: the same without the weighting's weight.
+        prediction: what the network predicts, whose squared errors they are.
         meter: a `Meter`, losses and gradients of the network as it now is, for samplers that measure.
         place: where the step stands in everything random, for what is random in a measurement.
     """
@@ -43,6 +43,8 @@ class Observation:
     losses: "Tensor | None"
     meter: Any
     place: Place
+    errors: "Tensor | None" = None
+    prediction: str = "epsilon"
 
 
 @dataclass(frozen=True)
@@ -65,35 +67,35 @@ class Cost:
 class Part:
     """Base of samplers and weightings: those that learn say what a resume needs.
 
-    `kept` are the attributes, numbers and arrays of numpy, that are the state, and `restored` follows from them.
+    `kept` are the attributes, numbers, arrays of numpy and tensors, that are the state; `restored` follows from them.
     """
 
     kept: tuple[str, ...] = ()
     learned = False  # whether it depends on what was observed
-    now = 0  # the step
+    moving = False  # whether it depends on the step
 
     def __init__(self, options: Any, schedule: NoiseSchedule):
         self.options = options
         self.schedule = schedule
-
-    def begin(self, step: int) -> None:
-        """Say which step comes next, from 0: what changes over training follows it."""
-        self.now = step
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resume needs, arrays as tensors of their own."""
         import torch
 
         state = {name.lstrip("_"): getattr(self, name) for name in self.kept}
-        return {name: torch.tensor(value) if isinstance(value, np.ndarray) else value for name, value in state.items()}
+        return {
+            name: torch.as_tensor(value).clone() if hasattr(value, "shape") else value for name, value in state.items()
+        }
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
         """Restore what `state_dict` gave, tensors on `device`."""
         if state and not self.kept:
             raise ValueError(f"{type(self).__name__} keeps no state, got {sorted(state)}")
         for name in self.kept:
-            value = state[name.lstrip("_")]
-            setattr(self, name, value.cpu().numpy().copy() if hasattr(value, "cpu") else value)
+            value, now = state[name.lstrip("_")], getattr(self, name)
+            if hasattr(value, "cpu"):
+                value = value.cpu().numpy().copy() if isinstance(now, np.ndarray) else value.to(device, copy=True)
+            setattr(self, name, value)
         self.restored()
 
     def restored(self) -> None:
@@ -101,7 +103,9 @@ class Part:
 
 
 class Sampler(Part):
-    """Base of all samplers: a density given by its cumulative distribution function and its inverse.
+    """Base of all samplers: a density given by its cumulative distribution function, its inverse, or both.
+
+    What takes fractions or probabilities is elementwise in float64, of numpy or a tensor, and gives the same kind.
 
     Args:
         options: the sampler's options dataclass.
@@ -111,65 +115,81 @@ class Sampler(Part):
 
     measures = False  # whether observing needs a meter
     corrected: bool = False  # whether draws have importance weights, where it is no option
+    asks = False  # whether it needs the context of a call
+    split = False  # whether `quantile` gives each part of the probabilities to a part of the density, in no order
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule)
         self.seed = seed
         self.floor: float = getattr(options, "floor", 0.0)
         self.corrected = getattr(options, "importance", self.corrected)
+        self._nodes: tuple[Array, Array] | None = None
 
-    def cdf(self, fraction: Array) -> Array:
-        """Probability of a draw below each fraction, without the uniform floor."""
-        raise NotImplementedError
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """Probability of a draw below each fraction, without the uniform floor; the place has step and context."""
+        return bisect(lambda p: self.quantile(p, place), fraction)
 
-    def quantile(self, probability: Array) -> Array:
-        """The inverse of `cdf`."""
-        raise NotImplementedError
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
+        """The inverse of `cdf`: of 64 nodes per timestep, exact in the mass of every timestep."""
+        return interp(probability, *self.nodes(probability))
 
-    def masses(self, x0: "Tensor | None" = None) -> Array:
+    def nodes(self, other: Values) -> tuple[Any, Any]:
+        """`cdf` at 64 fractions per timestep, and these, of the kind of `other` and where it is."""
+        if self._nodes is None:
+            edges = np.arange(64 * self.schedule.timesteps + 1) / (64 * self.schedule.timesteps)
+            self._nodes = np.asarray(self.cdf(edges)), edges
+        if of(other) is not np:  # where the draws are, from the first on
+            self._nodes = like(self._nodes[0], other), like(self._nodes[1], other)
+        return like(self._nodes[0], other), like(self._nodes[1], other)
+
+    def pdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """Probability density at each fraction, without the floor: the difference quotient of `cdf` over 1e-6."""
+        low, high = (fraction - 5e-7).clip(0, 1), (fraction + 5e-7).clip(0, 1)
+        return (self.cdf(high, place) - self.cdf(low, place)) / (high - low)
+
+    def sample(
+        self, shape: int | tuple[int, ...], seed: int = 0, step: Any = 0, device: Any = "cpu", **context: Any
+    ) -> "Tensor":
+        """Draws without a training: float64 `shape` in [0, 1), a function of seed and step; see `Place`."""
+        count, *times = (shape,) if isinstance(shape, int) else shape
+        return self.drawn(Place(seed, step, 0, None, range(count), count, tuple(times), device, context))
+
+    def masses(self, x0: "Tensor | None" = None, place: Place = NOTHING) -> Array:
         """Probability of every timestep without the floor, (T,): the exact mass F((t+1)/T) - F(t/T) of its cell."""
         edges = np.arange(self.schedule.timesteps + 1) / self.schedule.timesteps
-        return np.diff(self.cdf(edges))
+        return np.diff(self.cdf(edges, place))
 
-    def density(self, x0: "Tensor | None" = None) -> Array:
+    def density(self, x0: "Tensor | None" = None, place: Place = NOTHING) -> Array:
         """Probability of every timestep, (T,). Samplers that look at images average over `x0`."""
-        return (1 - self.floor) * self.masses(x0) + self.floor / self.schedule.timesteps
+        return (1 - self.floor) * self.masses(x0, place) + self.floor / self.schedule.timesteps
 
     def fractions(self, x0: "Tensor", place: Place) -> "Tensor":
-        """One draw per sample: float64 (batch,) in [0, 1), on the CPU.
+        """Draws for a batch, float64 (batch, *place.shape) in [0, 1), where the batch is; see `Place.of`."""
+        return self.drawn(place.of(x0))
 
-        With several processes the draws of the global batch are made on each and this rank's part of them is returned,
-        so they do not depend on the number of ranks.
-        """
-        import torch
+    def drawn(self, place: Place) -> "Tensor":
+        """One draw for each time of each sample of a place."""
+        return self.transform(self.uniforms(place), place).clip(0.0, 1.0 - 2**-53)
 
-        size, mine = distributed.share(len(x0))
-        return torch.from_numpy(np.clip(self.drawn(size, place), 0.0, 1.0 - 2**-53)[mine])
+    def uniforms(self, place: Place) -> "Tensor":
+        """Uniform numbers in [0, 1) to be transformed: random ones, or even points."""
+        return points(getattr(self.options, "points", "random"), place)
 
-    def drawn(self, count: int, place: Place) -> Array:
-        """One draw for each sample of the global batch, (count,)."""
-        return self.transform(self.uniforms(count, place))
-
-    def uniforms(self, count: int, place: Place) -> Array:
-        """Uniform numbers in [0, 1) to be transformed, (count,): random, stratified or Sobol points."""
-        return points(getattr(self.options, "points", "random"), count, place)
-
-    def transform(self, uniform: Array) -> Array:
+    def transform(self, uniform: Values, place: Place = NOTHING) -> Values:
         """Uniform numbers to draws: a share `floor` of them as they are, the others through the inverse of `cdf`."""
         if not self.floor:
-            return self.quantile(uniform)
-        rest = np.maximum(uniform - self.floor, 0.0) / (1 - self.floor)
-        return np.where(uniform < self.floor, uniform / self.floor, self.quantile(rest))
+            return self.quantile(uniform, place)
+        rest = (uniform - self.floor).clip(0.0, None) / (1 - self.floor)
+        return of(uniform).where(uniform < self.floor, uniform / self.floor, self.quantile(rest, place))
 
-    def importance(self, x0: "Tensor", fractions: "Tensor") -> "Tensor | None":
-        """1/(T p(t)) of each draw, float32 (batch,) on the CPU: uniform's objective; None where it is not asked for."""
+    def importance(self, x0: "Tensor", fractions: "Tensor", place: Place = NOTHING) -> "Tensor | None":
+        """1/(T p(t)) of each draw, float32: uniform's objective; None where it is not asked for."""
         if not self.corrected:
             return None
-        import torch
-
         timesteps = self.schedule.timesteps
-        cell = np.minimum((fractions.numpy() * timesteps).astype(np.int64), timesteps - 1)
-        return torch.from_numpy(1 / (timesteps * self.density()[cell])).float()
+        cell = (fractions * timesteps).floor().clip(0, timesteps - 1)
+        mass = self.cdf((cell + 1) / timesteps, place) - self.cdf(cell / timesteps, place)
+        return (1 / (timesteps * (1 - self.floor) * mass + self.floor)).float()
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
@@ -186,84 +206,119 @@ class Sampler(Part):
 
 
 class Tabled(Sampler):
-    """A sampler whose density is a table of cell masses that changes: linear within cells.
+    """A sampler whose density is a table of cell masses that may change: linear within cells.
 
-    Subclasses call `set_masses`; until then the density is uniform.
+    Subclasses call `set_masses`; until then the density is uniform. The table is of numpy, or a tensor where it follows
+    what is on a device; it goes where draws are made once.
     """
 
-    updates = 0  # how often it has changed, where it learns
+    updates: Any = 0  # how often it has changed, where it learns
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self.set_masses(np.ones(schedule.timesteps))
 
-    def set_masses(self, masses: Array, normalised: bool = False) -> None:
+    def set_masses(self, masses: Any, normalised: bool = False) -> None:
         """Draw in proportion to `masses`, (T,), from now on; a `normalised` table is taken to the bit."""
-        self._masses = masses.copy() if normalised else masses / masses.sum()
-        self._cumulative = np.concatenate([[0.0], np.cumsum(self._masses)])
-        self._cumulative /= self._cumulative[-1]
+        self._masses = (
+            masses.copy() if normalised and of(masses) is np else masses / (1 if normalised else masses.sum())
+        )
+        if of(masses) is np or masses.device.type == "cpu":
+            below = self._masses.cumsum(0)
+        else:  # whose cumsum may add up in any order
+            below = self._masses.expand(len(masses), -1).tril().sum(1)
+        below = below / below[-1]
+        self._below = np.concatenate([[0.0], below]) if of(masses) is np else of(masses).cat([0 * below[:1], below])
+        self._moved: Any = None
 
-    def masses(self, x0: "Tensor | None" = None) -> Array:
+    def _tables(self, other: Any) -> tuple[Any, Any]:
+        """Masses, and what is below each edge, of the kind of `other` and where it is."""
+        if of(other) is np:
+            return like(self._masses, other), like(self._below, other)
+        if self._moved is None or self._moved[0].device != other.device:
+            self._moved = like(self._masses, other), like(self._below, other)
+        return self._moved
+
+    def masses(self, x0: "Tensor | None" = None, place: Place = NOTHING) -> Array:
         """The table."""
-        return self._masses
+        return self._tables(np.ones(1))[0]
 
     def statistics(self) -> dict[str, float]:
         """How often the density has changed."""
-        return {"updates": self.updates} if self.learned else {}
+        return {"updates": int(self.updates)} if self.learned else {}
 
-    def cdf(self, fraction: Array) -> Array:
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
         """Linear between the edges of the cells."""
-        return np.interp(fraction, np.linspace(0, 1, len(self._cumulative)), self._cumulative)
+        masses, below = self._tables(fraction)
+        scaled = fraction * len(masses)
+        cell = of(scaled).floor(scaled).clip(0, len(masses) - 1)
+        at = cell.astype(np.int64) if of(cell) is np else cell.long()
+        return below[at] + (scaled - cell) * (below[at + 1] - below[at])
 
-    def quantile(self, probability: Array) -> Array:
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
         """Linear between the edges of the cells; cells of no mass are never drawn."""
-        cell = np.searchsorted(self._cumulative, probability, side="right") - 1
-        cell = np.minimum(cell, len(self._masses) - 1)
-        below, above = self._cumulative[cell], self._cumulative[cell + 1]
-        inside = (probability - below) / np.where(above > below, above - below, 1.0)
-        return (cell + np.minimum(inside, 1 - 1e-9)) / len(self._masses)
+        masses, cumulative = self._tables(probability)
+        cell = (of(probability).searchsorted(cumulative, probability, side="right") - 1).clip(0, len(masses) - 1)
+        below, above = cumulative[cell], cumulative[cell + 1]
+        inside = (probability - below) / of(below).where(above > below, above - below, 1.0)
+        return (cell + inside.clip(None, 1 - 1e-9)) / len(masses)
+
+    def importance(self, x0: "Tensor", fractions: "Tensor", place: Place = NOTHING) -> "Tensor | None":
+        """From the table, 1/(T p(t))."""
+        if not self.corrected:
+            return None
+        timesteps = self.schedule.timesteps
+        mass = self._tables(fractions)[0][(fractions * timesteps).long().clip(0, timesteps - 1)]
+        return (1 / (timesteps * (1 - self.floor) * mass + self.floor)).float()
 
 
 class Weighting(Part):
     """Base of all weightings: a factor on the squared error of what the network predicts.
 
     A weighting that depends on the signal-to-noise ratio alone states its formula in `of_snr`, for the error of
-    epsilon, or of x0 where `stated` says so; it is converted by `diffusion.schedule.error_ratio`. Others override
-    `weights`, which are then interpolated in the ratio's logarithm.
+    epsilon or x0, or of whatever is predicted, as `stated` says; it is converted by `diffusion.schedule.error_ratio`.
+    Others override `weights`, which are then interpolated in the ratio's logarithm. Formulas take numpy and tensors.
     """
 
-    stated = "epsilon"
+    stated = "epsilon"  # or x0, predicted
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
         super().__init__(options, schedule)
         self.prediction = prediction
+        self._tables: dict[Any, Any] = {}
 
-    def of_snr(self, snr: Array) -> Array:
+    def of_snr(self, snr: Values) -> Values:
         """The factor on the error that the formula is stated for, elementwise."""
         raise NotImplementedError
 
-    def at_snr(self, snr: Array) -> Array:
+    def __call__(self, snr: Values, step: Any = 0) -> Values:
         """The factor on the error of what is predicted, at any signal-to-noise ratio, elementwise.
 
         Weightings that know only the schedule's timesteps are interpolated between them.
         """
         if type(self).of_snr is Weighting.of_snr:
             with np.errstate(divide="ignore"):
-                return np.interp(-np.log(snr), -np.log(self.schedule.snr), self.weights())
-        with np.errstate(divide="ignore", invalid="ignore"):  # infinite weights at SNR = 0, or 0/0 for the same error
-            factor = error_ratio(snr, self.stated) / error_ratio(snr, self.prediction)
-        return self.of_snr(snr) * np.where(self.stated == self.prediction, 1.0, factor)
+                return interp(-of(snr).log(snr), -np.log(self.schedule.snr), self.weights(step))
+        return self.converted(self.of_snr(snr), snr)
 
-    def weights(self) -> Array:
+    def converted(self, factor: Values, snr: Values) -> Values:
+        """A factor on the error that the formula is stated for, as one on the error of what is predicted."""
+        if self.stated in ("predicted", self.prediction):
+            return factor
+        with np.errstate(divide="ignore", invalid="ignore"):  # infinite weights at SNR = 0
+            return factor * (error_ratio(snr, self.stated) / error_ratio(snr, self.prediction))
+
+    def weights(self, step: Any = 0) -> Array:
         """The factor of every timestep, float64 (T,)."""
-        return self.at_snr(self.schedule.snr)
+        return np.asarray(self(self.schedule.snr, step))
 
-    def factors(self, snr: "Tensor", like: "Tensor") -> "Tensor":
-        """`at_snr` as float32 on the device of `like`."""
-        import torch
-
-        values = np.ascontiguousarray(self.at_snr(snr.double().cpu().numpy()))
-        return torch.from_numpy(values).to(like.device, torch.float32)
+    def at(self, process: Any, t: "Tensor", step: Any = 0) -> "Tensor":
+        """The factors at times of a process, float32, where the times are."""
+        if t.is_floating_point() or self.moving:
+            return self(process.snr(t).double(), step).float()
+        if t.device not in self._tables:  # of a discrete process
+            self._tables[t.device] = like(self.weights(), t).float()
+        return self._tables[t.device][t]
 
     def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":
         """What is minimised, (batch,).
@@ -278,8 +333,3 @@ class Weighting(Part):
 
     def step(self) -> None:
         """Follow the optimiser step: weightings that learn take theirs."""
-
-
-def normal_cdf(x: Array) -> Array:
-    """Standard normal distribution function, elementwise."""
-    return 0.5 * np.asarray(np.vectorize(math.erfc, otypes=[float])(-np.asarray(x) / math.sqrt(2)))

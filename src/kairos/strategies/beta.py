@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from kairos.strategies.base import Array
+from kairos.strategies.numeric import Array
 
 _log_gamma = np.vectorize(math.lgamma, otypes=[float])
 

@@ -1,20 +1,18 @@
-"""Samplers with a fixed density, given by its distribution function and the inverse of that."""
+"""Samplers with a fixed density of u = t/T, 0 the image and 1 noise, given by its distribution function or its inverse.
 
-import functools
+Those that are densities of the log signal-to-noise ratio are in `laws`, those made of others in `combined`.
+"""
+
+import math
 from typing import Any
 
 import numpy as np
 
 from kairos.diffusion.schedule import NoiseSchedule
-from kairos.strategies.base import Array, Sampler, Tabled, normal_cdf
+from kairos.strategies.base import NOTHING, Sampler
 from kairos.strategies.beta import beta_cdf
-
-
-def normal_quantile(probability: Array) -> Array:
-    """The inverse of the standard normal distribution function, elementwise."""
-    import torch
-
-    return np.asarray(torch.special.ndtri(torch.from_numpy(np.asarray(probability, np.float64))).numpy())
+from kairos.strategies.numeric import Array, Values, interp, logit, normal_cdf, normal_quantile, of, sigmoid
+from kairos.strategies.points import Place
 
 
 class Uniform(Sampler):
@@ -31,53 +29,48 @@ class Uniform(Sampler):
         self._start = options.start / schedule.timesteps
         self._width = (self._end - options.start) / schedule.timesteps
 
-    def cdf(self, fraction: Array) -> Array:
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
         """Linear within the range."""
-        return np.clip((fraction - self._start) / self._width, 0.0, 1.0)
+        return ((fraction - self._start) / self._width).clip(0.0, 1.0)
 
-    def masses(self, x0: Any = None) -> Array:
+    def masses(self, x0: Any = None, place: Place = NOTHING) -> Array:
         """Exactly 0 outside of the range."""
         t = np.arange(self.schedule.timesteps)
         return np.where((t >= self.options.start) & (t < self._end), 1 / (self._end - self.options.start), 0.0)
 
-    def quantile(self, probability: Array) -> Array:
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
         """Linear."""
-        return self._start + self._width * np.asarray(probability)
+        return self._start + self._width * probability
 
 
 class LogNormal(Sampler):
     """t/T = sigmoid(N(m, s²)): Kim et al. 2025, appendix 10; the logit-normal density of Esser et al. 2024.
 
-    It never reaches the ends of the process.
-    """
-
-    def cdf(self, fraction: Array) -> Array:
-        """Phi((logit(fraction) - m) / s)."""
-        with np.errstate(divide="ignore"):
-            logit = np.log(fraction) - np.log1p(-np.asarray(fraction))
-        return normal_cdf((logit - self.options.m) / self.options.s)
-
-    def quantile(self, probability: Array) -> Array:
-        """sigmoid(m + s Phi^-1(probability))."""
-        with np.errstate(over="ignore"):
-            return 1 / (1 + np.exp(-(self.options.m + self.options.s * normal_quantile(probability))))
-
-
-class EdmLogNormal(Tabled):
-    """ln sigma ~ N(mean, std²) (Karras et al. 2022, table 1), on a schedule whose noise levels are given.
-
-    A timestep has the mass of its cell in ln sigma, sigma² = 1/SNR, with borders half-way to its neighbours; the tails
-    go to the first and the last.
+    It never reaches the ends of the process. With `low` and `high` the normal's quantiles below and above are cut off
+    and what is left is stretched to the whole process (Sana).
     """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        level = -0.5 * np.log(schedule.snr)  # ln sigma
-        borders = (level[1:] + level[:-1]) / 2
-        below = normal_cdf((borders - options.mean) / options.std)
-        above = normal_cdf((options.mean - borders) / options.std)  # exact in the far tail, where 1 - below is not
-        inner = np.where(borders[1:] < options.mean, np.diff(below), -np.diff(above))
-        self.set_masses(np.concatenate([below[:1], inner, above[-1:]]))
+        self._ends = 0.0, 1.0
+        if (options.low, options.high) != (0, 1):
+            low, high = self._logits(np.array([options.low, options.high]))
+            self._ends = float(sigmoid(low)), float(sigmoid(high))
+
+    def _logits(self, probability: Values) -> Values:
+        return self.options.m + self.options.s * normal_quantile(probability)
+
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """Phi((logit(fraction) - m) / s)."""
+        (first, last), options = self._ends, self.options
+        below = normal_cdf((logit(first + (last - first) * fraction) - options.m) / options.s)
+        return (below - options.low) / (options.high - options.low)
+
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
+        """sigmoid(m + s Phi^-1(probability))."""
+        (first, last), options = self._ends, self.options
+        drawn = sigmoid(self._logits(options.low + (options.high - options.low) * probability))
+        return (drawn - first) / (last - first)
 
 
 class Mode(Sampler):
@@ -86,48 +79,85 @@ class Mode(Sampler):
     Monotone for -1 <= m <= 2/(pi - 2); m > 0 prefers the middle, m < 0 the ends.
     """
 
-    def _time(self, u: Array) -> Array:
-        return 1 - u - self.options.m * (np.cos(np.pi / 2 * u) ** 2 - 1 + u)
-
-    def quantile(self, probability: Array) -> Array:
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
         """The formula at u = 1 - probability: it falls with u."""
-        return np.clip(self._time(1 - np.asarray(probability)), 0.0, 1.0)
-
-    def cdf(self, fraction: Array) -> Array:
-        """The inverse, by bisection to the last bit."""
-        fraction = np.asarray(fraction, np.float64)
-        low, high = np.zeros_like(fraction), np.ones_like(fraction)
-        for _ in range(54):
-            middle = (low + high) / 2
-            below = self._time(1 - middle) <= fraction
-            low, high = np.where(below, middle, low), np.where(below, high, middle)
-        return np.where(fraction <= 0, 0.0, np.where(fraction >= 1, 1.0, (low + high) / 2))
+        bump = of(probability).cos(math.pi / 2 * (1 - probability)) ** 2 - probability
+        return (probability - self.options.m * bump).clip(0.0, 1.0)
 
 
 class Beta(Sampler):
     """t/T ~ Beta(a, b) (B-TTDM, Zheng et al. 2024; a = 0.8, b = 1 recommended).
 
-    With b = 1 or a = 1 the inverse is a power; otherwise it is interpolated in a table of 64 nodes per timestep, exact
-    in the mass of every timestep.
+    With b = 1 or a = 1 the inverse is a power.
     """
 
-    def cdf(self, fraction: Array) -> Array:
-        """The regularised incomplete beta function."""
-        return beta_cdf(fraction, np.array(self.options.a), np.array(self.options.b))
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """The regularised incomplete beta function; of a tensor by the nodes, exact at the borders of timesteps."""
+        if of(fraction) is np:
+            return beta_cdf(fraction, np.array(self.options.a), np.array(self.options.b))
+        return interp(fraction, *self.nodes(fraction)[::-1])
 
-    def quantile(self, probability: Array) -> Array:
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
         """Its inverse."""
-        a, b, probability = self.options.a, self.options.b, np.asarray(probability)
-        if b == 1:
-            return probability ** (1 / a)
-        if a == 1:
-            return 1 - (1 - probability) ** (1 / b)
-        return np.interp(probability, *self._nodes)
+        if self.options.b == 1:
+            return probability ** (1 / self.options.a)
+        if self.options.a == 1:
+            return 1 - (1 - probability) ** (1 / self.options.b)
+        return super().quantile(probability)
 
-    @functools.cached_property
-    def _nodes(self) -> tuple[Array, Array]:
-        edges = np.arange(64 * self.schedule.timesteps + 1) / (64 * self.schedule.timesteps)
-        return self.cdf(edges), edges
+
+class CosMap(Sampler):
+    """t/T = 1 - 1/(tan(pi u/2) + 1), u uniform: p = 2/(pi (1 - 2t + 2t²)), the angle of a linear flow is uniform."""
+
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """2/pi arctan(t/(1 - t)), without the division."""
+        return 2 / math.pi * of(fraction).arctan2(fraction, 1 - fraction)
+
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
+        """sin/(sin + cos): the formula without an infinite tangent."""
+        angle = math.pi / 2 * probability
+        sine, cosine = of(angle).sin(angle), of(angle).cos(angle)
+        return sine / (sine + cosine)
+
+
+class Parabola(Sampler):
+    """p in proportion to max(0, 2 - weight (t/T - 1/2 - bias)²) (OneTrainer's inverted parabola; Chroma: 7.7 and 0)."""
+
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """The cubic between the parabola's roots."""
+        centre, weight = 0.5 + self.options.bias, self.options.weight
+        reach = math.sqrt(2 / weight) if weight else math.inf
+        low, high = max(0.0, centre - reach), min(1.0, centre + reach)
+
+        def area(x: Any) -> Any:
+            return 2 * x - weight * (x - centre) ** 3 / 3
+
+        return (area(fraction.clip(low, high)) - area(low)) / (area(high) - area(low))
+
+
+class Slope(Sampler):
+    """p in proportion to sigmoid(weight (t/T - 1/2 - bias)) (OneTrainer's sigmoid)."""
+
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """Differences of softplus over the weight; of a weight of 0, the fraction itself."""
+        weight = self.options.weight or 1e-9
+        start = 1 / (1 + math.exp(weight * (0.5 + self.options.bias)))
+        area = of(fraction).log1p(of(fraction).expm1(weight * fraction) * start)
+        return area / math.log1p(math.expm1(weight) * start)
+
+
+class UShape(Sampler):
+    """p = a/(e^a - 1) (e^(a t) + e^(a (1 - t)))/2 (Lee et al. 2024, rectified flow++): the ends, more with a."""
+
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """1/2 + sinh(a (t - 1/2))/(2 sinh(a/2))."""
+        a = self.options.a
+        return 0.5 + of(fraction).sinh(a * (fraction - 0.5)) / (2 * math.sinh(a / 2))
+
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
+        """Its inverse."""
+        a = self.options.a
+        return 0.5 + of(probability).arcsinh((2 * probability - 1) * math.sinh(a / 2)) / a
 
 
 class Clts(Sampler):
@@ -137,24 +167,26 @@ class Clts(Sampler):
     the first `length` steps, an option of its own: it does not follow the number of steps that a training is given.
     """
 
+    moving = split = True
+
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self._low, self._high = normal_cdf((np.array([0.0, 1.0]) - options.mu) / options.s)
+        self._low, self._high = normal_cdf((np.array([0.0, 1.0]) - options.mu) / options.s).tolist()
 
-    @property
-    def progress(self) -> float:
-        """The mixture's l, at the step last begun."""
-        return min(self.now / self.options.length, 1.0)
+    def _progress(self, place: Place) -> Any:
+        """The mixture's l at the place's step."""
+        share = place.steps / self.options.length
+        return min(share, 1.0) if isinstance(share, float) else share.clip(None, 1.0)
 
-    def cdf(self, fraction: Array) -> Array:
-        """The mixture at the step last begun."""
-        below = normal_cdf((np.asarray(fraction) - self.options.mu) / self.options.s)
-        truncated = np.clip((below - self._low) / (self._high - self._low), 0.0, 1.0)
-        return (1 - self.progress) * np.asarray(fraction) + self.progress * truncated
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """The mixture at the place's step."""
+        below = normal_cdf((fraction - self.options.mu) / self.options.s)
+        truncated, progress = ((below - self._low) / (self._high - self._low)).clip(0.0, 1.0), self._progress(place)
+        return (1 - progress) * fraction + progress * truncated
 
-    def quantile(self, probability: Array) -> Array:
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
         """A share 1 - l of the range goes to the uniform part, the rest to the normal one."""
-        probability, part = np.asarray(probability), 1 - self.progress
-        rest = np.maximum(probability - part, 0.0) / max(self.progress, 1e-300)
+        part = 1 - self._progress(place)
+        uniform, rest = probability / (part + 1e-300), (probability - part).clip(0.0, None) / (1 - part + 1e-300)
         normal = self.options.mu + self.options.s * normal_quantile(self._low + rest * (self._high - self._low))
-        return np.where(probability < part, probability / max(part, 1e-300), np.clip(normal, 0.0, 1.0))
+        return of(probability).where(probability < part, uniform, normal.clip(0.0, 1.0))

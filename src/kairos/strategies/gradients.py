@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
-from kairos.strategies.base import Array, Cost, Observation, Tabled
+from kairos.strategies.base import Cost, Observation, Tabled
+from kairos.strategies.numeric import Array
 
 
 class FromGradients(Tabled):

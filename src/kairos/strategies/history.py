@@ -1,14 +1,22 @@
-"""Samplers that follow the losses of the training itself: no pass of the network beyond the step's own."""
+"""Samplers that follow the losses of the training itself: no pass of the network beyond the step's own.
 
+What they keep are tensors where the batch is, from the first step on; nothing waits for a device.
+"""
+
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kairos import distributed
-from kairos.diffusion.schedule import NoiseSchedule
-from kairos.strategies.base import Array, Observation, Tabled
+from kairos.diffusion.schedule import NoiseSchedule, error_ratio
+from kairos.strategies.base import Observation, Tabled
+from kairos.strategies.numeric import like
 
 
 class FromLosses(Tabled):
@@ -18,6 +26,7 @@ class FromLosses(Tabled):
     """
 
     learned = corrected = True
+    kept: tuple[str, ...] = ("updates", "_masses")
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
@@ -25,13 +34,22 @@ class FromLosses(Tabled):
         yield
         if observation.losses is None:
             raise ValueError(f"{type(self).__name__}: observe needs the step's per-sample losses")
-        timesteps = self.schedule.timesteps
-        cells = (distributed.gather(observation.fractions) * timesteps).long().clamp_(0, timesteps - 1)
-        self.take(cells.numpy(), distributed.gather(observation.losses.float()).double().numpy())
+        losses = observation.losses.double()
+        for name in self.kept:
+            if hasattr(value := getattr(self, name), "shape"):
+                setattr(self, name, torch.as_tensor(value, device=losses.device))
+        fractions = observation.fractions
+        losses = losses.view(-1, *[1] * (fractions.ndim - 1)).expand_as(fractions)  # of samples with several times
+        fractions, losses = (distributed.joined(values.flatten()) for values in (fractions, losses))
+        self.take((fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1), losses)
 
-    def take(self, cells: Any, losses: Array) -> None:
+    def take(self, cells: Tensor, losses: Tensor) -> None:
         """Learn from losses (batch,) at timesteps `cells`, int64 (batch,)."""
         raise NotImplementedError
+
+    def restored(self) -> None:
+        """Draw from the density that was set last, the same bits."""
+        self.set_masses(self._masses, normalised=True)
 
 
 class LossSecondMoment(FromLosses):
@@ -41,25 +59,29 @@ class LossSecondMoment(FromLosses):
     on resume, the history is part of the state.
     """
 
-    kept = ("_losses", "_counts", "updates")
+    kept = ("_losses", "_counts", "updates", "_masses")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self._losses = np.zeros((schedule.timesteps, options.history))
-        self._counts = np.zeros(schedule.timesteps, np.int64)
+        self._losses = torch.zeros(schedule.timesteps, options.history, dtype=torch.float64)
+        self._counts = torch.zeros(schedule.timesteps, dtype=torch.int64)
 
-    def take(self, cells: Any, losses: Array) -> None:
+    def take(self, cells: Tensor, losses: Tensor) -> None:
         """Put each loss in the place of the oldest at its timestep."""
-        for cell, loss in zip(cells, losses):
-            self._losses[cell, self._counts[cell] % self.options.history] = loss
-            self._counts[cell] += 1
-        self.restored()
-        self.updates += bool(self._counts.min() >= self.options.history)
-
-    def restored(self) -> None:
-        """Set the density that follows from the history, where that is long enough."""
-        if self._counts.min() >= self.options.history:
-            self.set_masses(np.sqrt((self._losses**2).mean(1)))
+        history = self.options.history
+        cells, order = cells.sort(stable=True)
+        first, behind = torch.searchsorted(cells, cells), torch.searchsorted(cells, cells, right=True)
+        number = torch.arange(len(cells), device=cells.device)
+        slot = (self._counts[cells] + number - first) % history
+        kept = behind - number <= history  # of more losses at one timestep the last ones, each with a slot of its own
+        here = torch.where(kept, cells * history + slot, self._losses.numel())
+        grown = torch.cat([self._losses.flatten(), losses[:1]]).scatter(0, here, losses[order])
+        self._losses = grown[:-1].view_as(self._losses)
+        self._counts = self._counts.index_put((cells,), torch.ones_like(cells), accumulate=True)
+        ready = self._counts.min() >= history
+        mean = (self._losses**2).mean(1).sqrt()
+        self.set_masses(torch.where(ready, mean, torch.ones_like(mean)))
+        self.updates = self.updates + ready.long()
 
 
 class LossRms(FromLosses):
@@ -70,33 +92,64 @@ class LossRms(FromLosses):
     """
 
     kept = ("_sums", "_taken", "updates", "_masses")
+    power = 2  # of the losses whose mean is taken, and the root of that
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self._sums = np.zeros((2, schedule.timesteps))  # of squared losses and of their number
+        self._sums = torch.zeros(2, schedule.timesteps, dtype=torch.float64)  # of losses' powers and of their number
         self._taken = 0
-        reach = max(int(np.ceil(3 * options.width * schedule.timesteps)), 1)
-        offset = np.arange(-reach, reach + 1) / (options.width * schedule.timesteps)
-        self._kernel = np.exp(-(offset**2) / 2)
+        reach = max(math.ceil(3 * options.width * schedule.timesteps), 1)
+        offset = torch.arange(-reach, reach + 1, dtype=torch.float64) / (options.width * schedule.timesteps)
+        self._kernel = torch.exp(-(offset**2) / 2)
 
-    def take(self, cells: Any, losses: Array) -> None:
+    def take(self, cells: Tensor, losses: Tensor) -> None:
         """Decay what is there, add the step's, and every so many steps set the density anew."""
-        self._sums *= self.options.decay
-        np.add.at(self._sums[0], cells, losses**2)
-        np.add.at(self._sums[1], cells, 1.0)
-        self._taken += 1
+        both = torch.stack([losses**self.power, torch.ones_like(losses)])
+        rows = torch.arange(2, device=cells.device)[:, None]
+        self._sums = (self._sums * self.options.decay).index_put((rows, cells[None]), both, accumulate=True)
+        self._taken = self._taken + 1
         if self._taken >= self.options.start and self._taken % self.options.frequency == 0:
-            self.set_masses(np.sqrt(self._smoothed()))
-            self.updates += 1
+            self.set_masses(self._smoothed() ** (1 / self.power))
+            self.updates = self.updates + 1
 
-    def _smoothed(self) -> Array:
-        """Mean squared loss near every timestep, (T,)."""
-        timesteps, reach = self.schedule.timesteps, len(self._kernel) // 2
-        squares, numbers = (np.convolve(row, self._kernel)[reach : reach + timesteps] for row in self._sums)
-        known = numbers > 1e-12 * numbers.max()
-        mean = np.interp(np.arange(timesteps), np.flatnonzero(known), squares[known] / numbers[known])
-        return np.maximum(mean, 1e-300)
+    def _smoothed(self) -> Tensor:
+        """Mean power of the loss near every timestep, (T,); where there is none the next one's below, or above."""
+        self._kernel = self._kernel.to(self._sums.device)
+        around = torch.nn.functional.conv1d(self._sums[:, None], self._kernel.view(1, 1, -1), padding="same")[:, 0]
+        known = around[1] > 1e-12 * around[1].max()
+        number = torch.arange(len(known), device=known.device)
+        below = torch.where(known, number, -1).cummax(0).values
+        above = torch.where(known, number, len(known)).flip(0).cummin(0).values.flip(0)
+        nearest = torch.where(below >= 0, below, above).clamp(max=len(known) - 1)
+        return (around[0] / around[1])[nearest].clamp(min=1e-300)
 
-    def restored(self) -> None:
-        """Draw from the density that was set last, the same bits."""
-        self.set_masses(self._masses, normalised=True)
+
+class LossMean(LossRms):
+    """p(t) in proportion to the mean weighted loss near t.
+
+    After VDM++ (Kingma and Gao 2023), whose density makes the weighted loss alike at all lambda, by bins there; the
+    smoothing is ours. Without importance weights it is the loss map of people's trainers.
+    """
+
+    power = 1
+
+
+class InfoRate(LossMean):
+    """p(ln SNR) in proportion to the mean error of epsilon there, which is the rate of conditional entropy.
+
+    After InfoNoise (2602.18647), whose formula we have from its abstract: dH/d sigma = mmse/sigma³. The error follows
+    from the loss that the training has anyway; the estimate and its smoothing are ours.
+    """
+
+    @contextmanager
+    def observe(self, observation: Observation) -> Iterator[None]:
+        """Take in errors of epsilon per ln SNR instead of losses."""
+        if observation.errors is not None:
+            schedule = self.schedule
+            level = np.log(schedule.snr)
+            factor = like(-np.gradient(level) * error_ratio(schedule.snr, "epsilon"), observation.fractions)
+            factor = factor / like(error_ratio(schedule.snr, observation.prediction), factor)
+            cells = (observation.fractions * schedule.timesteps).long().clamp(0, schedule.timesteps - 1)
+            observation = replace(observation, losses=observation.errors * factor[cells])
+        with super().observe(observation):
+            yield

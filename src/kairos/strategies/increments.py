@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from kairos.diffusion.schedule import NoiseSchedule, linear_coefficients
 from kairos.errors import ConfigError
-from kairos.strategies.base import Array
+from kairos.strategies.numeric import Array
 from kairos.strategies.speed import tau_of_magnitude
 
 PROCESSES = ("vp", "ve", "edm")

@@ -82,7 +82,7 @@ class Meter:
                 clean, drawn, t, _, output = self._predict(rows, mine, fractions, noise, False)
                 losses = per_sample((output - self.process.target(clean, drawn, t)) ** 2)
                 if self.weighting is not None:
-                    losses = losses * self.weighting.factors(self.process.snr(t), losses)
+                    losses = losses * self.weighting.at(self.process, t, self.place.step)
                 total = (losses * factors[rows].to(losses)).sum()
                 found = list(torch.autograd.grad(total, parameters, materialize_grads=True))
         distributed.sum_tensors(found)

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from kairos.errors import ConfigError
-from kairos.strategies.base import Array, Sampler, Weighting
+from kairos.strategies.base import NOTHING, Sampler, Weighting
+from kairos.strategies.numeric import Array
+from kairos.strategies.points import Place
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 
 Options = Mapping[str, Any] | None
@@ -55,11 +57,11 @@ def parts(
         raise ConfigError(str(error)) from None
 
 
-def table(sampler: Sampler, weighting: Weighting, x0: Any = None) -> dict[str, Array]:
-    """What a strategy trains on now, each (T,): ``t`` (the process' own time), ``p`` (the mass of its cell), ``w`` with
+def table(sampler: Sampler, weighting: Weighting, x0: Any = None, place: Place = NOTHING) -> dict[str, Array]:
+    """What a strategy trains on at a place's step and context, each (T,): ``t`` (the process' own time), ``p`` (the mass of its cell), ``w`` with
     importance weights, ``effective`` = p w.
     """
-    p, w = sampler.density(x0), weighting.weights()
+    p, w = sampler.density(x0, place), weighting.weights(place.step)
     if sampler.corrected:
         w = np.where(p > 0, w / (len(p) * np.where(p > 0, p, 1.0)), w)
     return {"t": sampler.schedule.times, "p": p, "w": w, "effective": p * w}

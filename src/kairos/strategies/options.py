@@ -1,7 +1,10 @@
 """What samplers and weightings can be told. No torch here: options are checked before any job, and when listed."""
 
-from kairos.errors import Refusal, demand
-from kairos.options import Options, option
+from collections.abc import Mapping
+from typing import Any
+
+from kairos.errors import Refusal, demand, refusal
+from kairos.options import Options, but_name, dump, option
 from kairos.strategies.points import POINTS
 
 
@@ -44,6 +47,20 @@ class LogNormal(Fixed):
 
     m: float = option(0.0, "mean of logit(t/T)")
     s: float = option(1.0, "standard deviation of logit(t/T)", gt=0)
+    low: float = option(0.0, "quantile of the normal below which it is cut off, the rest stretched", ge=0, lt=1)
+    high: float = option(1.0, "the same above", gt=0, le=1)
+
+    def __post_init__(self) -> None:
+        demand(self.low < self.high, "low and high", f"{self.low} and {self.high}", "low < high")
+
+
+class LogSnr(Fixed):
+    """ln SNR by a law."""
+
+    law: str = option("laplace", "of ln SNR", choices=("normal", "laplace", "logistic", "cauchy", "secant"))
+    location: float = option(0.0, "middle of ln SNR")
+    scale: float = option(0.5, "the law's scale (normal: standard deviation)", gt=0)
+    scale_above: float | None = option(None, "scale above the location; null: the same", gt=0)
 
 
 class EdmLogNormal(Fixed):
@@ -51,6 +68,27 @@ class EdmLogNormal(Fixed):
 
     mean: float = option(-1.2, "mean of ln sigma, sigma² = 1/SNR")
     std: float = option(1.2, "standard deviation of ln sigma", gt=0)
+    law, scale_above = "normal", None
+
+    @property
+    def location(self) -> float:
+        """Of ln SNR."""
+        return -2 * self.mean
+
+    @property
+    def scale(self) -> float:
+        """Of ln SNR."""
+        return 2 * self.std
+
+
+class CosineInterpolated(Fixed):
+    """Shifted cosine schedules of ln SNR, interpolated."""
+
+    image: float = option(64.0, "side of the images", gt=0)
+    low: float = option(32.0, "side that the schedule is shifted to at the image's end", gt=0)
+    high: float = option(64.0, "the same at the end of noise", gt=0)
+    sigma_min: float = option(1e-3, "smallest noise level, over the data's standard deviation", gt=0)
+    sigma_max: float = option(1e3, "largest noise level, likewise", gt=0)
 
 
 class Mode(Fixed):
@@ -64,6 +102,131 @@ class Beta(Fixed):
 
     a: float = option(0.8, "first parameter; below 1 it prefers small t", gt=0)
     b: float = option(1.0, "second parameter; below 1 it prefers large t", gt=0)
+
+
+class Parabola(Fixed):
+    """p in proportion to max(0, 2 - weight (t/T - 1/2 - bias)²)."""
+
+    weight: float = option(7.7, "of the square; 0 is uniform", ge=0)
+    bias: float = option(0.0, "of the middle", gt=-0.5, lt=0.5)
+
+
+class Slope(Fixed):
+    """p in proportion to sigmoid(weight (t/T - 1/2 - bias))."""
+
+    weight: float = option(4.0, "steepness; above 0 it prefers noise", ge=-100, le=100)
+    bias: float = option(0.0, "where the sigmoid is 1/2, from the middle")
+
+
+class UShape(Fixed):
+    """p in proportion to e^(a t) + e^(a (1 - t))."""
+
+    a: float = option(4.0, "how much the ends are preferred", gt=0, le=100)
+
+
+def one_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
+    """A fixed sampler given by its name, or by its name and options, with all its options; `extra` keys stay."""
+    from kairos.strategies.registries import SAMPLERS
+
+    named = {"name": value} if isinstance(value, str) else value
+    if not isinstance(named, Mapping) or not isinstance(named.get("name"), str):
+        raise refusal(where, repr(value), "a sampler's name, or its name and options")
+    missing = [key for key in extra if key not in named]
+    demand(not missing, f"{where}.{', '.join(missing)}", "nothing", "one for each part")
+    if not issubclass(SAMPLERS.entry(named["name"], where).options, Fixed):
+        raise refusal(f"{where}.name", named["name"], "samplers of a fixed density")
+    kept = {key: named[key] for key in extra}
+    its = SAMPLERS.parse(named["name"], {k: v for k, v in but_name(dict(named)).items() if k not in extra}, where)
+    demand(not its.importance, f"{where}.importance", "true", "false; the whole has one")
+    return {"name": named["name"], **dump(its), **kept}
+
+
+def _density() -> Any:
+    return option({"name": "uniform"}, "a fixed sampler: its name, or its name and options", component=one_density)
+
+
+def _parts(key: str, kind: type, first: Any, meaning: str) -> Any:
+    def check(value: Any, where: str) -> list[dict[str, Any]]:
+        demand(isinstance(value, (list, tuple)) and value, where, repr(value), "a list of samplers, one or more")
+        found = [one_density(part, f"{where}[{number}]", key) for number, part in enumerate(value)]
+        for part in found:
+            its = part[key]
+            fits = isinstance(its, (int, float)) and not isinstance(its, bool) and 0 <= its if kind is float else True
+            demand(fits, f"{where}.{key}", repr(its), "a number, 0 or more")
+        numbers = [part[key] for part in found]
+        rises = key != "start" or numbers == sorted(numbers)
+        demand(rises and len({*map(str, numbers)}) == len(found) or key == "share", f"{where}.{key}", numbers, meaning)
+        demand(key != "share" or sum(numbers) > 0, f"{where}.share", numbers, "one above 0")
+        return found
+
+    return option(
+        [{"name": "uniform", key: first}], f"samplers with options, each with its {key}: {meaning}", component=check
+    )
+
+
+class Range(Fixed):
+    """A density between two fractions of the process."""
+
+    density: Any = _density()
+    low: float = option(0.0, "t/T from which on", ge=0, lt=1)
+    high: float = option(1.0, "t/T up to which", gt=0, le=1)
+    cut: bool = option(True, "whether what lies outside is cut off; false: all of it is scaled into the range")
+
+    def __post_init__(self) -> None:
+        demand(self.low < self.high, "low and high", f"{self.low} and {self.high}", "low < high")
+        if self.importance and not self.floor and (self.low, self.high) != (0, 1):
+            raise Refusal("importance: got true with a range; allowed: false, or a floor above 0")
+
+
+class Shift(Fixed):
+    """t <- alpha t/(1 + (alpha - 1) t) of a density."""
+
+    density: Any = _density()
+    law: str = option("constant", "of alpha", choices=("constant", "exponential", "linear", "root"))
+    alpha: float = option(3.0, "of laws constant and root; above 1 it prefers noise", gt=0)
+    first: float = option(256.0, "tokens at `low`", gt=0)
+    last: float = option(4096.0, "tokens at `high`; of law root those where alpha is `alpha`", gt=0)
+    low: float = option(0.5, "mu (exponential) or alpha (linear) at `first` tokens; the least alpha (root)")
+    high: float = option(1.15, "the same at `last` tokens")
+
+
+class Mixture(Fixed):
+    """Several densities, each with its share of the draws."""
+
+    parts: Any = _parts("share", float, 1.0, "of the draws, any sum")
+    per: str = option("sample", "what is drawn from one part", choices=("sample", "batch"))
+
+
+class ByGroup(Fixed):
+    """A density for each group of the data set."""
+
+    parts: Any = _parts("group", str, "all", "names, each once")
+
+
+class Schedule(Fixed):
+    """Densities one after the other over training."""
+
+    parts: Any = _parts("start", float, 0, "rising")
+    of: str = option("steps", "what starts and ramp count", choices=("steps", "progress"))
+    ramp: float = option(0.0, "how long a density is blended in before its start", ge=0)
+
+
+class Table(Fixed):
+    """A density by numbers evenly spread over the process."""
+
+    values: list[float] = option([1.0], "relative densities, t/T from 0 to 1")
+    file: str | None = option(None, "a file of them instead, comma or line separated")
+    between: str = option("lines", "numbers are of equal cells, or knots", choices=("cells", "lines", "spline"))
+
+    def __post_init__(self) -> None:
+        demand(self.file or self.between == "cells" or len(self.values) > 1, "values", self.values, "two knots or more")
+
+
+class Listed(Fixed):
+    """Times of a list alone."""
+
+    times: list[float] = option([1.0, 0.75, 0.5, 0.25], "fractions t/T of the process")
+    in_turn: bool = option(False, "whether sample after sample takes the next one")
 
 
 class Clts(Fixed):
@@ -131,13 +294,25 @@ class LossSecondMoment(Options):
 
 
 class LossRms(Options):
-    """Smoothed over t and in time; its importance weights are a part of it."""
+    """Smoothed over t and in time."""
 
     floor: float = option(0.1, "share of draws that are uniform instead", gt=0, lt=1)
     width: float = option(0.02, "standard deviation of the smoothing in t, as a share of T", gt=0, le=1)
     decay: float = option(0.999, "decay per step of what was observed", gt=0, lt=1)
     start: int = option(100, "steps before the density is first set", ge=1)
     frequency: int = option(10, "steps between settings of the density", ge=1)
+
+
+class LossMean(LossRms):
+    """p follows the mean weighted loss."""
+
+    importance: bool = option(True, "keep uniform's objective; false: the density changes it (loss map)")
+
+
+class InfoRate(LossRms):
+    """p follows the error of epsilon per ln SNR."""
+
+    importance: bool = option(False, "keep uniform's objective; false, as published: the weights stay")
 
 
 class Measured(Options):
@@ -222,6 +397,66 @@ class Edm(Options):
         None, "standard deviation of the data; null: that of process edm, else 0.5, as of pixels", gt=0
     )
     warmup: int | None = option(None, "steps in which a cap of 5 grows to 500 and goes (FDM); null: no cap", ge=1)
+
+
+class Sigmoid(Options):
+    """sigmoid(bias - ln SNR) on the squared error of epsilon, of the integral over ln SNR."""
+
+    bias: float = option(0.0, "ln SNR where it is 1/2")
+    measure: bool = option(True, "times |d ln SNR/dt|, mean 1: on any process the integral over ln SNR, with uniform t")
+
+
+class Snr(Options):
+    """SNR^power on the squared error of epsilon."""
+
+    power: float = option(0.0, "of the SNR: 0 none, 1 the error of x0, -1 inverse")
+    low: float = option(0.0, "the SNR is at least this", ge=0)
+    high: float | None = option(None, "and at most this; null: no bound", gt=0)
+    scale: float = option(1.0, "times this", gt=0)
+
+
+class Linear(Options):
+    """offset + slope sigma, sigma = 1/(1 + sqrt(SNR)), on the squared error of whatever is predicted."""
+
+    offset: float = option(1.0, "at sigma = 0", ge=0)
+    slope: float = option(3.0, "per sigma")
+
+    def __post_init__(self) -> None:
+        demand(self.offset + self.slope >= 0, "slope", self.slope, f"at least -{self.offset}: no weight below 0")
+
+
+class Power(Options):
+    """sigma^power likewise."""
+
+    power: float = option(-2.0, "of sigma; -2 is sigma_sqrt of diffusers")
+    least: float = option(0.0, "sigma is at least this", ge=0, lt=1)
+
+
+class Bell(Options):
+    """exp(-2 (sigma - 1/2)²) less its value at the ends, mean 1."""
+
+    flat: bool = option(False, "flat at its largest from the middle to noise")
+
+
+class VLikeLoss(Options):
+    """1 + c (SNR + 1)/SNR on the squared error of v."""
+
+    c: float = option(0.1, "how much of it", ge=0)
+
+
+class TableWeights(Options):
+    """Weights by numbers evenly spread over the process."""
+
+    values: list[float] = option([1.0], "weights, t/T from 0 to 1")
+    file: str | None = option(None, "a file of them instead, comma or line separated")
+    between: str = option("lines", "numbers are of equal cells, or knots", choices=("cells", "lines", "spline"))
+
+
+class Robust(Options):
+    """1/(loss + c)^p of each sample's own loss."""
+
+    p: float = option(1.0, "power; 0.5 is a pseudo-Huber loss, 1 a logarithm", ge=0)
+    c: float = option(1e-3, "what keeps it finite", gt=0)
 
 
 _BASES = ("none", "vlb", "p2", "min_snr", "soft_min_snr", "debiased", "edm", "change_aware")

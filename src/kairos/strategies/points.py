@@ -3,67 +3,133 @@
 Each point on its own is uniform in [0, 1), so a density drawn through its inverse stays exact; only the variance falls.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
 
+from kairos import distributed
+from kairos.errors import ConfigError
 from kairos.randomness import Stream
 
-POINTS = ("random", "stratified", "sobol")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+POINTS = ("random", "stratified", "systematic", "sobol", "epochs")
+_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a global batch stands in everything random.
+    """Where samples stand in everything random.
 
     Attributes:
         seed: of the training.
-        step: number of the step, from 0.
+        step: its number, from 0; an int64 tensor () on the device, where a graph is to be replayed; or a range, which
+            gives everything a leading axis of steps.
         first: samples of the step that were drawn before, where gradients of several batches are accumulated.
-        before: samples of the training that were drawn before; None: as many in each step as in this one.
+        before: samples of the training that were drawn before the step and in it; None: as many in each step as in
+            this one.
+        index: numbers of these samples in the global batch, a range or an int64 tensor (n,).
+        total: size of the global batch.
+        shape: of the times of one sample: (), or (frames,), (tokens,).
+        device: where numbers are made.
+        context: what else the caller says of these samples, such as ``tokens``; each a number or a tensor that
+            broadcasts with (n, *shape).
     """
 
     seed: int = 0
-    step: int = 0
+    step: Any = 0
     first: int = 0
     before: int | None = None
+    index: "range | Tensor" = range(1)
+    total: int = 1
+    shape: tuple[int, ...] = ()
+    device: Any = "cpu"
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, batch: "Tensor") -> "Place":
+        """The place of this rank's part of a global batch, to which each rank brings as many samples."""
+        count = len(batch)
+        begin = distributed.rank() * count
+        index, total = range(begin, begin + count), distributed.ranks() * count
+        return replace(self, index=index, total=total, device=batch.device)
+
+    @property
+    def steps(self) -> Any:
+        """The step as what broadcasts with numbers of samples."""
+        if not isinstance(self.step, range):
+            return self.step
+        import torch
+
+        return torch.arange(self.step.start, self.step.stop, device=self.device).view(-1, 1, *[1] * len(self.shape))
 
     def stream(self, name: str) -> Stream:
         """The random numbers of one purpose."""
         return Stream(self.seed, name)
 
-    def index(self, samples: slice) -> range:
-        """The numbers, within the step, of some samples of the global batch."""
-        return range(self.first + samples.start, self.first + samples.stop)
+    def uniform(self, name: str, *shape: int, index: Any = None) -> "Tensor":
+        """A number in [0, 1) for each time of each sample, float64 (n, *self.shape, *shape)."""
+        index = self.index if index is None else index
+        if self.first:
+            index = (
+                range(index.start + self.first, index.stop + self.first)
+                if isinstance(index, range)
+                else (index + self.first)
+            )
+        return self.stream(name).uniform(self.step, index, (*self.shape, *shape), self.device)
 
-    def uniform(self, name: str, count: int, *shape: int) -> NDArray[np.float64]:
-        """A number in [0, 1) for each sample of the global batch, (count, *shape)."""
-        return self.stream(name).uniform(self.step, self.index(slice(0, count)), shape).numpy()
+    def said(self, name: str, who: str) -> Any:
+        """What the context holds under a name.
+
+        Raises:
+            ConfigError: nothing.
+        """
+        if self.context.get(name) is None:
+            raise ConfigError(f"{who}: needs {name}, and the call did not say it; allowed: draw(..., {name}=)")
+        return self.context[name]
 
 
-def points(kind: str, count: int, place: Place) -> NDArray[np.float64]:
-    """`count` numbers in [0, 1), in random order, float64.
+def points(kind: str, place: Place) -> "Tensor":
+    """Numbers in [0, 1) for the samples of a place, float64 (n, *place.shape); even ones in random order.
 
     Args:
-        kind: ``random``; ``stratified``: one in each of `count` equal cells; ``sobol``: the next points of the
-            one-dimensional Sobol sequence (van der Corput, base 2), which goes on from batch to batch, all shifted by
-            one number that depends on the seed.
-        count: size of the global batch.
-        place: where it stands.
+        kind: ``random``; of `place.total` equal cells one number each: anywhere in its cell (``stratified``), or at the
+            same place of every cell (``systematic``); ``sobol``: the next points of the one-dimensional Sobol sequence
+            (van der Corput, base 2), which goes on from batch to batch, all shifted by one number that depends on the
+            seed; ``epochs``: even over each epoch's samples, and over the epochs of each sample, from the context's
+            ``item`` of ``items`` (number of the sample in the data set and their number) and ``epoch``.
+        place: where they stand.
     """
     if kind == "random":
-        return place.uniform("timesteps", count)
-    if kind == "stratified":
-        even = (np.arange(count) + place.uniform("timesteps", count)) / count
-    else:
-        before = place.step * count if place.before is None else place.before
-        shift = float(place.stream("sobol").uniform(0, range(1)))
-        even = (van_der_corput(np.arange(before, before + count)) + shift) % 1.0
-    return even[np.argsort(place.uniform("order of timesteps", count), kind="stable")]
+        return place.uniform("timesteps")
+    import torch
+
+    if kind == "epochs":
+        item, items, epoch = (
+            torch.as_tensor(place.said(name, "points: epochs"), device=place.device)
+            for name in ("item", "items", "epoch")
+        )
+        shift = place.stream("sobol").uniform(0, range(1), (), place.device)
+        return (item / items + epoch * _GOLDEN + shift) % 1.0
+    whole = replace(place, index=range(place.total))
+    keys, axis = whole.uniform("order of timesteps"), -1 - len(place.shape)
+    order = keys.argsort(dim=axis, stable=True)  # of the global batch, which every rank computes
+    index = place.index
+    mine = torch.arange(index.start, index.stop, device=place.device) if isinstance(index, range) else index
+    order = order.index_select(axis, mine)
+    if kind == "sobol":
+        before = place.steps * place.total if place.before is None else place.before
+        shift = place.stream("sobol").uniform(0, range(1), (), place.device)
+        return (van_der_corput(before + order) + shift) % 1.0
+    if kind == "systematic":
+        return (order + replace(place, first=0).uniform("timesteps", index=range(1))) / place.total
+    return (order + whole.uniform("timesteps").gather(axis, order)) / place.total
 
 
-def van_der_corput(index: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The bits of each index mirrored at the binary point, elementwise."""
-    bits = np.unpackbits(index.astype(">u8").view(np.uint8).reshape(-1, 8), axis=1)  # (n, 64), the highest first
-    return np.asarray(bits @ 2.0 ** -np.arange(64.0, 0.0, -1.0))
+def van_der_corput(index: "Tensor") -> "Tensor":
+    """The lower 53 bits of each index mirrored at the binary point, elementwise, float64."""
+    value = 0.0 * index
+    for bit in range(53):
+        value = value + (index >> bit & 1) * 2.0 ** -(bit + 1)
+    return value

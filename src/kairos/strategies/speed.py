@@ -1,12 +1,14 @@
 """SpeeD (Wang et al. 2025): its samplers, the paper's and the two that its public code has held, and its weights."""
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kairos.diffusion.schedule import NoiseSchedule, linear_coefficients
-from kairos.strategies.base import Array, Sampler, Tabled, Weighting
+from kairos.strategies.base import NOTHING, Sampler, Tabled, Weighting
+from kairos.strategies.numeric import Array, Values, like, of
 from kairos.strategies.options import check_linear, check_tau
 from kairos.strategies.points import Place
 
@@ -29,16 +31,16 @@ class Speed(Sampler):
         self._edge = self.tau / schedule.timesteps
         self._total = options.k * self._edge + (1 - self._edge)
 
-    def cdf(self, fraction: Array) -> Array:
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
         """Piecewise linear with a kink at tau."""
-        before = np.minimum(fraction, self._edge)
+        before = fraction.clip(None, self._edge)
         return (self.options.k * before + (fraction - before)) / self._total
 
-    def quantile(self, probability: Array) -> Array:
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
         """The inverse of the piecewise linear function."""
-        mass = np.asarray(probability) * self._total
+        mass = probability * self._total
         kink = self.options.k * self._edge
-        return np.where(mass < kink, mass / self.options.k, self._edge + (mass - kink))
+        return of(mass).where(mass < kink, mass / self.options.k, self._edge + (mass - kink))
 
 
 class Reflected(Tabled):
@@ -61,24 +63,38 @@ class Reflected(Tabled):
         """Relative mass of every timestep in the half that is drawn, (T,)."""
         raise NotImplementedError
 
-    def masses(self, x0: "Tensor | None" = None) -> Array:
+    def masses(self, x0: "Tensor | None" = None, place: Place = NOTHING) -> Array:
         """Both halves together."""
         drawn = super().masses()
         reflected = np.bincount(self._reflection, weights=drawn, minlength=len(drawn))
         share = 0.5 if self.batch is None else min((self.batch // 2 + 1) / self.batch, 1.0)
         return share * drawn + (1 - share) * reflected
 
-    def drawn(self, count: int, place: Place) -> Array:
+    def drawn(self, place: Place) -> "Tensor":
         """Draw and reflect; with a floor, that share of both halves is uniform instead."""
-        self.batch = count
+        import torch
+
+        self.batch, timesteps, half = place.total, self.schedule.timesteps, place.total // 2 + 1
+        index = place.index
+        if isinstance(index, range):
+            index = torch.arange(index.start, index.stop, device=place.device)
+        second = (index >= half).view(-1, *[1] * len(place.shape))
+        of_half = replace(place, index=torch.where(index >= half, index - half, index), total=half)
+        position = self.quantile(self.uniforms(of_half)) * timesteps
+        cell = position.long().clamp(max=timesteps - 1)
+        both = torch.where(second, like(self._reflection, position)[cell] + (position - cell), position) / timesteps
+        if self.floor:
+            other = place.uniform("floor", 2)
+            both = torch.where(other[..., 0] < self.floor, other[..., 1], both)
+        return both.clamp(0.0, 1.0 - 2**-53)
+
+    def importance(self, x0: "Tensor", fractions: "Tensor", place: Place = NOTHING) -> "Tensor | None":
+        """From both halves together."""
+        if not self.corrected:
+            return None
         timesteps = self.schedule.timesteps
-        position = self.quantile(self.uniforms(count // 2 + 1, place)) * timesteps
-        cell = np.minimum(position.astype(np.int64), timesteps - 1)
-        both = np.concatenate([position, self._reflection[cell] + (position - cell)])[:count] / timesteps
-        if not self.floor:
-            return both
-        other = place.uniform("floor", count, 2)
-        return np.where(other[:, 0] < self.floor, other[:, 1], both)
+        cell = (fractions * timesteps).long().clamp(0, timesteps - 1)
+        return (1 / (timesteps * like(self.density(), fractions)[cell])).float()
 
 
 class SpeedOfficial(Reflected):
@@ -109,7 +125,7 @@ class ChangeAware(Weighting):
     to whatever is predicted.
     """
 
-    def weights(self) -> Array:
+    def weights(self, step: Any = 0) -> Array:
         """The rescaled change."""
         schedule, timesteps = self.schedule, self.schedule.timesteps
         if schedule.name == "linear":
@@ -131,9 +147,9 @@ class ChangeAwareOfficial(ChangeAware):
         super().__init__(options, schedule, prediction)
         self.tau = first_of_convergence(options.tau, None, schedule)
 
-    def weights(self) -> Array:
+    def weights(self, step: Any = 0) -> Array:
         """The rescaled change before tau."""
-        return np.where(np.arange(self.schedule.timesteps) < self.tau, super().weights(), 1.0)
+        return np.where(np.arange(self.schedule.timesteps) < self.tau, super().weights(step), 1.0)
 
 
 _FLAT = 1e-4  # slope from which the public code counts a timestep as meaningless

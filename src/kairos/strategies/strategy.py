@@ -13,34 +13,42 @@ an uninterrupted one would have drawn. Under torch.distributed each rank passes 
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kairos import distributed
 from kairos.diffusion.adapters import as_process
-from kairos.strategies.base import Array, Observation
+from kairos.errors import ConfigError
+from kairos.randomness import Stream
+from kairos.strategies.base import Observation
 from kairos.strategies.meter import Meter
 from kairos.strategies.names import parse_name, parts, table
+from kairos.strategies.numeric import Array
+from kairos.strategies.options import Fixed
 from kairos.strategies.points import Place
+
+
+_TURN = 16  # steps that fixed strategies draw at a time: a small draw costs its calls, which they share
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The timesteps of one batch; tensors are (batch,).
+    """The timesteps of one batch, where the batch is; tensors are (batch,), or (batch, times) where so many are asked.
 
     Attributes:
         step: number of the step, from 0.
         x0: the batch.
-        fractions: of the process in [0, 1), float64, on the CPU.
-        t: the process' own time, on the device of the batch: int64 timesteps, or a continuous process' times.
-        fixed_weights: of the weighting, float32, on the device of the batch.
+        fractions: of the process in [0, 1), float64.
+        t: the process' own time: int64 timesteps, or a continuous process' times, float64.
+        fixed_weights: of the weighting, float32.
         importance: 1/(T p(t)) where the sampler is corrected, else 1; likewise.
     """
 
-    step: int
+    step: Any
     x0: Tensor
     fractions: Tensor
     t: Tensor
@@ -89,29 +97,95 @@ class Strategy:
         self.seed = seed
         self.step = 0
         self._drawn = [0, 0]  # samples of all ranks: in this step so far, in the steps before it
-        self._losses: tuple[int, Tensor] | None = None
+        self._losses: tuple[Any, Tensor, Tensor] | None = None
+        self._turn: tuple[Any, list[Tensor]] = None, []
+        if not (self.sampler.asks or np.isfinite(self.weighting.weights()[self.sampler.density() > 0]).all()):
+            raise ConfigError(
+                f"strategy {name}: its weights are not finite at timesteps that it draws; allowed: a range"
+            )
+        for purpose in ("timesteps", "order of timesteps", "sobol", "floor", "part"):
+            Stream(seed, purpose)  # whose keys a compiled graph cannot make
 
-    def draw(self, x0: Tensor) -> Draw:
+    def draw(
+        self,
+        x0: Tensor,
+        *,
+        times: tuple[int, ...] = (),
+        same: bool = False,
+        step: Tensor | None = None,
+        index: "range | Tensor | None" = None,
+        total: int | None = None,
+        **context: Any,
+    ) -> Draw:
         """Timesteps and weights for a batch (batch, channels, height, width), or any shape for most samplers.
 
         The number of the step goes on with each `observe`. Where gradients of several batches are accumulated for one
-        step, each has its own draw, and the last is observed.
+        step, each has its own draw, and the last is observed. Ranks of torch.distributed share a global batch, to which
+        each brings as many samples; no rank asks another one.
+
+        Args:
+            x0: the batch.
+            times: shape of one sample's times, such as ``(frames,)``.
+            same: one time for the whole batch.
+            step: its number as a tensor on the device, for graphs that are replayed; None: `self.step`.
+            index: numbers of the samples in the global batch, where the ranks' parts are not alike.
+            total: size of the global batch, with `index`.
+            context: what samplers ask for: ``tokens``, ``frames``, ``group``, ``progress``, ``item``, ``items``,
+                ``epoch``, each a number or a tensor (batch,).
+
+        Raises:
+            ConfigError: the sampler needs to be told something that was not said.
         """
-        self._begin()
-        place = Place(self.seed, self.step, self._drawn[0], sum(self._drawn))
-        fractions = self.sampler.fractions(x0, place)
-        self._drawn[0] += distributed.share(len(x0))[0]
+        place = Place(self.seed, self.step if step is None else step, self._drawn[0], sum(self._drawn), shape=times)
+        place = replace(place.of(x0), context=context)
+        if index is not None:
+            place = replace(place, index=index, total=total or len(x0) * distributed.ranks())
+        self._drawn[0] += place.total
+        if same:
+            place = replace(place, index=range(1), total=1)
+        if step is not None:
+            place = replace(place, first=0, before=None)
+        made = self._ahead(place) if self._steady(place) else self._made(x0, place)
+        return Draw(place.step, x0, *(values.expand(len(x0), *times) for values in made))
+
+    def _steady(self, place: Place) -> bool:
+        """Whether the draws of a step depend on its number alone: they can be made before it."""
+        regular = not place.first and place.before == place.step * place.total and isinstance(place.index, range)
+        said = all(isinstance(value, (int, str)) for value in place.context.values())
+        fixed = isinstance(self.sampler.options, Fixed) and not torch.compiler.is_compiling()
+        return regular and said and fixed and not isinstance(place.step, Tensor)
+
+    def _ahead(self, place: Place) -> list[Tensor]:
+        """Of a turn of steps at once."""
+        turn, row = divmod(place.step, _TURN)
+        key = turn, place.seed, place.index, place.total, place.shape, str(place.device), tuple(place.context.items())
+        if self._turn[0] != key:
+            steps = range(turn * _TURN, (turn + 1) * _TURN)
+            self._turn = key, self._made(None, replace(place, step=steps, before=None))
+        return [values[row] for values in self._turn[1]]
+
+    def _made(self, x0: Any, place: Place) -> list[Tensor]:
+        """Fractions, times, weights and importance of a place's samples."""
+        fractions = self.sampler.drawn(place) if x0 is None else self.sampler.fractions(x0, place)
         t = self.process.times(fractions)
         weighting = getattr(self.weighting, "base", self.weighting)  # a learned one's factor is applied with the loss
-        fixed = weighting.factors(self.process.snr(t), t)
-        importance = self.sampler.importance(x0, fractions)
-        importance = torch.ones_like(fixed) if importance is None else importance
-        moved = (values.to(x0.device, non_blocking=True) for values in (t, fixed, importance))  # nothing waits
-        return Draw(self.step, x0, fractions, *moved)
+        fixed = weighting.at(self.process, t, place.steps)
+        importance = self.sampler.importance(x0, fractions, place)
+        return [fractions, t, fixed, torch.ones_like(fixed) if importance is None else importance]
+
+    def sample(self, shape: int | tuple[int, ...], step: Any = 0, device: Any = "cpu", **context: Any) -> Tensor:
+        """The process' own times without a batch or a state; see `Sampler.sample`."""
+        return self.process.times(self.sampler.sample(shape, self.seed, step, device, **context))
 
     def weighted(self, draw: Draw, losses: Tensor) -> Tensor:
-        """What is minimised, per sample (batch,): `losses` (batch,) with the weights of their draw."""
-        self._losses = draw.step, (losses.detach() * draw.fixed_weights)
+        """What is minimised, (batch,): weight x loss, and whatever a learned weighting adds.
+
+        Args:
+            draw: of this batch.
+            losses: of the samples, (batch,), without any weight; (batch, times) where so many were drawn.
+        """
+        errors = losses.detach()
+        self._losses = draw.step, errors * draw.fixed_weights, errors
         return self.weighting.apply(losses, draw.fixed_weights, draw.importance, draw.fractions)
 
     def loss(self, draw: Draw, losses: Tensor) -> Tensor:
@@ -145,21 +219,18 @@ class Strategy:
             if network is None:
                 raise ValueError(f"strategy {self.name}: its sampler measures the network: pass observe(..., network=)")
             meter = Meter(self.process, network, draw.x0, place, conditions, self.weighting, optimizer, autocast)
-        losses = self._losses[1] if self._losses is not None and self._losses[0] == draw.step else None
-        observation = Observation(draw.step, draw.x0, draw.fractions, losses, meter, place)
+        seen = self._losses[1:] if self._losses is not None and self._losses[0] is draw.step else (None, None)
+        observation = Observation(
+            draw.step, draw.x0, draw.fractions, seen[0], meter, place, seen[1], self.process.prediction
+        )
         with self.sampler.observe(observation):
             yield
         self.weighting.step()
-        self.step, self._drawn = draw.step + 1, [0, sum(self._drawn)]
+        self.step, self._drawn = self.step + 1, [0, sum(self._drawn)]
 
-    def table(self, x0: Tensor | None = None) -> dict[str, Array]:
+    def table(self, x0: Tensor | None = None, **context: Any) -> dict[str, Array]:
         """What the strategy trains on now: ``t``, ``p``, ``w`` and ``effective`` = p w, each (T,)."""
-        self._begin()
-        return table(self.sampler, self.weighting, x0)
-
-    def _begin(self) -> None:
-        self.sampler.begin(self.step)
-        self.weighting.begin(self.step)
+        return table(self.sampler, self.weighting, x0, Place(self.seed, self.step, context=context))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resume needs."""

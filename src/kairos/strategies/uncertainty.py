@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.randomness import Stream
-from kairos.strategies.base import Array, Weighting
+from kairos.strategies.base import Weighting
+from kairos.strategies.numeric import Array
 from kairos.strategies.registries import WEIGHTINGS
 
 
@@ -36,25 +37,34 @@ class Uncertainty(Weighting):
         self.linear = nn.Parameter(torch.zeros(options.channels))
         self.optimizer = torch.optim.Adam([self.linear], lr=options.lr)
 
+    def _go(self, device: torch.device | str) -> None:
+        """Be where the losses are."""
+        if self.linear.device != torch.device(device):
+            self._features, self.linear.data = self._features.to(device), self.linear.data.to(device)
+            for its in self.optimizer.state.values():
+                its.update({name: its[name].to(device) for name in ("exp_avg", "exp_avg_sq")})
+
     def expected(self) -> Tensor:
         """u of every timestep, (T,)."""
         return self._features @ self.linear
 
-    def weights(self) -> Array:
+    def weights(self, step: Any = 0) -> Array:
         """w/exp(u) of every timestep, float64 (T,)."""
-        return self._base * np.exp(-self.expected().detach().double().numpy())
+        return self._base * np.exp(-self.expected().detach().double().cpu().numpy())
 
     def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
         """The sum above, times the importance; `weights` hold w, without exp(u)."""
+        self._go(losses.device)
         cell = (fractions * len(self._features)).long().clamp_(0, len(self._features) - 1)
-        u = (self._features[cell] @ self.linear).to(losses.device)
+        u = self._features[cell] @ self.linear
         return importance * (weights * losses * torch.exp(-u) + u)
 
     def step(self) -> None:
         """Take a step on u with the gradient that the backward pass has left."""
         if self.linear.grad is None:
             return
-        self.linear.grad = distributed.gather(self.linear.grad[None]).mean(0)  # not reduced: NCCL takes no CPU tensors
+        distributed.sum_tensors([self.linear.grad])
+        self.linear.grad /= distributed.ranks()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -63,7 +73,8 @@ class Uncertainty(Weighting):
         return {"linear": self.linear.detach().clone(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Restore what `state_dict` gave; u stays on the CPU."""
+        """Restore what `state_dict` gave."""
+        self._go(device)
         with torch.no_grad():
             self.linear.copy_(state["linear"])
         self.optimizer.load_state_dict(state["optimizer"])

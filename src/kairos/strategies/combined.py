@@ -1,0 +1,259 @@
+"""Samplers made of others, or of numbers: a range, a shift, a mixture, a schedule over training, a table, a list."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kairos.diffusion.schedule import NoiseSchedule
+from kairos.errors import ConfigError
+from kairos.registry import split
+from kairos.strategies.base import NOTHING, Sampler, Tabled
+from kairos.strategies.numeric import Array, Values, bisect, like, of, spline
+from kairos.strategies.points import Place
+from kairos.strategies.registries import SAMPLERS
+
+
+def _part(named: dict[str, Any], schedule: NoiseSchedule, seed: int, *extra: str) -> Sampler:
+    made: Sampler = SAMPLERS.build(*split({k: v for k, v in named.items() if k not in extra}), schedule, seed)
+    return made
+
+
+class OfOne(Sampler):
+    """Base of what changes one density, `part`."""
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.part = _part(options.density, schedule, seed)
+        self.moving, self.split, self.asks = self.part.moving, self.part.split, self.part.asks
+
+    def inverse(self, probability: Values, place: Place) -> Values:
+        """The part's quantile, in order."""
+        if self.part.split:
+            return bisect(lambda u: self.part.cdf(u, place), probability)
+        return self.part.quantile(probability, place)
+
+
+class Range(OfOne):
+    """A density between two fractions of the process: what lies outside is cut off, or all of it is scaled into it.
+
+    Raises:
+        ValueError: nothing of the density is left.
+    """
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.split = self.split and not options.cut
+        if options.cut and not self.asks:
+            first, last = self.part.cdf(np.array([options.low, options.high]))
+            if not last > first:
+                raise ValueError(
+                    f"low and high: got {options.low:g} and {options.high:g}, where the density has no mass"
+                )
+
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """Of the density, cut off or scaled."""
+        low, high = self.options.low, self.options.high
+        if not self.options.cut:
+            return self.part.cdf(((fraction - low) / (high - low)).clip(0, 1), place)
+        first, last = (self.part.cdf(0 * fraction + end, place) for end in (low, high))
+        return (self.part.cdf(fraction.clip(low, high), place) - first) / (last - first)
+
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
+        """The inverse."""
+        low, high = self.options.low, self.options.high
+        if not self.options.cut:
+            return low + (high - low) * self.part.quantile(probability, place)
+        first, last = (self.part.cdf(0 * probability + end, place) for end in (low, high))
+        return self.inverse(first + (last - first) * probability, place).clip(low, high)
+
+
+class Shift(OfOne):
+    """t <- alpha t/(1 + (alpha - 1) t) of a density, alpha a number or a function of the images' size.
+
+    ``constant``: alpha itself (SD3, section 5.3.2). ``exponential``: alpha = e^mu, mu linear through (`first`, `low`)
+    and (`last`, `high`) in the number of tokens (Flux). ``linear``: alpha itself so, times the root of the number of
+    frames, where the call says it (Open-Sora 2). ``root``: alpha times the root of tokens over `last`, at least `low`.
+    """
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.asks = self.asks or options.law != "constant"
+
+    def alpha(self, place: Place) -> Any:
+        """The shift of each sample."""
+        options = self.options
+        if options.law == "constant":
+            return options.alpha
+        tokens = place.said("tokens", "shift")
+        if not isinstance(tokens, (int, float)):
+            tokens = of(tokens).as_tensor(tokens, device=place.device)
+            tokens = tokens.reshape(*tokens.shape, *[1] * len(place.shape)) if tokens.ndim == 1 else tokens
+        elif not tokens > 0:
+            raise ConfigError(f"shift: tokens: got {tokens}, allowed: a number above 0")
+        if options.law == "root":
+            alpha = options.alpha * (tokens / options.last) ** 0.5
+            return max(alpha, options.low) if isinstance(alpha, float) else alpha.clip(options.low, None)
+        line = options.low + (options.high - options.low) * (tokens - options.first) / (options.last - options.first)
+        return math.e**line if options.law == "exponential" else line * place.context.get("frames", 1) ** 0.5
+
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """The density's, with the shift taken back."""
+        alpha = self.alpha(place)
+        return self.part.cdf(fraction / (alpha - (alpha - 1) * fraction), place)
+
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
+        """The density's, shifted."""
+        alpha, drawn = self.alpha(place), self.part.quantile(probability, place)
+        return alpha * drawn / (1 + (alpha - 1) * drawn)
+
+
+class Mixture(Sampler):
+    """Several densities, each with its share of the draws; with ``per: batch`` a whole batch is drawn from one.
+
+    A number in [0, 1) chooses the part and, stretched, draws from it, so even points are even in every part.
+    """
+
+    split = True
+    key = "share"
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.parts = [_part(part, schedule, seed, self.key) for part in options.parts]
+        self.numbers = [part[self.key] for part in options.parts]
+        self.moving = self.moving or any(part.moving for part in self.parts)
+        self.asks = self.asks or any(part.asks for part in self.parts)
+
+    def shares(self, place: Place) -> list[Any]:
+        """Of the parts, each a number or what broadcasts with the times of the place; they sum to 1."""
+        return [number / sum(self.numbers) for number in self.numbers]
+
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """The parts' with their shares."""
+        return sum(share * part.cdf(fraction, place) for part, share in zip(self.parts, self.shares(place)))
+
+    def uniforms(self, place: Place) -> Any:
+        """Numbers whose first choice is one for the whole batch, where that is asked for."""
+        drawn = super().uniforms(place)
+        if getattr(self.options, "per", "sample") == "sample":
+            return drawn
+        one, below = place.uniform("part", index=range(1)), 0.0
+        for share in self.shares(place):
+            drawn = of(drawn).where((one >= below) & (one < below + share), below + share * drawn.clip(0, 1), drawn)
+            below += share
+        return drawn
+
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
+        """A draw: the number less the shares before its part, over the part's share."""
+        drawn, below = 0.0 * probability, 0.0
+        for part, share in zip(self.parts, self.shares(place)):
+            inside = ((probability - below) / (share + 1e-300)).clip(0.0, 1.0 - 2**-53)
+            drawn = of(probability).where(probability >= below, part.transform(inside, place), drawn)
+            below = below + share
+        return drawn
+
+
+class ByGroup(Mixture):
+    """A density for each group of the data set; the call says the samples' ``group``: a name, or numbers (n,)."""
+
+    key, asks = "group", True
+
+    def shares(self, place: Place) -> list[Any]:
+        """1 for the group's part."""
+        group = place.said("group", "by_group")
+        if isinstance(group, str):
+            if group not in self.numbers:
+                raise ConfigError(f"group: got {group!r}, allowed: {', '.join(map(str, self.numbers))}")
+            group = self.numbers.index(group)
+        if not isinstance(group, int):
+            group = of(group).as_tensor(group, device=place.device)
+            group = group.reshape(*group.shape, *[1] * len(place.shape))
+        return [1.0 * (group == number) for number in range(len(self.parts))]
+
+
+class Schedule(Mixture):
+    """Densities over training: each from its `start` on, at once or blended over `ramp` before the next begins.
+
+    Starts count steps, or with ``of: progress`` shares of the training, which the call says as ``progress``.
+    """
+
+    key, moving = "start", True
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.asks = self.asks or options.of == "progress"
+
+    def shares(self, place: Place) -> list[Any]:
+        """What the ramps at the place's step say."""
+        now = place.steps if self.options.of == "steps" else place.said("progress", "schedule")
+        ramp = self.options.ramp
+        begun = [1.0]
+        for start in self.numbers[1:]:
+            up = (now - start) / ramp + 1 if ramp else 1.0 * (now >= start)
+            begun.append(min(max(up, 0.0), 1.0) if isinstance(up, (int, float)) else up.clip(0.0, 1.0))
+        return [this * (1 - after) for this, after in zip(begun, [*begun[1:], 0.0])]
+
+
+class Table(Tabled):
+    """A density by numbers evenly spread over the process: of equal cells, or knots with lines or a spline between."""
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        places = (np.arange(64 * schedule.timesteps) + 0.5) / (64 * schedule.timesteps)
+        self.set_masses(tabled(options, places).reshape(-1, 64).mean(1))
+
+
+def tabled(options: Any, places: Array) -> Array:
+    """What a table of `values` or a `file` of numbers holds at places in [0, 1), elementwise.
+
+    Raises:
+        ValueError: it holds no numbers, or none above 0, or some below.
+    """
+    values = np.asarray(options.values, np.float64)
+    if options.file:
+        try:
+            values = np.loadtxt(Path(options.file), delimiter=",", ndmin=1).ravel()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"file: got {options.file}, allowed: a file of numbers ({error})") from None
+    least = 1 if options.between == "cells" else 2
+    if len(values) < least or not np.isfinite(values).all() or values.min() < 0 or values.max() <= 0:
+        found = f"{len(values)} numbers from {min(values, default=0):g} to {max(values, default=0):g}"
+        raise ValueError(f"values: got {found}, allowed: {least} or more, none below 0 and one above")
+    if options.between == "cells":
+        return np.asarray(values[(places * len(values)).astype(np.int64).clip(0, len(values) - 1)])
+    if options.between == "lines":
+        return np.asarray(np.interp(places, np.linspace(0, 1, len(values)), values))
+    return spline(places, values)
+
+
+class Listed(Sampler):
+    """Times of a list alone, as fractions of the process, one as often as another; in turn with ``in_turn``."""
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        if not options.times or min(options.times) < 0 or max(options.times) > 1:
+            raise ValueError(f"times: got {options.times}, allowed: one or more numbers from 0 to 1")
+        self._times = np.minimum(np.sort(options.times), 1 - 2**-53)
+
+    def uniforms(self, place: Place) -> Any:
+        """With ``in_turn`` sample after sample the next of the list."""
+        if not self.options.in_turn:
+            return super().uniforms(place)
+        import torch
+
+        index = place.index
+        if isinstance(index, range):
+            index = torch.arange(index.start, index.stop, device=place.device)
+        before = place.steps * place.total if place.before is None else place.before
+        number = (before + index.reshape(-1, *[1] * len(place.shape))) % len(self._times)
+        return ((number + 0.5) / len(self._times)).double()
+
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """Steps at the times."""
+        return of(fraction).searchsorted(like(self._times, fraction), fraction, side="left") / len(self._times)
+
+    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
+        """The next time of the list."""
+        number = of(probability).floor(probability * len(self._times)).clip(0, len(self._times) - 1)
+        return like(self._times, probability)[number.astype(np.int64) if of(number) is np else number.long()]
