@@ -128,13 +128,14 @@ def _words(stream: Stream, steps: range, index: Index, count: int, device: str) 
     import torch
 
     library: Any = np if device == "cpu" else torch  # the same integers; small arrays cost numpy half the time
+    on = {} if library is np else {"device": device}  # numpy takes one from 2.0 on
     if isinstance(index, range):
-        index = library.arange(index.start, index.stop, index.step, device=device)
-    place = library.asarray(index, device=device)[:, None]  # (n, 1)
-    block = library.arange(-(-count // 4), device=device)  # (blocks,)
-    low = library.arange(len(steps), device=device)[:, None, None] + (steps[0] & _LOW)  # (steps, 1, 1)
-    high = library.full((1, 1, 1), steps[0] >> 32, device=device)
-    words = library.empty((len(steps), len(place), len(block), 4), dtype=library.int64, device=device)
+        index = library.arange(index.start, index.stop, index.step, **on)
+    place = library.asarray(index, **on)[:, None]  # (n, 1)
+    block = library.arange(-(-count // 4), **on)  # (blocks,)
+    low = library.arange(len(steps), **on)[:, None, None] + (steps[0] & _LOW)  # (steps, 1, 1)
+    high = library.full((1, 1, 1), steps[0] >> 32, **on)
+    words = library.empty((len(steps), len(place), len(block), 4), dtype=library.int64, **on)
     drawn = philox((block, place, low, high), _constants(stream.seed, stream.name, device == "cpu"))
     words[..., 0], words[..., 1], words[..., 2], words[..., 3] = drawn
     return torch.as_tensor(words).flatten(2)[..., :count]
