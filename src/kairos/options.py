@@ -45,7 +45,7 @@ def option(
 class Options:
     """Base of what a component can be told: every subclass is a frozen dataclass, without a decorator.
 
-    Its methods are these: making each class its own would be most of the time that importing the strategies takes.
+    Its methods are these: a dataclass' own, made for each class, took most of the time that the strategies' import did.
     """
 
     def __init_subclass__(cls) -> None:
