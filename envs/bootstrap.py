@@ -25,7 +25,7 @@ HOME = ROOT / ".uv"
 ENVIRONMENT = Path(os.environ.get("UV_PROJECT_ENVIRONMENT") or ROOT / ".venv")
 STAMP = ENVIRONMENT / ".kairos-stamp"
 PUBLIC_INDEX = "https://pypi.org/simple"
-EXTRAS = ("--extra", "pipeline", "--extra", "remotes")
+EXTRAS = ("--extra", "remotes")
 
 
 def main():
@@ -50,8 +50,9 @@ def what_it_is_built_from():
     """Hash of the lock file and of what this project installs."""
     import tomllib
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return hashlib.sha256((ROOT / "uv.lock").read_bytes() + repr(project).encode()).hexdigest()
+    files = [(ROOT / folder / "pyproject.toml").read_text(encoding="utf-8") for folder in (".", "library")]
+    projects = repr([tomllib.loads(text)["project"] for text in files])
+    return hashlib.sha256((ROOT / "uv.lock").read_bytes() + projects.encode()).hexdigest()
 
 
 def pinned_uv():
@@ -238,12 +239,12 @@ def sync(uv):
     environment["UV_DEFAULT_INDEX"] = index
     requirements = str(HOME / "requirements.txt")
     HOME.mkdir(exist_ok=True)
-    call("export", "--frozen", "--quiet", *EXTRAS, "--no-emit-project", "--output-file", requirements)
+    call("export", "--frozen", "--quiet", *EXTRAS, "--no-emit-workspace", "--output-file", requirements)
     if not (ENVIRONMENT / "bin" / "python").exists():
         call("venv", "--quiet", "--python", python, str(ENVIRONMENT))
     environment["VIRTUAL_ENV"] = str(ENVIRONMENT)
     call("pip", "sync", "--quiet", "--require-hashes", requirements)
-    call("pip", "install", "--quiet", "--no-deps", "--editable", ".")
+    call("pip", "install", "--quiet", "--no-deps", "--editable", ".", "--editable", "library")
 
 
 def same_disk(uv, environment):

@@ -6,8 +6,11 @@ import sys
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 import yaml
+
+import kairos
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVS = ROOT / "envs"
@@ -69,6 +72,26 @@ def test_lock_file_goes_with_pyproject():
         assert extra == {item["name"] for item in locked if item.get("marker") == f"extra == '{name}'"}
     groups = {re.match(r"[\w-]+", item)[0] for item in requirements["dependency-groups"]["dev"]}
     assert groups == {item["name"] for item in ours["metadata"]["requires-dev"]["dev"]}
+
+
+def test_the_library_is_of_the_pipelines_version_and_takes_its_own_files_alone():
+    pipeline, library = (tomllib.loads((ROOT / folder / "pyproject.toml").read_text()) for folder in (".", "library"))
+    assert f"kairos-timesteps=={kairos.__version__}" in pipeline["project"]["dependencies"]
+    taken = library["tool"]["hatch"]["build"]["only-include"]
+    assert pipeline["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"] == [f"/{path}" for path in taken]
+    names = tuple(path.removeprefix("src/").removesuffix(".py").replace("/", ".") for path in taken)
+    graph = grimp.build_graph("kairos", cache_dir=None)
+    inside = {name for name in graph.modules if name == "kairos" or name.startswith(names)}
+    needs = {other for name in inside for other in graph.find_modules_directly_imported_by(name)}
+    assert needs <= inside and {"kairos.errors", "kairos.strategies.strategy"} <= inside < graph.modules
+    assert (ROOT / "library/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_the_oldest_set_is_the_least_that_the_library_allows():
+    project = tomllib.loads((ROOT / "library/pyproject.toml").read_text())["project"]
+    least = [item for items in project["optional-dependencies"].values() for item in items] + project["dependencies"]
+    pinned = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / ".ci/library.oldest.txt").read_text(), re.MULTILINE))
+    assert dict(item.split(">=") for item in least).items() <= pinned.items()
 
 
 def test_makefile_names_its_targets():

@@ -5,9 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from kairos.cli import main
 from kairos.diffusion.schedule import SCHEDULES, linear_coefficients, make_schedule
 from kairos.errors import ConfigError
 from kairos.strategies.increments import AREAS, PROCESSES, increments, table_8
@@ -142,8 +140,14 @@ def test_impossible_requests_are_refused():
             increments("ve", r=r)
 
 
+@pytest.fixture
+def main():
+    """The command line, which the library alone does not have."""
+    return pytest.importorskip("kairos.cli").main
+
+
 @pytest.mark.parametrize("process", PROCESSES)
-def test_command(process, capsys, tmp_path, monkeypatch):
+def test_command(main, process, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = ["strategies", "increments", "--process", process, "--timesteps", "200", "--r", "20"]
     found = increments(process, make_schedule("linear", 200), 200, 20)
@@ -161,11 +165,11 @@ def test_command(process, capsys, tmp_path, monkeypatch):
     assert main([*line, "--format", "png"]) == 0
     (picture,) = tmp_path.glob("increments_*.png")
     assert picture.name in capsys.readouterr().err
-    with Image.open(picture) as image:
+    with pytest.importorskip("PIL.Image").open(picture) as image:
         assert image.format == "PNG" and image.width > 1200
 
 
-def test_command_refuses_and_warns(capsys):
+def test_command_refuses_and_warns(main, capsys):
     for arguments, word in (
         (["--process", "sde"], "vp, ve, edm"),
         (["--r", "1"], "r: got 1"),
@@ -177,7 +181,7 @@ def test_command_refuses_and_warns(capsys):
     assert "--schedule cosine is not used" in capsys.readouterr().err
 
 
-def test_numpy_alone():
+def test_numpy_alone(main):
     code = "import sys; from kairos.cli import main; assert main(['strategies', 'increments']) == 0; "
     code += "heavy = {'torch', 'scipy', 'matplotlib', 'pandas'} & set(sys.modules); assert not heavy, heavy"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -133,7 +133,7 @@ def test_missing_mlflow_is_said(tree, monkeypatch, capsys):
     config, results = tree
     monkeypatch.setitem(sys.modules, "mlflow", None)
     track(load(config), results, results / "tracking.json")
-    assert "kairos[pipeline]" in read_json(results / "tracking.json")["error"]
+    assert "make setup" in read_json(results / "tracking.json")["error"]
     assert "mlflow cannot be imported" in capsys.readouterr().err
 
 

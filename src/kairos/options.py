@@ -14,6 +14,8 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
+from typing_extensions import dataclass_transform  # torch's own; Python has it from 3.11 on
+
 from kairos.errors import ConfigError, refusal
 
 T = TypeVar("T")
@@ -40,12 +42,37 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@typing.dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True)
 class Options:
-    """Base of what a component can be told: every subclass is a frozen dataclass, without a decorator."""
+    """Base of what a component can be told: every subclass is a frozen dataclass, without a decorator.
+
+    Its methods are these: a dataclass' own, made for each class, took most of the time that the strategies' import did.
+    """
 
     def __init_subclass__(cls) -> None:
-        dataclasses.dataclass(frozen=True)(cls)
+        dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        fields = {field.name: field for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        given = dict(zip(fields, values)) | named
+        if len(given) < len(values) + len(named) or not given.keys() <= fields.keys():
+            raise TypeError(f"{type(self).__name__} got {values} and {named}, allowed: {', '.join(fields)}")
+        for name, field in fields.items():
+            missing = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            vars(self)[name] = given.get(name, missing)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Refuse fields that do not go together; raises ValueError."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 def public_name(field: dataclasses.Field[Any]) -> str:

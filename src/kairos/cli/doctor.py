@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kairos.status.tool_checks import Finding
 
 _PACKAGES = ("torch", "torchvision", "diffusers", "datasets", "torch-fidelity", "scikit-learn", "pandas", "pydantic")
-_PIPELINE = ("snakemake", "dvc", "mlflow")
+_TOOLS = ("snakemake", "dvc", "mlflow")
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -59,12 +59,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _software() -> "list[Finding]":
     lines = [(sys.version_info >= (3, 11), "python", platform.python_version())]
-    for package in (*_PACKAGES, *_PIPELINE):
+    for package in (*_PACKAGES, *_TOOLS):
         try:
             lines.append((True, package, importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
-            extra = " (pip install kairos[pipeline])" if package in _PIPELINE else ""
-            lines.append((False, package, f"not installed: run make setup{extra}"))
+            lines.append((False, package, "not installed: run make setup"))
     return lines
 
 

@@ -105,7 +105,7 @@ def connect(uri: str) -> "MlflowClient":
     try:
         from mlflow import MlflowClient
     except ImportError as error:
-        raise KairosError(f"mlflow cannot be imported ({error}); install kairos[pipeline]") from None
+        raise KairosError(f"mlflow cannot be imported ({error}); run make setup") from None
     return MlflowClient(tracking_uri=uri)
 
 

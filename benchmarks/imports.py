@@ -1,0 +1,50 @@
+"""What `import kairos; kairos.Strategy` takes beyond `import torch`, each time in a new process; milliseconds of 10.
+
+    python benchmarks/imports.py > benchmarks/results/imports.csv
+
+The modules are copied to a folder of their own first: once they are compiled there and kept, as pip does at
+installation, once compiled anew by every process (PYTHONDONTWRITEBYTECODE=1).
+"""
+
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CODE = """
+import time, torch
+begun = time.perf_counter()
+import kairos
+kairos.Strategy
+print(time.perf_counter() - begun, torch.__version__)
+"""
+RUNS = 10
+
+
+def measured(folder: str, kept: bool) -> tuple[list[float], str]:
+    """Milliseconds of each run, and torch's version; one run before them reads the files, and compiles where kept."""
+    environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "" if kept else "1"}
+    run = [sys.executable, "-c", CODE]
+    said = [subprocess.run(run, env=environment, capture_output=True, text=True, check=True) for _ in range(RUNS + 1)]
+    return [1e3 * float(one.stdout.split()[0]) for one in said[1:]], said[0].stdout.split()[1]
+
+
+def main() -> None:
+    """A row for either way."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(__file__).resolve().parents[1] / "src" / "kairos"
+        shutil.copytree(source, Path(folder, "kairos"), ignore=shutil.ignore_patterns("__pycache__"))
+        rows = {way: measured(folder, kept) for way, kept in (("compiled anew", False), ("compiled before", True))}
+    version = next(iter(rows.values()))[1]
+    print(f"# {RUNS} processes each, python {platform.python_version()}, torch {version}, cpu {platform.machine()}")
+    print("way,least_ms,median_ms")
+    for way, (times, _) in rows.items():
+        print(f"{way},{min(times):.1f},{statistics.median(times):.1f}")
+
+
+if __name__ == "__main__":
+    main()
