@@ -27,6 +27,7 @@ def figures_of(results: Results) -> dict[str, Callable[[Results, dict[str, canva
     """The figures that there are results for."""
     told = {"text", "low_resolution"} & set(results.experiment.model.get("conditions") or ())
     there = {"validation_loss": results.validated, "told_samples": bool(told)}
+    there["training_loss"] = any(len(training.metrics) for training in results.trainings)
     return {name: draw for name, draw in FIGURES.items() if there.get(name, True)}
 
 

@@ -22,8 +22,11 @@ def samples(results: Results, looks: dict[str, Look]) -> Figure:
     size = (side * len(steps) + 0.05, side * len(methods))
     drawing, grid = figure(*size, len(methods), len(steps), between=0.08, above=0.08)
     for row, method in zip(grid, methods):
-        for axes, milestone in zip(row, results.of(method)[0].milestones):
-            _show(axes, _picture(milestone.grid))
+        pictures = {milestone.step: milestone.grid for milestone in results.of(method)[0].milestones}
+        for axes, step in zip(row, steps):
+            axes.axis("off")
+            if step in pictures:
+                _show(axes, _picture(pictures[step]))
         row[0].text(-0.06, 0.5, method, transform=row[0].transAxes, ha="right", va="center", fontweight="bold")
     for axes, step in zip(grid[0], steps):
         axes.set_title("untrained" if step == 0 else f"step {step:,}", loc="center", fontsize=9.5)
