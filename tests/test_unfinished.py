@@ -1,5 +1,9 @@
 """`kairos report PATH`: a page of what is there of an experiment, which nobody takes for its report."""
 
+import base64
+import gzip
+import json
+import re
 import shutil
 
 import numpy as np
@@ -9,8 +13,10 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json, write_json
-from kairos.report import ranking
+from kairos.report import canvas, curves, interactive, ranking
 from kairos.report.collect import collect
+from kairos.report.samples import image_by_image
+from kairos.sampling.samples_file import write_samples
 
 
 @pytest.fixture
@@ -84,3 +90,54 @@ def test_methods_without_a_common_seed_are_shown_and_not_tested(small):
     assert rows["uniform"].curve.mean[-1] == results_tree.distance("uniform", 1, 400)
     assert np.isnan(rows["min_snr"].against.value) and not any(row.judged for row in rows.values())
     assert main(["report", str(small[1])]) == 0
+
+
+def arrays(value):
+    """All arrays of a JSON of Bokeh's."""
+    if isinstance(value, dict):
+        if value.get("type") == "ndarray":
+            yield np.frombuffer(gzip.decompress(base64.b64decode(value["array"]["data"])), value["dtype"])
+        for part in value.values():
+            yield from arrays(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from arrays(part)
+
+
+def test_curves_for_a_browser_have_the_numbers_of_the_figure(small):
+    found = collect(load(small[0]), small[1])
+    looks = canvas.looks(found.methods, found.baseline)
+    items = [interactive.item(curves.metric(found, looks, time=False), looks) for _ in range(2)]
+    assert items[0] == items[1] and "<" not in items[0]
+    drawn = list(arrays(json.loads(items[0])))
+    for method in found.methods:
+        own = ranking.curve(found.measured, method)
+        for wanted in (own.steps, own.mean, own.mean + own.spread):
+            assert any(len(wanted) == len(array) and np.allclose(wanted, array) for array in drawn), method
+    assert all(f'"value": "{name}"' in items[0] for name in (*found.methods, "floor", "noise"))
+    assert '"click_policy": "hide"' in items[0] and "HoverTool" in items[0]
+
+
+def test_the_same_image_by_method_and_milestone(small):
+    images = np.arange(5, dtype=np.uint8)[:, None, None, None] * np.ones((1, 8, 8, 1), np.uint8)
+    found = collect(load(small[0]), small[1])
+    for number, (_, milestone) in enumerate(found.evaluated):
+        write_samples(milestone.grid.with_suffix(".npz"), images + 10 * number, {})
+    drawing = image_by_image(found, {})
+    assert [axes.get_title() for axes in drawing.axes] == [f"image {number}" for number in (1, 2, 3, 4)]
+    for number, axes in enumerate(drawing.axes):
+        picture = axes.images[0].get_array()
+        side = (len(picture) + 2) // len(found.methods)
+        for row, method in enumerate(found.methods):
+            first = found.evaluated.index(next(one for one in found.evaluated if one[0].method == method))
+            values = picture[row * side, ::side][: len(found.experiment.milestones)]
+            assert list(values) == [(10 * (first + k) + number) for k in range(4)]
+    assert [label.get_text() for label in drawing.axes[0].get_yticklabels()] == found.methods
+
+
+def test_the_page_needs_no_network(tmp_path):
+    _, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "p2"))
+    assert main(["report", str(results)]) == 0
+    content = (results / "report.html").read_text()
+    assert len(content) < 5e6 and content.count('class="live" id="live-') == 4
+    assert not re.search(r'(src|href)="(https?:)?//', content.partition("<script>")[0])

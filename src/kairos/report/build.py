@@ -24,12 +24,11 @@ def build(experiment: Experiment, folder: Path, unfinished: bool = False) -> Pat
     results, partial = collect(experiment, folder, unfinished), folder / "report_unfinished.html"
     if results.missing:
         with TemporaryDirectory() as drawn:
-            draw_all(results, Path(drawn))
-            write_text(partial, page(results, Path(drawn)))
+            write_text(partial, page(results, Path(drawn), draw_all(results, Path(drawn))))
         return partial
     with atomic_folder(folder / "figures") as figures:
-        draw_all(results, figures)
+        live = draw_all(results, figures)
     write_text(folder / "summary.csv", summary_csv.text(results))
-    write_text(folder / "report.html", page(results, folder / "figures"))
+    write_text(folder / "report.html", page(results, folder / "figures", live))
     partial.unlink(missing_ok=True)
     return folder / "report.html"

@@ -9,7 +9,7 @@ import jinja2
 import pandas as pd
 from PIL import Image
 
-from kairos.report import findings, text
+from kairos.report import findings, interactive, text
 from kairos.report.canvas import DPI, looks
 from kairos.report.collect import Record, Results
 from kairos.report.figures import figures_of
@@ -24,8 +24,8 @@ def template(module: Path) -> jinja2.Template:
     return environment.from_string(module.with_suffix(".html.jinja").read_text(encoding="utf-8"))
 
 
-def page(results: Results, figures: Path) -> str:
-    """The report as one HTML document, with the figures of a folder inside."""
+def page(results: Results, figures: Path, live: dict[str, str] | None = None) -> str:
+    """The report as one HTML document, with the figures of a folder inside, and those for a browser by name."""
     rows, records = compare(results), [training.record["provenance"] for training in results.trainings]
     curves = {method: curve(results.measured, method) for method in results.methods}
     words = [{key: text.words(value) for key, value in record.items()} for record in records]
@@ -52,6 +52,8 @@ def page(results: Results, figures: Path) -> str:
         shared=shared[~shared.isin(["None", "[]"])],
         varying=provenance.loc[:, ~same],
         figures={name: _figure(figures, name) for name in figures_of(results)},
+        live=live or {},
+        library=interactive.LIBRARY.js_raw,
     )
 
 
