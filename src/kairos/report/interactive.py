@@ -46,8 +46,8 @@ def _panel(axes: Axes, looks: dict[str, Look]) -> Any:
     for name, (line, spread) in (lines | {line.get_label(): (line, None) for line in axes.lines}).items():
         x, y = (np.asarray(part, float) for part in line.get_data())
         if name in looks:
-            low, high = np.array([bar[:, 1] for bar in spread.get_segments()]).T if spread else (y, y)
-            _curve(panel, name, {"x": x, "y": y, "low": low, "high": high}, looks[name], bool(spread))
+            ends = zip(("low", "high"), np.array([bar[:, 1] for bar in spread.get_segments()]).T) if spread else ()
+            _curve(panel, name, {"x": x, "y": y, **dict(ends)}, looks[name], bool(spread))
         elif not name.startswith("_"):
             panel.hspan(y=[y[0]], line_color=to_hex(line.get_color()), line_dash="dashed", legend_label=name)
     if panel.legend:
