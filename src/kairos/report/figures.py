@@ -7,12 +7,13 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from kairos.report import canvas, curves, densities, samples
+from kairos.report import canvas, curves, densities, samples, sweeps
 from kairos.report.collect import Results
 
 FIGURES: dict[str, Callable[[Results, dict[str, canvas.Look]], Figure]] = {
     "metric_vs_steps": partial(curves.metric, time=False),
     "metric_vs_time": partial(curves.metric, time=True),
+    "metric_vs_option": sweeps.metric,
     "validation_loss": curves.validation_loss,
     "density": partial(densities.panels, column="p", label="T · p(t)  (uniform: 1)", scale="linear"),
     "effective_weight": partial(densities.panels, column="effective", label="T · p(t) · w(t)", scale="log"),
@@ -27,6 +28,7 @@ def figures_of(results: Results) -> dict[str, Callable[[Results, dict[str, canva
     """The figures that there are results for."""
     told = {"text", "low_resolution"} & set(results.experiment.model.get("conditions") or ())
     there = {"validation_loss": results.validated, "told_samples": bool(told)}
+    there["metric_vs_option"] = bool(sweeps.swept(results.methods))
     return {name: draw for name, draw in FIGURES.items() if there.get(name, True)}
 
 
