@@ -27,6 +27,7 @@ COMMANDS = {
     "report": ("kairos.cli.report", "table, figures and report of an experiment"),
     "track": ("kairos.cli.report", "import an experiment's results into MLflow"),
     "verify": ("kairos.cli.verify", "check a training's files and print the hash of each part"),
+    "schema": ("kairos.cli.check", "JSON schema of experiment files, for editors"),
     "check": ("kairos.cli.check", "check an experiment file and say what it will do"),
     "plan": ("kairos.cli.plan", "what an experiment will cost: jobs, memory, storage, GPU-hours"),
     "fetch": ("kairos.cli.fetch", "bring what jobs without a network need: data set, autoencoder, weights"),

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import ConfigDict, ValidationInfo, field_validator
 
 from kairos.diffusion.registries import LOSSES, PROCESSES, check_losses, chosen_prediction
 from kairos.section import Section, component, field
@@ -29,8 +29,24 @@ class DiffusionConfig(Section):
         check_losses(self.losses, self.process)
 
 
+_GRID = {
+    "description": "values of options, such as sampler.k: [1, 2, 5]; a method of each, and of each combination",
+    "type": "object",
+    "minProperties": 1,
+    "propertyNames": {"pattern": r"^(sampler|weighting)(\..+)?$"},
+    "additionalProperties": {
+        "type": "array",
+        "minItems": 1,
+        "uniqueItems": True,
+        "items": {"type": ["number", "string", "boolean", "null"]},
+    },
+}  # what `grid.written_out` takes away before a method is checked
+
+
 class MethodConfig(Section):
     """A timestep strategy: a sampler and a weighting."""
+
+    model_config = ConfigDict(json_schema_extra=lambda schema: schema["properties"].update(grid=_GRID))
 
     sampler: component(SAMPLERS) = field("uniform", "how timesteps are drawn")
     weighting: component(WEIGHTINGS) = field("none", "how their losses are weighted")
