@@ -88,3 +88,48 @@ def _counted(tables: list[Any], column: str | None) -> tuple[int, int | None]:
     """Rows of some tables of arrow, and those of the smallest class in the column of labels."""
     labels = Counter(value for table in tables for value in table[column].to_pylist()) if column else Counter()
     return sum(map(len, tables)), min(labels.values(), default=None)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a folder of images looks like: how many there are of each size (width, height), and the colourless ones."""
+
+    sizes: Counter[tuple[int, int]]
+    grey: int = 0
+    unread: tuple[str, ...] = ()
+
+    def cut(self) -> tuple[int, float]:
+        """How many images a centre crop to a square cuts, and the share of these images' area that is lost."""
+        square = {size: count for size, count in self.sizes.items() if size[0] != size[1]}
+        whole = sum(width * height * count for (width, height), count in square.items())
+        kept = sum(min(size) ** 2 * count for size, count in square.items())
+        return sum(square.values()), 1 - kept / whole if whole else 0.0
+
+
+def look(config: DatasetConfig, decoded: int = 0) -> Look:
+    """Look at a folder's images: at their heads, and `decoded` of them as a whole, evenly spread.
+
+    Raises:
+        ConfigError: there is no such folder, or no image in it.
+    """
+    from PIL import Image, ImageChops
+
+    from kairos.data.sources import OPENERS
+
+    source, sizes, grey, unread = OPENERS["folder"](config), Counter[tuple[int, int]](), 0, []
+    wholly = set(range(0, source.count, -(-source.count // decoded))) if decoded else set()
+    for number in range(source.count):
+        try:
+            if number in wholly:
+                image = source.read(number)
+                red, *others = image.convert("RGB").split()
+                grey += not any(ImageChops.difference(red, other).getbbox() for other in others)
+                size = image.size
+            else:
+                with Image.open(Path(str(config.path)) / source.name(number)) as opened:
+                    turned = opened.format != "PNG" and opened.getexif().get(0x0112, 1) > 4
+                    size = opened.size[::-1] if turned else opened.size
+            sizes[size] += 1
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            unread.append(f"{source.name(number)} ({' '.join(str(error).split()) or type(error).__name__})")
+    return Look(sizes, grey, tuple(unread))
