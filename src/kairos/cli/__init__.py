@@ -28,6 +28,7 @@ COMMANDS = {
     "track": ("kairos.cli.report", "import an experiment's results into MLflow"),
     "verify": ("kairos.cli.verify", "check a training's files and print the hash of each part"),
     "schema": ("kairos.cli.check", "JSON schema of experiment files, for editors"),
+    "init": ("kairos.cli.new", "lay out a project of one's own: Snakefile, profiles, params.yaml"),
     "new": ("kairos.cli.new", "write an experiment file for a folder of images, with reasons and the time it takes"),
     "check": ("kairos.cli.check", "check an experiment file and say what it will do"),
     "plan": ("kairos.cli.plan", "what an experiment will cost: jobs, memory, storage, GPU-hours"),

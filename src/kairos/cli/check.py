@@ -12,6 +12,9 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "schema":
         return
     parser.add_argument("file", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="compare time limits with this cluster's profile")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of a GPU; default: of this machine's")
+    parser.add_argument("--steps-per-second", type=float, metavar="R", help="of a training, for the time limits")
     parser.add_argument("--folder", action="store_true", help="print the folder of its results only")
 
 
@@ -29,6 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.folder:
         print(Layout(given, arguments.file).results)
         return
+    from kairos.costs.beforehand import remarks
+
     experiment, said = given.settled()
     layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
@@ -45,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"evaluated with {images} images a milestone, {experiment.evaluation.sets} sets")
     if given == experiment:
         print(f"extractor: {component(experiment.evaluation.extractor)}")
+    said += [*remarks(experiment, arguments.profile, arguments.gpu_memory, arguments.steps_per_second)]
     said += lacking(experiment)
     print(*said, sep="\n", end="\n" if said else "")
 

@@ -40,16 +40,14 @@ def written_out(methods: dict[Any, Any]) -> dict[Any, Any]:
     return found
 
 
-def taken_apart(name: str) -> tuple[str, dict[str, str]]:
-    """What a method's name says of its sweep: the name before it, and each option's value, none of no sweep."""
-    own, *pairs = re.split(r"-([A-Za-z][\w.]*)=", name)
-    return own, dict(zip(pairs[::2], pairs[1::2]))
+def taken_apart(name: str) -> list[tuple[str, str]]:
+    """The options of a sweep and their values, as a method's name has them; none of other methods."""
+    return re.findall(r"-([A-Za-z][\w.]*)=(.*?)(?=-[A-Za-z][\w.]*=|$)", name)
 
 
 def _usable(key: Any, values: Any) -> bool:
-    if not (isinstance(key, str) and isinstance(values, list) and values):
-        return False
-    plain = all(value is None or isinstance(value, str | int | float) for value in values)
+    good = isinstance(key, str) and isinstance(values, list) and bool(values)
+    plain = good and all(value is None or isinstance(value, str | int | float) for value in values)
     return plain and len(set(map(_text, values))) == len(values)
 
 

@@ -29,18 +29,20 @@ class DiffusionConfig(Section):
         check_losses(self.losses, self.process)
 
 
-_GRID = {
-    "description": "values of options, such as sampler.k: [1, 2, 5]; a method of each, and of each combination",
-    "type": "object",
-    "minProperties": 1,
-    "propertyNames": {"pattern": r"^(sampler|weighting)(\..+)?$"},
-    "additionalProperties": {
-        "type": "array",
-        "minItems": 1,
-        "uniqueItems": True,
-        "items": {"type": ["number", "string", "boolean", "null"]},
+_VALUES = {
+    "type": "array",
+    "minItems": 1,
+    "uniqueItems": True,
+    "items": {"type": ["number", "string", "boolean", "null"]},
+}
+_GRID = {  # `grid.written_out` takes it away before a method is checked
+    **{"type": "object", "description": "values of options, sampler.k: [1, 2, 5]; a method of each combination"},
+    **{
+        "propertyNames": {"pattern": r"^(sampler|weighting)(\..+)?$"},
+        "minProperties": 1,
+        "additionalProperties": _VALUES,
     },
-}  # what `grid.written_out` takes away before a method is checked
+}
 
 
 class MethodConfig(Section):

@@ -17,7 +17,7 @@ def swept(methods: Sequence[str]) -> dict[str, dict[str, dict[str, str]]]:
     """By option the lines over it: by what is otherwise alike, the method of each value."""
     found: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for method in methods:
-        for option, value in taken_apart(method)[1].items():
+        for option, value in taken_apart(method):
             found[option][method.replace(f"-{option}={value}", "", 1)][value] = method
     return found
 
@@ -36,11 +36,11 @@ def metric(results: Results, looks: dict[str, Look]) -> Figure:
             x, y = [places[value] for value in ordered], [float(end.mean[-1]) for end in ends]
             axes.errorbar(x, y, np.nan_to_num([end.spread[-1] for end in ends]), **look, markersize=4.5, capsize=2)
             labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
-        if baseline is not None and not taken_apart(baseline)[1]:
+        if baseline is not None and not taken_apart(baseline):
             own = float(curve(results, baseline).mean[-1])
             axes.axhline(own, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
             labels.append(Label(own, baseline, MUTED))
-        wide = min(places.values()) > 0 and max(places.values()) > 20 * min(places.values())
+        wide = 0 < 20 * min(places.values()) < max(places.values())
         axes.set(xscale="log" if wide else "linear", yscale="log", xlabel=option, ylabel=results.metric)
         axes.set_xticks(list(places.values()), values)
         axes.set_xticks([], minor=True)
