@@ -29,26 +29,19 @@ class DiffusionConfig(Section):
         check_losses(self.losses, self.process)
 
 
-_VALUES = {
-    "type": "array",
-    "minItems": 1,
-    "uniqueItems": True,
-    "items": {"type": ["number", "string", "boolean", "null"]},
-}
-_GRID = {  # `grid.written_out` takes it away before a method is checked
-    **{"type": "object", "description": "values of options, sampler.k: [1, 2, 5]; a method of each combination"},
-    **{
-        "propertyNames": {"pattern": r"^(sampler|weighting)(\..+)?$"},
-        "minProperties": 1,
-        "additionalProperties": _VALUES,
-    },
-}
+_SCALAR = {"type": ["number", "string", "boolean", "null"]}
+_VALUES = {"type": "array", "minItems": 1, "uniqueItems": True, "items": _SCALAR}
+_KEYS = {"pattern": r"^(sampler|weighting)(\..+)?$"}
+_GRID = {"type": "object", "minProperties": 1, "propertyNames": _KEYS, "additionalProperties": _VALUES}
+_HELP = "values of options, sampler.k: [1, 2, 5]: a method of each combination, written out by config.grid"
 
 
 class MethodConfig(Section):
     """A timestep strategy: a sampler and a weighting."""
 
-    model_config = ConfigDict(json_schema_extra=lambda schema: schema["properties"].update(grid=_GRID))
+    model_config = ConfigDict(
+        json_schema_extra=lambda schema: schema["properties"].update(grid={**_GRID, "description": _HELP})
+    )
 
     sampler: component(SAMPLERS) = field("uniform", "how timesteps are drawn")
     weighting: component(WEIGHTINGS) = field("none", "how their losses are weighted")

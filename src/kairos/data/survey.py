@@ -123,8 +123,7 @@ def look(config: DatasetConfig, whole: bool = False) -> Look:
 
     from kairos.data.sources import OPENERS
 
-    source, seen = OPENERS["folder"](config), Look(Counter(), 0, [])
-    grey = 0
+    source, seen, grey = OPENERS["folder"](config), Look(Counter(), 0, []), 0
     for number in range(0, source.count, -(-source.count // _LOOKED_AT)):
         try:
             if whole:

@@ -37,9 +37,8 @@ def metric(results: Results, looks: dict[str, Look]) -> Figure:
             axes.errorbar(x, y, np.nan_to_num([end.spread[-1] for end in ends]), **look, markersize=4.5, capsize=2)
             labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
         if baseline is not None and not taken_apart(baseline):
-            own = float(curve(results, baseline).mean[-1])
-            axes.axhline(own, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-            labels.append(Label(own, baseline, MUTED))
+            labels.append(Label(float(curve(results, baseline).mean[-1]), baseline, MUTED))
+            axes.axhline(labels[-1].y, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         wide = 0 < 20 * min(places.values()) < max(places.values())
         axes.set(xscale="log" if wide else "linear", yscale="log", xlabel=option, ylabel=results.metric)
         axes.set_xticks(list(places.values()), values)
