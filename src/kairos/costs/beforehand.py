@@ -4,11 +4,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 import yaml
 
 from kairos.config import Experiment
-from kairos.costs.estimate import Estimate, estimate
 from kairos.data.settings import DatasetConfig
 from kairos.data.survey import look
 from kairos.errors import ConfigError, KairosError, demand
@@ -33,10 +31,14 @@ def remarks(experiment: Experiment, profile: Path | None, memory: float | None, 
     """
     if experiment.dataset.source == "folder":
         yield from _images(experiment.dataset)
-    if memory is None and torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    if memory is None and Path("/dev/nvidiactl").exists():  # torch takes seconds to be imported
+        import torch
+
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
     if not (profile or memory):
         return
+    from kairos.costs.estimate import estimate
+
     found = None
     try:
         found = estimate(experiment, steps_per_second=rate)
@@ -51,7 +53,8 @@ def remarks(experiment: Experiment, profile: Path | None, memory: float | None, 
         got = f"{training.batch_size}: about {needed:.3g} GiB of {most:.3g} for each training on a GPU"
         demand(needed <= most, "training.batch_size", got, advice)
     if profile:
-        _check_limits(experiment, profile, found)
+        longest_job = max(method.longest or 0 for method in found.methods.values()) if found else 0
+        _check_limits(experiment, profile, 60 * longest_job)
 
 
 def _images(dataset: DatasetConfig) -> Iterator[str]:
@@ -73,7 +76,8 @@ def _images(dataset: DatasetConfig) -> Iterator[str]:
         yield f"images: {sum(seen.sizes.values())} of {len(seen.sizes)} sizes; {less}"
 
 
-def _check_limits(experiment: Experiment, profile: Path, found: Estimate | None) -> None:
+def _check_limits(experiment: Experiment, profile: Path, needed: float) -> None:
+    """Whether a partition takes a training, and its attempts together are as long as the longest job, in minutes."""
     file = profile_file(profile)
     demand(file, "--profile", repr(str(profile)), "a folder that holds a profile.yaml")
     try:
@@ -84,7 +88,6 @@ def _check_limits(experiment: Experiment, profile: Path, found: Estimate | None)
     except Exception as error:  # YAML's, and those of the plugin's own reader
         raise KairosError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     demand(own <= limit, f"{file}: runtime of train", f"{own} minutes", f"at most {limit:g}, as {listed} has it")
-    needed = 60 * max(method.longest or 0 for method in found.methods.values()) if found else 0
     together = (1 + settings.get("retries", 0)) * own
     allowed = f"at most {together} with its retries in {file}: raise these or runtime, or set training.segments"
     demand(needed <= together, "training.milestones", f"a job of {needed:.0f} minutes", allowed)
