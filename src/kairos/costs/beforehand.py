@@ -12,7 +12,6 @@ from kairos.data.survey import look
 from kairos.errors import ConfigError, KairosError, demand
 from kairos.status.machine import profile_file
 from kairos.workflow.resources import gpus, of_training
-from snakemake_executor_plugin_kairos.private import longest
 
 _CONTEXT = 1  # GiB of a GPU for its context and the libraries' workspace
 
@@ -78,6 +77,8 @@ def _images(dataset: DatasetConfig) -> Iterator[str]:
 
 def _check_limits(experiment: Experiment, profile: Path, needed: float) -> None:
     """Whether a partition takes a training, and its attempts together are as long as the longest job, in minutes."""
+    from snakemake_executor_plugin_kairos.private import longest  # it imports pandas
+
     file = profile_file(profile)
     demand(file, "--profile", repr(str(profile)), "a folder that holds a profile.yaml")
     try:
