@@ -94,11 +94,20 @@ def spline(places: Array, knots: Array) -> Array:
     before, after = slope[:-1], slope[1:]
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = np.where(before * after > 0, 2 * before * after / (before + after), 0.0)
-    tangent = step * np.concatenate([slope[:1], mean, slope[-1:]])
+    ends = slope if len(slope) == 1 else [_end(slope[0], slope[1]), _end(slope[-1], slope[-2])]
+    tangent = step * np.concatenate([ends[:1], mean, ends[-1:]])
     cell = np.minimum((places / step).astype(np.int64), len(slope) - 1)
     x, rise = places / step - cell, np.diff(knots)[cell]
     bend = tangent[cell] * (1 - x) - tangent[cell + 1] * x + rise * (2 * x - 1)
     return np.asarray(knots[cell] + rise * x + x * (1 - x) * bend)
+
+
+def _end(first: float, second: float) -> float:
+    """The slope at an end by three points, kept monotone."""
+    found = (3 * first - second) / 2
+    if found * first <= 0:
+        return 0.0
+    return 3 * first if first * second < 0 and abs(found) > 3 * abs(first) else found
 
 
 def levels(schedule: "NoiseSchedule") -> Array:
