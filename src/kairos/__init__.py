@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kairos.diffusion.processes import Discrete, Edm, Flow, Vp
     from kairos.diffusion.schedule import NoiseSchedule, make_schedule
+    from kairos.strategies.presets import density, preset, presets, weighting
     from kairos.strategies.strategy import Draw, Strategy
 
 __version__ = "0.1.0"
 __all__ = ["Discrete", "Draw", "Edm", "Flow", "NoiseSchedule", "Strategy", "Vp", "__version__", "make_schedule"]
+__all__ += ["density", "preset", "presets", "weighting"]
 
 _WHERE = {
     "Strategy": "strategies.strategy",
@@ -25,6 +27,7 @@ _WHERE = {
     "Vp": "diffusion.processes",
     "NoiseSchedule": "diffusion.schedule",
     "make_schedule": "diffusion.schedule",
+    **dict.fromkeys(("density", "preset", "presets", "weighting"), "strategies.presets"),
 }
 
 
