@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kairos.diffusion.processes import Discrete, Edm, Flow, Vp
     from kairos.diffusion.schedule import NoiseSchedule, make_schedule
-    from kairos.strategies.presets import density, preset, presets, weighting
+    from kairos.strategies import density, weighting
+    from kairos.strategies.presets import preset, presets
     from kairos.strategies.strategy import Draw, Strategy
 
 __version__ = "0.1.0"
@@ -27,7 +28,10 @@ _WHERE = {
     "Vp": "diffusion.processes",
     "NoiseSchedule": "diffusion.schedule",
     "make_schedule": "diffusion.schedule",
-    **dict.fromkeys(("density", "preset", "presets", "weighting"), "strategies.presets"),
+    "density": "strategies",
+    "weighting": "strategies",
+    "preset": "strategies.presets",
+    "presets": "strategies.presets",
 }
 
 
