@@ -17,7 +17,7 @@ from kairos.strategies.numeric import bisect
 from kairos.strategies.points import Place
 
 # bounds of what presets can be told, beyond those that the samplers and weightings state under the same name
-_BOUNDS: dict[str, Any] = dict.fromkeys(("mean", "loc", "bias", "weight", "values"), {})
+_BOUNDS: dict[str, Any] = {key: {} for key in ("mean", "loc", "bias", "weight", "values")}
 _BOUNDS |= {"mode_scale": {"ge": -1, "le": 1.7519}, "ratio": {"ge": 0, "le": 1}, "boundary": {"gt": 0, "lt": 1}}
 
 
@@ -40,6 +40,7 @@ _TIMES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
     "t": (lambda u: u, lambda t: ((1 - t) / t) ** 2, "flow"),
     "sigma": (lambda u: u / (1 - u), _snr_of_sigma, "x0"),
     "law": (lambda sigma: sigma, _snr_of_sigma, "x0"),
+    "law_t": (lambda sigma: 1 / (1 + 1 / sigma), lambda t: ((1 - t) / t) ** 2, "flow"),
     "step": (_step, _snr_of_step, "epsilon"),
     "capped": (_step, lambda t: _snr_of_step(t).clamp(max=1000), "epsilon"),  # as kohya does
     "capped_v": (_step, lambda t: _snr_of_step(t).clamp(max=1000), "v"),
@@ -145,8 +146,8 @@ _row("edm:log_normal", "EDM", lambda mean=-1.2, std=1.2, sigma_data=0.5: _edm(me
 _row("edm2:img512", "ln sigma ~ N(-0.4, 1)", lambda sigma_data=0.5: _edm(-0.4, 1.0, sigma_data), "law")
 _row("edm2:img64", "ln sigma ~ N(-0.8, 1.6²)", lambda sigma_data=0.5: _edm(-0.8, 1.6, sigma_data), "law")
 _row("sana_sprint:log_normal", "ln sigma ~ N(mean, std²)", lambda mean=0.2, std=1.6: _edm(mean, std, 0.5)[0], "law")
-_row("laplace:log_snr", "ln SNR", lambda mean=0.0, scale=0.5: _law("laplace", -mean / 2, scale / 2), "law")
-_row("cauchy:log_snr", "ln SNR", lambda mean=0.0, scale=1.0: _law("cauchy", -mean / 2, scale / 2), "law")
+_row("laplace:log_snr", "ln SNR", lambda mean=0.0, scale=0.5: _law("laplace", -mean / 2, scale / 2), "law_t")
+_row("cauchy:log_snr", "ln SNR", lambda mean=0.0, scale=1.0: _law("cauchy", -mean / 2, scale / 2), "law_t")
 _row("k_diffusion:loglogistic", "ln sigma", lambda loc=0.0, scale=0.5: _law("logistic", loc, scale), "law")
 _row("k_diffusion:v_diffusion", "tan(pi u/2), 1e-3 to 1e3", lambda: _cut("cosmap", 1 / 1001, 1000 / 1001), "sigma")
 _row(
@@ -162,12 +163,7 @@ _row(
         (1 - ratio, _shift(_normal(), shift)), (ratio, _shift("uniform", shift)), per="batch"
     ),
 )
-_row(
-    "k_diffusion:cosine",
-    "cosines",
-    lambda side=64.0: _as("cosine_interpolated", image=side, low=side, high=32.0),
-    "law",
-)
+_row("k_diffusion:cosine", "cosine", lambda side=64.0: _as("cosine_interpolated", image=side, low=side, high=32), "law")
 
 
 def presets() -> list[str]:
