@@ -25,6 +25,7 @@ COMMANDS = {
     "reference": ("kairos.cli.evaluate", "statistics of real images and the reference rows"),
     "evaluate": ("kairos.cli.evaluate", "compare samples with real images"),
     "report": ("kairos.cli.report", "table, figures and report of an experiment"),
+    "compare": ("kairos.cli.compare", "experiments and methods side by side"),
     "track": ("kairos.cli.report", "import an experiment's results into MLflow"),
     "verify": ("kairos.cli.verify", "check a training's files and print the hash of each part"),
     "check": ("kairos.cli.check", "check an experiment file and say what it will do"),

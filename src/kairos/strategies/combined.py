@@ -192,7 +192,7 @@ class Schedule(Mixture):
 
     def shares(self, place: Place) -> list[Any]:
         """What the ramps at the place's step say."""
-        now = place.steps if self.options.of == "steps" else place.said("progress", "schedule")
+        now = place.now if self.options.of == "steps" else place.said("progress", "schedule")
         ramp = self.options.ramp
         begun = [1.0]
         for start in self.numbers[1:]:

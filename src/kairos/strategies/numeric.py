@@ -4,6 +4,7 @@ numpy for what is shown or checked before a job, without importing torch; torch 
 """
 
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,11 @@ def of(values: Any) -> Any:
     import torch
 
     return torch
+
+
+def quiet(values: Any) -> Any:
+    """A context in which numpy does not warn of what is infinite; torch never does."""
+    return np.errstate(all="ignore") if of(values) is np else nullcontext()
 
 
 def like(values: Any, other: Any) -> Any:
@@ -50,13 +56,13 @@ def normal_quantile(probability: Values) -> Values:
 
 def sigmoid(x: Values) -> Values:
     """1/(1 + exp(-x)), elementwise."""
-    with np.errstate(over="ignore"):
+    with quiet(x):
         return 1 / (1 + of(x).exp(-x))
 
 
 def logit(x: Values) -> Values:
     """The inverse of `sigmoid`, elementwise; infinite at 0 and 1."""
-    with np.errstate(divide="ignore"):
+    with quiet(x):
         return of(x).log(x) - of(x).log1p(-x)
 
 
