@@ -96,7 +96,7 @@ _LAST = (10, _snr(5.36, 1.0))
 # "uniform" before a weight is left out
 _row("diffusers:logit_normal", "sigmoid(N(-mean, std²))", lambda mean=0.0, std=1.0: _normal(-mean, std))
 _row("diffusers:mode", "SD3's mode sampling", lambda mode_scale=1.29: _as("mode", m=mode_scale))
-_row("diffusers:cosmap", "weight 2/(pi (1 - 2t + 2t²))", lambda: _even("cosmap"))
+_row("diffusers:cosmap", "weight 2/(pi (1 - 2t + 2t²))", lambda: _even("cosmap_weight"))
 _row("diffusers:sigma_sqrt", "weight t^-2", lambda: _even("power"))
 _row("diffusers:ideogram4", "sigmoid(N(mean, std²))", lambda mean=0.0, std=1.5: _normal(mean, std))
 _row("kohya:sigmoid", "sigmoid(scale N(0, 1))", lambda sigmoid_scale=1.0: _normal(0.0, sigmoid_scale))
