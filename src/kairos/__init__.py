@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kairos.diffusion.processes import Discrete, Edm, Flow, Vp
     from kairos.diffusion.schedule import NoiseSchedule, make_schedule
+    from kairos.strategies import density, weighting
+    from kairos.strategies.presets import preset, presets
     from kairos.strategies.strategy import Draw, Strategy
 
 __version__ = "0.1.0"
 __all__ = ["Discrete", "Draw", "Edm", "Flow", "NoiseSchedule", "Strategy", "Vp", "__version__", "make_schedule"]
+__all__ += ["density", "preset", "presets", "weighting"]
 
 _WHERE = {
     "Strategy": "strategies.strategy",
@@ -25,6 +28,10 @@ _WHERE = {
     "Vp": "diffusion.processes",
     "NoiseSchedule": "diffusion.schedule",
     "make_schedule": "diffusion.schedule",
+    "density": "strategies",
+    "weighting": "strategies",
+    "preset": "strategies.presets",
+    "presets": "strategies.presets",
 }
 
 
