@@ -36,10 +36,7 @@ def needed(module: str, extra: str, who: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        package = module.partition(".")[0]
-        raise ConfigError(
-            f"{who}: {package} is not installed; allowed: pip install kairos-timesteps[{extra}]"
-        ) from None
+        raise ConfigError(f"{who}: no {module}; allowed: pip install kairos-timesteps[{extra}]") from None
 
 
 class DivergedError(KairosError):

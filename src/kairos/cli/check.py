@@ -28,9 +28,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
     print(_ruled([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())]) + "\n")
     process, prediction = experiment.diffusion.process, experiment.diffusion.prediction
-    parts = ["sampler", "weighting"]
-    if any(its.coupling["name"] != "independent" for its in experiment.methods.values()):
-        parts.append("coupling")
+    coupled = {its.coupling["name"] for its in experiment.methods.values()} != {"independent"}
+    parts = ["sampler", "weighting", *["coupling"] * coupled]
     methods = [(name, *(component(getattr(its, part)) for part in parts)) for name, its in experiment.methods.items()]
     print(_ruled([("method", *parts), *methods]))
     steps = ", ".join(str(step) for step in experiment.milestones)

@@ -13,7 +13,6 @@ from kairos import distributed
 from kairos.errors import demand, needed
 from kairos.strategies.base import NOTHING, Sampler
 from kairos.strategies.numeric import Array
-from kairos.strategies.points import Place
 
 if TYPE_CHECKING:
     from kairos.strategies.strategy import Strategy
@@ -91,14 +90,12 @@ def preview(
     """See `Strategy.preview`."""
     demand(draws >= 1 and bins >= 1 and batch >= 1, "draws, bins, batch", f"{draws}, {bins}, {batch}", "1 or more")
     sampler, edges = strategy.sampler, np.linspace(0, 1, bins + 1)
-    steps = range(strategy.step, strategy.step + (1 if sampler.moving else -(-draws // batch)))
-    size = draws if sampler.moving else batch
-    place = Place(strategy.seed, strategy.step, context=context)
-    masses = sampler.density(None, place)
-    below = np.concatenate([[0.0], np.cumsum(masses)])
+    below = np.concatenate([[0.0], np.cumsum(strategy.table(**context)["p"])])
     cells = np.linspace(0, 1, len(below))
     if type(sampler).fractions is Sampler.fractions:
-        u = sampler.sample(size, strategy.seed, steps if len(steps) > 1 else steps.start, **context).numpy()
+        steps = range(strategy.step, strategy.step + -(-draws // batch))
+        size, step = (draws, strategy.step) if sampler.moving else (batch, steps)
+        u = sampler.sample(size, strategy.seed, step, **context).numpy()
     else:  # it looks at images: from the density that it has without them
         u = np.interp(NOTHING.stream("timesteps").uniform(0, range(draws)).numpy(), below, cells)
     count = np.histogram(u, edges)[0]

@@ -83,8 +83,8 @@ class ValidationLoss:
             level = np.bincount(at, losses, parts) / size
             off = losses - level[at]  # within a level: that levels differ is no noise
             level_error = np.sqrt(np.bincount(at, off**2, parts) / (size * (size - 1)))
-            free = count - (1 if even else parts)
-            error = np.sqrt((np.bincount(image, off) ** 2).sum() / len(off) ** 2 * count / max(free, 0))
+            by_chance = ((np.bincount(image, off) / len(off)) ** 2).sum()
+            error = np.sqrt(by_chance * count / max(count - (1 if even else parts), 0))
         by_image = np.bincount(image, losses) / np.bincount(image)
         levels = {"u": u, "t": self.process.times(u), "level_loss": level, "level_error": level_error}
         return {"loss": float(losses.mean()), "error": float(error), "by_image": by_image, **levels}
@@ -95,8 +95,7 @@ class ValidationLoss:
         found, process = [], self.process
         with evaluating(network), torch.inference_mode():
             for part in (slice(start, start + self.batch) for start in range(0, len(u), self.batch)):
-                known = self.conditions
-                told = None if known is None else {name: values[part].to(self.device) for name, values in known.items()}
+                told = self.conditions and {k: v[part].to(self.device) for k, v in self.conditions.items()}
                 x0, eps, fraction = (values[part].to(self.device) for values in (self.images, noise, u))
                 t = process.times(fraction)
                 x_t = process.noised(x0, eps, t)
