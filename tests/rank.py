@@ -38,7 +38,7 @@ def train(name, rank, ranks):
     mine = slice(borders[rank], borders[rank + 1])
     drawn = []
     for k in range(STEPS):
-        draw = strategy.draw(images[mine])
+        draw = strategy.draw(images[mine], index=range(mine.start, mine.stop), total=GLOBAL_BATCH)
         drawn.append(gather(draw.t).tolist())
         noise = torch.randn(images.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(k))[mine]
         x_t = strategy.process.noised(images[mine], noise, draw.t)

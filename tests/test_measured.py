@@ -41,7 +41,7 @@ def test_loss_second_moment_is_uniform_until_every_timestep_has_ten_losses():
 def test_loss_second_moment_forgets_all_but_the_last_losses():
     sampler = make_sampler({"name": "loss_second_moment", "history": 2}, make_schedule("linear", 2))
     for loss in (100.0, 1.0, 2.0):
-        sampler.take(np.array([0, 1]), np.array([loss, loss / loss]))
+        sampler.take(torch.tensor([0, 1]), torch.tensor([loss, 1.0], dtype=torch.float64))
     assert sampler.masses()[0] / sampler.masses()[1] == pytest.approx(np.sqrt((1 + 4) / 2))
 
 
@@ -170,7 +170,7 @@ def test_sums_of_gradients_are_those_of_autograd():
     output = network(strategy.process.noised(x0, noise, t), t)
     error = ((output - strategy.process.target(x0, noise, t)) ** 2).mean((1, 2, 3))
     wanted = torch.autograd.grad(
-        (factors * strategy.weighting.factors(strategy.process.snr(t), t) * error).sum(), list(network.parameters())
+        (factors * strategy.weighting.at(strategy.process, t) * error).sum(), list(network.parameters())
     )
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)

@@ -391,10 +391,8 @@ def test_the_weights_warmup():
     weighting = make_weighting({"name": "edm", "warmup": 200, "sigma_data": 0.5}, process_of("fdm").schedule, "x0")
     snr = np.array([1e-4, 10.0, 1e5])
     for step, cap in ((0, 5), (100, 50), (199, 5 * 100 ** (199 / 200))):
-        weighting.begin(step)
-        assert weighting.at_snr(snr) == pytest.approx(np.minimum(4 + snr, cap))
-    weighting.begin(200)
-    assert weighting.at_snr(snr) == pytest.approx(4 + snr)
+        assert weighting(snr, step) == pytest.approx(np.minimum(4 + snr, cap))
+    assert weighting(snr, 200) == pytest.approx(4 + snr)
 
 
 def test_fdm_trains_and_its_warmup_resumes_exactly(latents, tmp_path):

@@ -55,7 +55,7 @@ def test_speed_masses_are_those_of_equation_6():
     assert p[700:].sum() == pytest.approx(0.079, abs=0.0005)
 
 
-@pytest.mark.parametrize("name", sorted(set(SAMPLERS) - {"by_group"}))
+@pytest.mark.parametrize("name", sorted(SAMPLERS))
 @pytest.mark.parametrize("timesteps", [10, 37, 1000])
 def test_density_sums_to_one_and_matches_its_histogram(name, timesteps):
     check_histogram(make_sampler({"name": name}, make_schedule("linear", timesteps)))
@@ -153,7 +153,7 @@ def test_change_aware_refuses_lambdas_that_give_negative_weights(lam):
         ({"name": "uniform", "start": 5, "end": 5}, "start < end"),
         ({"name": "uniform", "end": 10, "importance": True}, "never drawn"),
         ({"name": "mode", "m": 1.8}, r"m: got 1.8, allowed: number >= -1 and <= 1.75"),
-        ({"name": "speed", "points": "grid"}, "one of random, stratified, sobol"),
+        ({"name": "speed", "points": "grid"}, "one of random, stratified, systematic, sobol, epochs"),
         ({"name": "adaptive", "points": "sobol"}, "unknown option 'points'"),
         ({"name": "bs"}, "is not available"),
         ({"name": "adaptive", "queue": 2}, "queue: got 2, allowed: integer >= 3"),

@@ -22,6 +22,7 @@ from kairos.strategies.names import parse_name, table
 from kairos.strategies.options import Fixed, Uncertainty
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
+EVERYWHERE = [name for name in SAMPLERS if name not in ("listed", "cosine_interpolated")]  # have mass at all timesteps
 NEED_NO_TORCH = [name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed)]
 NEED_NO_TORCH += [name for name, entry in WEIGHTINGS.items() if entry.options is not Uncertainty]
 
@@ -71,7 +72,7 @@ def test_list_names_everything_with_its_options(call):
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_every_strategy_shows_without_a_warning(columns, schedule, prediction):
     noise = make_schedule(schedule)
-    for name in (*SAMPLERS, *WEIGHTINGS, *COMBINATIONS):
+    for name in (*EVERYWHERE, *WEIGHTINGS, *COMBINATIONS):
         sampler, weighting = parse_name(name)
         found = columns(name, "--schedule", schedule, "--timesteps", 1000, "--prediction", prediction)
         expected = table(make_sampler({"name": sampler}, noise), make_weighting({"name": weighting}, noise, prediction))
@@ -81,7 +82,7 @@ def test_every_strategy_shows_without_a_warning(columns, schedule, prediction):
 
 
 def test_every_combination_and_few_timesteps(columns):
-    for sampler in SAMPLERS:
+    for sampler in EVERYWHERE:
         for weighting in WEIGHTINGS:
             given = ("--set", "feature_timesteps=10") if sampler == "adaptive" else ()
             assert len(columns(f"{sampler}+{weighting}", "--timesteps", 10, "--schedule", "cosine", *given)["t"]) == 10
@@ -110,7 +111,7 @@ def test_numbers_as_people_write_them(columns, text, k):
 
 @pytest.mark.parametrize("process", ["edm", "flow", "vp"])
 def test_every_strategy_on_a_continuous_process(columns, call, process):
-    for name in (*SAMPLERS, *WEIGHTINGS, *COMBINATIONS):
+    for name in (*EVERYWHERE, *WEIGHTINGS, *COMBINATIONS):
         if ("official" in name and not name.startswith("adaptive")) or name.startswith("speed_v1"):
             status, out, err = call("show", name, "--process", process)
             assert status == 2 and not out and f"process: got {process}" in err
@@ -233,7 +234,7 @@ def test_refusals_name_what_exists(call, arguments, words):
 class Negative(Weighting):
     """Falls under 0."""
 
-    def weights(self):
+    def weights(self, step=0):
         return np.linspace(1, -1, self.schedule.timesteps)
 
 

@@ -8,6 +8,7 @@ from kairos.errors import Refusal, demand
 from kairos.models import check_takes
 from kairos.models.registries import MODELS
 from kairos.registry import split
+from kairos.strategies.options import asked
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
 
 if TYPE_CHECKING:
@@ -104,5 +105,12 @@ def _process(experiment: "Experiment") -> None:
     demand(rows >= shown, "model.timesteps", rows, f"at least the indices that a discrete process shows ({of})")
     timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
     for name, method in experiment.methods.items():
+        needs, where = ", ".join(sorted(asked(method.sampler))), f"methods.{name}.sampler"
+        demand(
+            not needs,
+            where,
+            f"{method.sampler['name']}, which must be told {needs}",
+            "samplers that need nothing but the step",
+        )
         for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
             checked(registry, *split(getattr(method, part)), timesteps, schedule, f"methods.{name}.{part}")

@@ -32,12 +32,14 @@ class Batch:
         index: numbers of the samples in the global batch.
         x0: (n, c, h, w).
         conditions: each (n, ...).
+        visit: which ``item`` of how many ``items`` each sample is, and in which ``epoch``; each (n,).
     """
 
     step: int
     index: range
     x0: Tensor
     conditions: dict[str, Tensor]
+    visit: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,19 +73,19 @@ class Batches:
         with ThreadPoolExecutor(1) as reader:
             waiting = deque(reader.submit(self._read, step) for step in range(first, min(first + _AHEAD, end)))
             for step in range(first, end):
-                rows, conditions = waiting.popleft().result()
+                read = waiting.popleft().result()
                 if step + _AHEAD < end:
                     waiting.append(reader.submit(self._read, step + _AHEAD))
-                yield self._on_device(step, rows, conditions)
+                yield self._on_device(step, *read)
 
-    def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _read(self, step: int) -> tuple[dict[str, Tensor], ...]:
         """Rows and conditions of a step in this machine's memory. No arithmetic here: torch's threads are another's."""
         positions = np.arange(step * self.size + self.index.start, step * self.size + self.index.stop)
         count, epochs = len(self.latents.train), positions // len(self.latents.train)
-        places = [
-            _order(self.seed, int(epoch), count)[positions[epochs == epoch] % count] for epoch in np.unique(epochs)
-        ]
-        index, flips = self.latents.train[np.concatenate(places)], None
+        items = np.concatenate(
+            [_order(self.seed, int(epoch), count)[positions[epochs == epoch] % count] for epoch in np.unique(epochs)]
+        )
+        index, flips = self.latents.train[items], None
         if self.latents.can_flip:
             flips = Stream(self.seed, "flips").uniform(step, self.index).numpy() < 0.5
         which = None
@@ -91,11 +93,14 @@ class Batches:
             which = Stream(self.seed, "captions").integers(step, 2**32, self.index).numpy()
         rows, stored = self.latents.rows(index, flips), self.latents.stored_conditions(index, flips, which)
         conditions = {name: stored[name] for name in self.conditions if name in stored}
-        return _pinned(rows, self.device), _pinned(conditions, self.device)
+        visit = {"item": items, "epoch": epochs, "items": np.full_like(items, count)}
+        held = rows, conditions, {name: torch.from_numpy(values) for name, values in visit.items()}
+        return tuple(_pinned(part, self.device) for part in held)
 
-    def _on_device(self, step: int, rows: dict[str, Tensor], conditions: dict[str, Tensor]) -> Batch:
-        rows = {name: values.to(self.device, non_blocking=True) for name, values in rows.items()}
-        conditions = {name: values.to(self.device, non_blocking=True) for name, values in conditions.items()}
+    def _on_device(self, step: int, *read: dict[str, Tensor]) -> Batch:
+        rows, conditions, visit = (
+            {name: values.to(self.device, non_blocking=True) for name, values in part.items()} for part in read
+        )
         if "low_resolution" in self.conditions:
             conditions["low_resolution"] = self.latents.low_resolution(rows)
         noise = None
@@ -107,7 +112,7 @@ class Batches:
         x0 = self.latents.x0(rows, noise).to(self.dtype)
         if self.augment is not None:
             x0, conditions["augment"] = augmented(x0, self.augment, self.seed, step, self.index)
-        return Batch(step, self.index, x0, conditions)
+        return Batch(step, self.index, x0, conditions, visit)
 
 
 @functools.lru_cache(maxsize=4)

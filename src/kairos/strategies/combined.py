@@ -157,10 +157,16 @@ class Mixture(Sampler):
 class ByGroup(Mixture):
     """A density for each group of the data set; the call says the samples' ``group``: a name, or numbers (n,)."""
 
-    key, asks = "group", True
+    key = "group"
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        self.asks = self.asks or len(self.parts) > 1
 
     def shares(self, place: Place) -> list[Any]:
-        """1 for the group's part."""
+        """1 for the group's part; the only one of all samples."""
+        if len(self.parts) == 1:
+            return [1.0]
         group = place.said("group", "by_group")
         if isinstance(group, str):
             if group not in self.numbers:

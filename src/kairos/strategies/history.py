@@ -40,7 +40,8 @@ class FromLosses(Tabled):
                 setattr(self, name, torch.as_tensor(value, device=losses.device))
         fractions = observation.fractions
         losses = losses.view(-1, *[1] * (fractions.ndim - 1)).expand_as(fractions)  # of samples with several times
-        fractions, losses = (distributed.joined(values.flatten()) for values in (fractions, losses))
+        both, place = torch.stack([fractions, losses], 1), observation.place
+        fractions, losses = distributed.joined(both, place.index, place.total).transpose(0, 1).flatten(1)
         self.take((fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1), losses)
 
     def take(self, cells: Tensor, losses: Tensor) -> None:

@@ -53,7 +53,7 @@ class OfLogSnr(Tabled):
 
 
 class LogSnr(OfLogSnr):
-    """lambda by a symmetric law with a location and a scale: normal (EDM: Karras et al. 2022), Laplace (Hang et al. 2025).
+    """lambda by a symmetric law with a location and a scale: normal (EDM), Laplace (Hang et al. 2025) ...
 
     ``secant`` with scale 1 and location 0 is that of a uniform angle, tan(angle) = sigma (v-diffusion). With
     `scale_above` another scale holds above the location, with as much more or less of the mass: the density is

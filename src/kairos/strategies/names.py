@@ -58,8 +58,9 @@ def parts(
 
 
 def table(sampler: Sampler, weighting: Weighting, x0: Any = None, place: Place = NOTHING) -> dict[str, Array]:
-    """What a strategy trains on at a place's step and context, each (T,): ``t`` (the process' own time), ``p`` (the mass of its cell), ``w`` with
-    importance weights, ``effective`` = p w.
+    """What a strategy trains on at a place's step and context, each (T,).
+
+    ``t`` (the process' own time), ``p`` (the mass of its cell), ``w`` with importance weights, ``effective`` = p w.
     """
     p, w = sampler.density(x0, place), weighting.weights(place.step)
     if sampler.corrected:

@@ -151,17 +151,30 @@ def _parts(key: str, kind: type, first: Any, meaning: str) -> Any:
         found = [one_density(part, f"{where}[{number}]", key) for number, part in enumerate(value)]
         for part in found:
             its = part[key]
-            fits = isinstance(its, (int, float)) and not isinstance(its, bool) and 0 <= its if kind is float else True
+            fits = isinstance(its, (int, float)) and not isinstance(its, bool) and its >= 0 if kind is float else True
             demand(fits, f"{where}.{key}", repr(its), "a number, 0 or more")
         numbers = [part[key] for part in found]
         rises = key != "start" or numbers == sorted(numbers)
-        demand(rises and len({*map(str, numbers)}) == len(found) or key == "share", f"{where}.{key}", numbers, meaning)
+        demand(
+            (rises and len({*map(str, numbers)}) == len(found)) or key == "share", f"{where}.{key}", numbers, meaning
+        )
         demand(key != "share" or sum(numbers) > 0, f"{where}.share", numbers, "one above 0")
         return found
 
     return option(
         [{"name": "uniform", key: first}], f"samplers with options, each with its {key}: {meaning}", component=check
     )
+
+
+def asked(named: Mapping[str, Any]) -> set[str]:
+    """What a call must say for a sampler given by its name and all its options, and for those that it is made of."""
+    own = {
+        "by_group": ("group",) if len(named.get("parts", ())) > 1 else (),
+        "shift": ("tokens",) if named.get("law") != "constant" else (),
+    }
+    own["schedule"] = ("progress",) if named.get("of") == "progress" else ()
+    inside = [part for part in (named.get("density"), *named.get("parts", ())) if part]
+    return set(own.get(named["name"], ())).union(*map(asked, inside))
 
 
 class Range(Fixed):
@@ -193,7 +206,7 @@ class Shift(Fixed):
 class Mixture(Fixed):
     """Several densities, each with its share of the draws."""
 
-    parts: Any = _parts("share", float, 1.0, "of the draws, any sum")
+    parts: Any = _parts("share", float, 1.0, "of the draws, any sum above 0")
     per: str = option("sample", "what is drawn from one part", choices=("sample", "batch"))
 
 
@@ -214,7 +227,7 @@ class Schedule(Fixed):
 class Table(Fixed):
     """A density by numbers evenly spread over the process."""
 
-    values: list[float] = option([1.0], "relative densities, t/T from 0 to 1")
+    values: list[float] = option([1.0, 1.0], "relative densities, t/T from 0 to 1")
     file: str | None = option(None, "a file of them instead, comma or line separated")
     between: str = option("lines", "numbers are of equal cells, or knots", choices=("cells", "lines", "spline"))
 
@@ -447,7 +460,7 @@ class VLikeLoss(Options):
 class TableWeights(Options):
     """Weights by numbers evenly spread over the process."""
 
-    values: list[float] = option([1.0], "weights, t/T from 0 to 1")
+    values: list[float] = option([1.0, 1.0], "weights, t/T from 0 to 1")
     file: str | None = option(None, "a file of them instead, comma or line separated")
     between: str = option("lines", "numbers are of equal cells, or knots", choices=("cells", "lines", "spline"))
 

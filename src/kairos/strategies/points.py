@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-
 from kairos import distributed
 from kairos.errors import ConfigError
 from kairos.randomness import Stream
@@ -30,7 +29,7 @@ class Place:
         first: samples of the step that were drawn before, where gradients of several batches are accumulated.
         before: samples of the training that were drawn before the step and in it; None: as many in each step as in
             this one.
-        index: numbers of these samples in the global batch, a range or an int64 tensor (n,).
+        index: numbers of these samples in the global batch, a range or an int64 tensor (n,); None: see `of`.
         total: size of the global batch.
         shape: of the times of one sample: (), or (frames,), (tokens,).
         device: where numbers are made.
@@ -42,14 +41,16 @@ class Place:
     step: Any = 0
     first: int = 0
     before: int | None = None
-    index: "range | Tensor" = range(1)
+    index: Any = None
     total: int = 1
     shape: tuple[int, ...] = ()
     device: Any = "cpu"
     context: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, batch: "Tensor") -> "Place":
-        """The place of this rank's part of a global batch, to which each rank brings as many samples."""
+        """The same for this rank's part of a global batch, to which each rank brings as many samples; or as it says."""
+        if self.index is not None:
+            return replace(self, device=batch.device)
         count = len(batch)
         begin = distributed.rank() * count
         index, total = range(begin, begin + count), distributed.ranks() * count

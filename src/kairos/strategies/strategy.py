@@ -26,14 +26,13 @@ from kairos.diffusion.adapters import as_process
 from kairos.errors import ConfigError, demand
 from kairos.randomness import Stream
 from kairos.registry import split
-from kairos.strategies.base import NOTHING, Observation
+from kairos.strategies.base import Observation
 from kairos.strategies.meter import Meter
 from kairos.strategies.names import parse_name, parts, table
 from kairos.strategies.numeric import Array
 from kairos.strategies.options import Fixed
 from kairos.strategies.points import Place
 from kairos.strategies.registries import COUPLINGS
-
 
 _TURN = 16  # steps that fixed strategies draw at a time: a small draw costs its calls, which they share
 
@@ -43,22 +42,25 @@ class Draw:
     """The timesteps of one batch, where the batch is; tensors are (batch,), or (batch, times) where so many are asked.
 
     Attributes:
-        step: number of the step, from 0.
+        place: where the samples stand in everything random.
         x0: the batch.
         fractions: of the process in [0, 1), float64.
         t: the process' own time: int64 timesteps, or a continuous process' times, float64.
         fixed_weights: of the weighting, float32.
         importance: 1/(T p(t)) where the sampler is corrected, else 1; likewise.
-        place: where the samples stand in everything random.
     """
 
-    step: Any
+    place: Place
     x0: Tensor
     fractions: Tensor
     t: Tensor
     fixed_weights: Tensor
     importance: Tensor
-    place: Place = NOTHING
+
+    @property
+    def step(self) -> Any:
+        """Number of the step, from 0."""
+        return self.place.step
 
     @property
     def weights(self) -> Tensor:
@@ -145,19 +147,17 @@ class Strategy:
         Raises:
             ConfigError: the sampler needs to be told something that was not said.
         """
-        place = Place(self.seed, self.step if step is None else step, self._drawn[0], sum(self._drawn), shape=times)
-        place = replace(place.of(x0), context=context)
-        if index is not None:
-            place = replace(place, index=index, total=total or len(x0) * distributed.ranks())
-        self._drawn[0] += place.total
+        total = total or len(x0) * distributed.ranks()
+        now = self.step if step is None else step
+        place = Place(self.seed, now, self._drawn[0], sum(self._drawn), index, total, times, context=context).of(x0)
+        self._drawn[0] += total
         if step is not None:
             place = replace(place, first=0, before=None)
         mine = place
         if same:
             place = replace(place, index=range(1), total=1)
         made = self._ahead(place) if self._steady(place) else self._made(x0, place)
-        fractions, t, fixed, importance = (values.expand(len(x0), *times) for values in made)
-        return Draw(place.step, x0, fractions, t, fixed, importance, mine)
+        return Draw(mine, x0, *(values.expand(len(x0), *times) for values in made))
 
     def _steady(self, place: Place) -> bool:
         """Whether the draws of a step depend on its number alone: they can be made before it."""
@@ -239,7 +239,7 @@ class Strategy:
         Raises:
             ValueError: the sampler measures and there is no network, or it follows losses and `loss` was not called.
         """
-        meter, place = None, Place(self.seed, draw.step)
+        meter, place = None, draw.place
         if self.sampler.measures:
             if network is None:
                 raise ValueError(f"strategy {self.name}: its sampler measures the network: pass observe(..., network=)")

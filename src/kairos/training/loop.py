@@ -35,7 +35,8 @@ def steps(training: Training, end: int) -> Iterator[dict[str, Any] | None]:
         logs = (step + 1) % every == 0
 
         # draw timesteps with their weights, and noise for each image
-        draw = strategy.draw(batch.x0)
+        said = batch.visit if getattr(strategy.sampler.options, "points", "") == "epochs" else {}
+        draw = strategy.draw(batch.x0, index=batch.index, total=training.settings["batch_size"], **said)
         drawn = Stream(seed, "noise").normal(step, batch.index, shape, training.device, training.dtype)
         noise = strategy.couple(draw, drawn)
 

@@ -16,9 +16,11 @@ from kairos.diffusion.processes import Process, build_process, measured
 from kairos.diffusion.registries import PROCESSES, chosen_prediction
 from kairos.errors import ConfigError
 from kairos.options import but_name, dump, unknown_key
-from kairos.strategies.base import Array, Sampler
+from kairos.strategies.base import Sampler
 from kairos.strategies.columns import strategy_csv
 from kairos.strategies.names import parse_name, parts, table, warnings_of
+from kairos.strategies.numeric import Array
+from kairos.strategies.points import Place
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
 Named = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # sampler and weighting with options, `diffusion`
@@ -158,7 +160,7 @@ def _computed(arguments: argparse.Namespace) -> View:
     *named, diffusion = named_parts(arguments)
     names = named[0]["name"], named[1]["name"]
     sampler, weighting = parts(process_of(diffusion), names, but_name(named[0]), but_name(named[1]))
-    notes = _begin(sampler, names[0], arguments.progress)
+    place, notes = _place(sampler, names[0], arguments.progress)
     if sampler.learned:
         notes.append("p(t) is the initial density: this sampler learns; --checkpoint shows what it has learned")
     if sampler.corrected:
@@ -167,29 +169,29 @@ def _computed(arguments: argparse.Namespace) -> View:
         notes.append("w(t) is the initial one: this weighting learns; --checkpoint shows what it has learned")
     complete = [{"name": name, **dump(its)} for name, its in zip(names, (sampler.options, weighting.options))]
     with np.errstate(all="ignore"):  # what is not finite is warned of by its place
-        columns = table(sampler, weighting)
+        columns = table(sampler, weighting, place=place)
     return View(complete[0], complete[1], diffusion, columns, tuple(notes))
 
 
-def _begin(sampler: Sampler, name: str, progress: float | None) -> list[str]:
-    """Put a curriculum where it should be; returns what to say about it.
+def _place(sampler: Sampler, name: str, progress: float | None) -> tuple[Place, list[str]]:
+    """Where a curriculum should be shown, and what to say about it.
 
     Raises:
         ConfigError: the sampler has no curriculum, or it does not go there.
     """
-    if not hasattr(sampler, "progress"):
+    if not sampler.moving:
         if progress is not None:
             why = "learns from what it observes" if sampler.learned else "is the same at every step"
             fault = f"got {progress:g}, but sampler {name} {why}"
             raise ConfigError(f"--progress: {fault}; allowed: curricula, such as clts")
-        return []
+        return Place(), []
     share = 0.0 if progress is None else progress
     demand(0 <= share <= 1, "progress", f"{share:g}", "0 to 1")
-    length = sampler.options.length
+    length = getattr(sampler.options, "length", 0) or max(getattr(sampler, "numbers", [0]))
     step = round(share * length)
-    sampler.begin(step)
-    place = f"curriculum at step {step} of {length}"
-    return [place if progress is not None else f"{place}; --progress 0..1 shows other places"]
+    note = f"curriculum at step {step} of {length}"
+    note += "" if progress is not None else "; --progress 0..1 shows other places"
+    return Place(step=step, context={"progress": share}), [note]
 
 
 def _text(view: View) -> str:
