@@ -14,6 +14,7 @@ from torch import nn
 
 import kairos
 from kairos.strategies import SAMPLERS, WEIGHTINGS
+from kairos.strategies.registries import COUPLINGS
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/strategies.md").read_text()
@@ -57,6 +58,22 @@ def test_the_edm_loop_learns_digits(example, strategy, share):
 @pytest.mark.parametrize("more", [[], ["--strategy", "mode+min_snr", "--shift", "3"]])
 def test_the_flow_loop_learns_digits(example, more):
     falls(example("flow_matching").main([*SMALL, "--steps", "250", *more]), 0.75)
+
+
+def test_two_trainings_are_compared(example, capsys, tmp_path):
+    losses = example("compare").main([*SMALL, "--steps", "120", "--coupling", "nearest", "--pictures", str(tmp_path)])
+    falls(losses, 0.95)
+    said = capsys.readouterr().out
+    values = [
+        re.search(rf"{name}: validation loss (0\.\d+|1\.\d+) ± (0\.\d+)", said) for name in ("uniform", "log_normal")
+    ]
+    errors = [float(value[2]) for value in values]
+    difference = re.search(r"difference: ([+-]0\.\d+) ± (0\.\d+)", said)
+    assert float(difference[1]) == pytest.approx(float(values[1][1]) - float(values[0][1]), abs=2e-4)
+    assert float(difference[2]) < 0.5 * min(errors), "paired"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{name} {what}.png" for name in ("uniform", "log_normal") for what in ("losses", "draws")
+    }
 
 
 @pytest.mark.parametrize("name", ["plain_pytorch", "edm", "flow_matching"])
@@ -105,7 +122,7 @@ def test_a_folder_of_images_and_a_command_line(tmp_path, monkeypatch, capsys):
     assert re.search(r"step 2/2  loss \d\.\d+\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ["plain_pytorch", "edm", "flow_matching", "diffusers_unconditional"])
+@pytest.mark.parametrize("name", ["plain_pytorch", "edm", "flow_matching", "compare", "diffusers_unconditional"])
 def test_help_and_unknown_names(example, capsys, name):
     if name.startswith("diffusers"):
         pytest.importorskip("diffusers")
@@ -126,7 +143,9 @@ def names_in_table(heading):
     return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("heading", "registry"), [("Samplers", SAMPLERS), ("Weightings", WEIGHTINGS)])
+@pytest.mark.parametrize(
+    ("heading", "registry"), [("Samplers", SAMPLERS), ("Weightings", WEIGHTINGS), ("Couplings", COUPLINGS)]
+)
 def test_the_guide_names_every_sampler_and_weighting(heading, registry):
     assert names_in_table(heading) == list(registry), f"docs/strategies.md, {heading}: one row for each, in this order"
 
@@ -143,12 +162,12 @@ def test_the_guide_marks_what_observe_needs():
 
 def test_the_guides_code_runs(monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     module = types.ModuleType("guide")
     monkeypatch.setitem(sys.modules, "guide", module)
     convolution = nn.Conv2d(1, 1, 3, padding=1)
     module.batches = [torch.randn(4, 1, 8, 8) for _ in range(2)]
-    module.network = lambda x, t: convolution(x)
+    module.network, module.heldout = lambda x, t: convolution(x), torch.randn(16, 1, 8, 8)
     module.optimizer = torch.optim.SGD(convolution.parameters(), 0.1)
     known = set(SAMPLERS), set(WEIGHTINGS)
     try:

@@ -14,10 +14,6 @@ pytest.importorskip("scipy")
 from trainers import TRAINERS
 
 LEVELS = (np.arange(10_001) + 0.5) / 10_001
-PENDING = {  # what the samplers and weightings themselves do not do yet
-    "simpletuner:cubic": "tangents at the ends, and cells that are too wide",
-    "ai_toolkit:half_bell": "flat to noise, where it should be flat to the image",
-}
 REQUIRED = {
     "diffusers:logit_normal": {"mean", "std"},
     "diffusers:mode": {"mode_scale"},
@@ -54,13 +50,7 @@ def test_the_guide_names_every_preset_and_no_other():
     assert named == set(TRAINERS)
 
 
-def cases(*pending):
-    """All presets; those whose formula is not met yet must fail."""
-    marks = {name: [pytest.mark.xfail(strict=True, reason=PENDING[name])] for name in pending}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in sorted(TRAINERS)]
-
-
-@pytest.mark.parametrize("name", cases("simpletuner:cubic"))
+@pytest.mark.parametrize("name", sorted(TRAINERS))
 def test_quantiles_are_the_trainers(name):
     trainer = TRAINERS[name]
     found = kairos.preset(name, **trainer.options).quantile(LEVELS, **trainer.context)
@@ -69,7 +59,7 @@ def test_quantiles_are_the_trainers(name):
     assert error.max() < 1e-6
 
 
-@pytest.mark.parametrize("name", cases("ai_toolkit:half_bell"))
+@pytest.mark.parametrize("name", sorted(TRAINERS))
 def test_weights_are_the_trainers(name):
     trainer = TRAINERS[name]
     times = trainer.quantile(LEVELS).astype(np.float32)
@@ -91,7 +81,7 @@ def distance(draws, quantile):
 
 
 @pytest.mark.parametrize("count", [100_000, pytest.param(4_000_000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", cases("simpletuner:cubic"))
+@pytest.mark.parametrize("name", sorted(TRAINERS))
 def test_draws_follow_the_trainers_density(name, count):
     if name == "nemo:mix":
         pytest.skip("whole batches are of one part: below")

@@ -27,7 +27,8 @@ from kairos.milestones import open_milestone
 from kairos.models.registries import MODELS
 from kairos.options import Options, option
 from kairos.strategies import Sampler, Weighting
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.strategies.couplings import Coupling
+from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos.training.lengths import length_in_steps
 from kairos.training.registries import PROBES
 from kairos.training.run import train
@@ -74,6 +75,21 @@ def test_a_sampler_and_a_weighting(registered, latents, tmp_path):
     train(experiment({"new": {"sampler": "edges", "weighting": "ramp"}}), "new", 0, tmp_path, latents, [0, 2])
     table = (tmp_path / "milestones" / "0000002" / "strategy.csv").read_text().splitlines()
     assert table[-1].split(",")[2:] == ["2", repr(2 * float(table[-1].split(",")[1])).removesuffix(".0")]
+
+
+class Mirrored(Coupling):
+    """Noise that is turned round."""
+
+    def __call__(self, x0, noise, place):
+        return -noise
+
+
+def test_a_coupling(registered, latents, tmp_path):
+    registered(COUPLINGS, "mirrored", "Mirrored")
+    plain = experiment({"new": {"coupling": "mirrored"}, "uniform": {}})
+    identities = {train(plain, name, 0, tmp_path / name, latents, [0, 3])["identity"] for name in ("new", "uniform")}
+    first, second = (lines(tmp_path / name)[-1]["mse"] for name in ("new", "uniform"))
+    assert first != second and len(identities) == 2
 
 
 class Angle(Process):

@@ -12,16 +12,22 @@ if TYPE_CHECKING:
     from kairos.diffusion.processes import Discrete, Edm, Flow, Vp
     from kairos.diffusion.schedule import NoiseSchedule, make_schedule
     from kairos.strategies import density, weighting
+    from kairos.strategies.own_loop import LossByLevel
     from kairos.strategies.presets import preset, presets
     from kairos.strategies.strategy import Draw, Strategy
+    from kairos.strategies.validation import ValidationLoss
 
 __version__ = "0.1.0"
-__all__ = ["Discrete", "Draw", "Edm", "Flow", "NoiseSchedule", "Strategy", "Vp", "__version__", "make_schedule"]
-__all__ += ["density", "preset", "presets", "weighting"]
+__all__ = [
+    "Discrete", "Draw", "Edm", "Flow", "LossByLevel", "NoiseSchedule", "Strategy", "ValidationLoss", "Vp",
+    "__version__", "density", "make_schedule", "preset", "presets", "weighting",
+]  # fmt: skip
 
 _WHERE = {
     "Strategy": "strategies.strategy",
     "Draw": "strategies.strategy",
+    "LossByLevel": "strategies.own_loop",
+    "ValidationLoss": "strategies.validation",
     "Discrete": "diffusion.processes",
     "Edm": "diffusion.processes",
     "Flow": "diffusion.processes",

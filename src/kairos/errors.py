@@ -1,5 +1,8 @@
 """What a user sees when something is wrong: one message, no traceback."""
 
+from importlib import import_module
+from typing import Any
+
 
 class KairosError(Exception):
     """A mistake or misfortune that the message explains in full; the command line prints it and exits with 1."""
@@ -22,6 +25,18 @@ def demand(good: object, where: str, got: object, allowed: str) -> None:
     """Raise that `refusal` of what is not good."""
     if not good:
         raise refusal(where, got, allowed)
+
+
+def needed(module: str, extra: str, who: str) -> Any:
+    """A module of a package that `who` needs and that not everyone has installed: an extra of kairos-timesteps.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ConfigError(f"{who}: no {module}; allowed: pip install kairos-timesteps[{extra}]") from None
 
 
 class DivergedError(KairosError):

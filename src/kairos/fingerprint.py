@@ -20,6 +20,7 @@ _LEFT_OUT = (
     *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.store", "training.checkpoint")),
     *(f"kairos.{name}" for name in ("training.job", "training.launch", "training.provenance", "section")),
     "kairos.strategies.options",
+    "kairos.strategies.own_loop",
     "kairos.data.referred",  # gives the pixels that stage prepare saw, or none
 )
 _SAYING = ("say", "warn")  # functions that tell the user something

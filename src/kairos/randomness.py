@@ -75,7 +75,7 @@ class Stream:
         return _numbers(self, _uniform, step, index, 2 * math.prod(shape), device, torch.float64).reshape(-1, *shape)
 
     def normal(
-        self, step: int, index: Index, shape: Shape = (), device: Device = "cpu", dtype: torch.dtype | None = None
+        self, step: Any, index: Index, shape: Shape = (), device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> Tensor:
         """Standard normal (n, *shape), float32 unless `dtype` says otherwise: 2**32 values between -6.3 and 6.3."""
         import torch
@@ -162,10 +162,10 @@ def _words(stream: Stream, step: Step, index: Index, count: int, device: str) ->
 
 
 def _numbers(
-    stream: Stream, kind: Kind, step: int, index: Index, count: int, device: Device, dtype: torch.dtype
+    stream: Stream, kind: Kind, step: Any, index: Index, count: int, device: Device, dtype: torch.dtype
 ) -> Tensor:
     """Numbers that `kind` makes of `count` words of each sample, (n, numbers)."""
-    if isinstance(index, range) and len(index) * count <= _SMALL:
+    if isinstance(step, int) and isinstance(index, range) and len(index) * count <= _SMALL:
         return _ahead(stream, kind, step // _AHEAD, index, count, str(device), dtype)[step % _AHEAD].clone()
     return kind(stream.words(step, index, count, device)).to(dtype)
 

@@ -39,8 +39,10 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
     print(_ruled([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())]) + "\n")
     process, prediction = experiment.diffusion.process, experiment.diffusion.prediction
-    methods = [(name, component(its.sampler), component(its.weighting)) for name, its in experiment.methods.items()]
-    print(_ruled([("method", "sampler", "weighting"), *methods]))
+    coupled = {its.coupling["name"] for its in experiment.methods.values()} != {"independent"}
+    parts = ["sampler", "weighting", *["coupling"] * coupled]
+    methods = [(name, *(component(getattr(its, part)) for part in parts)) for name, its in experiment.methods.items()]
+    print(_ruled([("method", *parts), *methods]))
     steps = ", ".join(str(step) for step in experiment.milestones)
     segments = f", in {len(layout.segments)} segments" if len(layout.segments) > 1 else ""
     images = experiment.evaluation.num_samples * experiment.evaluation.sets

@@ -2,11 +2,11 @@
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, ValidationInfo, field_validator
+from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
 
 from kairos.diffusion.registries import LOSSES, PROCESSES, check_losses, chosen_prediction
 from kairos.section import Section, component, field
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
 
 
 class DiffusionConfig(Section):
@@ -37,7 +37,7 @@ _HELP = "values of options, sampler.k: [1, 2, 5]: a method of each combination, 
 
 
 class MethodConfig(Section):
-    """A timestep strategy: a sampler and a weighting."""
+    """A timestep strategy: a sampler, a weighting and a coupling of noise with images."""
 
     model_config = ConfigDict(
         json_schema_extra=lambda schema: schema["properties"].update(grid={**_GRID, "description": _HELP})
@@ -45,3 +45,11 @@ class MethodConfig(Section):
 
     sampler: component(SAMPLERS) = field("uniform", "how timesteps are drawn")
     weighting: component(WEIGHTINGS) = field("none", "how their losses are weighted")
+    coupling: component(COUPLINGS) = field("independent", "which noise an image gets")
+
+    @model_serializer(mode="wrap")
+    def _without_the_usual(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Methods from before there were couplings stay what they were, to the hash."""
+        values: dict[str, Any] = values_of(self)
+        usual = self.coupling["name"] == "independent"
+        return {name: value for name, value in values.items() if name != "coupling" or not usual}

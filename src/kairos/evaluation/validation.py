@@ -7,20 +7,16 @@ network predicts.
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kairos import compute
 from kairos.data.latents import Latents
 from kairos.evaluation.settings import LossSettings
 from kairos.randomness import Stream
-
-BATCH = 128
-Errors = Callable[[int, Tensor, str], Tensor]  # see `errors_of`
+from kairos.strategies.validation import ValidationLoss, spread_over
 
 
 def strata_of(cells: int, strata: int) -> list[tuple[float, float]]:
@@ -30,12 +26,6 @@ def strata_of(cells: int, strata: int) -> list[tuple[float, float]]:
     """
     edges = np.unique(np.round(np.linspace(1, cells - 1, min(strata, max(cells - 2, 0)) + 1)))
     return list(itertools.pairwise((np.concatenate([[0], edges, [cells]]) / cells).tolist()))
-
-
-def spread_over(stratum: tuple[float, float], count: int) -> torch.Tensor:
-    """A fraction in the stratum for each of `count` images, evenly spread, float64 (count,)."""
-    first, end = stratum
-    return first + (torch.arange(count, dtype=torch.float64) + 0.5) * (end - first) / count
 
 
 def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, device: Any = "cpu") -> dict[str, Any]:
@@ -53,11 +43,12 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
         time ``t`` at its centre, ``loss`` and ``vlb``.
     """
     process, c = milestone.process, torch.from_numpy(milestone.process.schedule.vlb)
-    count, errors = errors_of(milestone, latents, settings, device)
-    rows = []
+    fixed, rows = fixed_on(milestone, latents, settings, device), []
+    count = len(fixed.images)
     for number, stratum in enumerate(strata_of(len(c), settings.strata)):
         u = spread_over(stratum, count)
-        loss = errors(number, u, "epsilon")
+        with compute.precision(settings.precision, torch.device(device)):
+            loss = fixed.errors(milestone.model, number, u, "epsilon")
         row = {"u": list(stratum), "t": process.times(torch.tensor(sum(stratum) / 2, dtype=torch.float64)).item()}
         vlb = c[(u * len(c)).long()] * loss
         rows.append({**row, "loss": float(loss.mean()), "vlb": float(vlb.mean())})
@@ -75,35 +66,16 @@ def mlperf8(milestone: Any, latents: Latents, settings: LossSettings, device: An
     Returns:
         ``mlperf8``, the mean over images.
     """
-    count, errors = errors_of(milestone, latents, settings, device)
-    u = torch.arange(count, dtype=torch.float64) % 8 / 8
-    return {"mlperf8": float(errors(0, u, "prediction").mean())}
+    fixed = fixed_on(milestone, latents, settings, device, kind="mlperf8")
+    found = fixed(milestone.model, compute.precision(settings.precision, torch.device(device)))
+    return {"mlperf8": found["loss"]}
 
 
-def errors_of(milestone: Any, latents: Latents, settings: LossSettings, device: Any) -> tuple[int, Errors]:
-    """What tells a network's errors on the held-out images, the same for all methods, and how many those are.
-
-    They are as many as the settings say, or all. ``errors(number, u, of)`` is the squared error of ``epsilon``, or of
-    the ``prediction``, by image, float64 (n,): each at its own fraction u (n,), with the noise of draw `number`.
-    """
+def fixed_on(milestone: Any, latents: Latents, settings: LossSettings, device: Any, **named: Any) -> ValidationLoss:
+    """The loss on the held-out images, the same for all methods: as many as the settings say, or all."""
     order = Stream(settings.seed, "validation images").permutation(len(latents.heldout))
     chosen = latents.heldout[order[: settings.images].numpy()]
     latent_noise = Stream(settings.seed, "validation latents").normal(0, range(len(chosen)), latents.shape)
     images, known = latents.batch(chosen, noise=latent_noise), latents.conditions(chosen)
-    process, names = milestone.process, milestone.record["conditions"]
-
-    def errors(number: int, u: Tensor, of: str) -> Tensor:
-        noise = Stream(settings.seed, "validation noise").normal(number, range(len(u)), tuple(images.shape[1:]))
-        found = []
-        with compute.precision(settings.precision, torch.device(device)), torch.inference_mode():
-            for part in (slice(start, start + BATCH) for start in range(0, len(u), BATCH)):
-                told = {name: known[name][part].to(device) for name in names}
-                x0, eps, fraction = (values[part].to(device) for values in (images, noise, u))
-                t = process.times(fraction)
-                x_t = process.noised(x0, eps, t)
-                output = process.mean(process.predict(milestone.model, x_t, t, told), x_t).to(x_t.dtype)
-                off = process.epsilon(output, x_t, t) - eps if of == "epsilon" else output - process.target(x0, eps, t)
-                found.append(off.double().square().flatten(1).mean(1).cpu())  # (batch,)
-        return torch.cat(found)
-
-    return len(images), errors
+    told = {name: known[name] for name in milestone.record["conditions"]}
+    return ValidationLoss(images, milestone.process, seed=settings.seed, conditions=told, device=device, **named)

@@ -154,7 +154,8 @@ class Results:
         """The method that samples uniformly and weights nothing (EDM: by its own lambda), which factors refer to."""
         plain = ("none", self.experiment.diffusion.process["name"])
         for name, method in self.experiment.methods.items():
-            if method.sampler["name"] == "uniform" and method.weighting["name"] in plain:
+            usual = method.sampler["name"], method.coupling["name"]
+            if usual == ("uniform", "independent") and method.weighting["name"] in plain:
                 return name
         return None
 

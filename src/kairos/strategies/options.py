@@ -465,6 +465,12 @@ class TableWeights(Options):
     between: str = option("lines", "numbers are of equal cells, or knots", choices=("cells", "lines", "spline"))
 
 
+class Nearest(Options):
+    """The nearest of several noises."""
+
+    k: int = option(4, "noises that each image has the choice of", ge=2)
+
+
 class Robust(Options):
     """1/(loss + c)^p of each sample's own loss."""
 

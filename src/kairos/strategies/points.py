@@ -76,14 +76,14 @@ class Place:
 
     def uniform(self, name: str, *shape: int, index: Any = None) -> "Tensor":
         """A number in [0, 1) for each time of each sample, float64 (n, *self.shape, *shape)."""
-        index = self.index if index is None else index
-        if self.first:
-            index = (
-                range(index.start + self.first, index.stop + self.first)
-                if isinstance(index, range)
-                else (index + self.first)
-            )
-        return self.stream(name).uniform(self.step, index, (*self.shape, *shape), self.device)
+        place = self if index is None else replace(self, index=index)
+        return self.stream(name).uniform(self.step, place.numbers, (*self.shape, *shape), self.device)
+
+    @property
+    def numbers(self) -> "range | Tensor":
+        """Numbers of these samples among all of the step."""
+        index, first = self.index, self.first
+        return range(index.start + first, index.stop + first) if isinstance(index, range) else index + first
 
     def said(self, name: str, who: str) -> Any:
         """What the context holds under a name.

@@ -163,7 +163,7 @@ _row(
         (1 - ratio, _shift(_normal(), shift)), (ratio, _shift("uniform", shift)), per="batch"
     ),
 )
-_row("k_diffusion:cosine", "cosine", lambda side=64.0: _as("cosine_interpolated", image=side, low=side, high=32), "law")
+_row("k_diffusion:cosine", "cosine", lambda side=64.0: _as("cosine_interpolated", image=side, low=32, high=side), "law")
 
 
 def presets() -> list[str]:

@@ -1,4 +1,4 @@
-"""Samplers and weightings by name; sampler x weighting, any with any. Their options are in `strategies.options`."""
+"""Samplers, weightings and couplings by name, any with any. Their options are in `strategies.options`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +9,7 @@ from kairos.strategies import options
 
 SAMPLERS = Registry("sampler")
 WEIGHTINGS = Registry("weighting")
+COUPLINGS = Registry("coupling")
 
 
 def checked(
@@ -95,3 +96,10 @@ _weighting("robust", "weightings:Robust", options.Robust, "1/(loss + c)^p (MeanF
 _weighting("edm2", "uncertainty:Uncertainty", options.Uncertainty, "EDM2's learned uncertainty (Karras et al. 2024)")
 _weighting("change_aware", "speed:ChangeAware", options.ChangeAware, "SpeeD, section 2.4")
 _weighting("change_aware_official", "speed:ChangeAwareOfficial", options.ChangeAwareOfficial, "the same, 1 from tau on")
+
+_CODE = "kairos.strategies.couplings"
+COUPLINGS.add("independent", f"{_CODE}:Coupling", help="every image its own noise")
+COUPLINGS.add(
+    "assignment", f"{_CODE}:Assignment", help="in the batch, least distance (immiscible, OT-CFM)", by_rank=True
+)
+COUPLINGS.add("nearest", f"{_CODE}:Nearest", options.Nearest, "of k noises the nearest (improved immiscible)")

@@ -14,6 +14,7 @@ an uninterrupted one would have drawn. Under torch.distributed each rank passes 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,16 @@ from torch import Tensor
 
 from kairos import distributed
 from kairos.diffusion.adapters import as_process
-from kairos.errors import ConfigError
+from kairos.errors import ConfigError, demand
 from kairos.randomness import Stream
+from kairos.registry import split
 from kairos.strategies.base import Observation
 from kairos.strategies.meter import Meter
 from kairos.strategies.names import parse_name, parts, table
 from kairos.strategies.numeric import Array
 from kairos.strategies.options import Fixed
 from kairos.strategies.points import Place
+from kairos.strategies.registries import COUPLINGS
 
 _TURN = 16  # steps that fixed strategies draw at a time: a small draw costs its calls, which they share
 
@@ -66,7 +69,7 @@ class Draw:
 
 
 class Strategy:
-    """A sampler and a weighting on a forward process.
+    """A sampler and a weighting on a forward process, and a coupling of noise with images.
 
     Args:
         name: ``sampler+weighting``, or one of the two: the other is then ``uniform`` or ``none``.
@@ -78,6 +81,7 @@ class Strategy:
         prediction: what the network predicts: ``epsilon``, ``x0`` or ``v``; for processes that leave it open.
         sampler: options of the sampler.
         weighting: options of the weighting.
+        coupling: name of the coupling, or its name and options, ``{"name": "nearest", "k": 8}``; see `couple`.
         seed: of everything random.
 
     Raises:
@@ -93,11 +97,14 @@ class Strategy:
         prediction: str = "epsilon",
         sampler: Mapping[str, Any] | None = None,
         weighting: Mapping[str, Any] | None = None,
+        coupling: str | Mapping[str, Any] = "independent",
         seed: int = 0,
     ):
         self.name = name
         self.process = as_process(process, timesteps, prediction)
         self.sampler, self.weighting = parts(self.process, parse_name(name), sampler, weighting, seed)
+        named = {"name": "independent", **coupling} if isinstance(coupling, Mapping) else {"name": coupling}
+        self.coupling = COUPLINGS.build(*split(named))
         self.seed = seed
         self.step = 0
         self._drawn = [0, 0]  # samples of all ranks: in this step so far, in the steps before it
@@ -107,7 +114,7 @@ class Strategy:
             raise ConfigError(
                 f"strategy {name}: its weights are not finite at timesteps that it draws; allowed: a range"
             )
-        for purpose in ("timesteps", "order of timesteps", "sobol", "floor", "part"):
+        for purpose in ("timesteps", "order of timesteps", "sobol", "floor", "part", "coupling"):
             Stream(seed, purpose)  # whose keys a compiled graph cannot make
 
     def draw(
@@ -144,12 +151,13 @@ class Strategy:
         now = self.step if step is None else step
         place = Place(self.seed, now, self._drawn[0], sum(self._drawn), index, total, times, context=context).of(x0)
         self._drawn[0] += total if step is None else 0
-        if same:
-            place = replace(place, index=range(1), total=1)
         if step is not None:
             place = replace(place, first=0, before=None)
+        mine = place
+        if same:
+            place = replace(place, index=range(1), total=1)
         made = self._ahead(place) if self._steady(place) else self._made(x0, place)
-        return Draw(place, x0, *(values.expand(len(x0), *times) if same else values for values in made))
+        return Draw(mine, x0, *(values.expand(len(x0), *times) if same else values for values in made))
 
     def _steady(self, place: Place) -> bool:
         """Whether the draws of a step depend on its number alone: they can be made before it."""
@@ -179,6 +187,20 @@ class Strategy:
     def sample(self, shape: int | tuple[int, ...], step: Any = 0, device: Any = "cpu", **context: Any) -> Tensor:
         """The process' own times without a batch or a state; see `Sampler.sample`."""
         return self.process.times(self.sampler.sample(shape, self.seed, step, device, **context))
+
+    def couple(self, draw: Draw, noise: Tensor) -> Tensor:
+        """The noise that each image of a draw gets, (batch, ...): what was drawn, in another order, or nearer.
+
+        Args:
+            draw: of this batch.
+            noise: standard normal, shape of x0. Ranks of torch.distributed couple their own parts.
+
+        Raises:
+            ConfigError: it has another shape.
+        """
+        shape = tuple(draw.x0.shape)
+        demand(noise.shape == shape, "couple: noise", f"shape {tuple(noise.shape)}", f"that of x0, {shape}")
+        return self.coupling(draw.x0, noise, draw.place)
 
     def weighted(self, draw: Draw, losses: Tensor) -> Tensor:
         """What is minimised, (batch,): weight x loss, and whatever a learned weighting adds.
@@ -234,6 +256,29 @@ class Strategy:
     def table(self, x0: Tensor | None = None, **context: Any) -> dict[str, Array]:
         """What the strategy trains on now: ``t``, ``p``, ``w`` and ``effective`` = p w, each (T,)."""
         return table(self.sampler, self.weighting, x0, Place(self.seed, self.step, context=context))
+
+    def preview(
+        self, path: str | Path | None = None, *, draws: int = 100_000, bins: int = 50, batch: int = 256, **context: Any
+    ) -> dict[str, Array]:
+        """A histogram of what the next steps will draw, before anything runs; the strategy stays as it is.
+
+        Args:
+            path: of a picture of it, in the format of the file's name.
+            draws: how many, in batches of `batch`; of samplers that move with the step, in one batch.
+            bins: of equal width in u.
+            batch: size of the global batch.
+            context: what samplers ask for, as in `draw`.
+
+        Returns:
+            ``low`` and ``high`` (fractions u of the process), ``t`` (its own time in the middle), ``count`` and
+            ``expected``, what the density says, each (bins,). Samplers that look at images: as they are without any.
+
+        Raises:
+            ConfigError: a context is missing, or matplotlib, for a picture.
+        """
+        from kairos.strategies.own_loop import preview
+
+        return preview(self, path, draws, bins, batch, context)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resume needs."""

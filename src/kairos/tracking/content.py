@@ -78,10 +78,10 @@ def parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, st
     nested = {
         "method": method,
         "seed": seed,
-        **plain["methods"][method],  # sampler and weighting
+        **plain["methods"][method],
         "model": plain["model"],
         "diffusion": plain["diffusion"],
-        "training": trajectory_settings(plain["training"]),
+        "training": trajectory_settings(plain, method),
         "dataset": {key: plain["dataset"][key] for key in ("source", "path", "resolution", "flips")},
         "autoencoder": {"kind": plain["autoencoder"]["kind"]},
     }

@@ -16,16 +16,20 @@ _PLACE = ("processes", "nodes", "trainings_per_gpu", "device")  # where it is co
 _CUT = ("milestones", "segments", "checkpoint_every", "log_every")  # and in which pieces
 
 
-def trajectory_settings(training: dict[str, Any]) -> dict[str, Any]:
-    """The part of a `training` section that decides the trajectory."""
-    return {key: value for key, value in training.items() if key not in _PLACE + _CUT}
+def trajectory_settings(plain: dict[str, Any], method: str) -> dict[str, Any]:
+    """The part of section `training` that decides the trajectory of a method of an experiment."""
+    from kairos.strategies.registries import COUPLINGS
+
+    coupling = plain["methods"][method].get("coupling", {"name": "independent"})["name"]
+    place = _PLACE[1:] if COUPLINGS.entry(coupling).facts.get("by_rank") else _PLACE  # each rank couples its own part
+    return {key: value for key, value in plain["training"].items() if key not in place + _CUT}
 
 
 def code_roots(plain: dict[str, Any], method: str) -> list[str]:
     """The modules that a training of `method` starts from: the loop and the components that its configuration names."""
     from kairos.diffusion.registries import LOSSES, PROCESSES
     from kairos.models.registries import MODELS
-    from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+    from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
     from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
 
     chosen, training = plain["methods"][method], plain["training"]
@@ -34,6 +38,7 @@ def code_roots(plain: dict[str, Any], method: str) -> list[str]:
         (PROCESSES, plain["diffusion"]["process"]),
         (SAMPLERS, chosen["sampler"]),
         (WEIGHTINGS, chosen["weighting"]),
+        *([(COUPLINGS, chosen["coupling"])] if "coupling" in chosen else []),
         (OPTIMIZERS, training["optimizer"]),
         (SCHEDULES, training["schedule"]),
         (AVERAGES, training["ema"]),
@@ -60,7 +65,7 @@ def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str
         "diffusion": plain["diffusion"],
         "method": plain["methods"][method],
         "seed": seed,
-        "training": trajectory_settings(plain["training"]),
+        "training": trajectory_settings(plain, method),
         "device": device,
         "code": fingerprint(code_roots(plain, method)),
     }

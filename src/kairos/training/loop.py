@@ -34,10 +34,11 @@ def steps(training: Training, end: int) -> Iterator[dict[str, Any] | None]:
         step, shape = batch.step, batch.x0.shape[1:]
         logs = (step + 1) % every == 0
 
-        # draw timesteps with their weights, and noise
+        # draw timesteps with their weights, and noise for each image
         said = batch.visit if getattr(strategy.sampler.options, "points", "") == "epochs" else {}
         draw = strategy.draw(batch.x0, index=batch.index, total=training.settings["batch_size"], **said)
-        noise = Stream(seed, "noise").normal(step, batch.index, shape, training.device, training.dtype)
+        drawn = Stream(seed, "noise").normal(step, batch.index, shape, training.device, training.dtype)
+        noise = strategy.couple(draw, drawn)
 
         # forward and backward passes
         training.model.train()

@@ -14,7 +14,7 @@ class TrainingConfig(Section):
     microbatch: int | None = field(
         None, "images per forward pass and process, gradients add up; null: all at once", ge=1
     )
-    processes: int = field(1, "processes of one training, a GPU each; changes no result", ge=1)
+    processes: int = field(1, "processes of one training, a GPU each; changes no result but assignment's", ge=1)
     nodes: int = field(1, "machines that these processes are spread over evenly", ge=1)
     trainings_per_gpu: int = field(1, "trainings that share a GPU, where one cannot fill it", ge=1)
     milestones: list[int | str] = field(

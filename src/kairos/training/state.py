@@ -45,9 +45,10 @@ class Training:
         self.batches = Batches(latents, seed, size, index, self.conditions, dropout, device, self.dtype, augment)
         self.sigma_data = latents.sigma_data()
         self.process = build_process(plain["diffusion"], self.sigma_data)
-        sampler, weighting = (split(plain["methods"][method][part]) for part in ("sampler", "weighting"))
-        name = f"{sampler[0]}+{weighting[0]}"
-        self.strategy = Strategy(name, self.process, sampler=sampler[1], weighting=weighting[1], seed=seed)
+        chosen = {"coupling": "independent", **plain["methods"][method]}
+        (sampler, options), (weighting, more) = (split(chosen[part]) for part in ("sampler", "weighting"))
+        given = {"sampler": options, "weighting": more, "coupling": chosen["coupling"]}
+        self.strategy = Strategy(f"{sampler}+{weighting}", self.process, **given, seed=seed)
         self.losses = [(loss["name"], *_part(LOSSES, loss)) for loss in plain["diffusion"]["losses"]]
         self.probes = {probe["name"]: PROBES.build(*split(probe)) for probe in settings["probes"]}
         with torch.random.fork_rng(devices=[]):

@@ -45,7 +45,7 @@ def _training(plain: Plain, method: str) -> tuple[Plain, list[str]]:
     fields = {
         **_only(plain, "model", "diffusion"),
         "method": plain["methods"][method],
-        "training": trajectory_settings(plain["training"]),
+        "training": trajectory_settings(plain, method),
     }
     return fields, code_roots(plain, method)
 

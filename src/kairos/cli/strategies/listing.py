@@ -9,7 +9,7 @@ from typing import Any
 from kairos import options
 from kairos.registry import Registry
 from kairos.strategies.options import Fixed
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
 
 # sampler+weighting as papers and their code use them together; a bare name is a method of its own as well
 COMBINATIONS = {
@@ -25,11 +25,12 @@ _COMMON = options.dump(Fixed())  # what every fixed sampler can be told
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print samplers, weightings, what cannot be had, and combinations."""
+    """Print samplers, weightings, couplings, what cannot be had, and combinations."""
     width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.refused, *COMBINATIONS)))
     for title, entries in (
         (f"samplers, with options and defaults; fixed ones also have {described(_COMMON)}", _entries(SAMPLERS)),
         ("\nweightings, with options and defaults", _entries(WEIGHTINGS)),
+        ("\ncouplings of noise with images, with options and defaults", _entries(COUPLINGS)),
         ("\nknown, but not available", {**SAMPLERS.refused, **WEIGHTINGS.refused}.items()),
         ("\ncombinations of the papers; any sampler goes with any weighting", COMBINATIONS.items()),
     ):

@@ -1,0 +1,100 @@
+"""What a coupling of noise with images costs, beside a training step, and what it does to the noise.
+
+    python benchmarks/couplings.py --out benchmarks/results/couplings.csv
+
+Batch 256 of 3x32x32 (random numbers with the mean square of natural images in [-1, 1], smoothed), a DiT of about 5 M
+parameters on patches of 4. Couplings take turns step by step. Columns: milliseconds of `Strategy.couple` (median, and
+the smallest), the same as a share of the step's, the mean squared distance of an image to its noise per number, and the
+mean square of the noise, which is 1 where it is not changed.
+"""
+
+import argparse
+import csv
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from kairos import compute, models
+from kairos.randomness import Stream
+from kairos.strategies.strategy import Strategy
+
+COUPLINGS = {
+    "independent": "independent",
+    "assignment": "assignment",
+    **{f"nearest k={k}": {"name": "nearest", "k": k} for k in (2, 4, 8)},
+}
+
+
+def timed(device: torch.device, function) -> tuple[float, object]:
+    """Milliseconds, the device's work included, and the result."""
+    begun = time.perf_counter()
+    result = function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begun), result
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    device, shape = compute.setup(1, "auto"), (3, 32, 32)
+    torch.manual_seed(0)
+    network = models.build({"name": "dit", "patch": 4, "width": 256, "depth": 6, "heads": 4}, shape, {}).to(device)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
+    strategies = {name: Strategy("uniform", "linear", coupling=coupling) for name, coupling in COUPLINGS.items()}
+    smooth = torch.nn.functional.interpolate(torch.randn(arguments.batch, 3, 4, 4), (32, 32), mode="bicubic")
+    x0 = (0.5 * smooth / smooth.square().mean().sqrt()).to(device)
+    times: dict[str, list[float]] = {name: [] for name in (*COUPLINGS, "step")}
+    distance, square = dict.fromkeys(COUPLINGS, 0.0), dict.fromkeys(COUPLINGS, 0.0)
+    for turn in range(arguments.rounds + 1):
+        drawn = Stream(0, "noise").normal(turn, range(len(x0)), shape, device)
+        for name, strategy in strategies.items():
+            strategy.step = turn
+            draw = strategy.draw(x0)
+            took, noise = timed(device, lambda: strategy.couple(draw, drawn))  # noqa: B023
+            times[name].append(took)
+            distance[name] += (x0 - noise).square().mean().item() / (arguments.rounds + 1)
+            square[name] += noise.square().mean().item() / (arguments.rounds + 1)
+
+        def step() -> None:
+            loss = (network(strategy.process.noised(x0, noise, draw.t), draw.t, {}) - noise).square().mean()  # noqa: B023
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        times["step"].append(timed(device, step)[0])
+    median = {name: statistics.median(found[1:]) for name, found in times.items()}  # not what happens once
+    size = sum(parameter.numel() for parameter in network.parameters())
+    how = (
+        f"median of {arguments.rounds} turns, batch {arguments.batch} of 3x32x32, step: DiT of {size / 1e6:.1f} M "
+        f"parameters, 1 thread, torch {torch.__version__}, {device.type} {platform.machine()}"
+    )
+    rows = [
+        {
+            "coupling": name,
+            "ms": round(median[name], 3),
+            "ms_least": round(min(times[name][1:]), 3),
+            "share_of_step": round(median[name] / median["step"], 5),
+            "distance": round(distance[name], 4) if name in distance else "",
+            "square": round(square[name], 4) if name in square else "",
+        }
+        for name in times
+    ]
+    print(how, *rows, sep="\n")
+    if arguments.out:
+        with open(arguments.out, "w", newline="", encoding="utf-8") as file:
+            file.write(f"# python benchmarks/couplings.py: {how}\n")
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

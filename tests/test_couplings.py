@@ -1,0 +1,202 @@
+"""Couplings of noise with images: against every other assignment, on digits, and in a training that resumes."""
+
+import itertools
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import kairos
+from kairos.errors import ConfigError
+from kairos.randomness import Stream
+
+
+def digits(count):
+    from sklearn.datasets import load_digits
+
+    return torch.from_numpy(load_digits().images[:count] / 8 - 1).float()[:, None]  # (count, 1, 8, 8)
+
+
+def coupled(coupling, x0, seed=0, step=0, **draw):
+    strategy = kairos.Strategy("log_normal", coupling=coupling, seed=seed)
+    strategy.step = step
+    noise = Stream(seed, "noise").normal(step, range(len(x0)), tuple(x0.shape[1:]), dtype=x0.dtype)
+    return noise, strategy.couple(strategy.draw(x0, **draw), noise)
+
+
+def cost(x0, noise):
+    return (x0.double() - noise.double()).square().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_assignment_costs_no_more_than_any_other(seed):
+    pytest.importorskip("scipy")
+    x0 = digits(6)
+    noise, found = coupled("assignment", x0, seed)
+    least = min(cost(x0, noise[list(order)]).sum() for order in itertools.permutations(range(6)))
+    assert float(cost(x0, found).sum()) == pytest.approx(float(least), rel=1e-12)
+
+
+def test_an_assignment_is_a_permutation_and_leaves_the_noise_what_it_was():
+    pytest.importorskip("scipy")
+    x0 = digits(64)
+    noise, found = coupled("assignment", x0)
+    rows = sorted(map(tuple, noise.flatten(1).tolist()))
+    assert sorted(map(tuple, found.flatten(1).tolist())) == rows and not torch.equal(found, noise)
+    assert cost(x0, found).sum() < 0.97 * cost(x0, noise).sum()
+
+
+@pytest.mark.parametrize("k", [2, 4, 9])
+def test_nearest_is_the_nearest_of_k(k):
+    x0 = digits(20)
+    noise, found = coupled({"name": "nearest", "k": k}, x0, seed=3)
+    more = Stream(3, "coupling").normal(0, range(20), (k - 1, 1, 8, 8))
+    for row, image in enumerate(x0):
+        every = [noise[row], *more[row]]
+        nearest = min(every, key=lambda one: float((one.double() - image.double()).square().sum()))
+        assert torch.equal(found[row], nearest)
+    assert (cost(x0, found) <= cost(x0, noise)).all()
+
+
+@pytest.mark.parametrize(("size", "square"), [(8, 0.88), (56, 0.98)])
+def test_how_far_nearest_leans_towards_the_image(size, square):
+    """The nearest is a little shorter, too; both the less the more numbers an image has, as the guide says."""
+    x0 = torch.nn.functional.interpolate(digits(1), (size, size)).expand(20_000 * 64 // size**2, 1, size, size)
+    _, found = coupled("nearest", x0)
+    along = (found * x0).flatten(1).sum(1) / x0[0].norm()
+    assert float(found.square().mean()) == pytest.approx(square, abs=0.02)
+    assert 0.3 < float(along.mean()) < 1.03  # that is the mean of the largest of 4 normal numbers
+
+
+@pytest.mark.parametrize("coupling", ["assignment", "nearest"])
+def test_a_coupling_is_a_function_of_seed_and_step(coupling):
+    pytest.importorskip("scipy")
+    x0 = digits(16)
+    _, one = coupled(coupling, x0, seed=1, step=7)
+    _, again = coupled(coupling, x0, seed=1, step=7)
+    _, other = coupled(coupling, x0, seed=1, step=8)
+    assert torch.equal(one, again) and not torch.equal(one, other)
+
+
+def test_nearest_gives_each_image_what_it_gets_in_any_part_of_the_batch():
+    x0 = digits(16)
+    noise, whole = coupled("nearest", x0)
+    strategy = kairos.Strategy("uniform", coupling="nearest")
+    draw = strategy.draw(x0[5:9], index=range(5, 9), total=16)
+    assert torch.equal(strategy.couple(draw, noise[5:9]), whole[5:9])
+    picked = torch.tensor([11, 2, 7])
+    strategy = kairos.Strategy("uniform", coupling="nearest")
+    draw = strategy.draw(x0[picked], index=picked, total=16, same=True)
+    assert torch.equal(strategy.couple(draw, noise[picked]), whole[picked])
+    strategy = kairos.Strategy("uniform", coupling="nearest")
+    draw = strategy.draw(x0, step=torch.tensor(0))  # as in a graph that is replayed
+    assert torch.equal(strategy.couple(draw, noise), whole)
+
+
+def test_batches_that_are_accumulated_get_different_noise():
+    strategy, x0 = kairos.Strategy("uniform", coupling={"name": "nearest", "k": 8}), digits(1).expand(32, 1, 8, 8)
+    first, second = (strategy.couple(strategy.draw(x0), torch.full_like(x0, 9.0)) for _ in range(2))  # never its own
+    assert not torch.equal(first, second)
+
+
+def test_independent_gives_back_what_it_got():
+    noise, found = coupled("independent", digits(4))
+    assert found is not None and torch.equal(noise, found)
+
+
+@pytest.mark.parametrize(
+    ("coupling", "words"),
+    [
+        ("asignment", "unknown coupling 'asignment'; did you mean 'assignment'?"),
+        (3, "unknown coupling 3"),
+        ({"name": "nearest", "k": 1}, "coupling nearest.k: got 1, allowed: integer >= 2"),
+        ({"name": "nearest", "n": 4}, "coupling nearest: unknown option 'n'"),
+        ({"k": 4}, "coupling independent: unknown option 'k'"),
+    ],
+)
+def test_refusals(coupling, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        kairos.Strategy("uniform", coupling=coupling)
+
+
+def test_noise_of_another_shape_is_refused():
+    strategy = kairos.Strategy("uniform")
+    with pytest.raises(ConfigError, match=r"couple: noise: got shape \(3, 1\), allowed: that of x0, \(4, 1\)"):
+        strategy.couple(strategy.draw(torch.zeros(4, 1)), torch.zeros(3, 1))
+
+
+WITHOUT = """
+import sys
+sys.modules["scipy"] = sys.modules["scipy.optimize"] = None
+import kairos
+kairos.Strategy("uniform", coupling="nearest")
+try:
+    kairos.Strategy("uniform", coupling="assignment")
+except kairos.errors.ConfigError as error:
+    print(error)
+"""
+
+
+def test_assignment_without_scipy_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
+    assert done.stdout == ("coupling assignment: no scipy.optimize; allowed: pip install kairos-timesteps[couplings]\n")
+
+
+# In the pipeline
+
+
+@pytest.fixture(scope="module")
+def case():
+    return pytest.importorskip("training_case", exc_type=ImportError)
+
+
+METHODS = {
+    "uniform": {},
+    "usual": {"coupling": "independent"},
+    "assignment": {"coupling": "assignment"},
+    "nearest": {"sampler": "loss_rms", "coupling": {"name": "nearest", "k": 3}},
+}
+
+
+def test_an_experiment_from_before_couplings_stays_what_it_was(case):
+    from kairos.training.identity import code_roots, trajectory_settings
+
+    plain = case.experiment(METHODS)
+    assert plain["methods"]["uniform"] == plain["methods"]["usual"] and "coupling" not in plain["methods"]["uniform"]
+    assert plain["methods"]["nearest"]["coupling"] == {"name": "nearest", "k": 3}
+    module = "kairos.strategies.couplings"
+    assert [name for name in METHODS if module in code_roots(plain, name)] == ["assignment", "nearest"]
+    by_rank = [name for name in METHODS if "processes" in trajectory_settings(plain, name)]
+    assert by_rank == ["assignment"]  # whose result depends on their number
+
+
+def test_a_wrong_coupling_in_an_experiment_is_one_line(case):
+    with pytest.raises(ConfigError, match=r"methods.x.coupling.*nearest.k: got 0, allowed: integer >= 2"):
+        case.experiment({"x": {"coupling": {"name": "nearest", "k": 0}}})
+
+
+@pytest.mark.parametrize("method", ["assignment", "nearest"])
+def test_a_training_with_a_coupling_resumes_to_the_bit(case, method, tmp_path):
+    from kairos.data.latents import open_latents
+    from kairos.training.loop import steps
+    from kairos.training.state import Training
+
+    latents = open_latents(case.make_latents(tmp_path))
+    plain = case.experiment(METHODS)
+
+    def training(name=method):
+        return Training(plain, name, 0, latents, torch.device("cpu"))
+
+    def weights(of):
+        return torch.cat([value.flatten() for value in of.model.state_dict().values()])
+
+    whole, first, second, usual = training(), training(), training(), training("uniform")
+    for one, end in ((whole, 8), (first, 5), (usual, 8)):
+        list(steps(one, end))
+    second.load(first.state(), 5)
+    list(steps(second, 8))
+    assert torch.equal(weights(second), weights(whole))
+    assert not torch.equal(weights(usual), weights(whole)) and np.isfinite(weights(whole)).all()

@@ -1,0 +1,315 @@
+"""What one looks at in a loop of one's own: loss by level, a validation loss, what will be drawn."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kairos
+from kairos.errors import ConfigError
+from kairos.randomness import Stream
+
+
+def digits(count):
+    from sklearn.datasets import load_digits
+
+    return torch.from_numpy(load_digits().images[:count] / 8 - 1).float()[:, None]  # (count, 1, 8, 8)
+
+
+class Network(nn.Module):
+    """Small, with dropout, which a validation must switch off."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Dropout(0.5), nn.Conv2d(4, 1, 1))
+
+    def forward(self, x, t):
+        return self.body(x)
+
+
+# Loss by level
+
+
+def filled(levels, count=3000, parts=7):
+    strategy = kairos.Strategy("uniform", "cosine")
+    snr, losses = [], []
+    for part in range(parts):
+        strategy.step = part
+        draw = strategy.draw(torch.zeros(count // parts, 1))
+        snr.append(strategy.process.snr(draw.t))
+        losses.append(Stream(0, "losses").normal(part, range(count // parts)).exp())
+        levels.update(snr[-1], losses[-1])
+    return torch.cat(snr).log().numpy(), torch.cat(losses).double().numpy()
+
+
+@pytest.mark.parametrize("bins", [24, 1, [-8.0, -1.0, 0.0, 0.5, 6.0]])
+def test_loss_by_level_is_numpys_binning(bins):
+    levels = kairos.LossByLevel(bins)
+    level, losses = filled(levels)
+    table = levels.table()
+    edges = np.append(table["low"], table["high"][-1])
+    inside = level.clip(edges[0], edges[-1])  # what lies beyond belongs to the ends
+    count, total, squares = (np.histogram(inside, edges, weights=losses**power)[0] for power in (0, 1, 2))
+    np.testing.assert_array_equal(table["count"], count)
+    assert count.sum() == len(losses)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        np.testing.assert_allclose(table["mean"], total / count, rtol=1e-12)
+        spread = np.sqrt((squares - total**2 / count) / (count - 1) / count)
+    np.testing.assert_allclose(table["error"][count > 2], spread[count > 2], rtol=1e-6)
+    assert np.isnan(table["mean"][count == 0]).all()
+
+
+def test_loss_by_level_of_values_on_edges_and_of_several_times():
+    levels = kairos.LossByLevel([0.0, 1.0, 2.0])
+    levels.update(torch.tensor([[-9.0, 0.0, 1.0], [2.0, 3.0, -math.inf]], dtype=torch.float64).exp(), torch.ones(2, 3))
+    assert levels.table()["count"].tolist() == np.histogram([0, 0, 1, 2, 2, 0], [0, 1, 2])[0].tolist() == [3, 3]
+
+
+def test_a_loss_that_is_not_finite_spoils_its_own_bin_alone():
+    levels = kairos.LossByLevel([-1.0, 0.0, 1.0])
+    levels.update(torch.tensor([0.5, 2.0]), torch.tensor([math.nan, 3.0]))
+    assert np.isnan(levels.table()["mean"][0]) and levels.table()["mean"][1] == 3
+
+
+def test_loss_by_level_goes_on_from_a_state(tmp_path):
+    levels = kairos.LossByLevel()
+    filled(levels)
+    torch.save(levels.state_dict(), tmp_path / "state")
+    again = kairos.LossByLevel()
+    again.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    for one in (levels, again):
+        one.update(torch.tensor([1.0]), torch.tensor([2.0]))
+    for name, values in levels.table().items():
+        np.testing.assert_array_equal(again.table()[name], values)
+    with pytest.raises(ConfigError, match="state: got 24 bins, allowed: the 3 that these are"):
+        kairos.LossByLevel(3).load_state_dict(levels.state_dict())
+
+
+@pytest.mark.parametrize("bins", [0, -3, [1.0], [0.0, 0.0], [2.0, 1.0], [0.0, math.inf]])
+def test_what_are_no_bins(bins):
+    with pytest.raises(ConfigError, match=r"bins: got .*, allowed: 1 or more, or edges that rise$"):
+        kairos.LossByLevel(bins)
+
+
+def test_losses_of_another_shape():
+    with pytest.raises(ConfigError, match=r"losses: got shape \(2,\), allowed: that of snr, \(3,\)"):
+        kairos.LossByLevel().update(torch.ones(3), torch.ones(2))
+
+
+# A validation loss
+
+
+def test_validation_is_the_same_however_it_is_asked_for():
+    network, images = Network(), digits(40)
+    losses = [kairos.ValidationLoss(images, "cosine", kind=kind, batch=batch)(network) for kind, batch in
+              (("even", 128), ("even", 7), ("mlperf8", 128), ("mlperf8", 7))]  # fmt: skip
+    for one, other in (losses[:2], losses[2:]):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    assert network.training, "modes are left as they were"
+
+
+@pytest.mark.parametrize("process", ["cosine", "edm", "flow", "vp"])
+def test_mlperf8_against_a_plain_loop(process):
+    network, images = Network().eval(), digits(20)
+    validation = kairos.ValidationLoss(images, process, kind="mlperf8", seed=5)
+    found, its = validation(network), validation.process
+    noise = Stream(5, "validation noise").normal(0, range(20), (1, 8, 8))
+    losses = []
+    for i in range(20):
+        x0, eps = images[i : i + 1], noise[i : i + 1]
+        t = its.times(torch.tensor([i % 8 / 8], dtype=torch.float64))
+        with torch.no_grad():
+            x_t = its.noised(x0, eps, t)
+            losses.append(float((its.predict(network, x_t, t) - its.target(x0, eps, t)).square().mean()))
+    np.testing.assert_allclose(found["by_image"], losses, rtol=1e-4)
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    np.testing.assert_allclose(found["level_loss"], [np.mean(losses[k::8]) for k in range(8)], rtol=1e-4)
+    for k in range(8):
+        assert found["level_error"][k] == pytest.approx(
+            np.std(losses[k::8], ddof=1) / len(losses[k::8]) ** 0.5, rel=1e-3
+        )
+    np.testing.assert_allclose(found["t"], its.times(np.arange(8) / 8))
+
+
+def test_even_covers_the_process_and_its_mean_is_that_of_uniform():
+    """A network that predicts nothing: of v the mean of alpha-bar + (1 - alpha-bar) x0², known at every timestep."""
+    images = digits(64)
+    process = kairos.Strategy("uniform", "cosine", timesteps=64, prediction="v").process
+    validation = kairos.ValidationLoss(images, process, strata=8)
+    found = validation(lambda x, t: 0 * x)
+    a = process.schedule.alphas_cumprod
+    expected = (a + (1 - a) * float(images.square().mean())).mean()
+    assert abs(found["loss"] - expected) < 5 * found["error"] < 0.05
+    assert found["level_loss"].mean() == pytest.approx(found["loss"]) == pytest.approx(found["by_image"].mean())
+
+
+def test_its_standard_error_is_that_over_seeds():
+    images, network = digits(64), Network().eval()
+    for kind in ("even", "mlperf8"):
+        runs = [
+            kairos.ValidationLoss(images[Stream(seed, "some").permutation(64)[:32]], kind=kind, seed=seed)(network)
+            for seed in range(60)
+        ]
+        spread = np.std([run["loss"] for run in runs])
+        assert 0.6 < np.mean([run["error"] for run in runs]) / spread < 2.2  # half of the images are shared
+
+
+def test_two_runs_are_paired():
+    """Networks that hardly differ: the difference by image is known far better than either loss."""
+    images, one, other = digits(64), Network(), Network()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.01)
+    validation = kairos.ValidationLoss(images, "cosine")
+    first, second, again = validation(one), validation(other), kairos.ValidationLoss(images, "cosine")(one)
+    assert first["loss"] == again["loss"] and np.array_equal(first["by_image"], again["by_image"])
+    difference = first["by_image"] - second["by_image"]
+    assert difference.std() / 8 < 0.1 * first["error"]
+    assert kairos.ValidationLoss(images, "cosine", seed=1)(one)["loss"] != first["loss"]
+
+
+def test_epsilon_is_shared_by_networks_of_different_predictions():
+    images = digits(16)
+    losses = []
+    for prediction in ("epsilon", "v"):
+        process = kairos.Strategy("uniform", "cosine", prediction=prediction).process
+
+        def network(x, t, process=process, prediction=prediction):  # which says that x is the noise
+            a, s = (part.view(-1, 1, 1, 1).float() for part in process.coefficients(t))
+            return x if prediction == "epsilon" else (x - s * x) / a  # eps = s x + a v
+
+        losses.append(kairos.ValidationLoss(images, process, of="epsilon", strata=4)(network)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_conditions_are_those_of_the_images():
+    images, seen = digits(10), []
+
+    def network(x, t, conditions):
+        seen.append(conditions["class"])
+        return 0 * x
+
+    kairos.ValidationLoss(images, kind="mlperf8", batch=4, conditions={"class": torch.arange(10)})(network)
+    assert torch.cat(seen).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ({"kind": "odd"}, "kind: got 'odd', allowed: even, mlperf8"),
+        ({"of": "x0"}, "of: got 'x0', allowed: prediction, epsilon"),
+        ({"strata": 0}, "strata and batch: got 0 and 128, allowed: 1 or more"),
+        ({"images": torch.zeros(0, 1)}, "images: got none, allowed: one or more"),
+        ({"conditions": {"class": torch.zeros(3)}}, "conditions.class: got 3 rows, allowed: 4"),
+        ({"process": "bosine"}, "schedule: got 'bosine', allowed: "),
+    ],
+)
+def test_refusals(named, words):
+    with pytest.raises(ConfigError, match=words):
+        kairos.ValidationLoss(**{"images": torch.zeros(4, 1), **named})
+
+
+# What will be drawn
+
+
+@pytest.mark.parametrize("name", ["uniform", "log_normal", "speed", "speed_official", "clts", "loss_rms", "adaptive"])
+def test_a_preview_counts_what_the_density_says(name):
+    found = kairos.Strategy(name, seed=4).preview(draws=40_000, bins=40)
+    assert found["count"].sum() == pytest.approx(found["expected"].sum()) and found["count"].sum() >= 40_000
+    some = found["expected"] > 5
+    chi = ((found["count"] - found["expected"])[some] ** 2 / found["expected"][some]).sum()
+    assert chi < some.sum() + 6 * (2 * some.sum()) ** 0.5
+    assert (found["count"][found["expected"] == 0] == 0).all()
+    assert (np.diff(found["t"]) > 0).all() and found["low"][0] == 0 and found["high"][-1] == 1
+
+
+def test_a_preview_is_what_the_steps_draw_and_changes_nothing():
+    strategy, other = kairos.Strategy("log_normal", seed=2), kairos.Strategy("log_normal", seed=2)
+    found, drawn = strategy.preview(draws=512, bins=10, batch=64), []
+    for _ in range(8):
+        drawn.append((draw := strategy.draw(torch.zeros(64, 1))).fractions)
+        assert torch.equal(draw.t, other.draw(torch.zeros(64, 1)).t)
+        for one in (strategy, other):
+            with one.observe(draw):
+                pass
+    assert found["count"].tolist() == np.histogram(torch.cat(drawn).numpy(), np.linspace(0, 1, 11))[0].tolist()
+
+
+def test_a_preview_needs_the_context_that_the_draw_needs():
+    strategy = kairos.Strategy("shift", "flow", sampler={"law": "exponential"})
+    with pytest.raises(ConfigError, match=r"shift: needs tokens, and the call did not say it"):
+        strategy.preview()
+    few, many = (strategy.preview(draws=5000, tokens=tokens)["count"] for tokens in (256, 4096))
+    assert few[:25].sum() > many[:25].sum()
+    with pytest.raises(ConfigError, match="draws, bins, batch: got 0, 50, 256, allowed: 1 or more"):
+        strategy.preview(draws=0, tokens=256)
+
+
+# Pictures
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    levels = kairos.LossByLevel()
+    filled(levels)
+    levels.picture(tmp_path / "levels.png")
+    kairos.LossByLevel().picture(tmp_path / "nothing.svg")
+    kairos.Strategy("log_normal+min_snr").preview(tmp_path / "drawn.png", draws=2000)
+    for name in ("levels.png", "drawn.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "nothing.svg").read_text()
+
+
+WITHOUT = """
+import sys
+sys.modules["matplotlib"] = sys.modules["matplotlib.figure"] = None
+import kairos
+strategy = kairos.Strategy("log_normal")
+strategy.preview(draws=100)
+for call in (kairos.LossByLevel().picture, strategy.preview):
+    try:
+        call("x.png")
+    except kairos.errors.ConfigError as error:
+        print(error)
+"""
+
+
+def test_a_picture_without_matplotlib_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = "picture: no matplotlib.figure; allowed: pip install kairos-timesteps[pictures]\n"
+    assert done.stdout == 2 * said
+
+
+# On the device
+
+
+class Waits(TorchDispatchMode):
+    """Collects operations that would wait for a device, or copy to or from one."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        if function.overloadpacket._qualified_op_name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"):
+            self.found.append(function)
+        return function(*arguments, **(named or {}))
+
+
+def test_neither_loss_by_level_nor_nearest_waits_for_a_device():
+    strategy, levels, x0 = kairos.Strategy("loss_rms", coupling="nearest"), kairos.LossByLevel(), digits(16)
+    with Waits() as waits:
+        draw = strategy.draw(x0)
+        noise = strategy.couple(draw, torch.randn_like(x0))
+        levels.update(strategy.process.snr(draw.t), noise.square().mean((1, 2, 3)))
+    assert waits.found == []
+    with Waits() as waits:
+        float(noise[0, 0, 0, 0])
+    assert len(waits.found) == 1
