@@ -200,3 +200,8 @@ def test_a_training_with_a_coupling_resumes_to_the_bit(case, method, tmp_path):
     list(steps(second, 8))
     assert torch.equal(weights(second), weights(whole))
     assert not torch.equal(weights(usual), weights(whole)) and np.isfinite(weights(whole)).all()
+
+
+def test_a_coupling_can_be_swept(case):
+    plain = case.experiment({"near": {"grid": {"coupling.k": [2, 8]}, "coupling": "nearest"}})
+    assert {name: its["coupling"]["k"] for name, its in plain["methods"].items()} == {"near-k=2": 2, "near-k=8": 8}

@@ -51,7 +51,10 @@ def test_several_keys_are_their_product():
             {"sampler.kk": [1, 2]},
             r"methods.a.grid: sampler speed: unknown option 'kk'; did you mean 'k'\? Allowed: floo",
         ),
-        ({"training.lr": [1]}, r"methods.a.grid: got training.lr, allowed: sampler, weighting or one of their options"),
+        (
+            {"training.lr": [1]},
+            r"methods.a.grid: got training.lr, allowed: sampler, weighting, coupling or one of their options",
+        ),
         ({"sampler.k": 1}, r"methods.a.grid: got .*allowed: lists"),
         ({"sampler.k": []}, r"methods.a.grid: got .*allowed: lists"),
         ({"sampler.k": [[1]]}, r"methods.a.grid: got .*allowed: lists"),
