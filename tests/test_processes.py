@@ -21,7 +21,7 @@ CONTINUOUS = {
     "vp": kairos.Vp,
     "vp-v": lambda: kairos.Vp(prediction="v"),
 }
-RAW = {"linear", "power", "cosmap", "bell", "table", "robust"}  # on the error of whatever is predicted
+RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # on the error of whatever is predicted
 OF_SNR = sorted(
     set(WEIGHTINGS) - RAW - {"none", "vlb", "change_aware", "change_aware_official", "debiased", "edm2", "sigmoid"}
 )

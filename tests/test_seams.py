@@ -57,15 +57,15 @@ def lines(out: Path) -> list[dict]:
 class Edges(Sampler):
     """Only the two ends of the process, half and half."""
 
-    def cdf(self, fraction):
-        return np.where(fraction <= 0, 0.0, np.where(fraction < 1, 0.5, 1.0))
+    def cdf(self, fraction, place=None):
+        return 0.5 * (fraction > 0) + 0.5 * (fraction >= 1)
 
-    def quantile(self, probability):
-        return np.where(probability < 0.5, 0.0, 1.0)
+    def quantile(self, probability, place=None):
+        return 1.0 * (probability >= 0.5)
 
 
 class Ramp(Weighting):
-    def weights(self):
+    def weights(self, step=0):
         return np.linspace(0, 2, self.schedule.timesteps)
 
 

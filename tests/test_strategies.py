@@ -14,7 +14,7 @@ from kairos.strategies.speed import meaningful_steps, tau_of_magnitude
 from kairos.strategies.strategy import Strategy
 
 SCHEDULES = ("linear", "cosine", "quadratic")
-RAW = {"linear", "power", "cosmap", "bell", "table", "robust"}  # on the error of whatever is predicted
+RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # on the error of whatever is predicted
 
 
 @pytest.mark.parametrize(

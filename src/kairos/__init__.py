@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kairos.diffusion.processes import Discrete, Edm, Flow, Vp
     from kairos.diffusion.schedule import NoiseSchedule, make_schedule
+    from kairos.strategies import density, weighting
     from kairos.strategies.own_loop import LossByLevel
+    from kairos.strategies.presets import preset, presets
     from kairos.strategies.strategy import Draw, Strategy
     from kairos.strategies.validation import ValidationLoss
 
 __version__ = "0.1.0"
 __all__ = [
     "Discrete", "Draw", "Edm", "Flow", "LossByLevel", "NoiseSchedule", "Strategy", "ValidationLoss", "Vp",
-    "__version__", "make_schedule",
+    "__version__", "density", "make_schedule", "preset", "presets", "weighting",
 ]  # fmt: skip
 
 _WHERE = {
@@ -32,6 +34,10 @@ _WHERE = {
     "Vp": "diffusion.processes",
     "NoiseSchedule": "diffusion.schedule",
     "make_schedule": "diffusion.schedule",
+    "density": "strategies",
+    "weighting": "strategies",
+    "preset": "strategies.presets",
+    "presets": "strategies.presets",
 }
 
 

@@ -67,6 +67,19 @@ def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
     either.add_argument("--part", type=Path, action="append", default=[], metavar=metavar, help=joined)
 
 
+def experiment_at(path: Path) -> tuple[Any, Path]:
+    """The experiment that an experiment file, or a folder of results, stands for, and its folder of results.
+
+    Raises:
+        KairosError: there is none.
+    """
+    from kairos.report.collect import recorded
+    from kairos.status.outline import outline
+
+    found = outline(path)
+    return found.experiment or recorded(found.results), found.results
+
+
 def setup(experiment: Any, device: str | None = None) -> Any:
     """The device that an experiment names, or another one, ready to compute as the experiment says."""
     from kairos import compute

@@ -3,12 +3,15 @@
 import argparse
 from pathlib import Path
 
-from kairos.cli.common import add_config, add_timing, write_timing
+from kairos.cli.common import add_timing, experiment_at, write_timing
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `report` or `track`."""
-    add_config(parser)
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument("--config", type=Path, metavar="F", help="experiment file; all of its results must be there")
+    what = "experiment file or folder of results; the report shows what is there, and says so where that is not all"
+    either.add_argument("path", type=Path, nargs="?", metavar="PATH", help=what)
     parser.add_argument("--results", type=Path, metavar="DIR", help="results folder (default: results/<experiment>)")
     if name == "track":
         what = "what was imported, e.g. tracking.json"
@@ -19,15 +22,15 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Make the report, or import the results into MLflow."""
     from kairos import clock
-    from kairos.config import load
 
-    experiment = load(arguments.config)
-    results = arguments.results or Path("results") / experiment.experiment
+    experiment, found = experiment_at(arguments.path or arguments.config)
+    results = arguments.results or found
     if arguments.command == "report":
         from kairos.report.build import build
 
         clock.work_begins()
-        build(experiment, results)
+        made = build(experiment, results, unfinished=arguments.path is not None)
+        print(f"report: {made}")
     else:
         from kairos.tracking.track import track
 

@@ -112,7 +112,7 @@ def method_lines(
 ) -> None:
     """A line per method, each a pandas Series over its index; its name at its end; axes as `settings` say."""
     for method, line in lines.items():
-        axes.plot(line.index, line, **looks[method] | {"marker": ""}, linewidth=1.4)
+        axes.plot(line.index, line, **looks[method] | {"marker": "", "label": method}, linewidth=1.4)
     axes.set(**settings)
     axes.margins(x=0)
     if axes.get_yscale() == "log":

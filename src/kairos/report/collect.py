@@ -1,17 +1,20 @@
 """An experiment's results folder as plain values: everything that the report and the tracking import read."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kairos.config import Experiment
+from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
 from kairos.errors import KairosError
 from kairos.files import read_json, read_lines
@@ -77,8 +80,55 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Methods, of one experiment or of several, and what was measured of each.
+
+    Attributes:
+        table: a row per evaluated milestone: method, seed, step and what was measured.
+        methods, seeds: that are compared.
+        metric: the distance, a column.
+        baseline: the method that differences and factors refer to, where there is one.
+        missing: what an unfinished experiment lacks, a line per training.
+    """
+
+    table: pd.DataFrame
+    methods: list[str]
+    seeds: list[int]
+    metric: str
+    baseline: str | None
+    missing: tuple[str, ...] = ()
+
+    def values(self, method: str, name: str) -> pd.DataFrame:
+        """A column of a method's rows of the table, (seeds, the method's milestones); NaN where there is nothing."""
+        own = self.table[self.table["method"] == method]
+        rows = own.assign(value=own.get(name, np.nan)).pivot(index="seed", columns="step", values="value")
+        return rows.reindex(self.seeds).astype(float)
+
+    @cached_property
+    def common(self) -> "Measured":
+        """The same up to the last milestone that all methods have, of the seeds that all have there, if there are any.
+
+        Raises:
+            KairosError: there is no such milestone but the untrained one.
+        """
+        having = self.table[self.table["step"] > 0].groupby(["step", "method"])["seed"].agg(set).unstack()
+        steps = having.reindex(columns=self.methods).dropna()
+        if steps.empty:
+            raise KairosError(f"{', '.join(self.methods)}: no milestone past step 0 is evaluated of all of them")
+        table, seeds = self.table[self.table["step"] <= steps.index[-1]], set.intersection(*steps.iloc[-1])
+        if not seeds:
+            return replace(self, table=table)
+        own = [seed for seed in self.seeds if seed in seeds]
+        return replace(self, table=table[table["seed"].isin(seeds)], seeds=own, missing=())
+
+
+@dataclass(frozen=True)
 class Results:
-    """All results of an experiment: trainings in the order of the configuration, and what they are compared with."""
+    """All results of an experiment: trainings in the order of the configuration, and what they are compared with.
+
+    Of an unfinished one `experiment` has only methods and seeds that there are evaluations of, and `missing` a line per
+    training that lacks something.
+    """
 
     experiment: Experiment
     folder: Path
@@ -87,6 +137,7 @@ class Results:
     dataset: Record
     autoencoder: Record
     jobs: tuple[Record, ...]
+    missing: tuple[str, ...] = ()
 
     @property
     def metric(self) -> str:
@@ -124,10 +175,10 @@ class Results:
             rows.append(where | when | milestone.columns | milestone.evaluation["protocol"])
         return pd.DataFrame(rows, dtype=object)
 
-    def values(self, method: str, name: str) -> np.ndarray:
-        """A column of a method's rows of the table (seeds, milestones), NaN where it was not measured."""
-        own = self.table[self.table["method"] == method]
-        return own.get(name, own["step"] * np.nan).to_numpy(float).reshape(len(self.experiment.seeds), -1)
+    @cached_property
+    def measured(self) -> Measured:
+        """What was measured of the methods, for their comparison."""
+        return Measured(self.table, self.methods, self.experiment.seeds, self.metric, self.baseline, self.missing)
 
     @property
     def evaluated(self) -> list[tuple[Training, Milestone]]:
@@ -139,27 +190,53 @@ class Results:
         return [training for training in self.trainings if training.method == method]
 
 
-def collect(experiment: Experiment, folder: Path | str) -> Results:
+def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False) -> Results:
     """Read the results of every method and seed of the experiment.
+
+    Args:
+        experiment, folder: what is to be there, and where.
+        unfinished: take what is there; a milestone counts whose every file is, of one training and one reference.
 
     Raises:
         KairosError: something is missing or damaged (named, with the command that makes it), or an evaluation used
-            another extractor or other reference statistics than the reference rows.
+            another extractor or other reference statistics than the reference rows; `unfinished`: so of all.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise KairosError(f"--results: {folder} is no folder; `make run EXPERIMENT=...` makes results/<experiment>")
-    trainings = tuple(
-        _training(folder / method / f"seed{seed}", experiment, method, seed)
-        for method in experiment.methods
-        for seed in experiment.seeds
-    )
     reference = _read(folder / "reference" / "reference.json", "reference")
     dataset = _read(folder / "dataset" / "manifest.json", "prepare")
     autoencoder = _read(folder / "autoencoder" / "manifest.json", "autoencoder")
-    results = Results(experiment, folder, trainings, reference, dataset, autoencoder, _jobs(folder, experiment))
-    _check_comparable(results)
-    return results
+    trainings, missing = [], []
+    for method, seed in product(experiment.methods, experiment.seeds):
+        training, lacks = _training(folder / method / f"seed{seed}", experiment, method, seed, reference, unfinished)
+        if lacks and not unfinished:
+            raise lacks[0]
+        last = max((own.step for own in training.milestones), default=0)
+        far = f"evaluated up to step {last:,}" if last else "not evaluated yet"
+        trainings += [training] if last else []
+        if lacks:
+            told = sorted((str(one).split(";")[0] for one in lacks), key=lambda line: "is missing" in line)[:2]
+            missing.append("; ".join([f"{method} seed {seed}: {far}", *told]))
+    if not trainings:
+        raise KairosError(f"{folder}: no training is evaluated past step 0 yet; `kairos status` says how far they are")
+    methods = {name: own for name, own in experiment.methods.items() if name in {one.method for one in trainings}}
+    seeds = [seed for seed in experiment.seeds if seed in {one.seed for one in trainings}]
+    experiment = experiment.model_copy(update={"methods": methods, "seeds": seeds})
+    jobs = _jobs(folder, experiment)
+    return Results(experiment, folder, tuple(trainings), reference, dataset, autoencoder, jobs, tuple(missing))
+
+
+def recorded(folder: Path) -> Experiment:
+    """The experiment as the newest milestone in a folder of results records it.
+
+    Raises:
+        KairosError: there is none.
+    """
+    newest = max(folder.glob("*/seed*/milestones/*/milestone.json"), key=os.path.getmtime, default=None)
+    if newest is None:
+        raise KairosError(f"{folder}: no milestone there yet; `kairos status` says how far trainings are")
+    return validate(read_json(newest)["config"], str(folder))
 
 
 def real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
@@ -173,30 +250,81 @@ def real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
     return "real, trained on", dataset.images[dataset.train[:count]]
 
 
-def _training(folder: Path, experiment: Experiment, method: str, seed: int) -> Training:
-    timing = folder / "timing.jsonl"
+def _training(
+    folder: Path, experiment: Experiment, method: str, seed: int, reference: Record, unfinished: bool
+) -> tuple[Training, list[KairosError]]:
+    """A training without what it lacks, and that."""
+    timing, plain = folder / "timing.jsonl", experiment.plain()
+    milestones, lacks = list[Milestone](), list[KairosError]()
+    metrics, record = pd.DataFrame(), Record()
+    for step in experiment.milestones:
+        with _noting(lacks):
+            milestones.append(_milestone(folder, step, reference))
+    if unfinished and milestones:
+        record = milestones[-1].record | {"components": {}}
+        wanted = {name: plain[name] for name in ("model", "diffusion")} | {
+            "methods": {method: plain["methods"][method]}
+        }
+        for own in [own.record for own in milestones]:
+            if own["identity"] != record["identity"] or not _alike(wanted, own["config"]):
+                milestones = [one for one in milestones if one.record is not own]
+                lacks.append(KairosError(f"step {own['step']:,} is of another training, or one with other settings"))
+    with _noting(lacks):
+        ended = _read(folder / "training.json", "train")
+        logged = pd.json_normalize(_read(folder / "metrics.jsonl", "train", _lines))
+        if not unfinished or ended["identity"] == record.get("identity"):  # and not of an earlier training
+            record, metrics = ended, logged
     clocked = _read(timing, "train", _lines) if timing.exists() else []
-    return Training(
+    training = Training(
         method=method,
         seed=seed,
-        milestones=tuple(_milestone(folder, step) for step in experiment.milestones),
-        metrics=pd.json_normalize(_read(folder / "metrics.jsonl", "train", _lines)),
+        milestones=tuple(milestones),
+        metrics=metrics,
         clock={line["step"]: float(line["seconds"]) for line in clocked},
         started=datetime.fromisoformat(clocked[0]["started"]) if clocked else None,
-        record=_read(folder / "training.json", "train"),
+        record=record,
     )
+    return training, lacks
 
 
-def _milestone(folder: Path, step: int) -> Milestone:
+@contextmanager
+def _noting(lacks: list[KairosError]) -> Iterator[None]:
+    try:
+        yield
+    except KairosError as error:
+        lacks.append(error)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether what both say is the same; a field that one lacks is of another version of kairos."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_alike(one[name], other[name]) for name in one.keys() & other.keys())
+    return bool(one == other)
+
+
+def _milestone(folder: Path, step: int, reference: Record) -> Milestone:
     name = f"{step:07d}"
-    place = folder / "milestones" / name
-    return Milestone(
+    place, path = folder / "milestones" / name, folder / "evaluation" / f"{name}.json"
+    milestone = Milestone(
         step=step,
         record=_read(place / "milestone.json", "train"),
         strategy=_read(place / "strategy.csv", "train", pd.read_csv),
-        evaluation=_read(folder / "evaluation" / f"{name}.json", "evaluate"),
+        evaluation=_read(path, "evaluate"),
         grid=_read(folder / "samples" / f"{name}.png", "sample", Path),
     )
+    protocol = milestone.evaluation["protocol"]
+    if protocol["identity"] != milestone.record["identity"]:
+        other, remedy = protocol["identity"][:12], "run `kairos sample` and `kairos evaluate` again"
+        raise KairosError(f"{path}: is of another training ({other}); {remedy}")
+    for key in ("extractor_hash", "reference_hash"):
+        if protocol[key] != reference[key]:
+            raise KairosError(
+                f"{path}: its {key} {protocol[key][:12]} is not that of reference/reference.json "
+                f"({reference[key][:12]}), so the two cannot be compared; run `kairos evaluate` again"
+            )
+    if reference["metric"] not in milestone.evaluation["metrics"]:
+        raise KairosError(f"{path}: has no {reference['metric']}; run `kairos evaluate` again")
+    return milestone
 
 
 def _jobs(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
@@ -211,24 +339,6 @@ def _jobs(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
     paths += sorted(folder.glob(f"{parts}/encode.*of{experiment.autoencoder.shards}.json"))
     records = [_read(path, "--timing") for path in [*sorted(folder.glob("timing/*.json")), *paths]]
     return tuple(record for record in records if record["stage"] not in ("report", "track"))
-
-
-def _check_comparable(results: Results) -> None:
-    reference = results.reference
-    for training, milestone in results.evaluated:
-        protocol, name = milestone.evaluation["protocol"], f"{milestone.step:07d}.json"
-        path = results.folder / training.method / f"seed{training.seed}/evaluation/{name}"
-        if protocol["identity"] != milestone.record["identity"]:
-            other, remedy = protocol["identity"][:12], "run `kairos sample` and `kairos evaluate` again"
-            raise KairosError(f"{path}: is of another training ({other}); {remedy}")
-        for key in ("extractor_hash", "reference_hash"):
-            if protocol[key] != reference[key]:
-                raise KairosError(
-                    f"{path}: its {key} {protocol[key][:12]} is not that of reference/reference.json "
-                    f"({reference[key][:12]}), so the two cannot be compared; run `kairos evaluate` again"
-                )
-        if results.metric not in milestone.evaluation["metrics"]:
-            raise KairosError(f"{path}: has no {results.metric}; run `kairos evaluate` again")
 
 
 def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -> Any:

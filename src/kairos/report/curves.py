@@ -22,13 +22,14 @@ def metric_label(name: str) -> str:
 def training_loss(results: Results, looks: dict[str, Look]) -> Figure:
     """Smoothed training losses: as minimised, and the squared error without weights; mean over seeds."""
     drawing, grid = figure(7.8, 2.95, 1, 2, between=1.9)
+    logs = {method: [training.metrics for training in results.of(method)] for method in looks}
     panels = (("loss", "Loss that is minimised"), ("mse", "Squared error, unweighted"))
     for axes, (column, title) in zip(grid[0], panels):
         curves = {}
         for method in looks:
-            tables = [training.metrics.set_index("step") for training in results.of(method)]
-            if all(column in table for table in tables):
-                mean = pd.concat([table[column] for table in tables], axis=1, join="inner").mean(axis=1)
+            tables = [table.set_index("step")[column] for table in logs[method] if column in table]
+            if tables:
+                mean = pd.concat(tables, axis=1, join="inner").mean(axis=1)
                 mean = mean.rolling(max(1, len(mean) // 40), center=True, min_periods=1).mean()
                 curves[method] = mean.iloc[:: -(-len(mean) // _POINTS)]
         words = {"title": title, "xlabel": "training step", "ylabel": "loss (smoothed, log)", "yscale": "log"}
@@ -61,22 +62,26 @@ def metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
     """Distance against optimiser steps, or against training time."""
     drawing, grid = figure(5.85, 4.25)
     axes = grid[0][0]
-    curves = {method: curve(results, method) for method in looks}
-    longest = max((c.seconds[-1] for c in curves.values() if np.isfinite(c.seconds[-1])), default=0.0)
+    curves = {method: curve(results.measured, method) for method in looks}
+    longest = max(np.nan_to_num(c.seconds).max() for c in curves.values())
     unit, divisor = ("h", 3600) if longest > 3 * 3600 else ("min", 60) if longest > 180 else ("s", 1)
-    labels = []
+    labels, right = [], 0.0
     for method, look in looks.items():
         own = curves[method]
         x = own.seconds / divisor if time else own.steps
-        up = np.nan_to_num(own.spread)  # no band where it is unknown
-        down = np.minimum(up, own.mean * 0.999)  # a log axis has no zero
-        axes.fill_between(x, own.mean - down, own.mean + up, color=look["color"], alpha=0.13, linewidth=0)
-        axes.errorbar(x, own.mean, [down, up], **look, markersize=4.5, linewidth=1.6, elinewidth=0.9, capsize=2)
-        labels.append(Label(float(own.mean[-1]), method, look["color"], bold=True, x=float(x[-1])))
+        there = np.isfinite(own.mean + x)  # an unfinished experiment has not all, and there may be no clock
+        x, mean = x[there], own.mean[there]
+        up = np.nan_to_num(own.spread[there])  # no band where it is unknown
+        down = np.minimum(up, mean * 0.999)  # a log axis has no zero
+        axes.fill_between(x, mean - down, mean + up, color=look["color"], alpha=0.13, linewidth=0)
+        drawn = look | {"markersize": 4.5, "linewidth": 1.6, "elinewidth": 0.9, "capsize": 2, "label": method}
+        axes.errorbar(x, mean, [down, up], **drawn)
+        right = max(right, x[-1])
+        labels.append(Label(float(mean[-1]), method, look["color"], bold=True, x=float(x[-1])))
     for name, row in results.reference["rows"].items():
         value = row.get(results.metric)
         if value is not None and value > 0:
-            axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+            axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1, label=name)
             labels.append(Label(float(value), "floor: real, held out" if name == "floor" else name, MUTED))
     axes.set(yscale="log", ylabel=metric_label(results.metric))
     plain_log(axes)
@@ -84,9 +89,8 @@ def metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
         axes.set_xlabel(f"training time in {unit}")
     else:
         axes.set_xlabel(f"training step ({results.experiment.training.batch_size} images each)")
-        _step_axis(axes, next(iter(curves.values())).steps)
-    right = max((c.seconds[-1] / divisor if time else c.steps[-1]) for c in curves.values())
-    if np.isfinite(right):
+        _step_axis(axes, np.array(results.experiment.milestones, float))
+    if right > 0:
         axes.set_xlim(right=right * 1.01)
     label_lines(axes, labels)
     return drawing

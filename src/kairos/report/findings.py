@@ -24,6 +24,8 @@ def verdict(results: Results, rows: list[Row]) -> list[str]:
     else:
         names = listed([row.method for row in best])
         sentences = [f"No test tells {names} apart or finds a method below them; the lowest mean is {named[0]}."]
+    if results.missing:
+        sentences.insert(0, f"So far, at step {rows[0].curve.steps[-1]:,.0f}, the last that all methods here have:")
     if results.baseline is None:
         return [*sentences, "No method samples uniformly without weights, so there is no baseline for factors."]
     found: dict[str, list[tuple[Row, Ratio]]] = {"Below": [], "Above": [], "Not told apart from": []}
@@ -52,7 +54,7 @@ def warnings(results: Results) -> Iterator[str]:
         )
     gaussian = results.reference["rows"].get("gaussian", {}).get(results.metric)
     for method in results.methods:
-        yield from _of_distances(method, curve(results, method), gaussian)
+        yield from _of_distances(method, curve(results.measured, method), gaussian)
     places: dict[str, list[str]] = defaultdict(list)
     for training, milestone in results.evaluated:
         for message in milestone.evaluation.get("warnings") or []:

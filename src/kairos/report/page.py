@@ -9,7 +9,7 @@ import jinja2
 import pandas as pd
 from PIL import Image
 
-from kairos.report import findings, text
+from kairos.report import findings, interactive, text
 from kairos.report.canvas import DPI, looks
 from kairos.report.collect import Record, Results
 from kairos.report.figures import figures_of
@@ -18,16 +18,21 @@ from kairos.report.ranking import compare, curve, stands_still
 _STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
 
 
-def page(results: Results, figures: Path) -> str:
-    """The report as one HTML document, with the figures of a folder inside."""
+def template(module: Path) -> jinja2.Template:
+    """The template beside a module."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(Path(__file__).with_suffix(".html.jinja").read_text(encoding="utf-8"))
+    return environment.from_string(module.with_suffix(".html.jinja").read_text(encoding="utf-8"))
+
+
+def page(results: Results, figures: Path, live: dict[str, str] | None = None) -> str:
+    """The report as one HTML document, with the figures of a folder inside, and those for a browser by name."""
     rows, records = compare(results), [training.record["provenance"] for training in results.trainings]
+    curves = {method: curve(results.measured, method) for method in results.methods}
     words = [{key: text.words(value) for key, value in record.items()} for record in records]
     provenance = pd.DataFrame(words).fillna(text.NONE)
     same = provenance.nunique() == 1
     shared = provenance.loc[:, same].iloc[0]
-    return template.render(
+    return template(Path(__file__)).render(
         text=text,
         results=results,
         rows=rows,
@@ -35,10 +40,10 @@ def page(results: Results, figures: Path) -> str:
         looks=looks(results.methods, results.baseline),
         verdict=findings.verdict(results, rows),
         warnings=list(findings.warnings(results)),
-        curves={method: curve(results, method) for method in results.methods},
+        curves={one: dict(zip(c.steps, zip(c.mean, c.spread))) for one, c in curves.items()},
         still={method: all(map(stands_still, results.of(method))) for method in results.methods},
         stands_still=stands_still,
-        final=lambda method, name: results.values(method, name)[:, -1].mean(),
+        final=lambda method, name: results.measured.common.values(method, name).iloc[:, -1].mean(skipna=False),
         further_metrics=_further_metrics(results, (one.final.evaluation["metrics"] for one in results.trainings)),
         reference_metrics=_further_metrics(results, results.reference["rows"].values()),
         milestones=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
@@ -47,6 +52,8 @@ def page(results: Results, figures: Path) -> str:
         shared=shared[~shared.isin(["None", "[]"])],
         varying=provenance.loc[:, ~same],
         figures={name: _figure(figures, name) for name in figures_of(results)},
+        live=live or {},
+        library=interactive.LIBRARY.js_raw,
     )
 
 

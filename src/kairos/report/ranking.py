@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from kairos.report.collect import Results, Training
+from kairos.report.collect import Measured, Results, Training
 
 NOT_MOVED = 0.01  # total variation distance from the start below which a learned sampler counts as not moved
 SEEDS = 5  # common to all methods, from which on they are ranked: fewer say little of how much seeds matter
@@ -87,23 +87,26 @@ class Row:
         return self.judged and self.first_rank == 1
 
 
-def curve(results: Results, method: str) -> Curve:
-    """The method's distance at every milestone."""
-    names = ("step", results.metric, "train_seconds", f"{results.metric}_spread")
-    steps, values, clock, sets = (results.values(method, name) for name in names)
-    over_sets, over_seeds = np.sqrt((sets**2).mean(axis=0)), pd.DataFrame(values).std().to_numpy()
-    spread = np.fmax(over_sets, over_seeds)
-    return Curve(steps[0], clock.mean(axis=0), values.mean(axis=0), over_sets, over_seeds, spread, values, clock)
+def curve(measured: Measured, method: str) -> Curve:
+    """The distance at every milestone; of an unfinished experiment the mean is over the seeds that are there."""
+    names = (measured.metric, "train_seconds", f"{measured.metric}_spread")
+    values, clock, sets = (measured.values(method, name) for name in names)
+    mean, seconds, squares = (part.mean(skipna=bool(measured.missing)) for part in (values, clock, sets**2))
+    over_sets, over_seeds = np.sqrt(squares.to_numpy()), values.std().to_numpy()
+    spread, steps = np.fmax(over_sets, over_seeds), values.columns.to_numpy(float)
+    arrays = (seconds.to_numpy(), mean.to_numpy(), over_sets, over_seeds, spread, values.to_numpy(), clock.to_numpy())
+    return Curve(steps, *arrays)
 
 
-def compare(results: Results) -> list[Row]:
-    """All methods, the lowest distance first."""
-    curves = [curve(results, method) for method in results.methods]
+def compare(measured: Results | Measured) -> list[Row]:
+    """All methods at their last common milestone, the lowest distance first."""
+    common = (measured.measured if isinstance(measured, Results) else measured).common
+    curves = [curve(common, method) for method in common.methods]
     finals = np.array([own.values[:, -1] for own in curves])  # (methods, seeds)
     finals = finals[:, (np.isfinite(finals) & (finals > 0)).all(axis=0)]  # the common ones
     tests = paired(np.log(finals))
     below = (tests[3] < LEVEL) & (tests[0] < 1)  # [a, b]: a ends below b
-    base = results.methods.index(results.baseline) if results.baseline else None
+    base = common.methods.index(common.baseline) if common.baseline else None
     rows = [
         Row(
             method=method,
@@ -112,11 +115,11 @@ def compare(results: Results) -> list[Row]:
             first_rank=1 + int(below[:, k].sum()),
             last_rank=len(curves) - int(below[k].sum()),
             against=None if base in (None, k) else Ratio(*(float(part[k, base]) for part in tests)),
-            values={name: _final(results.values(method, name)[:, -1]) for name in _VALIDATION},
+            values={name: _final(common.values(method, name).iloc[:, -1]) for name in _VALIDATION},
             steps=None if base is None else _factor(own, curves[base], "steps"),
             time=None if base is None else _factor(own, curves[base], "clock"),
         )
-        for k, (method, own) in enumerate(zip(results.methods, curves))
+        for k, (method, own) in enumerate(zip(common.methods, curves))
     ]
     return sorted(rows, key=lambda row: row.curve.mean[-1])
 
@@ -192,5 +195,5 @@ def _ratio(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
     return np.exp(logs.mean(axis=-1)), np.exp(low), np.exp(high), test.pvalue
 
 
-def _final(values: np.ndarray) -> tuple[float, float]:
-    return float(values.mean()), float(pd.Series(values).std())
+def _final(values: "pd.Series[float]") -> tuple[float, float]:
+    return float(values.mean(skipna=False)), float(values.std())

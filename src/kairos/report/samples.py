@@ -1,6 +1,7 @@
 """Figures of images: every method at every milestone, the final samples beside real images, and what they were told."""
 
 import textwrap
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from kairos.data.grid import grid as tile
 from kairos.report.canvas import INK, MUTED, Look, figure
 from kairos.report.collect import Results, real_images
 
+_BY_IMAGE = 4  # images that are shown by method and milestone
 _TOLD = 8  # captions or low-resolution images that are shown
 
 
@@ -22,8 +24,11 @@ def samples(results: Results, looks: dict[str, Look]) -> Figure:
     size = (side * len(steps) + 0.05, side * len(methods))
     drawing, grid = figure(*size, len(methods), len(steps), between=0.08, above=0.08)
     for row, method in zip(grid, methods):
-        for axes, milestone in zip(row, results.of(method)[0].milestones):
-            _show(axes, _picture(milestone.grid))
+        pictures = {milestone.step: milestone.grid for milestone in results.of(method)[0].milestones}
+        for axes, step in zip(row, steps):
+            axes.axis("off")
+            if step in pictures:
+                _show(axes, _picture(pictures[step]))
         row[0].text(-0.06, 0.5, method, transform=row[0].transAxes, ha="right", va="center", fontweight="bold")
     for axes, step in zip(grid[0], steps):
         axes.set_title("untrained" if step == 0 else f"step {step:,}", loc="center", fontsize=9.5)
@@ -43,6 +48,28 @@ def final_samples(results: Results, looks: dict[str, Look]) -> Figure:
         axes.set_title(title, fontsize=9.5, color=MUTED if title == name else INK)
     for axes in grid.flat[len(pictures) :]:
         axes.remove()
+    return drawing
+
+
+def image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
+    """The first images of the first seed one by one: rows of methods, columns of milestones."""
+    from kairos.sampling.samples_file import open_samples
+
+    methods, steps = results.methods, results.experiment.milestones
+    grids = {(one.method, own.step): own.grid for one in reversed(results.trainings) for own in one.milestones}
+    rows = {place: open_samples(grid.with_suffix(".npz")).images[:_BY_IMAGE] for place, grid in grids.items()}
+    blank = np.full_like(next(iter(rows.values())), 255)
+    cells = np.stack([rows.get(place, blank) for place in product(methods, steps)])  # (places, images, height, ...)
+    height = 9.5 / len(blank) * len(methods) * blank.shape[1] / len(steps) / blank.shape[2]
+    drawing, grid = figure(9.5, height, 1, len(blank), between=0.1)
+    for number, axes in enumerate(grid[0]):
+        picture, extent = tile(cells[:, number], columns=len(steps)).squeeze(), (0, len(steps), len(methods), 0)
+        axes.imshow(picture, cmap="gray", vmin=0, vmax=255, interpolation="nearest", extent=extent, aspect="auto")
+        axes.set_title(f"image {number + 1}", fontsize=9.5, color=MUTED)
+        axes.set_xticks(np.arange(len(steps)) + 0.5, [f"{step:,}" for step in steps], fontsize=8)
+        axes.set_yticks(np.arange(len(methods)) + 0.5, [] if number else methods, fontweight="bold")
+        axes.tick_params(length=0, grid_alpha=0)
+        axes.spines[:].set_visible(False)
     return drawing
 
 

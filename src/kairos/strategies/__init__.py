@@ -6,12 +6,16 @@ numpy alone; torch is imported with the first draw.
 
 from typing import Any
 
-from kairos.diffusion.schedule import NoiseSchedule
+from kairos.diffusion.schedule import PREDICTIONS, NoiseSchedule
+from kairos.errors import demand
 from kairos.registry import split
 from kairos.strategies.base import Observation, Sampler, Weighting
+from kairos.strategies.names import parts
+from kairos.strategies.options import Fixed
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
 __all__ = ["SAMPLERS", "WEIGHTINGS", "Observation", "Sampler", "Weighting", "make_sampler", "make_weighting"]
+__all__ += ["density", "weighting"]
 
 
 def make_sampler(named: dict[str, Any], schedule: NoiseSchedule, seed: int = 0) -> Sampler:
@@ -22,3 +26,35 @@ def make_sampler(named: dict[str, Any], schedule: NoiseSchedule, seed: int = 0) 
 def make_weighting(named: dict[str, Any], schedule: NoiseSchedule, prediction: str = "epsilon") -> Weighting:
     """A weighting from ``{"name": ..., option: ...}``."""
     return WEIGHTINGS.build(*split(named), schedule, prediction)
+
+
+def density(name: str, process: Any = "flow", **options: Any) -> Sampler:
+    """A sampler of a fixed density by its name and options, for those who carry times or sigma through their own code.
+
+    It has `sample`, `pdf`, `cdf` and `quantile` of fractions of the process, 0 the image and 1 noise.
+
+    Raises:
+        ConfigError: an unknown name or option, a value that is not allowed, or a sampler that learns.
+    """
+    from kairos.diffusion.adapters import as_process  # torch
+
+    demand(issubclass(SAMPLERS.entry(name).options, Fixed), "density", name, "samplers of a fixed density")
+    return parts(as_process(process), (name, "none"), options, None)[0]
+
+
+def weighting(name: str, process: Any = "flow", prediction: str | None = None, **options: Any) -> Weighting:
+    """A weighting by its name and options: a call with signal-to-noise ratios gives the factors of losses, elementwise.
+
+    Args:
+        prediction: whose squared error is weighted, ``epsilon``, ``x0``, ``v`` or ``flow``; None: the process'.
+
+    Raises:
+        ConfigError: an unknown name, prediction or option, or a value that is not allowed.
+    """
+    from kairos.diffusion.adapters import as_process
+
+    allowed = (*PREDICTIONS, "flow")
+    demand(prediction in (None, *allowed), "prediction", prediction, ", ".join(allowed))
+    found = parts(as_process(process), ("uniform", name), None, options)[1]
+    found.prediction = prediction or found.prediction
+    return found

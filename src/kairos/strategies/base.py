@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kairos.diffusion.schedule import NoiseSchedule, error_ratio
-from kairos.strategies.numeric import Array, Values, bisect, interp, like, of
+from kairos.strategies.numeric import Array, Values, bisect, interp, like, of, quiet
 from kairos.strategies.points import Place, points
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class Tabled(Sampler):
         masses, cumulative = self._tables(probability)
         cell = (of(probability).searchsorted(cumulative, probability, side="right") - 1).clip(0, len(masses) - 1)
         below, above = cumulative[cell], cumulative[cell + 1]
-        inside = (probability - below) / of(below).where(above > below, above - below, 1.0)
+        inside = (probability - below) / (above - below).clip(1e-300, None)
         return (cell + inside.clip(None, 1 - 1e-9)) / len(masses)
 
     def importance(self, x0: "Tensor", fractions: "Tensor", place: Place = NOTHING) -> "Tensor | None":
@@ -297,7 +297,7 @@ class Weighting(Part):
         Weightings that know only the schedule's timesteps are interpolated between them.
         """
         if type(self).of_snr is Weighting.of_snr:
-            with np.errstate(divide="ignore"):
+            with quiet(snr):
                 return interp(-of(snr).log(snr), -np.log(self.schedule.snr), self.weights(step))
         return self.converted(self.of_snr(snr), snr)
 
@@ -305,7 +305,7 @@ class Weighting(Part):
         """A factor on the error that the formula is stated for, as one on the error of what is predicted."""
         if self.stated in ("predicted", self.prediction):
             return factor
-        with np.errstate(divide="ignore", invalid="ignore"):  # infinite weights at SNR = 0
+        with quiet(snr):  # infinite weights at SNR = 0
             return factor * (error_ratio(snr, self.stated) / error_ratio(snr, self.prediction))
 
     def weights(self, step: Any = 0) -> Array:

@@ -9,8 +9,8 @@ import numpy as np
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.errors import ConfigError
 from kairos.registry import split
-from kairos.strategies.base import NOTHING, Sampler, Tabled
-from kairos.strategies.numeric import Array, Values, bisect, like, of, spline
+from kairos.strategies.base import NOTHING, Sampler
+from kairos.strategies.numeric import Array, Values, bisect, interp, like, of, spline
 from kairos.strategies.points import Place
 from kairos.strategies.registries import SAMPLERS
 
@@ -20,6 +20,14 @@ def _part(named: dict[str, Any], schedule: NoiseSchedule, seed: int, *extra: str
     return made
 
 
+def said_of(values: Any, place: Place) -> Any:
+    """What a call says of each sample, a number or (n,), as what broadcasts with the times of the place."""
+    import torch
+
+    values = torch.as_tensor(values, device=place.device)
+    return values.reshape(*values.shape, *[1] * (len(place.shape) if values.ndim == 1 else 0))
+
+
 class OfOne(Sampler):
     """Base of what changes one density, `part`."""
 
@@ -27,6 +35,11 @@ class OfOne(Sampler):
         super().__init__(options, schedule, seed)
         self.part = _part(options.density, schedule, seed)
         self.moving, self.split, self.asks = self.part.moving, self.part.split, self.part.asks
+
+    def uniforms(self, place: Place) -> Any:
+        """The part's, where these are not plain ones."""
+        plain = type(self.part).uniforms is Sampler.uniforms
+        return super().uniforms(place) if plain else self.part.uniforms(place)
 
     def inverse(self, probability: Values, place: Place) -> Values:
         """The part's quantile, in order."""
@@ -88,8 +101,7 @@ class Shift(OfOne):
             return options.alpha
         tokens = place.said("tokens", "shift")
         if not isinstance(tokens, (int, float)):
-            tokens = of(tokens).as_tensor(tokens, device=place.device)
-            tokens = tokens.reshape(*tokens.shape, *[1] * len(place.shape)) if tokens.ndim == 1 else tokens
+            tokens = said_of(tokens, place)
         elif not tokens > 0:
             raise ConfigError(f"shift: tokens: got {tokens}, allowed: a number above 0")
         if options.law == "root":
@@ -173,8 +185,7 @@ class ByGroup(Mixture):
                 raise ConfigError(f"group: got {group!r}, allowed: {', '.join(map(str, self.numbers))}")
             group = self.numbers.index(group)
         if not isinstance(group, int):
-            group = of(group).as_tensor(group, device=place.device)
-            group = group.reshape(*group.shape, *[1] * len(place.shape))
+            group = said_of(group, place)
         return [1.0 * (group == number) for number in range(len(self.parts))]
 
 
@@ -192,7 +203,7 @@ class Schedule(Mixture):
 
     def shares(self, place: Place) -> list[Any]:
         """What the ramps at the place's step say."""
-        now = place.steps if self.options.of == "steps" else place.said("progress", "schedule")
+        now = place.now if self.options.of == "steps" else place.said("progress", "schedule")
         ramp = self.options.ramp
         begun = [1.0]
         for start in self.numbers[1:]:
@@ -201,13 +212,18 @@ class Schedule(Mixture):
         return [this * (1 - after) for this, after in zip(begun, [*begun[1:], 0.0])]
 
 
-class Table(Tabled):
+class Table(Sampler):
     """A density by numbers evenly spread over the process: of equal cells, or knots with lines or a spline between."""
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        places = (np.arange(64 * schedule.timesteps) + 0.5) / (64 * schedule.timesteps)
-        self.set_masses(tabled(options, places).reshape(-1, 64).mean(1))
+        count = 64 * schedule.timesteps
+        below = np.concatenate([[0.0], tabled(options, (np.arange(count) + 0.5) / count).cumsum()])
+        self._nodes = below / below[-1], np.arange(count + 1) / count
+
+    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """Of the nodes."""
+        return interp(fraction, *self.nodes(fraction)[::-1])
 
 
 def tabled(options: Any, places: Array) -> Array:

@@ -175,7 +175,7 @@ class Clts(Sampler):
 
     def _progress(self, place: Place) -> Any:
         """The mixture's l at the place's step."""
-        share = place.steps / self.options.length
+        share = place.now / self.options.length
         return min(share, 1.0) if isinstance(share, float) else share.clip(None, 1.0)
 
     def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:

@@ -39,7 +39,8 @@ class FromLosses(Tabled):
             if hasattr(value := getattr(self, name), "shape"):
                 setattr(self, name, torch.as_tensor(value, device=losses.device))
         fractions = observation.fractions
-        losses = losses.view(-1, *[1] * (fractions.ndim - 1)).expand_as(fractions)  # of samples with several times
+        if losses.ndim < fractions.ndim:  # of samples with several times
+            losses = losses.view(-1, *[1] * (fractions.ndim - 1)).expand_as(fractions)
         both, place = torch.stack([fractions, losses], 1), observation.place
         fractions, losses = distributed.joined(both, place.index, place.total).transpose(0, 1).flatten(1)
         self.take((fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1), losses)

@@ -94,7 +94,8 @@ class CosineInterpolated(OfLogSnr):
             first, last = (math.atan(s * math.exp(shift / 2)) for s in (options.sigma_min, options.sigma_max))
             return shift - 2 * of(u).log(of(u).tan(first + u * (last - first)))
 
-        return cosine(options.low) + u * (cosine(options.high) - cosine(options.low))
+        clean, noisy = cosine(options.high), cosine(options.low)
+        return clean + u * (noisy - clean)
 
     def shares(self, level: Values) -> tuple[Values, Values]:
         """The inverse, by bisection."""

@@ -4,6 +4,7 @@ numpy for what is shown or checked before a job, without importing torch; torch 
 """
 
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,11 @@ def of(values: Any) -> Any:
     import torch
 
     return torch
+
+
+def quiet(values: Any) -> Any:
+    """A context in which numpy does not warn of what is infinite; torch never does."""
+    return np.errstate(all="ignore") if of(values) is np else nullcontext()
 
 
 def like(values: Any, other: Any) -> Any:
@@ -50,13 +56,13 @@ def normal_quantile(probability: Values) -> Values:
 
 def sigmoid(x: Values) -> Values:
     """1/(1 + exp(-x)), elementwise."""
-    with np.errstate(over="ignore"):
+    with quiet(x):
         return 1 / (1 + of(x).exp(-x))
 
 
 def logit(x: Values) -> Values:
     """The inverse of `sigmoid`, elementwise; infinite at 0 and 1."""
-    with np.errstate(divide="ignore"):
+    with quiet(x):
         return of(x).log(x) - of(x).log1p(-x)
 
 
@@ -88,11 +94,20 @@ def spline(places: Array, knots: Array) -> Array:
     before, after = slope[:-1], slope[1:]
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = np.where(before * after > 0, 2 * before * after / (before + after), 0.0)
-    tangent = step * np.concatenate([slope[:1], mean, slope[-1:]])
+    ends = slope if len(slope) == 1 else [_end(slope[0], slope[1]), _end(slope[-1], slope[-2])]
+    tangent = step * np.concatenate([ends[:1], mean, ends[-1:]])
     cell = np.minimum((places / step).astype(np.int64), len(slope) - 1)
     x, rise = places / step - cell, np.diff(knots)[cell]
     bend = tangent[cell] * (1 - x) - tangent[cell + 1] * x + rise * (2 * x - 1)
     return np.asarray(knots[cell] + rise * x + x * (1 - x) * bend)
+
+
+def _end(first: float, second: float) -> float:
+    """The slope at an end by three points, kept monotone."""
+    found = (3 * first - second) / 2
+    if found * first <= 0:
+        return 0.0
+    return 3 * first if first * second < 0 and abs(found) > 3 * abs(first) else found
 
 
 def levels(schedule: "NoiseSchedule") -> Array:

@@ -85,8 +85,8 @@ class CosineInterpolated(Fixed):
     """Shifted cosine schedules of ln SNR, interpolated."""
 
     image: float = option(64.0, "side of the images", gt=0)
-    low: float = option(32.0, "side that the schedule is shifted to at the image's end", gt=0)
-    high: float = option(64.0, "the same at the end of noise", gt=0)
+    low: float = option(32.0, "side that the schedule is shifted to at the end of noise", gt=0)
+    high: float = option(64.0, "the same at the image's end", gt=0)
     sigma_min: float = option(1e-3, "smallest noise level, over the data's standard deviation", gt=0)
     sigma_max: float = option(1e3, "largest noise level, likewise", gt=0)
 
@@ -448,7 +448,7 @@ class Power(Options):
 class Bell(Options):
     """exp(-2 (sigma - 1/2)²) less its value at the ends, mean 1."""
 
-    flat: bool = option(False, "flat at its largest from the middle to noise")
+    flat: bool = option(False, "flat at its largest from the middle to the image")
 
 
 class VLikeLoss(Options):

@@ -65,6 +65,11 @@ class Place:
 
         return torch.arange(self.step.start, self.step.stop, device=self.device).view(-1, 1, *[1] * len(self.shape))
 
+    @property
+    def now(self) -> Any:
+        """The same as real numbers, in double precision."""
+        return self.steps if isinstance(self.step, int) else self.steps.double()
+
     def stream(self, name: str) -> Stream:
         """The random numbers of one purpose."""
         return Stream(self.seed, name)

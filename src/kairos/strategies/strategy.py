@@ -150,14 +150,14 @@ class Strategy:
         total = total or len(x0) * distributed.ranks()
         now = self.step if step is None else step
         place = Place(self.seed, now, self._drawn[0], sum(self._drawn), index, total, times, context=context).of(x0)
-        self._drawn[0] += total
+        self._drawn[0] += total if step is None else 0
         if step is not None:
             place = replace(place, first=0, before=None)
         mine = place
         if same:
             place = replace(place, index=range(1), total=1)
         made = self._ahead(place) if self._steady(place) else self._made(x0, place)
-        return Draw(mine, x0, *(values.expand(len(x0), *times) for values in made))
+        return Draw(mine, x0, *(values.expand(len(x0), *times) if same else values for values in made))
 
     def _steady(self, place: Place) -> bool:
         """Whether the draws of a step depend on its number alone: they can be made before it."""
@@ -180,7 +180,7 @@ class Strategy:
         fractions = self.sampler.drawn(place) if x0 is None else self.sampler.fractions(x0, place)
         t = self.process.times(fractions)
         weighting = getattr(self.weighting, "base", self.weighting)  # a learned one's factor is applied with the loss
-        fixed = weighting.at(self.process, t, place.steps)
+        fixed = weighting.at(self.process, t, place.now)
         importance = self.sampler.importance(x0, fractions, place)
         return [fractions, t, fixed, torch.ones_like(fixed) if importance is None else importance]
 

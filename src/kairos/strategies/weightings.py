@@ -173,7 +173,7 @@ class Bell(OfSigma):
 
     def of_sigma(self, sigma: Values) -> Values:
         """The formula; flat from the middle on where that is asked for (ai-toolkit's second)."""
-        sigma = sigma.clip(None, 0.5) if self.options.flat else sigma
+        sigma = sigma.clip(0.5, None) if self.options.flat else sigma
         mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - math.exp(-0.5)
         return (of(sigma).exp(-2 * (sigma - 0.5) ** 2) - math.exp(-0.5)) / mean
 

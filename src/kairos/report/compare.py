@@ -1,0 +1,132 @@
+"""Methods of experiments side by side: one table, with the tests and factors of the report; an index of all reports.
+
+All are compared at the last milestone that all have, over the seeds that all have there. Differences are in units of
+the metric; their interval is that of the ratio, which the test is of, times the baseline's value.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import pandas as pd
+
+from kairos.errors import KairosError, demand
+from kairos.report import text
+from kairos.report.collect import Measured, Results
+from kairos.report.page import template
+from kairos.report.ranking import Ratio, Row, compare
+
+COLUMNS = (
+    "experiment", "method", "seeds", "step", "metric", "value", "spread", "baseline", "difference", "low", "high",
+    "p_value", "steps_factor", "time_factor",
+)  # fmt: skip
+_SHARED = ("experiment", "seeds", "step", "metric", "baseline")  # in a terminal said once where they are alike
+_NO_PROTOCOL = ("identity", "accuracy")  # of one training; of the extractor, whose hash is there
+_LINKS = {"report": "report.html", "report of what is there": "report_unfinished.html", "summary.csv": "summary.csv"}
+_LINKS["picture"] = "figures/metric_vs_steps.svg"
+_NONE = Ratio(math.nan, math.nan, math.nan)
+Sides = Sequence[tuple[Results, list[str]]]
+
+
+def join(sides: Sides, baseline: str | None = None) -> Measured:
+    """Methods of several experiments as those of one, named ``experiment/method``; of one they keep their names.
+
+    Args:
+        sides: experiments, each with the methods of it that are compared.
+        baseline: its name, or the method's alone; default: the first experiment's uniform method, else its first.
+
+    Raises:
+        KairosError: numbers came about under different protocols; names the fields that differ.
+        ConfigError: there is no such baseline.
+    """
+    tables, names = list[pd.DataFrame](), list[str]()
+    for (found, methods), label in zip(sides, _labels(sides)):
+        own = {method: f"{label}/{method}" if len(sides) > 1 else method for method in methods}
+        rows = found.table[found.table["method"].isin(methods)]
+        tables.append(rows.assign(experiment=label, method=rows["method"].map(own), metric=found.metric))
+        names += own.values()
+    rows = pd.concat(tables)
+    protocol = dict.fromkeys(chain(*(found.trainings[0].final.evaluation["protocol"] for found, _ in sides)))
+    differ = []
+    for name in ("metric", *(name for name in protocol if name not in _NO_PROTOCOL)):
+        said = rows.assign(value=rows[name].astype(str)).drop_duplicates("value")
+        if len(said) > 1:
+            values = [f"{value[:12]} in {label}" for value, label in zip(said["value"], said["experiment"])]
+            differ.append(f"{name} ({', '.join(values)})")
+    if differ:
+        raise KairosError(f"not compared: the protocols of the numbers differ in {'; '.join(differ)}")
+    wanted = baseline or sides[0][0].baseline
+    chosen = next((name for name in names if wanted in (name, name.rpartition("/")[2])), None)
+    demand(chosen or not baseline, "--baseline", baseline, ", ".join(names))
+    return Measured(rows, names, sorted({*rows["seed"]}), sides[0][0].metric, chosen or names[0])
+
+
+def table(measured: Measured) -> pd.DataFrame:
+    """A row per method, the lowest distance first; NaN where there is nothing to say.
+
+    Raises:
+        KairosError: no milestone, or no seed there, is evaluated of all methods.
+    """
+    rows = compare(measured)
+    if not rows[0].seeds:
+        raise KairosError(f"{', '.join(measured.methods)}: no seed is evaluated of all of them at their last milestone")
+    base = next(row.curve.mean[-1] for row in rows if row.method == measured.baseline)
+    experiments = dict(zip(measured.table["method"], measured.table["experiment"]))
+    records = []
+    for row in rows:
+        own, ratio, value = row.curve, row.against or _NONE, row.curve.mean[-1]
+        factors = ((factor or _NONE).value for factor in (row.steps, row.time))
+        where = (experiments[row.method], row.method.rpartition("/")[2], row.seeds, int(own.steps[-1]))
+        what = (measured.metric, value, own.spread[-1], measured.baseline, value - base)
+        records.append((*where, *what, base * (ratio.low - 1), base * (ratio.high - 1), ratio.p, *factors))
+    return pd.DataFrame(records, columns=COLUMNS)
+
+
+def written(found: pd.DataFrame, form: str) -> str:
+    """The table as text, as csv, json, md or else for a terminal; csv and json have all digits."""
+    if form == "csv":
+        return found.to_csv(index=False, lineterminator="\n")
+    if form == "json":
+        return found.to_json(orient="records", indent=1, double_precision=15) + "\n"
+    cells = found.map(_cell)
+    if form == "md":
+        return "".join(f"| {' | '.join(line)} |\n" for line in [COLUMNS, ["---"] * len(COLUMNS), *cells.to_numpy(str)])
+    alike = [name for name in _SHARED if cells[name].nunique() == 1]
+    head = ", ".join(f"{name} {cells[name][0]}" for name in alike)
+    columns = [[name, *column] for name, column in cells.drop(columns=alike).items()]
+    widths = [max(map(len, column)) * (-1 if column[0] in ("experiment", "method") else 1) for column in columns]
+    padded = ([f"{cell:{'<' if w < 0 else '>'}{abs(w)}}" for cell in column] for column, w in zip(columns, widths))
+    return f"{head}\n\n" + "".join("  ".join(line).rstrip() + "\n" for line in zip(*padded))
+
+
+def index(entries: dict[Path, tuple[Results, list[Row]] | str], out: Path) -> str:
+    """The page at `out`: of each folder its results compared, or why there are none, and links to its reports."""
+    shown = []
+    for folder, found in entries.items():
+        there = {told: folder / name for told, name in _LINKS.items() if (folder / name).exists()}
+        links = {told: os.path.relpath(path, out.parent) for told, path in there.items()}
+        shown.append((folder.name, found, links.pop("picture", None), links))
+    return template(Path(__file__)).render(text=text, experiments=shown)
+
+
+def remarks(sides: Sides, measured: Measured) -> Iterator[str]:
+    """What a reader of the table has to know."""
+    for (found, _), label in zip(sides, _labels(sides)):
+        if found.missing:
+            told = ", ".join(line.partition(";")[0] for line in found.missing[:3])
+            yield f"{label} is unfinished, {text.plural(len(found.missing), 'training')}: {told}"
+    if left := [str(seed) for seed in measured.seeds if seed not in measured.common.seeds]:
+        yield f"left out, since not all methods have them at the last common milestone: seeds {text.listed(left)}"
+
+
+def _labels(sides: Sides) -> list[str]:
+    names = [found.experiment.experiment for found, _ in sides]
+    return names if len(set(names)) == len(names) else [str(found.folder) for found, _ in sides]
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return text.number(value, 4) if math.isfinite(value) else ""
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,224 @@
+"""`kairos compare`: the report's numbers side by side, of one experiment or several, and never of two protocols."""
+
+import csv
+import html
+import io
+import json
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import results_tree
+
+from kairos.cli import main
+from kairos.config import load
+from kairos.files import read_json, write_json
+from kairos.report import ranking, text
+from kairos.report.collect import collect
+
+COLUMNS = [
+    "experiment", "method", "seeds", "step", "metric", "value", "spread", "baseline", "difference", "low", "high",
+    "p_value", "steps_factor", "time_factor",
+]  # fmt: skip
+SEEDS = tuple(range(ranking.SEEDS))
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """An experiment of three methods and five seeds; not to be changed."""
+    return results_tree.write(tmp_path_factory.mktemp("tree"), seeds=SEEDS, methods=("uniform", "p2", "min_snr"))
+
+
+@pytest.fixture
+def small(tmp_path):
+    """The same, small and free to be changed."""
+    return results_tree.write(tmp_path, seeds=(0, 1), methods=("uniform", "min_snr"))
+
+
+@pytest.fixture
+def compare(capsys):
+    """Call `kairos compare`; returns what it prints."""
+
+    def call(*words):
+        assert main(["compare", *map(str, words)]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return call
+
+
+def rows_of(text):
+    return {row["method"]: row for row in csv.DictReader(io.StringIO(text))}
+
+
+def edit(results, pattern, change):
+    for path in sorted(results.glob(pattern)):
+        record = read_json(path)
+        change(record)
+        write_json(path, record)
+
+
+def numbers(row):
+    return [float(row[name] or "nan") for name in COLUMNS[8:]]
+
+
+def test_numbers_are_those_of_the_report(tree, compare):
+    text = compare(tree[1], "--format", "csv")
+    assert next(csv.reader(io.StringIO(text))) == COLUMNS
+    found = rows_of(text)
+    own = {row.method: row for row in ranking.compare(collect(load(tree[0]), tree[1]))}
+    assert list(found) == list(own)
+    base = own["uniform"].curve.mean[-1]
+    for method, row in own.items():
+        line = found[method]
+        assert (line["experiment"], line["seeds"], line["step"]) == ("tiny", "5", "400")
+        assert (line["metric"], line["baseline"]) == (results_tree.METRIC, "uniform")
+        assert float(line["value"]) == row.curve.mean[-1] and float(line["spread"]) == row.curve.spread[-1]
+        against = row.against or ranking.Ratio(*[np.nan] * 3)
+        factors = [row.steps.value, row.time.value]
+        expected = [row.curve.mean[-1] - base, base * (against.low - 1), base * (against.high - 1), against.p, *factors]
+        np.testing.assert_allclose(numbers(line), expected)
+    assert found["p2"]["steps_factor"] == ""  # some seeds never reach uniform's distance
+    assert float(found["min_snr"]["p_value"]) < 0.05 and float(found["min_snr"]["high"]) < 0
+
+
+def test_an_experiment_file_is_its_results(tree, compare, monkeypatch):
+    monkeypatch.chdir(tree[0].parent)
+    assert compare("tiny.yaml", "--format", "csv") == compare("results/tiny", "--format", "csv")
+
+
+def test_formats_agree(tree, compare, tmp_path):
+    texts = {form: compare(tree[1], "--format", form) for form in ("table", "csv", "md", "json")}
+    found, records = rows_of(texts["csv"]), json.loads(texts["json"])
+    assert all(list(record) == COLUMNS for record in records)
+    for record in records:
+        line = found[record["method"]]
+        assert {name: "" if value is None else str(value) for name, value in record.items() if name in COLUMNS[:5]} == {
+            name: line[name] for name in COLUMNS[:5]
+        }
+        np.testing.assert_allclose(
+            [np.nan if record[name] is None else record[name] for name in COLUMNS[8:]], numbers(line)
+        )
+    lines = texts["md"].splitlines()
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == COLUMNS and len(lines) == 2 + 3
+    assert {line.count("|") for line in lines} == {len(COLUMNS) + 1}
+    assert all(name in texts["table"].split() or f"{name} " in texts["table"] for name in COLUMNS)
+    assert max(map(len, texts["table"].splitlines())) <= 100
+    assert compare(tree[1], "--out", tmp_path / "sub/table.txt") == ""
+    assert (tmp_path / "sub/table.txt").read_text() == texts["table"]
+
+
+def test_methods_by_their_folders_and_another_baseline(tree, compare):
+    found = rows_of(compare(tree[1] / "p2", tree[1] / "min_snr", "--format", "csv"))
+    assert set(found) == {"p2", "min_snr"} and {row["baseline"] for row in found.values()} == {"p2"}
+    found = rows_of(compare(tree[1], "--baseline", "min_snr", "--format", "csv"))
+    assert float(found["min_snr"]["difference"]) == 0 and float(found["uniform"]["low"]) > 0
+
+
+def test_methods_of_two_experiments_compare_as_those_of_one(tree, compare, tmp_path):
+    one = rows_of(compare(tree[1], "--format", "csv"))
+    for name, methods in (("first", ("uniform", "p2")), ("second", ("min_snr",))):
+        shutil.copytree(tree[1], tmp_path / name, ignore=shutil.ignore_patterns(*({*one} - {*methods})))
+
+        def rename(record, name=name, methods=methods):
+            record["config"] |= {
+                "experiment": name,
+                "methods": {each: record["config"]["methods"][each] for each in methods},
+            }
+
+        edit(tmp_path / name, "*/seed*/milestones/*/milestone.json", rename)
+    two = rows_of(compare(tmp_path / "first", tmp_path / "second", "--format", "csv"))
+    assert {method: row["experiment"] for method, row in two.items()} == {
+        "uniform": "first", "p2": "first", "min_snr": "second",
+    }  # fmt: skip
+    for method, row in two.items():
+        assert row["baseline"] == "first/uniform"
+        np.testing.assert_allclose(numbers(row), numbers(one[method]))
+    found = rows_of(compare(tmp_path / "first", tmp_path / "second", "--baseline", "second/min_snr", "--format", "csv"))
+    assert {row["baseline"] for row in found.values()} == {"second/min_snr"}
+
+
+def test_the_last_common_milestone_and_the_seeds_there(small, compare, capsys):
+    (small[1] / "min_snr/seed0/evaluation/0000400.json").unlink()
+    (small[1] / "min_snr/seed1/evaluation/0000400.json").unlink()
+    found = rows_of(compare(small[1], "--format", "csv"))
+    assert {(row["step"], row["seeds"]) for row in found.values()} == {("200", "2")}
+    expected = np.mean([results_tree.distance("uniform", seed, 200) for seed in (0, 1)])
+    assert float(found["uniform"]["value"]) == pytest.approx(expected)
+    shutil.rmtree(small[1] / "min_snr/seed1/evaluation")
+    assert main(["compare", str(small[1])]) == 0
+    said = capsys.readouterr()
+    assert "seeds 1" in said.out and "left out" in said.err and "min_snr seed 1: not evaluated yet" in said.err
+    shutil.rmtree(small[1] / "uniform/seed0/evaluation")
+    assert main(["compare", str(small[1])]) == 1
+    assert "no seed is evaluated of all of them" in capsys.readouterr().err
+
+
+def test_protocols_that_differ_are_not_compared(small, tmp_path, capsys):
+    other = shutil.copytree(small[1], tmp_path / "other")
+    edit(other, "*/seed*/evaluation/*.json", lambda record: record["protocol"].update(nfe=50, scheduler="euler"))
+    assert main(["compare", str(small[1]), str(other)]) == 1
+    said = capsys.readouterr().err
+    assert "not compared: the protocols of the numbers differ in " in said and said.count("\n") == 1
+    for differ in (f"scheduler (ddim in {small[1]}, euler in {other})", f"nfe (20 in {small[1]}, 50 in {other})"):
+        assert differ in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("nowhere.yaml", "nowhere.yaml: cannot be read"),
+        ("results", "results: no training there"),
+        ("results/tiny/speed", "method of results/tiny: got speed, allowed: min_snr, uniform"),
+        ("results/tiny/uniform/seed0", "results/tiny/uniform/seed0: no training there"),
+        ("results/tiny --baseline nobody", "--baseline: got nobody, allowed: min_snr, uniform"),
+        ("tiny.yaml --index", "--index: got tiny.yaml, allowed: one folder"),
+        ("results/tiny --out results", "results"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(small, words, said, capsys, monkeypatch):
+    monkeypatch.chdir(small[0].parent)
+    assert main(["compare", *words.split()]) in (1, 2)
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_nothing_evaluated_is_said(small, capsys):
+    for folder in small[1].glob("*/seed*/evaluation"):
+        shutil.rmtree(folder)
+    assert main(["compare", str(small[1])]) == 1
+    assert "no training is evaluated past step 0 yet" in capsys.readouterr().err
+    for folder in small[1].glob("*/seed*/milestones"):
+        shutil.rmtree(folder)
+    assert main(["compare", str(small[1])]) == 1
+    assert "no milestone there yet" in capsys.readouterr().err
+
+
+class _Links(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found += [value for name, value in attrs if name in ("href", "src")]
+
+
+def test_index_of_all_experiments(small, compare):
+    root = small[1].parent
+    (small[1] / "figures").mkdir()
+    for name in ("report.html", "summary.csv", "figures/metric_vs_steps.svg"):
+        (small[1] / name).write_text("")
+    broken = shutil.copytree(small[1], root / "broken")
+    (broken / "reference/reference.json").unlink()
+    (root / "no_results").mkdir()
+    assert compare(root, "--index").strip() == str(root / "index.html")
+    content = html.unescape((root / "index.html").read_text())
+    assert "2 experiments" in content and "no_results" not in content
+    assert "broken/reference/reference.json is missing" in content
+    for row in ranking.compare(collect(load(small[0]), small[1])):
+        assert (
+            f"<td>{row.method}</td>" in content and text.plus_minus(row.curve.mean[-1], row.curve.spread[-1]) in content
+        )
+    links = _Links()
+    links.feed(content)
+    assert "tiny/report.html" in links.found and all((root / link).exists() for link in links.found)

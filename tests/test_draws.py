@@ -1,0 +1,201 @@
+"""Draws where the batch is: in one graph, of any part of a batch, of any shape, with what the call says."""
+
+import numpy as np
+import pytest
+import torch
+
+import kairos
+from kairos.diffusion.schedule import make_schedule
+from kairos.errors import ConfigError
+from kairos.strategies import SAMPLERS, make_sampler
+from kairos.strategies.options import Fixed
+from kairos.strategies.points import Place
+
+FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed))
+BATCH = torch.zeros(16, 1, 2, 2)
+U = np.linspace(0, 1, 1001)
+
+
+def strategy(name, process="cosine", weighting="none", **options):
+    return kairos.Strategy(f"{name}+{weighting}", process, sampler=options, prediction="v")
+
+
+def sampler(name, **options):
+    return make_sampler({"name": name, **options}, kairos.Flow().schedule)
+
+
+def agree(first, second):
+    return all(torch.equal(getattr(first, name), getattr(second, name)) for name in ("t", "weights", "fractions"))
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_draw_is_one_graph_and_the_same_numbers(name):
+    torch._dynamo.reset()
+    made = strategy(name, weighting="min_snr", floor=0.1, points="random")
+    compiled = torch.compile(lambda x0, step: made.draw(x0, step=step), fullgraph=True, backend="aot_eager")
+    made.draw(BATCH)  # tables go to the device once
+    for number in (0, 5, 2**33):
+        step = torch.tensor(number)
+        graph, plain = compiled(BATCH, step), made.draw(BATCH, step=step)
+        torch.testing.assert_close(graph.fractions, plain.fractions, rtol=1e-12, atol=1e-12)
+        by_number = strategy(name, weighting="min_snr", floor=0.1)
+        by_number.step, by_number._drawn = number, [0, number * len(BATCH)]
+        assert agree(plain, by_number.draw(BATCH)), number
+
+
+@pytest.mark.parametrize("points", ["random", "stratified", "systematic", "sobol"])
+@pytest.mark.parametrize("name", ["uniform", "log_normal", "mixture", "speed_official", "listed"])
+def test_parts_of_a_batch_are_the_whole(name, points):
+    options = {"points": points} | ({"in_turn": True} if name == "listed" else {})
+    whole, parts = strategy(name, **options).draw(BATCH), []
+    for part in (range(5), torch.tensor([5, 6, 7]), range(8, 16)):
+        parts.append(strategy(name, **options).draw(BATCH[: len(part)], index=part, total=16))
+    assert torch.equal(torch.cat([part.t for part in parts]), whole.t)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_turns_and_single_steps_are_alike_and_a_resume_too(name):
+    ahead, alone = strategy(name, importance=True), strategy(name, importance=True)
+    for step in range(20):
+        alone._steady = lambda place: False
+        draws = ahead.draw(BATCH), alone.draw(BATCH)
+        assert agree(*draws), step
+        for made, draw in zip((ahead, alone), draws):
+            with made.observe(draw):
+                pass
+    resumed = strategy(name, importance=True)
+    resumed.load_state_dict(ahead.state_dict())
+    assert agree(resumed.draw(BATCH), ahead.draw(BATCH))
+
+
+def test_times_of_frames_and_one_time_for_all():
+    made = strategy("log_normal", "flow")
+    frames = made.draw(BATCH, times=(5,))
+    assert frames.t.shape == frames.weights.shape == (16, 5) and len(frames.t.unique()) == 80
+    one = strategy("log_normal", "flow").draw(BATCH, same=True)
+    assert one.t.shape == (16,) and len(one.t.unique()) == 1
+    even = strategy("uniform", "flow", points="stratified").draw(BATCH, times=(3,)).fractions
+    assert (even.sort(0).values * 16).floor().eq(torch.arange(16.0)[:, None]).all()
+    follower = kairos.Strategy("loss_rms", "flow", sampler={"start": 1, "frequency": 1})
+    draw = follower.draw(BATCH, times=(3,))
+    follower.loss(draw, torch.ones(16, 3))
+    with follower.observe(draw):
+        pass
+    assert follower.sampler.statistics() == {"updates": 1}
+
+
+@pytest.mark.parametrize("density", ["log_normal", "beta", "mixture", {"name": "clts", "length": 10}])
+def test_ranges_are_cut_or_scaled(density):
+    low, high, place = 0.25, 0.75, Place(step=5)
+    if density == "mixture":
+        density = {"name": density, "parts": [{"name": "log_normal", "share": 3}, {"name": "beta", "a": 4, "share": 1}]}
+    whole = sampler(
+        *([density] if isinstance(density, str) else [density["name"]]),
+        **({} if isinstance(density, str) else {k: v for k, v in density.items() if k != "name"}),
+    )
+    cut = sampler("range", density=density, low=low, high=high)
+    ends = whole.cdf(np.array([low, high]), place)
+    wanted = (whole.cdf(U.clip(low, high), place) - ends[0]) / (ends[1] - ends[0])
+    np.testing.assert_allclose(cut.cdf(U, place), wanted, atol=1e-12)
+    drawn = cut.drawn(Place(0, 5, index=range(4000), total=4000))
+    assert drawn.min() >= low and drawn.max() <= high
+    assert np.abs(cut.cdf(drawn.sort().values.numpy(), place) - np.arange(4000) / 4000).max() < 0.04
+    scaled = sampler("range", density=density, low=low, high=high, cut=False)
+    np.testing.assert_allclose(scaled.cdf(low + (high - low) * U, place), whole.cdf(U, place), atol=1e-9)
+
+
+def test_shifts_follow_tokens():
+    flux = sampler("shift", density="log_normal", law="exponential")
+    for tokens, alpha in ((1024, 1.878), (2304, 2.332), (4096, 3.158)):  # 512², 768², 1024²
+        u = flux.sample(5000, tokens=tokens)
+        assert torch.allclose(u, sampler("log_normal", m=np.log(alpha)).sample(5000), atol=2e-4)
+    many = torch.full((5000,), 1024)
+    assert torch.allclose(flux.sample(5000, tokens=many), flux.sample(5000, tokens=1024), atol=1e-12)
+    open_sora = sampler("shift", law="linear", low=1, high=3)
+    assert open_sora.alpha(Place(context={"tokens": 4096, "frames": 4})) == pytest.approx(6)
+    assert sampler("shift", law="root", alpha=1.0, last=4096).alpha(Place(context={"tokens": 9216})) == pytest.approx(
+        1.5
+    )
+    with pytest.raises(ConfigError, match=r"shift: needs tokens.*allowed: draw\(\.\.\., tokens=\)"):
+        flux.sample(3)
+    with pytest.raises(ConfigError, match="tokens: got -4, allowed: a number above 0"):
+        flux.sample(3, tokens=-4)
+
+
+def test_mixtures_schedules_and_groups():
+    parts = [{"name": "range", "high": 0.5, "share": 1}, {"name": "range", "low": 0.5, "share": 3}]
+    mixed = sampler("mixture", parts=parts)
+    assert (mixed.sample(40_000) < 0.5).double().mean().item() == pytest.approx(0.25, abs=0.01)
+    whole = sampler("mixture", parts=parts, per="batch")
+    below = torch.stack([whole.sample(64, step=k) < 0.5 for k in range(300)]).double().mean(1)
+    assert set(below.tolist()) == {0.0, 1.0} and below.mean().item() == pytest.approx(0.25, abs=0.08)
+    parts = [{"name": "range", "high": 0.5, "group": "a"}, {"name": "range", "low": 0.5, "group": "b"}]
+    grouped = sampler("by_group", parts=parts)
+    assert (grouped.sample(100, group="a") < 0.5).all() and (grouped.sample(100, group="b") >= 0.5).all()
+    numbers = torch.arange(100) % 2
+    assert torch.equal(grouped.sample(100, group=numbers) >= 0.5, numbers.bool())
+    with pytest.raises(ConfigError, match="group: got 'c', allowed: a, b"):
+        grouped.sample(3, group="c")
+    parts = [{"name": "range", "high": 0.5, "start": 0}, {"name": "range", "low": 0.5, "start": 100}]
+    for ramp, shares in ((0, {0: 1, 99: 1, 100: 0}), (50, {0: 1, 50: 1, 75: 0.5, 100: 0})):
+        over = sampler("schedule", parts=parts, ramp=ramp)
+        for step, share in shares.items():
+            assert (over.sample(4000, step=step) < 0.5).double().mean().item() == pytest.approx(share, abs=0.03)
+    over = sampler("schedule", parts=[parts[0], {**parts[1], "start": 0.5}], of="progress")
+    assert (over.sample(100, progress=0.4) < 0.5).all() and (over.sample(100, progress=0.6) >= 0.5).all()
+
+
+def test_tables_and_lists():
+    cells = sampler("table", values=[1, 0, 3], between="cells")
+    assert cells.cdf(np.array([1 / 3, 2 / 3])) == pytest.approx([0.25, 0.25], abs=1e-3)
+    from scipy.interpolate import PchipInterpolator
+
+    knots = [0.2, 1.0, 0.4, 0.0, 0.7]
+    wanted = PchipInterpolator(np.linspace(0, 1, 5), knots).integrate
+    areas = np.array([float(wanted(0, u)) for u in U[::100]]) / float(wanted(0, 1))
+    assert np.abs(sampler("table", values=knots, between="spline").cdf(U[::100]) - areas).max() < 0.03
+    times = [1.0, 0.9, 0.5]
+    drawn = sampler("listed", times=times).sample(3000)
+    assert drawn.float().unique().tolist() == pytest.approx(sorted(times), abs=1e-6)
+    turn = sampler("listed", times=times, in_turn=True)
+    assert turn.sample(6).tolist() == pytest.approx([0.5, 0.9, 1.0] * 2)
+
+
+def test_epochs_are_even_over_items_and_over_visits():
+    made = sampler("uniform", points="epochs")
+    items = torch.randperm(100)
+    epochs = torch.stack([made.sample(100, item=items, items=100, epoch=e)[items.argsort()] for e in range(100)])
+    assert (epochs.sort(1).values.diff(dim=1) < 1.01 / 100).all()  # over an epoch's items
+    assert (epochs.sort(0).values.diff(dim=0) < 3 / 100).all()  # over an item's visits
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"name": "range", "density": "adaptive"}, "density.name: got adaptive, allowed: samplers of a fixed density"),
+        ({"name": "range", "density": {"name": "beta", "c": 1}}, "density: unknown option 'c'"),
+        ({"name": "range", "density": 3}, "density: got 3, allowed: a sampler's name"),
+        ({"name": "range", "low": 0.5, "high": 0.5}, "low < high"),
+        ({"name": "range", "density": {"name": "uniform", "end": 100}, "low": 0.5}, "where the density has no mass"),
+        ({"name": "mixture", "parts": []}, r"parts: got \[\], allowed: a list of samplers"),
+        ({"name": "mixture", "parts": [{"name": "beta"}]}, r"parts\[0\].share: got nothing"),
+        ({"name": "mixture", "parts": [{"name": "beta", "share": 0}]}, "share: got \\[0\\], allowed: one above 0"),
+        ({"name": "mixture", "parts": [{"name": "beta", "share": -1}]}, "share: got -1, allowed: a number, 0 or more"),
+        ({"name": "schedule", "parts": [{"name": "beta", "start": 5}, {"name": "beta", "start": 1}]}, "rising"),
+        ({"name": "table", "values": [0, 0]}, "values: got 2 numbers from 0 to 0, allowed"),
+        ({"name": "table", "values": [1, -1]}, "none below 0"),
+        ({"name": "table", "file": "nowhere.csv"}, "file: got nowhere.csv"),
+        ({"name": "listed", "times": [1.5]}, r"times: got \[1.5\], allowed"),
+        ({"name": "log_normal", "low": 0.9, "high": 0.1}, "low < high"),
+        ({"name": "log_snr", "law": "levy"}, "law: got 'levy', allowed: one of normal"),
+    ],
+)
+def test_refusals(named, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        make_sampler(named, make_schedule())
+
+
+def test_infinite_weights_are_refused_with_the_strategy():
+    table = torch.linspace(0.99, 1e-3, 10, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="weights are not finite at timesteps that it draws"):
+        kairos.Strategy("uniform+snr", table, weighting={"power": -400.0})

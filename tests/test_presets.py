@@ -1,0 +1,210 @@
+"""Presets against the trainers' formulas written anew: quantiles, weights, draws, signs, refusals."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import kairos
+from kairos.errors import ConfigError
+
+pytest.importorskip("scipy")
+from trainers import TRAINERS
+
+LEVELS = (np.arange(10_001) + 0.5) / 10_001
+REQUIRED = {
+    "diffusers:logit_normal": {"mean", "std"},
+    "diffusers:mode": {"mode_scale"},
+    "diffusers:cosmap": set(),
+    "diffusers:sigma_sqrt": set(),
+    "kohya:sigmoid": {"sigmoid_scale"},
+    "kohya:shift": {"shift"},
+    "musubi:flux_shift": set(),
+    "musubi:qwen_shift": set(),
+    "musubi:logsnr": {"mean", "std"},
+    "simpletuner:beta": {"alpha", "beta"},
+    "onetrainer:cos_map": set(),
+    "onetrainer:inverted_parabola": {"weight", "bias"},
+    "diffsynth:bell": set(),
+    "nemo:linear": set(),
+    "chroma:parabola": set(),
+    "edm:log_normal": {"mean", "std"},
+    "edm2:img512": set(),
+    "wan:high_noise": {"boundary", "shift"},
+    "wan:low_noise": {"boundary", "shift"},
+}
+
+
+def test_every_preset_has_its_formula_and_the_promised_names_exist():
+    assert kairos.presets() == sorted(TRAINERS)
+    for name, options in REQUIRED.items():
+        assert options <= kairos.preset(name).options.keys()
+
+
+def test_the_guide_names_every_preset_and_no_other():
+    text = Path(__file__).parents[1].joinpath("docs/trainers.md").read_text(encoding="utf-8")
+    trainers = {name.split(":")[0] for name in TRAINERS}
+    named = {name for name in re.findall(r"`(\w+:\w+)`", text) if name.split(":")[0] in trainers}
+    assert named == set(TRAINERS)
+
+
+@pytest.mark.parametrize("name", sorted(TRAINERS))
+def test_quantiles_are_the_trainers(name):
+    trainer = TRAINERS[name]
+    found = kairos.preset(name, **trainer.options).quantile(LEVELS, **trainer.context)
+    error = np.abs(found - trainer.quantile(LEVELS)) / (trainer.quantile(LEVELS) if trainer.sigma else 1)
+    assert found.dtype == np.float64
+    assert error.max() < 1e-6
+
+
+@pytest.mark.parametrize("name", sorted(TRAINERS))
+def test_weights_are_the_trainers(name):
+    trainer = TRAINERS[name]
+    times = trainer.quantile(LEVELS).astype(np.float32)
+    found = kairos.preset(name, **trainer.options).weights(torch.from_numpy(times))
+    expected = trainer.weight(times.astype(np.float64))
+    assert found.dtype == torch.float32
+    assert found.shape == times.shape
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+def distance(draws, quantile):
+    """Kolmogorov and Smirnov's, of the distribution functions on both sides of 20,001 of the trainer's quantiles."""
+    levels = (np.arange(20_001) + 0.5) / 20_001
+    at = quantile(levels)
+    draws = np.sort(draws)
+    draws_of = np.searchsorted(draws, at, "left") / len(draws), np.searchsorted(draws, at, "right") / len(draws)
+    theirs = np.searchsorted(at, at, "left") / len(at), np.searchsorted(at, at, "right") / len(at)
+    return max(np.abs(a - b).max() for a, b in zip(draws_of, theirs))
+
+
+@pytest.mark.parametrize("count", [100_000, pytest.param(4_000_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", sorted(TRAINERS))
+def test_draws_follow_the_trainers_density(name, count):
+    if name == "nemo:mix":
+        pytest.skip("whole batches are of one part: below")
+    trainer = TRAINERS[name]
+    preset = kairos.preset(name, **trainer.options)
+    draws = preset.sample(count, seed=1, **trainer.context)
+    assert draws.dtype == torch.float32
+    assert draws.shape == (count,)
+    assert torch.equal(draws[:100], preset.sample(100, seed=1, **trainer.context))
+    last = torch.inf if trainer.sigma else 1
+    assert ((draws >= 0) & (draws <= last)).all()
+
+    def nearest(levels):
+        return trainer.quantile(levels).astype(np.float32)  # where the density is infinite, many are 1
+
+    assert distance(draws.numpy(), nearest) < 0.0015 * (4_000_000 / count) ** 0.5
+
+
+def test_a_mixed_batch_of_nemo_is_of_one_part():
+    preset = kairos.preset("nemo:mix", ratio=0.25, shift=2.0)
+    uniform = logit_normal = 0
+    for seed in range(400):
+        t = preset.sample(400, seed=seed).double().numpy()
+        base = np.sort(t / (2 - t))  # the shift taken back
+        even = np.abs(base - (np.arange(400) + 0.5) / 400).max() < 0.1
+        uniform, logit_normal = uniform + even, logit_normal + (not even and 0.2 < np.quantile(base, 0.1) < 0.25)
+    assert 70 < uniform < 130
+    assert uniform + logit_normal > 350
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "context", "median"),
+    [
+        ("diffusers:logit_normal", {"mean": 1.0}, {}, 0.2689414),  # u falls with noise: less of it
+        ("diffusers:ideogram4", {"mean": 1.0}, {}, 0.7310586),  # u is sigma: more noise
+        ("musubi:logsnr", {"mean": 2.0}, {}, 0.2689414),  # a large signal-to-noise ratio: less noise
+        ("laplace:log_snr", {"mean": 2.0}, {}, 0.2689414),
+        ("kohya:shift", {"shift": 3.0}, {}, 0.75),  # above 1: more noise
+        ("musubi:flux_shift", {}, {"tokens": 4096}, 0.7595109),
+        ("musubi:qwen_shift", {}, {"tokens": 8192}, 0.7109495),
+        ("ai_toolkit:content", {}, {}, 0.875),  # index 0 is the most noise
+        ("ai_toolkit:style", {}, {}, 0.125),
+        ("simpletuner:beta", {"alpha": 3.0, "beta": 1.0}, {}, 0.7937005),
+        ("simpletuner:mixflow", {}, {}, 0.2928932),
+        ("onetrainer:sigmoid", {"weight": 50.0, "bias": 0.3}, {}, 0.9),
+        ("wan:high_noise", {}, {}, 0.95),
+        ("edm:log_normal", {}, {}, 0.3011942),
+        ("edm2:img512", {}, {}, 0.6703200),
+    ],
+)
+def test_signs(name, options, context, median):
+    assert kairos.preset(name, **options).quantile(0.5, **context) == pytest.approx(median, abs=1e-3)
+
+
+def test_contexts_are_of_each_sample():
+    tokens = torch.tensor([256, 4096])
+    found = kairos.preset("musubi:flux_shift").quantile(torch.tensor([0.5, 0.5]), tokens=tokens)
+    np.testing.assert_allclose(found, 1 / (1 + np.exp([-0.5, -1.15])), rtol=1e-6)
+    drawn = kairos.preset("musubi:flux_shift").sample(20_000, tokens=tokens.repeat(10_000)).view(-1, 2)
+    np.testing.assert_allclose(drawn.median(0).values, found, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("kohya:sigmod", {}, "did you mean 'kohya:sigmoid'"),
+        ("kohya:sigmoid", {"sigmoid_scal": 1.0}, "did you mean 'sigmoid_scale'"),
+        ("kohya:sigmoid", {"sigmoid_scale": "wide"}, "sigmoid_scale: got 'wide', allowed: number > 0"),
+        ("kohya:shift", {"shift": 0}, "shift: got 0, allowed: number > 0"),
+        ("diffusers:logit_normal", {"mean": float("nan")}, "mean: got nan"),
+        ("diffusers:mode", {"mode_scale": 2.0}, "mode_scale: got 2.0"),
+        ("wan:high_noise", {"boundary": 1.0}, "boundary: got 1.0"),
+        ("onetrainer:inverted_parabola", {"weight": -1.0}, "weight: got -1.0"),
+        ("sana:stretched", {"p_low": 0.9, "p_high": 0.1}, "got 0.9 and 0.1"),
+        ("simpletuner:cubic", {"values": [0, 0]}, "one above"),
+        ("simpletuner:cubic", {"values": 3}, "values: got 3"),
+        ("rae:shift", {"dim": -4}, "dim: got -4"),
+    ],
+)
+def test_what_cannot_be_is_refused(name, options, message):
+    with pytest.raises(ConfigError) as refused:
+        kairos.preset(name, **options)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "time"),
+    [
+        ("diffusers:sigma_sqrt", 0.0),
+        ("edm:log_normal", 0.0),
+        ("edm:log_normal", -1.0),
+        ("kohya:shift", 1.5),
+        ("nemo:linear", float("nan")),
+    ],
+)
+def test_times_without_a_finite_weight_are_refused(name, time):
+    with pytest.raises(ConfigError, match=f"preset {name}: weights: got"):
+        kairos.preset(name).weights(torch.tensor([0.5, time]))
+
+
+def test_a_context_that_is_missing_is_asked_for():
+    with pytest.raises(ConfigError, match="needs tokens"):
+        kairos.preset("musubi:flux_shift").sample(4)
+
+
+def test_densities_and_weightings_alone():
+    density = kairos.density("log_normal", m=1.0, s=0.5)
+    t = density.sample(4, seed=3)
+    assert t.shape == (4,)
+    np.testing.assert_allclose(density.cdf(np.array([density.quantile(np.array([0.3]))[0]])), 0.3, atol=1e-9)
+    np.testing.assert_allclose(kairos.weighting("power")(((1 - t) / t) ** 2), t**-2)
+    snr = torch.tensor([0.1, 1.0, 10.0]).double()
+    np.testing.assert_allclose(kairos.weighting("min_snr", "linear", "v")(snr), snr.clip(max=5) / (snr + 1))
+    sigma = torch.tensor([0.2, 3.0]).double()
+    edm = kairos.weighting("edm", kairos.Edm(sigma_data=0.7))
+    np.testing.assert_allclose(edm(sigma**-2), (sigma**2 + 0.49) / (0.7 * sigma) ** 2)
+    for call in (
+        lambda: kairos.density("adaptive"),
+        lambda: kairos.density("log_norml"),
+        lambda: kairos.density("beta", a=-1.0),
+        lambda: kairos.weighting("min_snr", prediction="noise"),
+        lambda: kairos.weighting("min_snr", gama=3),
+    ):
+        with pytest.raises(ConfigError):
+            call()
