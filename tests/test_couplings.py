@@ -102,6 +102,19 @@ def test_batches_that_are_accumulated_get_different_noise():
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("name", ["uniform", "speed"])
+def test_nearest_is_a_part_of_a_compiled_step(name):
+    strategy, x0 = kairos.Strategy(name, coupling="nearest"), digits(8)
+
+    def step(x0, noise, number):
+        draw = strategy.draw(x0, step=number)
+        return strategy.couple(draw, noise)
+
+    noise, number = torch.randn_like(x0), torch.tensor(3)
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x0, noise, number), step(x0, noise, number))
+
+
 def test_independent_gives_back_what_it_got():
     noise, found = coupled("independent", digits(4))
     assert found is not None and torch.equal(noise, found)

@@ -105,6 +105,26 @@ def test_a_learned_weighting_takes_microbatches_too(folder, tmp_path):
 
 
 @pytest.mark.long
+def test_coupled_noise_on_two_processes(folder, tmp_path):
+    """The nearest of several is that of one process; an assignment is of each process' own part: another training."""
+    for processes in (1, 2):
+        case = experiment({"nearest": {"coupling": "nearest"}, "assignment": {"coupling": "assignment"}},
+                          training__precision="fp64", training__milestones=[STEPS], training__processes=processes,
+                          training__microbatch=5)  # fmt: skip
+        config = write_experiment(tmp_path / f"{processes}.yaml", case)
+        for method in case["methods"]:
+            command = train_command(config, method, tmp_path / f"{method} {processes}", folder / "latents")
+            here(command) if processes == 1 else run(command)
+    same(tmp_path / "nearest 1", tmp_path / "nearest 2")
+    identities = {
+        method: {read_json(tmp_path / f"{method} {processes}" / "training.json")["identity"] for processes in (1, 2)}
+        for method in ("nearest", "assignment")
+    }
+    assert [len(each) for each in identities.values()] == [1, 2]
+    with pytest.raises(AssertionError):
+        same(tmp_path / "assignment 1", tmp_path / "assignment 2")
+
+
 def test_a_checkpoint_of_one_process_resumes_on_two(folder, alone):
     out = folder / "one_then_two"
     here(line(folder, "adaptive", out, "--milestones", 0, 23))
