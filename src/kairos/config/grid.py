@@ -13,10 +13,10 @@ from typing import Any
 
 from kairos.errors import demand
 from kairos.registry import split
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
 
 MOST = 1000  # methods of an experiment
-PARTS = {"sampler": (SAMPLERS, "uniform"), "weighting": (WEIGHTINGS, "none")}
+PARTS = {"sampler": (SAMPLERS, "uniform"), "weighting": (WEIGHTINGS, "none"), "coupling": (COUPLINGS, "independent")}
 _FORM = "lists of different numbers, texts, true, false or null: {sampler.k: [1, 2, 5], ...}"
 
 
@@ -63,9 +63,9 @@ def _members(name: str, method: dict[str, Any], grid: dict[str, list[Any]]) -> I
 
 
 def _with(method: dict[str, Any], key: str, value: Any, where: str) -> dict[str, Any]:
-    """A method with another sampler or weighting, or with another value of one of its options."""
+    """A method with another sampler, weighting or coupling, or with another value of one of its options."""
     part, _, option = key.partition(".")
-    demand(part in PARTS, where, key, "sampler, weighting or one of their options, such as sampler.k")
+    demand(part in PARTS, where, key, "sampler, weighting, coupling or one of their options, such as sampler.k")
     if option:
         registry, default = PARTS[part]
         given = method.get(part, default)

@@ -31,7 +31,7 @@ class DiffusionConfig(Section):
 
 _SCALAR = {"type": ["number", "string", "boolean", "null"]}
 _VALUES = {"type": "array", "minItems": 1, "uniqueItems": True, "items": _SCALAR}
-_KEYS = {"pattern": r"^(sampler|weighting)(\..+)?$"}
+_KEYS = {"pattern": r"^(sampler|weighting|coupling)(\..+)?$"}
 _GRID = {"type": "object", "minProperties": 1, "propertyNames": _KEYS, "additionalProperties": _VALUES}
 _HELP = "values of options, sampler.k: [1, 2, 5]: a method of each combination, written out by config.grid"
 
