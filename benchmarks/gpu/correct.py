@@ -37,7 +37,9 @@ from sample import Drawn
 from kairos.diffusion.registries import PROCESSES
 from kairos.errors import KairosError
 from kairos.files import read_json, write_json
+from kairos.strategies.options import Fixed
 from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.strategies.strategy import Strategy
 from kairos.training.checkpoint import component_hashes
 from kairos.training.job import Leave
 from kairos.training.loop import steps
@@ -101,6 +103,7 @@ class Correct:
         for process, scheme in SCHEMES:
             rows[f"scheme {scheme} of {process}"] = lambda given=(process, scheme): self.scheme(*given)
         rows |= {
+            "draws in a CUDA graph": self.graphed,
             "unweighted vlb term": lambda: self.against_cpu(
                 experiment(DIT, losses=({"name": "mse"}, {"name": "vlb", "weighted": False, "scale": 0.001}))
             ),
@@ -183,8 +186,28 @@ class Correct:
 
     def sampler(self, name: str) -> dict[str, Any]:
         sampler = {"name": name, **MEASURES.get(name, {})}
-        learned = name in MEASURES or name == "loss_second_moment"
+        learned = name in MEASURES or name.startswith(("loss", "info"))
         return self.all_precisions(experiment(DIT, sampler=sampler), judged=not learned)
+
+    def graphed(self) -> dict[str, Any]:
+        """Draws of fixed strategies, replayed with another step, are those of that step on the CPU."""
+        worst, names = 0.0, [name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed)]
+        x0 = torch.zeros(self.batch, *SHAPE)
+        for name in names:
+            made, step = Strategy(name, "cosine"), torch.zeros((), dtype=torch.int64, device=self.device)
+            here, wanted = x0.to(self.device), made.draw(x0, step=torch.tensor(7)).fractions
+            made.draw(here, step=step)  # tables go to the device once
+            if self.device.type == "cuda":
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    draw = made.draw(here, step=step)
+                step.fill_(7)
+                graph.replay()
+            else:
+                draw = made.draw(here, step=step.fill_(7))
+            worst = max(worst, float((draw.fractions.cpu() - wanted).abs().max()))
+        assert worst <= 1e-6, f"fractions {worst:.3g}, allowed 1e-6"
+        return {"strategies": len(names), "fractions": worst}
 
     @torch.inference_mode()
     def scheme(self, process: str, scheme: str) -> dict[str, Any]:

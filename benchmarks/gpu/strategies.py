@@ -95,6 +95,7 @@ class Strategies:
         begun = time.perf_counter()
         for _ in range(count):
             strategy.draw(x0)
+            strategy.step, strategy._drawn = strategy.step + 1, [0, (strategy.step + 1) * len(x0)]
         synchronize(self.device)
         draw = (time.perf_counter() - begun) / count
         strategy.load_state_dict(state, self.device)
