@@ -69,7 +69,7 @@ def test_each_stage_depends_on_its_own_fields_and_on_what_it_reads(copy):
     for stage, facts in found["stages"].items():
         if stage != FIRST:
             name, _, item = stage.partition("@")
-            key = f"{name}.{item.rpartition('-')[0]}" if item else name
+            key = f"{name}.{item.rpartition('-')[0]}.fields" if item else name
             assert facts["params"] == {"results/demo/dependencies.yaml": [key]}
     edges = {tuple(edge) for edge in found["edges"]}
     for edge in (

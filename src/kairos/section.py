@@ -3,9 +3,10 @@
 Unknown keys are refused, values are frozen. A package that has a section of its own states it in its ``settings``.
 """
 
-from typing import Annotated, Any, TypeVar, get_args
+import dataclasses
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kairos import options
 from kairos.errors import ConfigError, Refusal, refusal
@@ -45,7 +46,48 @@ def component(registry: Registry, default: str | None = None) -> Any:
             raise Refusal(str(error)) from None
         return {"name": value["name"], **options.dump(parsed)}
 
-    return Annotated[dict[str, Any], BeforeValidator(complete)]
+    return Annotated[dict[str, Any], BeforeValidator(complete), _Schema(registry, default)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Schema:
+    """What JSON schema says of a `component` field; made when it is asked for, by `kairos schema`."""
+
+    registry: Registry
+    default: str | None
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+        named = [
+            {"const": name, "description": entry.help or self.registry.kind} for name, entry in self.registry.items()
+        ]
+        told = [
+            {
+                "type": "object",
+                "description": described["description"],
+                "properties": {"name": described, **_options_schema(self.registry[described["const"]].options)},
+                "required": ["name"] if described["const"] != self.default else [],
+                "additionalProperties": False,
+            }
+            for described in named
+        ]
+        return {"anyOf": [*named, *told]} if named else {"not": {}}
+
+
+_BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
+
+
+def _options_schema(cls: type) -> dict[str, Any]:
+    """JSON schema of what a component can be told, by the names a user writes."""
+    found, hints = {}, get_type_hints(cls)
+    for one in dataclasses.fields(cls):
+        its, choices = TypeAdapter(hints[one.name]).json_schema(), one.metadata["choices"]
+        if choices:  # for YAML the name 64 is a number; where there may be none, null is among those of the type
+            spelt = [*choices, *(int(choice) for choice in choices if str(choice).isdecimal())]
+            its = {"enum": spelt + [None] * (type(None) in get_args(hints[one.name]))}
+        its |= {_BOUNDS[bound]: value for bound, value in one.metadata["bounds"].items()}
+        default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+        found[options.public_name(one)] = {**its, "description": one.metadata["help"], "default": default}
+    return found
 
 
 def build(registry: Registry, named: dict[str, Any], *arguments: Any, **keywords: Any) -> Any:

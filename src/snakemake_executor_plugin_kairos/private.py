@@ -3,6 +3,7 @@
 ``tests/test_private_names.py`` looks for each, also in the newest releases; pyproject.toml caps the versions.
 """
 
+from pathlib import Path
 from typing import Any
 
 _BOOKS, _JOBS = "snakemake.persistence:PersistenceBase", "snakemake.jobs"
@@ -16,6 +17,7 @@ NAMES = [  # module and class, a word of its code, what would happen where it is
     (_GROUPS, "group_components", "each of the trainings that share a GPU would be a job of its own"),
     (_SLURM, "self.run_uuid = ", "jobs would be named anew in each run, and the next controller would not find them"),
     (_SLURM, "sbatch call:", "words of the command line would be taken for SLURM's refusal of it"),
+    ("snakemake_executor_plugin_slurm.partitions:PartitionLimits", "max_runtime", "kairos check would know none"),
     (_SLURM, "self.report_job_error(job_info, msg=msg)", "a job that SLURM cannot take now would use up its attempts"),
 ]
 
@@ -39,3 +41,11 @@ def together(workflow: Any, group: str, number: int) -> str:
     if settings := workflow.group_settings:  # none where nothing is executed, such as for a summary
         settings.group_components = {group: number, **settings.group_components}
     return group
+
+
+def longest(partitions: Path, gpu: bool) -> float:
+    """Minutes that the longest partition of a partition file allows; with `gpu` of those that take jobs with one."""
+    from snakemake_executor_plugin_slurm.partitions import read_partition_file
+
+    limits = [partition.limits for partition in read_partition_file(partitions)]
+    return max((one.max_runtime for one in limits if one.max_gpu or not gpu), default=0.0)

@@ -1,28 +1,39 @@
-"""``kairos check``: what an experiment file will do, before anything runs."""
+"""``kairos check`` and ``kairos schema``: what an experiment file will do, and what may stand in one."""
 
 import argparse
+import json
 from pathlib import Path
 
 from kairos.progress import table
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """The experiment file."""
+    """The experiment file; a schema needs none."""
+    if name == "schema":
+        return
     parser.add_argument("file", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="compare time limits with this cluster's profile")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of a GPU; default: of this machine's")
+    parser.add_argument("--steps-per-second", type=float, metavar="R", help="of a training, for the time limits")
     parser.add_argument("--folder", action="store_true", help="print the folder of its results only")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Check the file and print jobs, methods and milestones."""
-    from kairos.config import load
+    """Check the file and print jobs, methods and milestones, or print the schema."""
+    from kairos.config import Experiment, load
     from kairos.fetching import lacking
     from kairos.report.text import component
     from kairos.workflow.layout import Layout
 
+    if arguments.command == "schema":
+        print(json.dumps(Experiment.model_json_schema(), indent=1, ensure_ascii=False))
+        return
     given = load(arguments.file)
     if arguments.folder:
         print(Layout(given, arguments.file).results)
         return
+    from kairos.costs.beforehand import remarks
+
     experiment, said = given.settled()
     layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
@@ -39,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"evaluated with {images} images a milestone, {experiment.evaluation.sets} sets")
     if given == experiment:
         print(f"extractor: {component(experiment.evaluation.extractor)}")
+    said += [*remarks(experiment, arguments.profile, arguments.gpu_memory, arguments.steps_per_second)]
     said += lacking(experiment)
     print(*said, sep="\n", end="\n" if said else "")
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator
+from pydantic import AfterValidator, field_validator
 
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.fits import check_fits
+from kairos.config.grid import written_out
 from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
@@ -48,9 +49,9 @@ def _distinct(seeds: list[int]) -> list[int]:
 
 def _method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
     for name in methods:
-        if not _NAME.match(name) or "." in name or name in RESERVED:  # dvc splits names at dots
+        if not _NAME.match(name.replace("=", "")) or name in RESERVED:  # = is a sweep's
             reserved = ", ".join(RESERVED)
-            raise ValueError(f"method name {name!r}: letters, digits and _ + - only, and none of {reserved}")
+            raise ValueError(f"method name {name!r}: letters, digits and _ . + - only, and none of {reserved}")
     return methods
 
 
@@ -75,6 +76,11 @@ class Experiment(Section):
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _without_grids(cls, methods: Any) -> Any:
+        return written_out(methods) if isinstance(methods, dict) else methods
 
     def model_post_init(self, context: Any) -> None:
         """What one section leaves to others is settled, and whether all fit together is asked."""

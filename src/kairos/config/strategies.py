@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import ConfigDict, ValidationInfo, field_validator
 
 from kairos.diffusion.registries import LOSSES, PROCESSES, check_losses, chosen_prediction
 from kairos.section import Section, component, field
@@ -29,8 +29,19 @@ class DiffusionConfig(Section):
         check_losses(self.losses, self.process)
 
 
+_SCALAR = {"type": ["number", "string", "boolean", "null"]}
+_VALUES = {"type": "array", "minItems": 1, "uniqueItems": True, "items": _SCALAR}
+_KEYS = {"pattern": r"^(sampler|weighting)(\..+)?$"}
+_GRID = {"type": "object", "minProperties": 1, "propertyNames": _KEYS, "additionalProperties": _VALUES}
+_HELP = "values of options, sampler.k: [1, 2, 5]: a method of each combination, written out by config.grid"
+
+
 class MethodConfig(Section):
     """A timestep strategy: a sampler and a weighting."""
+
+    model_config = ConfigDict(
+        json_schema_extra=lambda schema: schema["properties"].update(grid={**_GRID, "description": _HELP})
+    )
 
     sampler: component(SAMPLERS) = field("uniform", "how timesteps are drawn")
     weighting: component(WEIGHTINGS) = field("none", "how their losses are weighted")

@@ -8,6 +8,7 @@ from typing import Any
 
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config import Experiment
+from kairos.data.survey import survey
 from kairos.errors import ConfigError
 from kairos.files import read_json
 from kairos.text.settings import TextEncoderConfig
@@ -86,8 +87,8 @@ def describe(
     if encoder is not None and (described := _text(encoder, results, text)):
         told["text"] = described
         states = math.prod(described["shape"]) * (2 if encoder.dtype == "float16" else 4)
-    if classes is None and experiment.dataset.source == "digits":
-        classes = 10
+    if classes is None and "class" in experiment.conditions:
+        classes = survey(experiment.dataset).classes
     if classes is not None:
         told.setdefault("class", {"kind": "class", "num_classes": classes})
     missing = [name for name in experiment.conditions if name not in told]
@@ -125,6 +126,8 @@ def _images(experiment: Experiment, record: dict[str, Any]) -> tuple[Shape | Non
     if (images := dataset.images) is not None:
         own = isinstance(dataset.heldout, str)
         return image, None if own else images, images - (0 if own else dataset.held_out(images)), "dataset.images"
+    if not (seen := survey(dataset)).unknown:
+        return image, None if isinstance(dataset.heldout, str) else seen.count, seen.train, "counted"
     return image, None, None, "unknown before kairos prepare; dataset.train_images would tell"
 
 

@@ -6,13 +6,14 @@ For what is decided before any job: the names of files, or the number of rows an
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kairos.data.settings import DatasetConfig
 from kairos.errors import ConfigError
 
+_LOOKED_AT = 20_000
 _DIGITS, _RAREST = 1797, 174  # scikit-learn's images, and those of the rarest digit
 
 
@@ -24,11 +25,15 @@ class Survey:
         train: number of training images; None where that is not known.
         smallest: number of images of the smallest class, training and held out; None without labels.
         unknown: why nothing is known; else empty.
+        count: number of images, training and held out (with a place of their own not counted).
+        classes: number of classes; None without labels.
     """
 
     train: int | None = None
     smallest: int | None = None
     unknown: str = ""
+    count: int | None = field(default=None, compare=False)
+    classes: int | None = field(default=None, compare=False)
 
 
 def survey(config: DatasetConfig) -> Survey:
@@ -40,25 +45,26 @@ def survey(config: DatasetConfig) -> Survey:
         ConfigError: it is known that their number is not `dataset.images`.
     """
     try:
-        looks = {"digits": lambda _: (_DIGITS, _RAREST), "parquet": _parquet, "hub": _hub}
-        count, smallest = looks.get(config.source, _files)(config)
+        looks = {"digits": lambda _: (_DIGITS, dict.fromkeys(range(10), _RAREST)), "parquet": _parquet, "hub": _hub}
+        count, labels = looks.get(config.source, _files)(config)
     except (ConfigError, OSError, ValueError, LookupError) as error:  # arrow's own errors are of the latter kinds
         return Survey(unknown=" ".join(str(error).split()))
     config.check_count(count)
     kept = min(count, config.limit or count)
     heldout = 0 if isinstance(config.heldout, str) else config.held_out(kept)
-    return Survey(kept - heldout, smallest and smallest * kept // count)
+    smallest = min(labels.values()) * kept // count if labels else None
+    return Survey(kept - heldout, smallest, count=kept, classes=len(labels) or None)
 
 
-def _files(config: DatasetConfig) -> tuple[int, int | None]:
+def _files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     """Of a folder or a zip, whose opening reads names alone."""
     from kairos.data.sources import OPENERS
 
     source = OPENERS[config.source](config)
-    return source.count, None if source.labels is None else min(Counter(source.labels.tolist()).values())
+    return source.count, Counter([] if source.labels is None else source.labels.tolist())
 
 
-def _parquet(config: DatasetConfig) -> tuple[int, int | None]:
+def _parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     import pyarrow.parquet as pq
 
     from kairos.data.sources import parquet_files
@@ -68,7 +74,7 @@ def _parquet(config: DatasetConfig) -> tuple[int, int | None]:
     return _counted([file.read([column] if column else []) for file in files], column)
 
 
-def _hub(config: DatasetConfig) -> tuple[int, int | None]:
+def _hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     """From the hub's cache, where `datasets` keeps each split as files of arrow."""
     import pyarrow as pa
 
@@ -84,7 +90,52 @@ def _hub(config: DatasetConfig) -> tuple[int, int | None]:
     return _counted(tables, config.label_column_of(tables[0].column_names))
 
 
-def _counted(tables: list[Any], column: str | None) -> tuple[int, int | None]:
-    """Rows of some tables of arrow, and those of the smallest class in the column of labels."""
+def _counted(tables: list[Any], column: str | None) -> tuple[int, dict[Any, int]]:
+    """Rows of some tables of arrow, and those of each class in the column of labels."""
     labels = Counter(value for table in tables for value in table[column].to_pylist()) if column else Counter()
-    return sum(map(len, tables)), min(labels.values(), default=None)
+    return sum(map(len, tables)), labels
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a folder's images look like: how many of each size (width, height), without colour, and not readable."""
+
+    sizes: Counter[tuple[int, int]]
+    grey: int
+    unread: list[str]
+
+    @property
+    def cut(self) -> tuple[int, float]:
+        """How many images are not square, and the share of their area that a centre crop takes away."""
+        oblong = {size: count for size, count in self.sizes.items() if size[0] != size[1]}
+        whole = sum(width * height * count for (width, height), count in oblong.items())
+        kept = sum(min(size) ** 2 * count for size, count in oblong.items())
+        return sum(oblong.values()), 1 - kept / whole if whole else 0.0
+
+
+def look(config: DatasetConfig, whole: bool = False) -> Look:
+    """Look at a folder's images, 20,000 evenly spread ones of more: at their heads, or at them as a `whole`.
+
+    Raises:
+        ConfigError: there is no such folder, or no image in it.
+    """
+    from PIL import Image, ImageChops
+
+    from kairos.data.sources import OPENERS
+
+    source, seen, grey = OPENERS["folder"](config), Look(Counter(), 0, []), 0
+    for number in range(0, source.count, -(-source.count // _LOOKED_AT)):
+        try:
+            if whole:
+                image = source.read(number)
+                red, *others = image.convert("RGB").split()
+                grey += not any(ImageChops.difference(red, other).getbbox() for other in others)
+                size = image.size
+            else:
+                with Image.open(Path(str(config.path), source.name(number))) as image:
+                    turned = image.format != "PNG" and image.getexif().get(0x0112, 1) > 4
+                    size = image.size[::-1] if turned else image.size
+            seen.sizes[size] += 1
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            seen.unread.append(f"{source.name(number)} ({' '.join(str(error).split())})")
+    return replace(seen, grey=grey)

@@ -7,12 +7,13 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from kairos.report import canvas, curves, densities, interactive, samples
+from kairos.report import canvas, curves, densities, interactive, samples, sweeps
 from kairos.report.collect import Results
 
 FIGURES: dict[str, Callable[[Results, dict[str, canvas.Look]], Figure]] = {
     "metric_vs_steps": partial(curves.metric, time=False),
     "metric_vs_time": partial(curves.metric, time=True),
+    "metric_vs_option": sweeps.metric,
     "validation_loss": curves.validation_loss,
     "density": partial(densities.panels, column="p", label="T · p(t)  (uniform: 1)", scale="linear"),
     "effective_weight": partial(densities.panels, column="effective", label="T · p(t) · w(t)", scale="log"),
@@ -30,6 +31,7 @@ def figures_of(results: Results) -> dict[str, Callable[[Results, dict[str, canva
     there = {"validation_loss": results.validated, "told_samples": bool(told)}
     there["training_loss"] = any(len(training.metrics) for training in results.trainings)
     there["image_by_image_samples"] = all(one.grid.with_suffix(".npz").exists() for _, one in results.evaluated)
+    there["metric_vs_option"] = bool(sweeps.swept(results.methods))
     return {name: draw for name, draw in FIGURES.items() if there.get(name, True)}
 
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,11 @@ def write_dependencies(config: Path, out: Path) -> None:
 
     Raises:
         ConfigError: dvc.yaml lacks a stage that the experiment has.
+        KairosError: dvc.yaml has just been made to follow a grid of the experiment's methods.
     """
     layout = lay_out(load(config))
+    if _STAGES.is_file() and str(config) == RECORDED:
+        _follow(layout.methods)
     stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"] if _STAGES.is_file() else layout.shared
     if missing := set(layout.shared) - set(stages):
         raise ConfigError(
@@ -40,14 +45,25 @@ def write_dependencies(config: Path, out: Path) -> None:
             "its manifest to the deps of encode"
         )
     table: dict[str, Any] = {stage: dependencies.of(stage, layout.plain) for stage in (*layout.shared, "report")}
-    for stage in dependencies.PER_TRAINING:
-        table[stage] = {
-            method: dependencies.of(stage, layout.plain, method) | {"milestones": list(layout.experiment.milestones)}
-            for method in layout.methods
-        }
+    for stage, method in product(dependencies.PER_TRAINING, layout.methods):
+        place = table.setdefault(stage, {})
+        for part in method.split("."):  # DVC looks for a key part by part
+            place = place.setdefault(part, {})
+        place["fields"] = dependencies.of(stage, layout.plain, method)
+        place["fields"] |= {"milestones": list(layout.experiment.milestones)}
     text = yaml.safe_dump(json.loads(json.dumps(table)), sort_keys=True)  # no value twice, so no YAML anchors
     if not out.exists() or out.read_text(encoding="utf-8") != text:
         write_text(out, text)
+
+
+def _follow(methods: list[str]) -> None:
+    """Name the methods in dvc.yaml where those in params.yaml have a grid, which DVC cannot write out."""
+    given = yaml.safe_load(Path(RECORDED).read_text(encoding="utf-8"))["methods"]
+    text, names = _STAGES.read_text(encoding="utf-8"), "${methods}" if list(given) == methods else json.dumps(methods)
+    followed = re.sub(r"(?m)^( +method: ).*$", lambda found: found[1] + names, text)
+    if followed != text:
+        write_text(_STAGES, followed)
+        raise KairosError(f"{_STAGES} now names the methods of {RECORDED}, grids written out; commit it and call again")
 
 
 def targets(layout: Layout, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:

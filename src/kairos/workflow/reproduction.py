@@ -64,9 +64,9 @@ def _why(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
             continue
         now = yaml.safe_load(path.read_text(encoding="utf-8"))
         for key, then in table.items():
-            group, _, method = key.partition(".")
-            here = now.get(group, {})
-            here = here.get(method, {}) if method else here
+            here = now
+            for part in key.split("."):
+                here = here.get(part, {})
             changed += [f"{key}.{field}" for field in then if here.get(field) != then[field]]
     if changed:
         return f"changed settings or code: {', '.join(changed)}"

@@ -1,0 +1,116 @@
+"""kairos new: an experiment file for a folder never used before, and the time that it says."""
+
+import re
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from PIL import Image
+from sklearn.datasets import load_digits
+from test_beforehand import folder
+from test_schema import SCHEMA
+from workflow_copy import Copy
+
+from kairos.cli import main
+from kairos.config import load
+from kairos.costs import proposal
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch, capsys):
+    """Write a file for some images without measuring anything; what is in it, and its lines."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(images: Path, gpu: str | None = None) -> tuple[dict, str]:
+        machine = {"gpu": gpu, "cores": 8, "memory": 32.0}
+        monkeypatch.setattr(proposal, "_machine", lambda: machine)
+        monkeypatch.setattr(proposal, "_measured", lambda experiment, facts: (2600, 1800.0))
+        (tmp_path / "mine.yaml").unlink(missing_ok=True)
+        assert main(["new", "mine.yaml", "--data", str(images), "--minutes", "30"]) == 0
+        assert "about 30:00 on this machine" in capsys.readouterr().out
+        text = (tmp_path / "mine.yaml").read_text()
+        values = yaml.safe_load(text)
+        jsonschema.validate(values, SCHEMA)
+        assert load("mine.yaml").experiment == "mine"
+        assert main(["check", "mine.yaml"]) == 0
+        bare = [line for line in text.splitlines() if line and "#" not in line and not line.endswith(":")]
+        assert not bare, "a reason on each line"
+        return values, text
+
+    return call
+
+
+def test_classes_and_sizes(written, tmp_path):
+    values, text = written(folder(tmp_path / "x", [(28, 28)] * 30 + [(40, 28)] * 3))
+    assert values["dataset"]["resolution"] == 32 and values["dataset"]["color"] == "grey"
+    assert values["model"]["conditions"] == ["class"] and values["training"]["milestones"] == [650, 1300, 2600]
+    assert "330 images in 2 folders, which are classes; the smallest has 165" in text
+    assert "2 sizes; the shorter side is 28 in the middle" in text
+    assert "30 are not square and lose 30 % of their area" in text
+    assert values["evaluation"]["extractor"] == {"name": "classifier", "features": 32}
+    assert values["evaluation"]["num_samples"] == 66
+
+
+def test_flat_coloured_and_few(written, tmp_path):
+    (tmp_path / "flat").mkdir()
+    for number, pixels in enumerate(load_digits().images[:40]):
+        grey = Image.fromarray((pixels * 15).astype("uint8"))
+        Image.merge("RGB", (grey, grey.transpose(0), grey)).save(tmp_path / f"flat/{number}.png")
+    values, text = written(tmp_path / "flat")
+    assert values["dataset"]["resolution"] == 8 and values["autoencoder"] == {"kind": "none"}
+    assert values["dataset"]["color"] == "rgb" and values["model"]["conditions"] == []
+    assert values["evaluation"]["extractor"]["name"] == "selfsupervised" and "without labels" in text
+
+
+def test_a_gpu_has_larger_images_and_networks(written, tmp_path):
+    values, text = written(folder(tmp_path / "x", [(300, 300)] * 20), gpu="A100, 80 GiB")
+    assert values["dataset"]["resolution"] == 256 and values["model"]["size"] == "s/2" and "A100, 80 GiB" in text
+
+
+def test_refusals(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    images = folder(tmp_path / "x", [(8, 8)] * 5)
+    (images / "a/000.png").write_bytes(b"")
+    (images / "b/001.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(20))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "there.yaml").write_text("mine")
+    folder(tmp_path / "few", [(8, 8)] * 3)
+
+    def refused(line: str) -> str:
+        assert main(["new", *line.split()]) in (1, 2)
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return said
+
+    assert "got 'there.yaml', allowed: a file that is not there yet" in refused("there.yaml --data x")
+    assert "a file in a folder that exists" in refused("no/mine.yaml --data x")
+    assert "holds no image" in refused("mine.yaml --data empty")
+    assert "allowed: a folder that exists" in refused("mine.yaml --data none")
+    assert re.search(
+        r"2 images of x cannot be read; .*\n  a/000.png \(.*\n  b/001.png \(", refused("mine.yaml --data x")
+    )
+    assert "got 30 images in few, allowed: 40 or more" in refused("mine.yaml --data few")
+    assert "--minutes: got nan" in refused("mine.yaml --data few --minutes nan")
+    assert (tmp_path / "there.yaml").read_text() == "mine" and not (tmp_path / "mine.yaml").exists()
+    for name in ("a/000.png", "b/001.png"):
+        (images / name).unlink()
+    assert "no Snakefile in" in refused("mine.yaml --data x")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_time_that_it_says_is_the_time_that_it_takes(tmp_path):
+    """Against a real clock; the machine may be busier in one of the two than in the other."""
+    copy = Copy(tmp_path / "copy")
+    images = folder(tmp_path / "x", [(16, 16)] * 20)
+    ended = copy.run("kairos", "new", "mine.yaml", "--data", str(images), "--minutes", "0.1")
+    assert ended.returncode == 0, ended.stderr
+    minutes, seconds = re.search(r"about (\d+):(\d\d) on this machine", ended.stdout).groups()
+    begun = time.monotonic()
+    ended = copy.snakemake(config="mine.yaml")
+    took = time.monotonic() - begun
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (copy.folder / "results/mine/report.html").exists()
+    assert 0.4 < took / (60 * int(minutes) + int(seconds)) < 2.5

@@ -1,0 +1,57 @@
+"""A project of one's own outside of the clone, from the package as it is installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kairos.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> dict[str, str]:
+    """The environment of a process in which kairos comes from its wheel alone."""
+    place = tmp_path_factory.mktemp("wheel")
+    source = shutil.copytree(ROOT, place / "source", ignore=shutil.ignore_patterns(".*", "results", "mlruns", "tests"))
+    command = [sys.executable, "-m", "uv", "build", "--wheel", "--quiet", "--out-dir", str(place), str(source)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if built.returncode:
+        pytest.skip(f"the wheel cannot be built here (no package registry?): {built.stderr[-300:]}")
+    zipfile.ZipFile(next(place.glob("*.whl"))).extractall(place / "unpacked")
+    shutil.rmtree(source)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(place / "unpacked"), "PATH": path}
+    environment.pop("KAIROS_EXPERIMENT", None)
+    return environment
+
+
+def test_init_and_a_dry_run_from_the_wheel(installed, tmp_path):
+    def run(*command: str, at: Path = tmp_path) -> str:
+        ended = subprocess.run([sys.executable, "-m", *command], cwd=at, env=installed, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout + ended.stderr
+
+    assert "Snakefile, experiments, params.yaml, profiles" in run("kairos", "init", "mine")
+    project = tmp_path / "mine"
+    assert (project / "profiles/default").is_dir() and (project / "profiles/slurm").is_dir()
+    assert "experiment demo" in run("kairos", "check", "params.yaml", at=project)
+    said = run("snakemake", "--dry-run", "--cores", "1", at=project)
+    assert all(rule in said for rule in ("prepare", "autoencoder", "train", "evaluate", "report", "track"))
+    (project / "Snakefile").write_text((project / "Snakefile").read_text() + "\n\nrule own:\n    output: 'own.txt'\n")
+    assert "own" in run("snakemake", "--dry-run", "--cores", "1", "own", at=project)
+
+
+def test_init_leaves_what_is_there(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/mine").write_text("x")
+    for place in ("a", "a/mine"):
+        assert main(["init", str(tmp_path / place)]) == 2
+        assert "allowed: a folder that is empty or not there yet" in capsys.readouterr().err
+    assert main(["init", str(tmp_path / "b")]) == 0
+    assert (tmp_path / "b/experiments/schema.json").read_bytes() == (ROOT / "experiments/schema.json").read_bytes()

@@ -1,0 +1,122 @@
+"""Sweeps: a grid beside a method is methods of their own for everything that reads an experiment."""
+
+import json
+import subprocess
+
+import pytest
+import results_tree
+import yaml
+from test_dvc import LIST_STAGES
+from workflow_copy import Copy
+
+from kairos.cli import main
+from kairos.config import load, validate
+from kairos.config.grid import taken_apart
+from kairos.errors import ConfigError
+from kairos.report.sweeps import swept
+
+SPEED = {"sampler": "speed", "grid": {"sampler.k": [1, 2.5, 5.0]}}
+
+
+def methods(**given) -> dict:
+    return validate({"experiment": "x", "methods": given}, "x.yaml").methods
+
+
+def test_a_grid_is_a_method_for_each_value():
+    found = methods(uniform={}, speed=SPEED)
+    assert list(found) == ["uniform", "speed-k=1", "speed-k=2.5", "speed-k=5"]
+    assert [its.sampler.get("k") for its in found.values()] == [None, 1.0, 2.5, 5.0]
+    by_hand = methods(**{"speed-k=2.5": {"sampler": {"name": "speed", "k": 2.5}}})
+    assert by_hand["speed-k=2.5"] == found["speed-k=2.5"]
+
+
+def test_several_keys_are_their_product():
+    grid = {"sampler.gamma": [0.5], "sampler": ["speed"], "weighting.gamma": [0, 1], "sampler.tau": [None, 500]}
+    del grid["sampler.gamma"]
+    found = methods(a={"weighting": {"name": "p2", "k": 2.0}, "grid": grid})
+    assert list(found)[:2] == ["a-sampler=speed-gamma=0-tau=null", "a-sampler=speed-gamma=0-tau=500"]
+    assert len(found) == 4
+    assert found["a-sampler=speed-gamma=1-tau=500"].weighting == {"name": "p2", "k": 2.0, "gamma": 1.0}
+    two = {"sampler": "edm_log_normal", "weighting": "p2", "grid": {"sampler.floor": [0.1], "weighting.k": [1, 2]}}
+    assert list(methods(a=two)) == ["a-floor=0.1-k=1", "a-floor=0.1-k=2"]
+    assert taken_apart("my-own-m=-1-s=2e-05") == [("m", "-1"), ("s", "2e-05")]
+    assert taken_apart("speed_v1") == []
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({"sampler.k": [1, 2, 1.0]}, r"methods.a.grid: got .*allowed: lists of different numbers"),
+        (
+            {"sampler.kk": [1, 2]},
+            r"methods.a.grid: sampler speed: unknown option 'kk'; did you mean 'k'\? Allowed: floo",
+        ),
+        ({"training.lr": [1]}, r"methods.a.grid: got training.lr, allowed: sampler, weighting or one of their options"),
+        ({"sampler.k": 1}, r"methods.a.grid: got .*allowed: lists"),
+        ({"sampler.k": []}, r"methods.a.grid: got .*allowed: lists"),
+        ({"sampler.k": [[1]]}, r"methods.a.grid: got .*allowed: lists"),
+        ({1: [1]}, r"methods.a.grid: got .*allowed: lists"),
+        ({}, r"methods.a.grid: got {}, allowed: lists"),
+        (3, r"methods.a.grid: got 3, allowed: lists"),
+        ({"sampler.k": [1, -1]}, r"methods.a.grid: sampler speed.k: got -1, allowed: number > 0"),
+        ({"sampler.k": [*range(1, 1001)]}, r"methods: got 1,001, with those of grids, allowed: at most 1,000"),
+        ({"sampler.k": [7]}, r"methods.a-k=7: got a second a-k=7, allowed: each name once"),
+    ],
+)
+def test_refusals_are_one_line(grid, message):
+    with pytest.raises(ConfigError, match=f"^x.yaml: {message}") as refused:
+        methods(a={"sampler": "speed", "grid": grid}, **{"a-k=7": {}})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy whose params.yaml has a sweep."""
+    copy = Copy(tmp_path_factory.mktemp("sweep"))
+    values = yaml.safe_load((copy.folder / "params.yaml").read_text())
+    values["methods"] = {"uniform": {}, "speed": SPEED}
+    (copy.folder / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    subprocess.run(["git", "init", "-q"], cwd=copy.folder, check=True)
+    return copy
+
+
+def test_snakemake_and_the_command_line_see_the_methods(copy):
+    assert copy.to_do(config="params.yaml")["train"] == 4
+    assert copy.to_do("results/demo/speed-k=2.5/seed0/training.json", config="params.yaml")["train"] == 1
+    said = copy.run("kairos", "check", "params.yaml").stdout
+    assert "speed-k=2.5" in said and "speed-k=5" in said
+    planned = json.loads(copy.run("kairos", "plan", "params.yaml", "--tflops", "1", "--format", "json").stdout)
+    assert list(planned["gpu_hours"]) == ["uniform", "speed-k=1", "speed-k=2.5", "speed-k=5"]
+
+
+def test_dvc_follows_and_goes_back(copy):
+    table = copy.folder / "table.yaml"
+    before = (copy.folder / "dvc.yaml").read_text()
+    fingerprints = ("kairos", "ledger", "fingerprints", "--out", str(table))
+    ended = copy.run(*fingerprints)
+    assert ended.returncode == 1 and "dvc.yaml now names the methods of params.yaml" in ended.stderr
+    assert copy.run(*fingerprints).returncode == 0
+    listed = json.loads(copy.run("python", "-c", LIST_STAGES).stdout)["stages"]
+    stage = listed["train@speed-k=2.5-0"]
+    assert stage["cmd"] == "kairos ledger run train --method speed-k=2.5 --seed 0"
+    (key,) = stage["params"]["results/demo/dependencies.yaml"]
+    assert [name for name in listed if name.startswith("train@")][:2] == ["train@uniform-0", "train@speed-k=1-0"]
+    asks = "from dvc.repo import Repo; from dvc.dependency.param import read_param_file as read; "
+    asks += f"print(read(Repo('.').fs, {str(table)!r}, [{key!r}], flatten=True))"
+    assert "'k': 2.5" in copy.run("python", "-c", asks).stdout
+    with copy.edited("params.yaml", "    grid:\n      sampler.k:\n      - 1\n      - 2.5\n      - 5.0\n", ""):
+        assert copy.run(*fingerprints).returncode == 1
+        assert (copy.folder / "dvc.yaml").read_text() == before
+
+
+def test_the_report_draws_the_distance_against_the_option(tmp_path, monkeypatch):
+    for k, distance in ((1, 25.0), (2.5, 20.0), (10, 22.0)):
+        made = {"sampler": {"name": "speed", "k": float(k)}}, distance, 1.4
+        monkeypatch.setitem(results_tree.METHODS, f"speed-k={k}", made)
+    names = tuple(name for name in results_tree.METHODS if "=" in name)
+    config, results = results_tree.write(tmp_path, (0,), ("uniform", *names))
+    assert main(["report", "--config", str(config), "--results", str(results)]) == 0
+    assert "Distance against what was swept" in (results / "report.html").read_text()
+    drawing = (results / "figures/metric_vs_option.svg").read_text()
+    assert all(f"<!-- {word} -->" in drawing for word in ("k", "1", "2.5", "10", "speed", "uniform"))
+    assert swept(list(load(config).methods)) == {"k": {"speed": dict(zip(("1", "2.5", "10"), names))}}
