@@ -32,12 +32,12 @@ def metric(results: Results, looks: dict[str, Look]) -> Figure:
         places = dict(zip(values, range(len(values)) if numbers.isna().any() else numbers.astype(float)))
         for name, line in lines.items():
             ordered = sorted(line, key=lambda value: places[value])
-            ends, look = [curve(results, line[value]) for value in ordered], looks[line[ordered[0]]]
+            ends, look = [curve(results.measured, line[value]) for value in ordered], looks[line[ordered[0]]]
             x, y = [places[value] for value in ordered], [float(end.mean[-1]) for end in ends]
             axes.errorbar(x, y, np.nan_to_num([end.spread[-1] for end in ends]), **look, markersize=4.5, capsize=2)
             labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
         if baseline is not None and not taken_apart(baseline):
-            labels.append(Label(float(curve(results, baseline).mean[-1]), baseline, MUTED))
+            labels.append(Label(float(curve(results.measured, baseline).mean[-1]), baseline, MUTED))
             axes.axhline(labels[-1].y, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         wide = 0 < 20 * min(places.values()) < max(places.values())
         axes.set(xscale="log" if wide else "linear", yscale="log", xlabel=option, ylabel=results.metric)
