@@ -55,11 +55,8 @@ gpu:  ## what only a GPU shows, without set-up: PART=correct, step, strategies, 
 	  PYTHONPATH=src $(PYTHON) benchmarks/gpu/$$part.py $(FLAGS) || status=1; \
 	done; exit $$status
 
-ui: setup  ## look at the imported runs in MLflow
-	@case "$$MLFLOW_TRACKING_URI" in \
-	  http*) echo "the runs are on $$MLFLOW_TRACKING_URI" ;; \
-	  *) $(BIN)/mlflow ui --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///mlflow.db}" ;; \
-	esac
+ui: setup  ## look at the imported runs in MLflow (FLAGS="--port 5001 --no-open")
+	@exec $(BIN)/kairos ui $(FLAGS)
 
 record: setup  ## version the demo's results in DVC, as Snakemake has just computed them
 	@$(BIN)/kairos ledger record

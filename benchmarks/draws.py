@@ -2,8 +2,8 @@
 
     python benchmarks/draws.py > benchmarks/results/draws.csv
 
-`mean` counts the turns of 16 steps that fixed strategies draw at once, `median` is a step within a turn. Of samplers that
-follow losses the draw alone; what they learn from is `observe`.
+`mean` counts the turns of 16 steps that fixed strategies draw at once, `median` is a step within a turn. Of samplers
+that follow losses the draw alone; what they learn from is `observe`.
 """
 
 import platform

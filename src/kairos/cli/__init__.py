@@ -27,6 +27,8 @@ COMMANDS = {
     "report": ("kairos.cli.report", "table, figures and report of an experiment"),
     "compare": ("kairos.cli.compare", "experiments and methods side by side"),
     "track": ("kairos.cli.report", "import an experiment's results into MLflow"),
+    "ui": ("kairos.cli.ui", "look at the imported runs in MLflow, from a prepared comparison on"),
+    "export": ("kairos.cli.export", "results for TensorBoard, Weights & Biases or the Hugging Face hub"),
     "verify": ("kairos.cli.verify", "check a training's files and print the hash of each part"),
     "schema": ("kairos.cli.check", "JSON schema of experiment files, for editors"),
     "init": ("kairos.cli.new", "lay out a project of one's own: Snakefile, profiles, params.yaml"),

@@ -92,7 +92,9 @@ def written(found: pd.DataFrame, form: str) -> str:
         return found.to_json(orient="records", indent=1, double_precision=15) + "\n"
     cells = found.map(_cell)
     if form == "md":
-        return "".join(f"| {' | '.join(line)} |\n" for line in [COLUMNS, ["---"] * len(COLUMNS), *cells.to_numpy(str)])
+        return "".join(
+            f"| {' | '.join(line)} |\n" for line in [cells.columns, ["---"] * cells.shape[1], *cells.to_numpy(str)]
+        )
     alike = [name for name in _SHARED if cells[name].nunique() == 1]
     head = ", ".join(f"{name} {cells[name][0]}" for name in alike)
     columns = [[name, *column] for name, column in cells.drop(columns=alike).items()]

@@ -59,7 +59,7 @@ def parent_entry(results: "Results") -> Entry:
         identifying={"kairos.experiment": name, "kairos.role": "experiment"},
         params={"methods": ", ".join(results.methods), "model": results.experiment.model["name"]},
         points=list(points_of(rows, 0, moments(start, {}))),
-        tags={"kairos.data": results.dataset["content_sha256"]},
+        tags={"kairos.data": results.dataset["content_sha256"], **source(results.trainings[0].record["provenance"])},
     )
 
 
@@ -112,7 +112,11 @@ def points(training: "Training") -> list[Point]:
     every = stride(len(training.metrics))
     lines = training.metrics.iloc[every - 1 :: every].to_dict("records")
     found = [point for line in lines for point in points_of(line, line["step"], when)]
-    return found + [point for one in training.milestones for point in points_of(one.columns, one.step, when)]
+    found += [point for one in training.milestones for point in points_of(one.columns, one.step, when)]
+    last = training.final.step
+    if training.clock.get(last):
+        found += points_of({"seconds_per_step": training.clock[last] / last}, last, when)
+    return found
 
 
 def points_of(record: Mapping[Any, Any], step: int, when: Callable[[int], int]) -> Iterator[Point]:
@@ -134,8 +138,13 @@ def tags(results: "Results", training: "Training") -> dict[str, str]:
         **{f"kairos.sha256.{name}": digest for name, digest in record["components"].items()},
         **{f"kairos.provenance.{key}": str(value) for key, value in record["provenance"].items() if value is not None},
     }
-    commit = record["provenance"].get("git_commit") or git_commit()
-    return found | ({COMMIT: commit} if commit else {})
+    return found | source(record["provenance"])
+
+
+def source(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """Where a run comes from, where MLflow shows it."""
+    commit = provenance.get("git_commit") or git_commit()
+    return {"mlflow.source.name": "kairos", "mlflow.source.type": "LOCAL"} | ({COMMIT: commit} if commit else {})
 
 
 def git_commit() -> str | None:

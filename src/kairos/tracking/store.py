@@ -1,13 +1,14 @@
 """The MLflow store: where it is, how it is opened by several processes at once, and how runs are found and filled."""
 
 import fcntl
+import json
 import os
 import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from kairos.errors import KairosError
@@ -15,7 +16,7 @@ from kairos.tracking.content import COMMIT, Entry, Point
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Metric, Run
+    from mlflow.entities import DatasetInput, Metric, Run
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 ARTIFACTS = "mlartifacts"
@@ -191,3 +192,13 @@ def metrics(points: Sequence[Point]) -> "list[Metric]":
     from mlflow.entities import Metric
 
     return [Metric(*point) for point in points]
+
+
+def dataset_input(manifest: dict[str, Any], folder: Path) -> "DatasetInput":
+    """The data set of a folder of results as what a run was trained on; its digest begins that of the content."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    size = ", ".join(f"{name} {manifest[name]}" for name in ("count", "height", "width", "channels"))
+    source = json.dumps({"uri": f"{folder}/dataset ({size})"})
+    dataset = Dataset(manifest["source"], manifest["content_sha256"][:36], "local", source)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])

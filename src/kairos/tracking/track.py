@@ -11,7 +11,7 @@ from kairos.config import Experiment
 from kairos.files import write_json
 from kairos.progress import Progress, say
 from kairos.report.collect import Results, Training, collect
-from kairos.tracking import content, store
+from kairos.tracking import content, store, view
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -55,12 +55,15 @@ def _import(results: Results, uri: str) -> dict[str, Any]:
                 runs[f"{training.method}/seed{training.seed}"] = _child(client, experiment, parent, results, training)
                 progress.advance()
             progress.close()
+            for key, value in view.tags(results, parent, experiment).items():
+                client.set_experiment_tag(experiment, key, value)
     shown = store.without_credentials(uri)
     return {"imported": True, "uri": shown, "experiment": name, "parent": parent, "runs": runs}
 
 
 def _parent(client: "MlflowClient", experiment: str, results: Results) -> str:
     run, folder = _write(client, experiment, content.parent_entry(results)), results.folder
+    client.set_tag(run, view.NOTE, view.note(results))
     if (folder / "figures").is_dir():
         client.log_artifacts(run, str(folder / "figures"), "figures")
     for artifact in _ARTIFACTS:
@@ -72,7 +75,11 @@ def _parent(client: "MlflowClient", experiment: str, results: Results) -> str:
 def _child(client: "MlflowClient", experiment: str, parent: str, results: Results, training: Training) -> str:
     which = training.method, training.seed, training.record["identity"]
     points, tags = content.points(training), content.tags(results, training) | {"mlflow.parentRunId": parent}
-    return _write(client, experiment, content.training_entry(results.experiment, *which, points, tags))
+    run = _write(client, experiment, content.training_entry(results.experiment, *which, points, tags))
+    client.log_inputs(run, [store.dataset_input(results.dataset, results.folder)])
+    for milestone in training.milestones:
+        client.log_artifact(run, str(milestone.grid), "samples")
+    return run
 
 
 def _write(client: "MlflowClient", experiment: str, entry: content.Entry) -> str:

@@ -1,0 +1,151 @@
+"""`kairos export`: what other tools read of it is what was measured, and what cannot be written is refused."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import results_tree
+import training_case
+import yaml
+
+from kairos import cli
+from kairos.config import load
+from kairos.files import read_json, write_json
+from kairos.report.collect import collect
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """Results of two methods with one seed."""
+    config, results = results_tree.write(tmp_path_factory.mktemp("export"), seeds=(0,), methods=("uniform", "adaptive"))
+    return results, collect(load(config), results)
+
+
+@pytest.fixture(scope="module")
+def milestone(tmp_path_factory):
+    """A milestone of a U-Net trained on digits, where an experiment has it, with an evaluation."""
+    root = tmp_path_factory.mktemp("hub")
+    latents = training_case.make_latents(root / "results" / "case")
+    unet = {"name": "unet", "channels": 8, "multipliers": [1, 1], "blocks": 1, "attention": [], "norm_groups": 4}
+    config = training_case.write_experiment(root / "case.yaml", training_case.experiment(model=unet))
+    out = root / "results" / "case" / "adaptive" / "seed0"
+    subprocess.run(training_case.train_command(config, "adaptive", out, latents), check=True, capture_output=True)
+    path = root / "results" / "case" / "dataset" / "manifest.json"
+    facts = {"source": "digits", "width": 8, "height": 8, "channels": 1, "train_count": 150, "heldout_count": 50}
+    write_json(path, read_json(path) | facts)
+    folder = out / "milestones" / "0000040"
+    metrics = {"fid": 12.34, "fid_spread": 0.5, "fid_sets": [1.0]}
+    protocol = {"identity": read_json(folder / "milestone.json")["identity"], "scheduler": "ddim", "steps": 20}
+    write_json(out / "evaluation" / "0000040.json", {"step": 40, "metrics": metrics, "protocol": protocol})
+    return folder
+
+
+def refused(capsys, *arguments):
+    assert cli.main(["export", *map(str, arguments)]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_tensorboard_reads_the_curves_at_their_times_and_the_grids(tree, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, results = tree
+    assert cli.main(["export", "tensorboard", str(folder), "--out", str(tmp_path / "events")]) == 0
+    for training in results.trainings:
+        events = EventAccumulator(str(tmp_path / "events" / training.method / "seed0")).Reload()
+        distances = events.Scalars(results.metric)
+        assert [event.step for event in distances] == [0, 100, 200, 400]
+        wanted = [one.columns[results.metric] for one in training.milestones]
+        assert [event.value for event in distances] == pytest.approx(wanted, rel=1e-6)
+        assert distances[-1].wall_time - distances[0].wall_time == pytest.approx(training.clock[400], abs=0.01)
+        assert [event.step for event in events.Images("samples")] == [0, 100, 200, 400]
+
+
+def test_wandb_gets_an_offline_run_per_training(tree, tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    folder, results = tree
+    out = tmp_path / "runs"
+    subprocess.run([sys.executable, "-m", "kairos", "export", "wandb", str(folder), "--out", str(out)], check=True)
+    found = {path: path.read_bytes() for path in out.glob("wandb/offline-run-*/*.wandb")}
+    assert len(found) == len(results.trainings)
+    for content in found.values():
+        assert results.metric.encode() in content and b"sampler.name" in content
+
+
+def test_a_tool_that_is_missing_is_named_with_its_extra(tree, tmp_path, monkeypatch, capsys):
+    folder, _ = tree
+    for name, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
+        monkeypatch.setitem(sys.modules, module, None)
+        assert f"install kairos[{name}]" in refused(capsys, name, folder, "--out", tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_milestone_with_its_card_opens_in_diffusers_and_samples(milestone, tmp_path):
+    from diffusers import DDPMScheduler, UNet2DModel
+
+    from kairos.milestones import open_milestone
+
+    out = tmp_path / "model"
+    assert cli.main(["export", "hub", str(milestone), "--out", str(out)]) == 0
+    card = (out / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["library_name"] == "diffusers" and front["tags"] == ["diffusion", "kairos"]
+    record = read_json(milestone / "milestone.json")
+    for told in ("# case: adaptive, seed 0, 40 steps", "| fid | 12.34 | 0.50 |", "scheduler: ddim", record["identity"]):
+        assert told in card
+    assert record["dataset_sha256"] in card and "frequency: 4" in card and "None" not in card
+    for block in re.findall("```yaml\n(.*?)```", card, re.DOTALL):
+        assert isinstance(yaml.safe_load(block), dict)
+    (code,) = [block for block in re.findall("```python\n(.*?)```", card, re.DOTALL) if "UNet2DModel" in block]
+    scope = {"folder": str(out)}
+    exec(code, scope)  # what the card tells to do
+    assert isinstance(scope["model"], UNet2DModel)
+    assert DDPMScheduler.from_pretrained(out, subfolder="scheduler").config.num_train_timesteps == 100
+    assert open_milestone(out).record["files"] == record["files"]
+
+
+def test_an_evaluation_of_another_training_is_no_part_of_the_card(milestone, tmp_path):
+    path = milestone.parents[1] / "evaluation" / "0000040.json"
+    before = path.read_text()
+    path.write_text(before.replace(read_json(milestone / "milestone.json")["identity"], "0" * 64))
+    try:
+        assert cli.main(["export", "hub", str(milestone), "--out", str(tmp_path / "model")]) == 0
+    finally:
+        path.write_text(before)
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "Not evaluated." in card and "12.34" not in card
+
+
+def test_published_weights_have_a_card_too(milestone, tmp_path):
+    alone = tmp_path / "weights"
+    shutil.copytree(milestone, alone)
+    unknown = dict.fromkeys(("autoencoder_sha256", "dataset_sha256"))
+    record = {"method": "imported", "imported": {"file": "model.pt", "sha256": "1" * 64}, "images_seen": 0, **unknown}
+    write_json(alone / "milestone.json", read_json(alone / "milestone.json") | record)
+    assert cli.main(["export", "hub", str(alone), "--out", str(tmp_path / "model")]) == 0
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "Published weights of a diffusion model, `model.pt`" in card and "Not evaluated." in card
+    assert "draws images of shape 4×4×4" in card and not (tmp_path / "model" / "autoencoder").exists()
+
+
+def test_what_cannot_be_exported_is_refused_in_one_line(tree, milestone, tmp_path, capsys):
+    folder, _ = tree
+    new, there = tmp_path / "new", tmp_path / "there"
+    there.mkdir()
+    assert f"--out: got {there}, which exists" in refused(capsys, "hub", milestone, "--out", there)
+    for path in (folder, folder / "uniform" / "seed0", Path("nowhere")):
+        assert f"PATH: got {path}, allowed: a milestone's folder" in refused(capsys, "hub", path, "--out", new)
+    assert "nowhere" in refused(capsys, "wandb", "nowhere", "--out", new)
+    assert "no training there" in refused(capsys, "tensorboard", there, "--out", new)
+    weights = milestone / "ema" / "diffusion_pytorch_model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1] + b"x")
+    try:
+        assert "diffusion_pytorch_model.safetensors" in refused(capsys, "hub", milestone, "--out", new)
+    finally:
+        weights.write_bytes(before)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]

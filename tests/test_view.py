@@ -1,0 +1,151 @@
+"""MLflow's first page of an imported store: the prepared comparison, the note, and `kairos ui`."""
+
+import html
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import results_tree
+
+from kairos import cli
+from kairos.config import load
+from kairos.files import read_json
+from kairos.report.collect import collect
+from kairos.tracking import view
+from kairos.tracking.track import track
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+METHODS = ("uniform", "min_snr", "speed")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """The imported store of three methods with two seeds, in the working folder."""
+    root, before = tmp_path_factory.mktemp("view"), os.getcwd()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        os.chdir(root)
+        config, results = results_tree.write(root, seeds=(0, 1), methods=METHODS)
+        (results / "figures").mkdir()
+        (results / "figures" / "density.png").write_bytes(b"")
+        (results / "report.html").write_text("<html/>")
+        track(load(config), results, results / "tracking.json")
+        yield collect(load(config), results), read_json(results / "tracking.json")
+        os.chdir(before)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_the_import_prepares_a_comparison_a_note_and_what_mlflow_shows_of_a_run(tree):
+    from mlflow import MlflowClient
+
+    _, record = tree
+    client = MlflowClient(tracking_uri="sqlite:///mlflow.db")
+    experiment = client.get_experiment_by_name("kairos/tiny")
+    shape = json.loads(experiment.tags["mlflow.sharedViewState.kairos"])
+    assert shape["orderByKey"] == "metrics.`frechet_classifier32`" and shape["orderByAsc"]
+    assert shape["groupBy"]["groupByKeys"] == [{"mode": "param", "groupByData": "method"}]
+    run = client.get_run(record["runs"]["min_snr/seed1"])
+    known = {"params": run.data.params, "metrics": run.data.metrics, "tags": run.data.tags}
+    named = [column.removesuffix("`").split(".`") for column in shape["selectedColumns"]]
+    assert all(name in known[kind] for kind, name in named), "every column of the view is logged"
+    assert {chart["metricKey"] for chart in shape["compareRunCharts"]} <= set(run.data.metrics)
+    assert run.data.metrics["seconds_per_step"] == pytest.approx(0.05)
+
+    note = experiment.tags["mlflow.note.content"]
+    assert "**min_snr 16.81 ± 0.50**, speed 18" in note and "too few seeds to rank: 2" in note and len(note) < 5000
+    rows = [line.split(" | ")[0].strip("| ") for line in note.splitlines() if line.startswith("|")]
+    assert rows == ["method", "---", "min_snr", "speed", "uniform"]
+    assert f"/runs/{record['parent']}/artifacts/report.html" in note
+
+    (data,) = run.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest) == ("digits", "d" * 36)
+    assert run.data.tags["mlflow.source.git.commit"] == "0123456789abcdef"
+    grids = [item.path for item in client.list_artifacts(run.info.run_id, "samples")]
+    assert grids == [f"samples/{step:07d}.png" for step in (0, 100, 200, 400)]
+    assert [item.path for item in client.list_artifacts(record["parent"], "figures")] == ["figures/density.png"]
+
+
+def test_a_note_of_many_methods_stays_below_the_limit_of_older_servers(tree, monkeypatch):
+    results, _ = tree
+    table = view.compare.table(results.measured)
+    long = table.loc[table.index.repeat(60)].reset_index(drop=True)
+    monkeypatch.setattr(view.compare, "table", lambda measured: long)
+    note = view.note(results)
+    assert len(note) < 4700 and re.search(r"\d+ more are in the report\.$", note)
+
+
+def test_a_fresh_browsers_first_page_shows_methods_with_their_distances(tree, tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here (Debian: apt-get install chromium)")
+    results, _ = tree
+    port = free_port()
+    command = [sys.executable, "-m", "kairos", "ui", "--no-open", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            name, address = server.stdout.readline().strip().split(": ")
+            assert name == "kairos/tiny"
+            assert address.startswith(f"http://127.0.0.1:{port}/#/experiments/1/runs?workflowType=machine_learning")
+            browser = [
+                CHROMIUM,
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                f"--user-data-dir={tmp_path}/profile",
+            ]
+            browser += ["--window-size=1600,1000", "--virtual-time-budget=20000", "--dump-dom", address]
+            for _ in range(3):  # virtual time does not wait for a slow machine's answers
+                page = subprocess.run(browser, capture_output=True, text=True, timeout=120).stdout
+                shown = html.unescape(re.sub(r"<(script|style).*?</\1>|<[^>]+>", " ", page, flags=re.DOTALL))
+                if "min_snr seed 0" in shown:
+                    break
+        finally:
+            server.send_signal(signal.SIGINT)
+            assert server.wait(60) == 0
+    for training in results.trainings:
+        assert f"{training.method} seed {training.seed}" in shown
+        assert str(training.final.columns[results.metric])[:6] in shown
+    places = [shown.index(f"{method} seed 0") for method in ("min_snr", "speed", "uniform")]
+    assert places == sorted(places), "the lowest distance first"
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+
+
+def test_ui_says_what_is_wrong_in_one_line(tree, tmp_path, monkeypatch, capsys):
+    def refused(*arguments):
+        began = time.monotonic()
+        assert cli.main(["ui", "--no-open", *arguments]) != 0 and time.monotonic() - began < 10
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"--port: {port} cannot be used (Address already in use)" in refused("--port", str(port))
+    assert "--port: got 70000" in refused("--port", "70000")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@tracker:5000")
+    line = refused()
+    assert "http://tracker:5000 is a server" in line and "secret" not in line
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    monkeypatch.chdir(tmp_path)
+    assert "mlflow.db: no store of runs here yet" in refused()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mlflow.db").write_text("no database at all, but long enough to look like a file")
+    command = [sys.executable, "-m", "kairos", "ui", "--no-open"]  # a process of its own: MLflow remembers open stores
+    answer = subprocess.run(command, capture_output=True, text=True)
+    line = answer.stderr.splitlines()[-1]
+    assert answer.returncode == 1 and "Traceback" not in answer.stderr
+    assert line.startswith("kairos: sqlite:///mlflow.db: ") and "not a database" in line
