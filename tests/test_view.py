@@ -31,7 +31,8 @@ def tree(tmp_path_factory):
     """The imported store of three methods with two seeds, in the working folder."""
     root, before = tmp_path_factory.mktemp("view"), os.getcwd()
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        # by its whole path: MLflow keeps what it has once opened, under the name that it was given
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root}/mlflow.db")
         os.chdir(root)
         config, results = results_tree.write(root, seeds=(0, 1), methods=METHODS)
         (results / "figures").mkdir()
@@ -52,7 +53,7 @@ def test_the_import_prepares_a_comparison_a_note_and_what_mlflow_shows_of_a_run(
     from mlflow import MlflowClient
 
     _, record = tree
-    client = MlflowClient(tracking_uri="sqlite:///mlflow.db")
+    client = MlflowClient(tracking_uri=os.environ["MLFLOW_TRACKING_URI"])
     experiment = client.get_experiment_by_name("kairos/tiny")
     shape = json.loads(experiment.tags["mlflow.sharedViewState.kairos"])
     assert shape["orderByKey"] == "metrics.`frechet_classifier32`" and shape["orderByAsc"]
