@@ -51,6 +51,9 @@ def test_parts_of_a_batch_are_the_whole(name, points):
     for part in (range(5), torch.tensor([5, 6, 7]), range(8, 16)):
         parts.append(strategy(name, **options).draw(BATCH[: len(part)], index=part, total=16))
     assert torch.equal(torch.cat([part.t for part in parts]), whole.t)
+    made = strategy(name, **options)  # as micro-batches of one step, of one strategy
+    halves = [made.draw(BATCH[:8], index=part, total=16) for part in (range(8), range(8, 16))]
+    assert torch.equal(torch.cat([half.t for half in halves]), whole.t)
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -76,12 +79,17 @@ def test_times_of_frames_and_one_time_for_all():
     assert one.t.shape == (16,) and len(one.t.unique()) == 1
     even = strategy("uniform", "flow", points="stratified").draw(BATCH, times=(3,)).fractions
     assert (even.sort(0).values * 16).floor().eq(torch.arange(16.0)[:, None]).all()
-    follower = kairos.Strategy("loss_rms", "flow", sampler={"start": 1, "frequency": 1})
-    draw = follower.draw(BATCH, times=(3,))
-    follower.loss(draw, torch.ones(16, 3))
-    with follower.observe(draw):
+
+
+@pytest.mark.parametrize("shape", [(16,), (16, 3)])
+@pytest.mark.parametrize("name", ["loss_rms", "loss_mean", "info_rate"])
+def test_followers_learn_from_several_times_of_a_sample(name, shape):
+    made = kairos.Strategy(name, "flow", sampler={"start": 1, "frequency": 1})
+    draw = made.draw(BATCH, times=(3,))
+    made.loss(draw, torch.ones(*shape, *[1] * (2 - len(shape))))
+    with made.observe(draw):
         pass
-    assert follower.sampler.statistics() == {"updates": 1}
+    assert made.sampler.statistics() == {"updates": 1}
 
 
 @pytest.mark.parametrize("density", ["log_normal", "beta", "mixture", {"name": "clts", "length": 10}])
@@ -118,6 +126,8 @@ def test_shifts_follow_tokens():
     )
     with pytest.raises(ConfigError, match=r"shift: needs tokens.*allowed: draw\(\.\.\., tokens=\)"):
         flux.sample(3)
+    with pytest.raises(ConfigError, match=r"tokens: got shape \(2,\), allowed: a number, or one for each of 3 samples"):
+        flux.sample(3, tokens=torch.ones(2))
     with pytest.raises(ConfigError, match="tokens: got -4, allowed: a number above 0"):
         flux.sample(3, tokens=-4)
 

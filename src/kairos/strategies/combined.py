@@ -20,14 +20,6 @@ def _part(named: dict[str, Any], schedule: NoiseSchedule, seed: int, *extra: str
     return made
 
 
-def said_of(values: Any, place: Place) -> Any:
-    """What a call says of each sample, a number or (n,), as what broadcasts with the times of the place."""
-    import torch
-
-    values = torch.as_tensor(values, device=place.device)
-    return values.reshape(*values.shape, *[1] * (len(place.shape) if values.ndim == 1 else 0))
-
-
 class OfOne(Sampler):
     """Base of what changes one density, `part`."""
 
@@ -100,9 +92,7 @@ class Shift(OfOne):
         if options.law == "constant":
             return options.alpha
         tokens = place.said("tokens", "shift")
-        if not isinstance(tokens, (int, float)):
-            tokens = said_of(tokens, place)
-        elif not tokens > 0:
+        if isinstance(tokens, (int, float)) and not tokens > 0:
             raise ConfigError(f"shift: tokens: got {tokens}, allowed: a number above 0")
         if options.law == "root":
             alpha = options.alpha * (tokens / options.last) ** 0.5
@@ -184,8 +174,6 @@ class ByGroup(Mixture):
             if group not in self.numbers:
                 raise ConfigError(f"group: got {group!r}, allowed: {', '.join(map(str, self.numbers))}")
             group = self.numbers.index(group)
-        if not isinstance(group, int):
-            group = said_of(group, place)
         return [1.0 * (group == number) for number in range(len(self.parts))]
 
 

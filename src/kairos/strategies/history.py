@@ -16,7 +16,6 @@ from torch import Tensor
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule, error_ratio
 from kairos.strategies.base import Observation, Tabled
-from kairos.strategies.numeric import like
 
 
 class FromLosses(Tabled):
@@ -143,15 +142,20 @@ class InfoRate(LossMean):
     from the loss that the training has anyway; the estimate and its smoothing are ours.
     """
 
+    _factor: Tensor | None = None  # from the error of what is predicted to that
+
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
         """Take in errors of epsilon per ln SNR instead of losses."""
         if observation.errors is not None:
-            schedule = self.schedule
-            level = np.log(schedule.snr)
-            factor = like(-np.gradient(level) * error_ratio(schedule.snr, "epsilon"), observation.fractions)
-            factor = factor / like(error_ratio(schedule.snr, observation.prediction), factor)
-            cells = (observation.fractions * schedule.timesteps).long().clamp(0, schedule.timesteps - 1)
-            observation = replace(observation, losses=observation.errors * factor[cells])
+            if self._factor is None or self._factor.device != observation.errors.device:
+                snr = self.schedule.snr
+                ratio = error_ratio(snr, "epsilon") / error_ratio(snr, observation.prediction)
+                self._factor = torch.from_numpy(-np.gradient(np.log(snr)) * ratio).to(observation.errors.device)
+            cells = (observation.fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1)
+            errors = observation.errors.reshape(
+                *observation.errors.shape, *[1] * (cells.ndim - observation.errors.ndim)
+            )
+            observation = replace(observation, losses=errors * self._factor[cells])
         with super().observe(observation):
             yield

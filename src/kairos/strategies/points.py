@@ -4,7 +4,7 @@ Each point on its own is uniform in [0, 1), so a density drawn through its inver
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kairos import distributed
@@ -50,11 +50,15 @@ class Place:
     def of(self, batch: "Tensor") -> "Place":
         """The same for this rank's part of a global batch, to which each rank brings as many samples; or as it says."""
         if self.index is not None:
-            return replace(self, device=batch.device)
+            return self.but(device=batch.device)
         count = len(batch)
         begin = distributed.rank() * count
         index, total = range(begin, begin + count), distributed.ranks() * count
-        return replace(self, index=index, total=total, device=batch.device)
+        return self.but(index=index, total=total, device=batch.device)
+
+    def but(self, **changes: Any) -> "Place":
+        """The same with changes; a graph of torch 2.4 cannot hold dataclasses.replace."""
+        return Place(**{name: changes.get(name, getattr(self, name)) for name in _FIELDS})
 
     @property
     def steps(self) -> Any:
@@ -76,7 +80,7 @@ class Place:
 
     def uniform(self, name: str, *shape: int, index: Any = None) -> "Tensor":
         """A number in [0, 1) for each time of each sample, float64 (n, *self.shape, *shape)."""
-        place = self if index is None else replace(self, index=index)
+        place = self if index is None else self.but(index=index)
         return self.stream(name).uniform(self.step, place.numbers, (*self.shape, *shape), self.device)
 
     @property
@@ -86,14 +90,26 @@ class Place:
         return range(index.start + first, index.stop + first) if isinstance(index, range) else index + first
 
     def said(self, name: str, who: str) -> Any:
-        """What the context holds under a name.
+        """What the context holds under a name: a number, a word, or a tensor that broadcasts with times of samples.
 
         Raises:
-            ConfigError: nothing.
+            ConfigError: nothing, or not a number for each sample.
         """
-        if self.context.get(name) is None:
+        value = self.context.get(name)
+        if value is None:
             raise ConfigError(f"{who}: needs {name}, and the call did not say it; allowed: draw(..., {name}=)")
-        return self.context[name]
+        if isinstance(value, (int, float, str)):
+            return value
+        import torch
+
+        value, count = torch.as_tensor(value, device=self.device), len(self.index)
+        if value.ndim > 1 + len(self.shape) or (value.ndim and value.shape[0] not in (1, count)):
+            shape = tuple(value.shape)
+            raise ConfigError(f"{name}: got shape {shape}, allowed: a number, or one for each of {count} samples")
+        return value.reshape(*value.shape, *[1] * (1 + len(self.shape) - value.ndim)) if value.ndim else value
+
+
+_FIELDS = tuple(Place.__dataclass_fields__)
 
 
 def points(kind: str, place: Place) -> "Tensor":
@@ -112,13 +128,10 @@ def points(kind: str, place: Place) -> "Tensor":
     import torch
 
     if kind == "epochs":
-        item, items, epoch = (
-            torch.as_tensor(place.said(name, "points: epochs"), device=place.device)
-            for name in ("item", "items", "epoch")
-        )
+        item, items, epoch = (place.said(name, "points: epochs") for name in ("item", "items", "epoch"))
         shift = place.stream("sobol").uniform(0, range(1), (), place.device)
         return (item / items + epoch * _GOLDEN + shift) % 1.0
-    whole = replace(place, index=range(place.total))
+    whole = place.but(index=range(place.total))
     keys, axis = whole.uniform("order of timesteps"), -1 - len(place.shape)
     order = keys.argsort(dim=axis, stable=True)  # of the global batch, which every rank computes
     index = place.index
@@ -129,7 +142,7 @@ def points(kind: str, place: Place) -> "Tensor":
         shift = place.stream("sobol").uniform(0, range(1), (), place.device)
         return (van_der_corput(before + order) + shift) % 1.0
     if kind == "systematic":
-        return (order + replace(place, first=0).uniform("timesteps", index=range(1))) / place.total
+        return (order + place.but(first=0).uniform("timesteps", index=range(1))) / place.total
     return (order + whole.uniform("timesteps").gather(axis, order)) / place.total
 
 

@@ -1,7 +1,6 @@
 """SpeeD (Wang et al. 2025): its samplers, the paper's and the two that its public code has held, and its weights."""
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,7 +78,7 @@ class Reflected(Tabled):
         if isinstance(index, range):
             index = torch.arange(index.start, index.stop, device=place.device)
         second = (index >= half).view(-1, *[1] * len(place.shape))
-        of_half = replace(place, index=torch.where(index >= half, index - half, index), total=half)
+        of_half = place.but(index=torch.where(index >= half, index - half, index), total=half)
         position = self.quantile(self.uniforms(of_half)) * timesteps
         cell = position.long().clamp(max=timesteps - 1)
         both = torch.where(second, like(self._reflection, position)[cell] + (position - cell), position) / timesteps

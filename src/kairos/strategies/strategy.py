@@ -13,7 +13,7 @@ an uninterrupted one would have drawn. Under torch.distributed each rank passes 
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,23 +148,26 @@ class Strategy:
             ConfigError: the sampler needs to be told something that was not said.
         """
         total = total or len(x0) * distributed.ranks()
-        now = self.step if step is None else step
-        place = Place(self.seed, now, self._drawn[0], sum(self._drawn), index, total, times, context=context).of(x0)
-        self._drawn[0] += total if step is None else 0
+        now, (first, earlier) = self.step if step is None else step, self._drawn
+        first = first if index is None else 0  # who says where the samples lie says it of the whole step
+        place = Place(self.seed, now, first, first + earlier, index, total, times, context=context).of(x0)
+        if step is None:
+            self._drawn[0] = first + total
         if step is not None:
-            place = replace(place, first=0, before=None)
+            place = place.but(first=0, before=None)
         mine = place
         if same:
-            place = replace(place, index=range(1), total=1)
+            place = place.but(index=range(1), total=1)
         made = self._ahead(place) if self._steady(place) else self._made(x0, place)
         return Draw(mine, x0, *(values.expand(len(x0), *times) if same else values for values in made))
 
     def _steady(self, place: Place) -> bool:
         """Whether the draws of a step depend on its number alone: they can be made before it."""
+        if isinstance(place.step, Tensor) or torch.compiler.is_compiling():
+            return False
         regular = not place.first and place.before == place.step * place.total and isinstance(place.index, range)
         said = all(isinstance(value, (int, str)) for value in place.context.values())
-        fixed = isinstance(self.sampler.options, Fixed) and not torch.compiler.is_compiling()
-        return regular and said and fixed and not isinstance(place.step, Tensor)
+        return regular and said and isinstance(self.sampler.options, Fixed)
 
     def _ahead(self, place: Place) -> list[Tensor]:
         """Of a turn of steps at once."""
@@ -172,7 +175,7 @@ class Strategy:
         key = turn, place.seed, place.index, place.total, place.shape, str(place.device), tuple(place.context.items())
         if self._turn[0] != key:
             steps = range(turn * _TURN, (turn + 1) * _TURN)
-            self._turn = key, self._made(None, replace(place, step=steps, before=None))
+            self._turn = key, self._made(None, place.but(step=steps, before=None))
         return [values[row] for values in self._turn[1]]
 
     def _made(self, x0: Any, place: Place) -> list[Tensor]:
