@@ -73,13 +73,13 @@ import time
 import torch
 from kairos import distributed
 
-distributed.LONGEST_WAIT = 1.0
+distributed.LONGEST_WAIT = 4.0  # a busy machine's processes meet within that
 if distributed.os.environ["RANK"] == "0":
-    time.sleep(4)  # as one that queues for a lock
+    time.sleep(7)  # as one that queues for a lock
 distributed.join(2, torch.device("cpu"))
-print(distributed.on_first(lambda: time.sleep(3) or "read"), flush=True)
+print(distributed.on_first(lambda: time.sleep(6) or "read"), flush=True)
 if distributed.rank() == 0:
-    time.sleep(3)  # as one that writes a checkpoint
+    time.sleep(6)  # as one that writes a checkpoint
 distributed.meet()
 assert distributed.add([1.0]) == [2.0]
 distributed.part()

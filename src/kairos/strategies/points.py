@@ -102,9 +102,10 @@ class Place:
             return value
         import torch
 
-        value, count = torch.as_tensor(value, device=self.device), len(self.index)
-        if value.ndim > 1 + len(self.shape) or (value.ndim and value.shape[0] not in (1, count)):
-            shape = tuple(value.shape)
+        value = torch.as_tensor(value, device=self.device)
+        counts = value.shape[:1] if self.index is None else (1, len(self.index))
+        if value.ndim > 1 + len(self.shape) or (value.ndim and value.shape[0] not in counts):
+            shape, count = tuple(value.shape), counts[-1]
             raise ConfigError(f"{name}: got shape {shape}, allowed: a number, or one for each of {count} samples")
         return value.reshape(*value.shape, *[1] * (1 + len(self.shape) - value.ndim)) if value.ndim else value
 
