@@ -34,7 +34,10 @@ from kairos.strategies.options import Fixed
 from kairos.strategies.points import Place
 from kairos.strategies.registries import COUPLINGS
 
-_TURN = 16  # steps that fixed strategies draw at a time: a small draw costs its calls, which they share
+_TURN, _PARTS = (
+    16,
+    64,
+)  # steps that fixed strategies draw at a time: a small draw costs its calls, which they share; parts of a batch kept
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Strategy:
         self.step = 0
         self._drawn = [0, 0]  # samples of all ranks: in this step so far, in the steps before it
         self._losses: tuple[Any, Tensor, Tensor] | None = None
-        self._turn: tuple[Any, list[Tensor]] = None, []
+        self._turns: dict[Any, tuple[int, list[Tensor]]] = {}  # of each part of a batch that is asked for
         if not (self.sampler.asks or np.isfinite(self.weighting.weights()[self.sampler.density() > 0]).all()):
             raise ConfigError(
                 f"strategy {name}: its weights are not finite at timesteps that it draws; allowed: a range"
@@ -172,11 +175,13 @@ class Strategy:
     def _ahead(self, place: Place) -> list[Tensor]:
         """Of a turn of steps at once."""
         turn, row = divmod(place.step, _TURN)
-        key = turn, place.seed, place.index, place.total, place.shape, str(place.device), tuple(place.context.items())
-        if self._turn[0] != key:
+        key = place.index, place.total, place.shape, str(place.device), tuple(place.context.items())
+        if self._turns.get(key, (None,))[0] != turn:
+            if len(self._turns) >= _PARTS:
+                self._turns.clear()
             steps = range(turn * _TURN, (turn + 1) * _TURN)
-            self._turn = key, self._made(None, place.but(step=steps, before=None))
-        return [values[row] for values in self._turn[1]]
+            self._turns[key] = turn, self._made(None, place.but(step=steps, before=None))
+        return [values[row] for values in self._turns[key][1]]
 
     def _made(self, x0: Any, place: Place) -> list[Tensor]:
         """Fractions, times, weights and importance of a place's samples."""
