@@ -88,6 +88,13 @@ def test_a_note_of_many_methods_stays_below_the_limit_of_older_servers(tree, mon
     assert len(note) < 4700 and re.search(r"\d+ more are in the report\.$", note)
 
 
+def test_one_method_that_is_no_baseline_is_imported(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    config, results = results_tree.write(tmp_path, methods=("speed",))
+    track(load(config), results, results / "tracking.json")
+    assert read_json(results / "tracking.json")["imported"] is True
+
+
 def test_a_fresh_browsers_first_page_shows_methods_with_their_distances(tree, tmp_path):
     if CHROMIUM is None:
         pytest.skip("no Chromium here (Debian: apt-get install chromium)")

@@ -7,6 +7,7 @@ the metric; their interval is that of the ratio, which the test is of, times the
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -69,6 +70,8 @@ def table(measured: Measured) -> pd.DataFrame:
     Raises:
         KairosError: no milestone, or no seed there, is evaluated of all methods.
     """
+    if measured.baseline is None:
+        measured = replace(measured, baseline=measured.methods[0])
     rows = compare(measured)
     if not rows[0].seeds:
         raise KairosError(f"{', '.join(measured.methods)}: no seed is evaluated of all of them at their last milestone")
