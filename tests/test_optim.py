@@ -29,6 +29,14 @@ def test_schedules():
     assert [factor("inverse_sqrt", step, reference=100) for step in (0, 100, 400)] == pytest.approx([1, 1, 0.5])
 
 
+def test_a_decay_before_each_judged_step():
+    rates = [factor("decays", step, at=[100, 200], share=0.2) for step in (0, 80, 90, 99, 100, 160, 180, 199, 200, 900)]
+    assert rates == pytest.approx([1, 1, 0.5, 0.05, 1, 1, 0.5, 0.025, 1, 1])
+    for wrong in ([], [0, 5], [5, 5], [6, 5]):
+        with pytest.raises(KairosError, match=r"at: got .*, allowed: steps, 1 or more, rising"):
+            SCHEDULES.parse("decays", {"at": wrong})
+
+
 def test_half_life_is_in_images_and_grows_with_them():
     assert share("half_life", 10**6, 64, images=6400.0, rampup=None) ** 100 == pytest.approx(0.5)
     assert share("half_life", 10, 64, images=1e9, rampup=0.05) == pytest.approx(0.5 ** (1 / (10 * 0.05)))

@@ -17,6 +17,7 @@ from kairos.training.registries import (
     AdamOptions,
     CosineOptions,
     DecayOptions,
+    DecaysOptions,
     HalfLifeOptions,
     InverseSqrtOptions,
     PowerOptions,
@@ -42,6 +43,16 @@ def cosine(options: CosineOptions, step: int, length: int) -> float:
     """From 1 at the first step to `final` after `length`."""
     share = min(step / length, 1.0)
     return options.final + (1 - options.final) * (1 + math.cos(math.pi * share)) / 2
+
+
+def decays(options: DecaysOptions, step: int, length: int) -> float:
+    """Linear from 1 to 0 over the last `share` of the steps before each end (Hägele et al. 2024, section 3), else 1.
+
+    The rate at a step does not depend on later ends, so one training gives what a training of each length would, but
+    for the shorter decays on its way.
+    """
+    end = next((end for end in options.at if step < end), math.inf)
+    return min(1.0, (end - step) / (options.share * end)) if end < math.inf else 1.0
 
 
 def inverse_sqrt(options: InverseSqrtOptions, step: int, length: int) -> float:

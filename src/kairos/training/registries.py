@@ -42,9 +42,21 @@ class InverseSqrtOptions(Options):
     reference: int = option(70_000, "step from which the rate falls", ge=1)
 
 
+class DecaysOptions(Options):
+    """Constant but for a short decay to 0 before each of some steps, so that weights can be judged there."""
+
+    at: list[float] = option([100_000], "steps that the rate has decayed by; it is whole again after each, rising")
+    share: float = option(0.2, "length of a decay, as a share of the steps before its end", gt=0, le=1)
+
+    def __post_init__(self) -> None:
+        good = self.at and self.at[0] >= 1 and self.at == sorted({*self.at})
+        demand(good, "at", self.at, "steps, 1 or more, rising")
+
+
 SCHEDULES = Registry("learning-rate schedule")
 SCHEDULES.add("constant", "kairos.training.optim:constant", NoOptions, "the learning rate as it is")
 SCHEDULES.add("cosine", "kairos.training.optim:cosine", CosineOptions, "half a cosine (Loshchilov and Hutter 2017)")
+SCHEDULES.add("decays", "kairos.training.optim:decays", DecaysOptions, "linear to 0 before each of some steps")
 SCHEDULES.add("inverse_sqrt", "kairos.training.optim:inverse_sqrt", InverseSqrtOptions, "EDM2's (Karras et al. 2024)")
 
 
