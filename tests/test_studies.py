@@ -1,0 +1,79 @@
+"""The study's statistics against tables whose truth is known, and its experiment files."""
+
+import math
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from kairos.config.experiment import load
+
+STUDIES = Path(__file__).parent.parent / "studies"
+judge = runpy.run_path(str(STUDIES / "judge.py"))
+run = runpy.run_path(str(STUDIES / "run.py"))
+
+
+def trainings(methods, seeds=8, spread=0.0, metrics=judge["METRICS"]):
+    """Curves value = 100 f / time: method -> (f, cost of a step), with paired noise of the logarithm."""
+    noise, rows = np.random.default_rng(0).normal(0, spread, (len(methods), seeds)), []
+    for (method, (factor, cost)), own in zip(methods.items(), noise):
+        for seed in range(seeds):
+            for step in (100, 200, 400, 800):
+                value = 100 * factor * math.exp(own[seed] + 0.3 * seed) / (step * cost)
+                line = {"setting": "s", "method": method, "seed": seed, "step": step, "time": step * cost}
+                rows.append({**line, **dict.fromkeys(metrics, value), "ref_floor": 0.01, "ref_gaussian": 10.0})
+    return pd.DataFrame(rows)
+
+
+def test_equal_time_is_not_equal_steps():
+    found = judge["table"](trainings({"uniform": (1, 1), "min_snr": (0.8, 1), "gradient_norm": (0.5, 1.5)}, 4, 1e-9))
+    found = found[found["metric"] == "distance"].set_index("method")
+    assert found["ratio"].to_dict() == pytest.approx({"uniform": 1, "min_snr": 0.8, "gradient_norm": 0.5})
+    assert found.loc["gradient_norm", "to_uniform"] == pytest.approx(2)  # a value in inverse proportion to time
+    assert found.loc["gradient_norm", "to_fixed"] == pytest.approx(1.6) and set(found["best_fixed"]) == {"min_snr"}
+    assert math.isnan(found.loc["uniform", "to_fixed"])  # it does not get there
+
+
+def test_a_method_too_slow_for_the_time_is_judged_before_its_end_and_no_further():
+    rows = trainings({"uniform": (1, 1), "gradient_norm": (1, 2)}, 3)
+    half = rows[(rows["method"] == "uniform") & (rows["step"] <= 400)]
+    assert judge["at"](half, "distance", 800).isna().all() and judge["at"](half, "distance", 400).notna().all()
+    at = judge["at"](rows[rows["method"] == "gradient_norm"], "distance", 800)
+    assert at.tolist() == pytest.approx([math.log(100 / 800) + 0.3 * seed for seed in range(3)])
+
+
+def test_holms_correction_by_hand():
+    corrected = judge["holm"](np.array([0.01, math.nan, 0.04, 0.03, 0.5]))
+    np.testing.assert_allclose(corrected, [0.04, math.nan, 0.09, 0.09, 0.5])
+
+
+def test_the_smallest_difference_is_found_as_often_as_it_says():
+    deviation, seeds, level = 0.2, 8, 0.05 / 27
+    shift = judge["smallest"](deviation, seeds, level)
+    drawn = np.random.default_rng(1).normal(shift, deviation, (20_000, seeds))
+    found = (stats.ttest_1samp(drawn, 0, axis=1).pvalue < level).mean()
+    assert found == pytest.approx(0.8, abs=0.012)  # four standard errors
+
+
+def test_power_pools_the_spread_of_the_methods():
+    rows = trainings({"uniform": (1, 1), **{f"m{k}": (0.9, 1) for k in range(40)}}, 10, 0.1)
+    found = judge["power"](rows, 8, 27).set_index("metric").loc["distance"]
+    assert found["spread_of_log_ratio"] == pytest.approx(0.1 * math.sqrt(2), rel=0.4)  # uniform's own noise is in all
+    assert (found["floor"], found["gaussian"]) == (0.01, 10)
+
+
+def test_every_round_is_an_experiment_that_can_be_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seeds = []
+    for which, (own, factors) in run["ROUNDS"].items():
+        paths = run["experiments"](which, run["SETTINGS"], None)
+        assert len(paths) == len(run["SETTINGS"]) * len(factors)
+        rates = {load(path).plain()["training"]["optimizer"]["lr"] for path in paths}
+        assert rates == {factor * 1e-3 for factor in factors}
+        seeds.append({*own})
+    assert not seeds[0] & seeds[1] and not seeds[0] & seeds[3] and not seeds[1] & seeds[3]
+    with pytest.raises(SystemExit, match=r"--methods: got other, allowed: uniform, "):
+        run["experiments"]("first", ["digits"], ["uniform", "other"])
