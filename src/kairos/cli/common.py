@@ -1,13 +1,15 @@
 """Arguments that several subcommands share."""
 
 import argparse
+import errno
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kairos import clock, errors, portable
-from kairos.errors import ConfigError, refusal
+from kairos.errors import ConfigError, KairosError, refusal
 from kairos.shards import Shard
 
 
@@ -24,6 +26,23 @@ def add_timing(parser: argparse.ArgumentParser) -> None:
 def demand(good: object, option: str, got: object, allowed: str) -> None:
     """Refuse the value of an option that is not good; see `errors.demand`."""
     errors.demand(good, f"--{option}", got, allowed)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there.
+
+    Raises:
+        KairosError: the port is taken or not for this user, or the host is none of this machine's.
+    """
+    demand(0 < port < 65536, "port", port, "1 to 65535")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
+    except (OSError, UnicodeError) as error:
+        taken = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        what = f"--port: {port}" if taken else f"--host: {host}"
+        advice = f"name another, e.g. {port + 1}" if taken else "allowed: 127.0.0.1, or an address of this machine"
+        raise KairosError(f"{what} cannot be used ({getattr(error, 'strerror', error)}); {advice}") from None
 
 
 def plain(option: str, allowed: str) -> Callable[[str], Any]:

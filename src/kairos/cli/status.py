@@ -1,10 +1,15 @@
 """``kairos status``: how far every training of an experiment is."""
 
 import argparse
+import signal
+import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kairos.cli.common import listen
 
 if TYPE_CHECKING:
     from kairos.status.trainings import Training
@@ -18,6 +23,9 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     where("experiment", type=Path, nargs="?", default=Path("params.yaml"), metavar="FILE", help="experiment file, or "
           "its folder of results; default: params.yaml")  # fmt: skip
     where("--watch", type=float, nargs="?", const=10.0, metavar="S", help="again every S seconds (10), until Ctrl-C")
+    where("--serve", action="store_true", help="a page for a browser, up to date (--watch: 5), until Ctrl-C")
+    where("--port", type=int, default=8008, metavar="N", help="of the page; default: 8008")
+    where("--host", default="127.0.0.1", metavar="H", help="of the page, e.g. 0.0.0.0, for all who reach this machine")
     earlier = "delete states of earlier settings, which nothing goes on from"
     where("--remove-unclaimed", action="store_true", help=earlier)
 
@@ -28,12 +36,31 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.watch is not None and not 0 < arguments.watch <= 86400:
         raise ConfigError(f"--watch: got {arguments.watch:g}, allowed: seconds, above 0 and at most 86400")
+    if arguments.serve:
+        return _serve(arguments)
     while True:
         text = status(arguments.experiment, arguments.remove_unclaimed)
         print(("\x1b[H\x1b[J" if arguments.watch and sys.stdout.isatty() else "") + text, flush=True)
         if not arguments.watch:
             return
         time.sleep(arguments.watch)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    """Answer browsers until Ctrl-C or SIGTERM."""
+    from kairos import clock
+    from kairos.progress import say
+    from kairos.status.server import Server
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt), listen(arguments.host, arguments.port) as listener:
+        server, host = Server(listener, arguments.experiment, arguments.watch or 5.0), arguments.host
+        if not server.loopback:
+            say(f"--host {host}: whoever reaches this machine can read {server.results}; there is no password")
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        print(f"http://{name}:{arguments.port}/\nCtrl-C ends it", flush=True)
+        clock.work_begins()
+        server.serve_forever()
 
 
 def status(path: Path, remove_unclaimed: bool = False) -> str:
@@ -49,16 +76,14 @@ def status(path: Path, remove_unclaimed: bool = False) -> str:
     from kairos import slurm
     from kairos.status.outline import outline
     from kairos.status.stages import stages
-    from kairos.status.trainings import STATES, trainings
+    from kairos.status.trainings import summary, trainings
     from kairos.status.unclaimed import freed, remove, unclaimed
 
     wanted = outline(path)
     jobs, fault = slurm.jobs(wanted.results)
     found = trainings(wanted, jobs)
-    counts = {state: sum(training.state == state for training in found) for state in STATES}
-    summary = ", ".join(f"{number} {state}" for state, number in counts.items() if number)
     width = min(max(len(_name(training)) for training in found), 40)
-    lines = [f"{wanted.results}: {len(found)} trainings: {summary}", stages(wanted)]
+    lines = [f"{wanted.results}: {len(found)} trainings: {summary(found)}", stages(wanted)]
     lines += [fault[:_WIDTH]] if fault else [slurm.summary(jobs)] if jobs else []
     if states := unclaimed(wanted, found):
         told = f"{len(states)} state{'s' * (len(states) > 1)} of earlier settings, {freed(states) / 1e6:.3g} MB"
