@@ -36,13 +36,12 @@ def listen(host: str, port: int) -> socket.socket:
     """
     demand(0 < port < 65536, "port", port, "1 to 65535")
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, UnicodeError) as error:
         taken = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
-        what = f"--port: {port}" if taken else f"--host: {host}"
-        advice = f"name another, e.g. {port + 1}" if taken else "allowed: 127.0.0.1, or an address of this machine"
-        raise KairosError(f"{what} cannot be used ({getattr(error, 'strerror', error)}); {advice}") from None
+        what, another = (f"--port: {port}", port + 1) if taken else (f"--host: {host}", "127.0.0.1")
+        fault = str(getattr(error, "strerror", error)).partition(" (")[0]
+        raise KairosError(f"{what} cannot be used ({fault}); name another, e.g. {another}") from None
 
 
 def plain(option: str, allowed: str) -> Callable[[str], Any]:

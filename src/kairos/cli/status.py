@@ -2,7 +2,6 @@
 
 import argparse
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -57,8 +56,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         server, host = Server(listener, arguments.experiment, arguments.watch or 5.0), arguments.host
         if not server.loopback:
             say(f"--host {host}: whoever reaches this machine can read {server.results}; there is no password")
-        name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        print(f"http://{name}:{arguments.port}/\nCtrl-C ends it", flush=True)
+        print(f"http://{f'[{host}]' if ':' in host else host}:{arguments.port}/\nCtrl-C ends it", flush=True)
         clock.work_begins()
         server.serve_forever()
 

@@ -3,8 +3,7 @@
 import math
 import os
 import re
-import time
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,110 +15,74 @@ from kairos import slurm
 from kairos.files import glance
 from kairos.progress import duration
 from kairos.report import text
-from kairos.status.outline import Outline
+from kairos.status.outline import outline
 from kairos.status.stages import stages
 from kairos.status.trainings import Logs, Training, last_line, summary, trainings
-from kairos.training.job import last_word
 
 _POINTS = 80  # of a curve, at most
-_BLOCK = 2048  # bytes that are read for a point of a long file: ten lines or so
+_BLOCK = 2048  # bytes that are read at a place of a file of losses: ten lines or so
 _POINT = re.compile(rb'"step": (\d+).*?"loss": (-?\d[-+.\de]*)[,}]')  # nothing of a line that was cut off matches
-_LINKS = ("report.html", "report_unfinished.html", "summary.csv")
+_SOURCE = Path(__file__).with_suffix(".html.jinja").read_text(encoding="utf-8")
+_TEMPLATE = jinja2.Template(_SOURCE, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 
-def page(title: str, every: float, wanted: Outline | None, fault: str = "") -> str:
-    """An experiment as one HTML document, which keeps itself up to date.
+@lru_cache(maxsize=1)
+def page(experiment: Path, every: float, moment: float) -> str:
+    """An experiment as one HTML document, which keeps itself up to date; what cannot be read now, it says.
 
     Args:
-        title: its name.
-        every: seconds after which it is asked for again.
-        wanted: the experiment; None where it cannot be read now.
-        fault: why it cannot.
+        experiment: its file, or its folder of results.
+        every: seconds after which the document is asked for again.
+        moment: tells one look from the next; all who ask at the same moment get the same page.
     """
-    facts = _facts(wanted) if wanted else {}
-    words = {"text": text, "duration": duration, "url": lambda path: quote(os.fsencode(path))}
-    return _template().render(title=title, every=every, fault=fault, now=time.strftime("%H:%M:%S"), **words, **facts)
+    facts: dict[str, Any] = {"text": text, "duration": duration, "glance": glance, "summary": summary}
+    facts["url"] = lambda path: quote(str(path), errors="surrogateescape")
+    try:
+        wanted = outline(experiment)
+        (jobs, fault), logs = slurm.jobs(wanted.results), Logs(wanted.results)
+        rows = [_row(wanted.results, each, logs) for each in trainings(wanted, jobs)]
+        facts |= {"wanted": wanted, "rows": rows, "stages": stages(wanted), "queue": fault or slurm.summary(jobs)}
+    except Exception as error:  # whatever is being written or damaged now, a later look may be better
+        facts["fault"] = f"{type(error).__name__}: {error}"
+    return _TEMPLATE.render(title=experiment.stem, every=every, **facts)
 
 
-@cache
-def _template() -> jinja2.Template:
-    beside = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=beside, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template("page.html.jinja")
-
-
-def _facts(wanted: Outline) -> dict[str, Any]:
-    (jobs, trouble), results = slurm.jobs(wanted.results), wanted.results
-    found, logs = trainings(wanted, jobs), Logs(results)
-    metric = glance(results / "reference" / "reference.json").get("metric")
-    methods: dict[str, list[dict[str, Any]]] = {}
-    for each in found:
-        methods.setdefault(each.method, []).append(_row(results, each, logs, metric))
-    known = [(each, each.of, min(each.step, each.of)) for each in found if each.of]
-    todo = sum(of - step for each, of, step in known if each.state != "failed")
-    rate = sum(each.rate or 0 for each in found)
-    longest = max((each.left for each in found if each.left is not None), default=0.0)  # when only slow ones are left
-    return {
-        "experiment": wanted.experiment, "results": results, "methods": methods, "metric": metric,
-        "summary": summary(found), "stages": stages(wanted).split("\n"),
-        "queue": trouble or (slurm.summary(jobs) if jobs else ""),
-        "step": sum(step for _, _, step in known), "of": sum(of for _, of, _ in known),
-        "left": max(todo / rate, longest) if rate else None,
-        "links": [name for name in _LINKS if (results / name).is_file()],
-    }  # fmt: skip
-
-
-def _row(results: Path, each: Training, logs: Logs, metric: str | None) -> dict[str, Any]:
-    """What the template shows of a training beside what `Training` says."""
+def _row(results: Path, each: Training, logs: Logs) -> dict[str, Any]:
+    """What the template shows of a training beside what it says itself."""
     folder = results / each.method / f"seed{each.seed}"
+    metrics = (*folder.glob(".state/*/metrics.jsonl"), *folder.glob("metrics.jsonl"))
+    newest = max(((file.stat().st_mtime_ns, file.stat().st_size, file) for file in metrics), default=None)
     written = each.logs or logs.of(each.method, each.seed, None)
-    evaluation, grid = _newest(folder / "evaluation", "json"), _newest(folder / "samples", "png")
-    evaluated = glance(evaluation) if evaluation else {}
-    distances = evaluated.get("metrics", {})
-    private = folder / ".state" / str(last_word(folder).get("identity"))[:16] / "metrics.jsonl"
-    metrics = private if private.is_file() else folder / "metrics.jsonl"  # the former grows
-    losses = _losses(metrics, metrics.stat().st_size, metrics.stat().st_mtime_ns) if metrics.is_file() else []
-    return {
-        "training": each, "curve": _curve(losses, each.of), "loss": losses[-1][1] if losses else None,
-        "note": each.note or (last_line(written) if each.state == "running" else ""),
-        "logs": {path: os.path.relpath(path, results) for path in written},
-        "distance": (distances.get(metric), distances.get(f"{metric}_spread")),
-        "validation": (evaluated.get("validation") or {}).get("loss"), "evaluation": evaluation, "grid": grid,
-    }  # fmt: skip
+    note = each.note or (last_line(written) if each.state == "running" else "")
+    evaluation, grid = _last(folder, "evaluation/[0-9]*.json"), _last(folder, "samples/[0-9]*.png")
+    own = {"training": each, "note": note, "logs": written, "evaluation": evaluation, "grid": grid}
+    return own | {"losses": _losses(*newest) if newest else None}
 
 
-def _newest(folder: Path, suffix: str) -> Path | None:
-    """The file of the latest step."""
-    return max(folder.glob(f"[0-9]*.{suffix}"), key=lambda path: (len(path.name), path.name), default=None)
+def _last(folder: Path, what: str) -> Path | None:
+    """The file of the last step."""
+    return max(folder.glob(what), key=lambda path: (len(path.name), path.name), default=None)
 
 
 @lru_cache(maxsize=4096)
-def _losses(metrics: Path, size: int, changed: int) -> list[tuple[float, float]]:
-    """At most 81 points of a training's loss, each the mean step and loss of some lines that follow each other.
+def _losses(changed: int, size: int, metrics: Path) -> tuple[str, float, float] | None:
+    """A training's losses as points of a polyline, 30 high, and the last step and loss; each a mean over some lines.
 
-    Of a long file so many blocks are read and no more. Distances between them are doubled as it grows, so that points
-    stay where they are. `size` (bytes) and `changed` (modification time) tell the cache one content from another.
+    Of a long file 81 blocks are read and no more. Distances between them are doubled as it grows, so that points stay
+    where they are. When it `changed` and its `size` (bytes) tell the cache one content from another.
     """
     with open(metrics, "rb") as file:
-        if size <= _POINTS * _BLOCK:
-            lines = _POINT.findall(file.read())
-            count = _doubled(1, len(lines))
-            groups = [lines[place : place + count] for place in range(0, len(lines), count)]
-        else:
-            places = [*range(0, size - _BLOCK, _doubled(_BLOCK, size)), size - _BLOCK]
-            groups = [_POINT.findall(os.pread(file.fileno(), _BLOCK, place)) for place in places]
-    means = (tuple(fmean(map(float, column)) for column in zip(*group)) for group in groups if group)
-    return [(step, loss) for step, loss in means]
+        places = (*range(0, size - _BLOCK, _doubled(_BLOCK, size)), max(size - _BLOCK, 0))
+        blocks = [os.pread(file.fileno(), _BLOCK, place) for place in places]
+    lines = list(dict(_POINT.findall(b"\n".join(blocks))).items())  # the last two blocks overlap
+    groups = range(0, len(lines), _doubled(1, len(lines)))
+    means = [[fmean(map(float, column)) for column in zip(*lines[at : at + groups.step])] for at in groups]
+    heights = [math.asinh(1000 * loss) for _, loss in means] or [0]  # its logarithm, where it is not almost 0 or below
+    scale = 26 / (max(heights) - min(heights) or 1)
+    points = [f"{step:.6g},{2 + (max(heights) - y) * scale:.1f}" for (step, _), y in zip(means, heights)]
+    return (" ".join(points), means[-1][0], means[-1][1]) if means else None
 
 
 def _doubled(unit: int, length: int) -> int:
     """A unit, doubled until `_POINTS` of it are enough for a length."""
     return unit << max(math.ceil(length / (unit * _POINTS)) - 1, 0).bit_length()
-
-
-def _curve(losses: list[tuple[float, float]], of: int | None) -> str:
-    """Points of a polyline in a box of 100 × 30, on a logarithmic axis where losses have logarithms."""
-    heights = [math.log(loss) for _, loss in losses] if all(loss > 0 for _, loss in losses) else [y for _, y in losses]
-    low, high = min(heights, default=0), max(heights, default=0)
-    width, scale = max(of or 0, losses[-1][0] if losses else 1), 26 / ((high - low) or 1)
-    return " ".join(f"{100 * x / width:.1f},{28 - (y - low) * scale:.1f}" for (x, _), y in zip(losses, heights))
