@@ -41,7 +41,12 @@ def page(experiment: Path, every: float, moment: float) -> str:
         wanted = outline(experiment)
         (jobs, fault), logs = slurm.jobs(wanted.results), Logs(wanted.results)
         rows = [_row(wanted.results, each, logs) for each in trainings(wanted, jobs)]
-        facts |= {"wanted": wanted, "rows": rows, "stages": stages(wanted), "queue": fault or slurm.summary(jobs)}
+        facts |= {
+            "wanted": wanted,
+            "rows": rows,
+            "stages": stages(wanted),
+            "queue": slurm.summary(jobs) if jobs else fault,
+        }
     except Exception as error:  # whatever is being written or damaged now, a later look may be better
         facts["fault"] = f"{type(error).__name__}: {error}"
     return _TEMPLATE.render(title=experiment.stem, every=every, **facts)
@@ -75,8 +80,9 @@ def _losses(changed: int, size: int, metrics: Path) -> tuple[str, float, float] 
         places = (*range(0, size - _BLOCK, _doubled(_BLOCK, size)), max(size - _BLOCK, 0))
         blocks = [os.pread(file.fileno(), _BLOCK, place) for place in places]
     lines = list(dict(_POINT.findall(b"\n".join(blocks))).items())  # the last two blocks overlap
-    groups = range(0, len(lines), _doubled(1, len(lines)))
-    means = [[fmean(map(float, column)) for column in zip(*lines[at : at + groups.step])] for at in groups]
+    count = _doubled(1, len(lines))
+    starts = (*range(0, len(lines) - count, count), max(len(lines) - count, 0))
+    means = [[fmean(map(float, column)) for column in zip(*lines[at : at + count])] for at in starts if lines]
     heights = [math.asinh(1000 * loss) for _, loss in means] or [0]  # its logarithm, where it is not almost 0 or below
     scale = 26 / (max(heights) - min(heights) or 1)
     points = [f"{step:.6g},{2 + (max(heights) - y) * scale:.1f}" for (step, _), y in zip(means, heights)]

@@ -89,13 +89,15 @@ def _look(
         state = "complete"
     else:
         state = {"running": "dead", "complete": "waiting", "": "waiting"}.get(said, said)
-    published = () if progress or record else folder.glob("milestones/*")
-    step = max(progress.get("step", 0), done, 0, *(int(path.name) for path in published if path.name.isdigit()))
+    published = () if progress or record else folder.glob("milestones/*/milestone.json")
+    steps = (int(path.parent.name) for path in published if path.parent.name.isdigit())
+    step = max(progress.get("step", 0), done, 0, *steps)
     wanted = state in _TROUBLE or (state == "waiting" and not progress)
     logs = written.of(method, seed, progress.get("job")) if wanted else ()
     note = _note(state, progress, job, logs)
     if state == "waiting" and logs and not record:  # it left a log and nothing else: it ended before its first step
-        state = "failed"
+        begins = not note and time.time() - os.path.getmtime(logs[0]) < 10 * _FRESH  # or has yet to say a word
+        state = "starting" if begins else "failed"
     rate = (progress.get("rate") or None) if state == "running" else None
     return Training(method, seed, state, step, of, rate, _where(state, progress, job), note, logs)
 
