@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from kairos.status.outline import outline
-from kairos.status.page import page
+from kairos.status.views import page
 
 _THIS_MACHINE = re.compile(r"(localhost|127(\.\d+){3}|\[?::1\]?)(:\d+)?", re.IGNORECASE)
 _TYPES = dict.fromkeys((".log", ".json", ".jsonl", ".csv", ".yaml", ".txt"), "text/plain; charset=utf-8")

@@ -53,6 +53,11 @@ class Training:
     logs: tuple[str, ...] = ()
 
     @property
+    def name(self) -> str:
+        """Method and seed."""
+        return f"{self.method} seed {self.seed}"
+
+    @property
     def left(self) -> float | None:
         """Seconds that remain at this rate."""
         return (self.of - self.step) / self.rate if self.rate and self.of is not None else None
@@ -64,12 +69,6 @@ def trainings(outline: Outline, jobs: list[Job]) -> list[Training]:
     numbers = {job.number: job for job in jobs}
     of, logs = outline.milestones[-1] if outline.milestones else None, Logs(outline.results)
     return [_look(outline.results, *each, of, queued.get(each), numbers, logs) for each in outline.trainings]
-
-
-def summary(found: list[Training]) -> str:
-    """How many trainings are in which state."""
-    counts = {state: sum(training.state == state for training in found) for state in STATES}
-    return ", ".join(f"{number} {state}" for state, number in counts.items() if number)
 
 
 def _look(
