@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kairos.cli.common import listen
+from kairos.cli.common import demand, listen
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -19,18 +19,18 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     where("--serve", action="store_true", help="a page for a browser, up to date (--watch: 5), until Ctrl-C")
     where("--port", type=int, default=8008, metavar="N", help="of the page; default: 8008")
     where("--host", default="127.0.0.1", metavar="H", help="of the page, e.g. 0.0.0.0, for all who reach this machine")
-    earlier = "delete states of earlier settings, which nothing goes on from"
-    where("--remove-unclaimed", action="store_true", help=earlier)
+    where(
+        "--remove-unclaimed", action="store_true", help="delete states of earlier settings: nothing goes on from them"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the stages, then a line per training."""
     from kairos import clock
-    from kairos.errors import ConfigError
     from kairos.status.views import lines
 
-    if arguments.watch is not None and not 0 < arguments.watch <= 86400:
-        raise ConfigError(f"--watch: got {arguments.watch:g}, allowed: seconds, above 0 and at most 86400")
+    good = arguments.watch is None or 0 < arguments.watch <= 86400
+    demand(good, "watch", arguments.watch, "seconds, above 0 and at most 86400")
     clock.work_begins()
     if arguments.serve:
         return _serve(arguments)

@@ -41,7 +41,7 @@ def lines(experiment: Path, remove_unclaimed: bool = False) -> str:
     states = unclaimed(facts["wanted"], facts["found"])
     facts |= {"experiment": experiment, "states": states, "freed": freed(states), "removed": remove_unclaimed}
     remove(states if remove_unclaimed else [])
-    return _TEMPLATES.get_template("lines.txt.jinja").render(facts)
+    return _TEMPLATES.get_template("lines.txt.jinja").render(facts).rstrip()
 
 
 @lru_cache(maxsize=1)
