@@ -19,9 +19,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     where("--serve", action="store_true", help="a page for a browser, up to date (--watch: 5), until Ctrl-C")
     where("--port", type=int, default=8008, metavar="N", help="of the page; default: 8008")
     where("--host", default="127.0.0.1", metavar="H", help="of the page, e.g. 0.0.0.0, for all who reach this machine")
-    where(
-        "--remove-unclaimed", action="store_true", help="delete states of earlier settings: nothing goes on from them"
-    )
+    where("--remove-unclaimed", action="store_true", help="delete states of earlier settings: nothing goes on there")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -29,17 +27,17 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos import clock
     from kairos.status.views import lines
 
-    good = arguments.watch is None or 0 < arguments.watch <= 86400
-    demand(good, "watch", arguments.watch, "seconds, above 0 and at most 86400")
+    every = arguments.watch
+    demand(every is None or 0 < every <= 86400, "watch", every, "seconds, above 0 and at most 86400")
     clock.work_begins()
     if arguments.serve:
         return _serve(arguments)
     while True:
         text = lines(arguments.experiment, arguments.remove_unclaimed)
-        print(("\x1b[H\x1b[J" if arguments.watch and sys.stdout.isatty() else "") + text, flush=True)
-        if not arguments.watch:
+        print(("\x1b[H\x1b[J" if every and sys.stdout.isatty() else "") + text, flush=True)
+        if not every:
             return
-        time.sleep(arguments.watch)
+        time.sleep(every)
 
 
 def _serve(arguments: argparse.Namespace) -> None:

@@ -53,11 +53,6 @@ class Training:
     logs: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
-        """Method and seed."""
-        return f"{self.method} seed {self.seed}"
-
-    @property
     def left(self) -> float | None:
         """Seconds that remain at this rate."""
         return (self.of - self.step) / self.rate if self.rate and self.of is not None else None
@@ -88,15 +83,14 @@ def _look(
         state = "complete"
     else:
         state = {"running": "dead", "complete": "waiting", "": "waiting"}.get(said, said)
-    published = () if progress or record else folder.glob("milestones/*/milestone.json")
-    steps = (int(path.parent.name) for path in published if path.parent.name.isdigit())
-    step = max(progress.get("step", 0), done, 0, *steps)
+    published = () if progress or record else folder.glob("milestones/[0-9]*/milestone.json")
+    step = max(progress.get("step", 0), done, 0, *(int(path.parent.name) for path in published))
     wanted = state in _TROUBLE or (state == "waiting" and not progress)
     logs = written.of(method, seed, progress.get("job")) if wanted else ()
     note = _note(state, progress, job, logs)
     if state == "waiting" and logs and not record:  # it left a log and nothing else: it ended before its first step
-        begins = not note and time.time() - os.path.getmtime(logs[0]) < 10 * _FRESH  # or has yet to say a word
-        state = "starting" if begins else "failed"
+        silent = not note and time.time() - os.path.getmtime(logs[0]) < 10 * _FRESH  # or has yet to say a word
+        state = "starting" if silent else "failed"
     rate = (progress.get("rate") or None) if state == "running" else None
     return Training(method, seed, state, step, of, rate, _where(state, progress, job), note, logs)
 
