@@ -1,5 +1,6 @@
 """``kairos status``: what is said of trainings in every state, and how quickly it is said of a thousand."""
 
+import os
 import re
 import resource
 import subprocess
@@ -84,6 +85,8 @@ def test_states(capsys: pytest.CaptureFixture[str]) -> None:
     write_json(RESULTS / "adaptive/seed0/training.json", {"steps": 200})
     progress("log_normal", 100, of=100).end("complete")  # the first of two segments
     write_log("train_beta_seed0.log", "kairos: latents/manifest.json is missing\n\n")
+    write_log("train_mode_seed0.log", "")  # Snakemake makes the log, and folders of outputs, before the job
+    (RESULTS / "mode/seed0/milestones/0000200").mkdir(parents=True)
 
     with held(RESULTS / "uniform/seed0/.state/lock"):
         found = look()
@@ -96,20 +99,22 @@ def test_states(capsys: pytest.CaptureFixture[str]) -> None:
         "adaptive": ("complete", 200, 200),
         "log_normal": ("waiting", 100, 200),
         "beta": ("failed", 0, 200),
-        "mode": ("waiting", 0, 200),
+        "mode": ("starting", 0, 200),
     }
     assert found["min_snr"].logs == ("results/many/logs/train_min_snr_seed0_1.log",)
     assert found["beta"].note == "kairos: latents/manifest.json is missing"
     assert "no process holds its lock" in found["p2"].note
 
     text = capsys.readouterr().out
-    assert "1 running, 2 failed, 1 dead, 1 stopped, 2 waiting, 1 complete" in text
+    assert "1 running, 1 starting, 2 failed, 1 dead, 1 stopped, 1 waiting, 1 complete" in text
     assert "there: nothing; not yet: prepared, autoencoder, latents" in text
     assert "samples 0 of 24, evaluations 0 of 24" in text
     assert "step 80: loss nan" in text
     assert "log: results/many/logs/train_beta_seed0.log" in text
     assert max(map(len, text.splitlines())) <= 120
     assert look()["uniform"].state == "dead"  # whoever held the lock has gone
+    os.utime(RESULTS / "logs/train_mode_seed0.log", (0, 0))
+    assert look()["mode"].state == "failed"  # it never said a word
 
 
 def test_rate_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

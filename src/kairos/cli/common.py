@@ -1,13 +1,15 @@
 """Arguments that several subcommands share."""
 
 import argparse
+import errno
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kairos import clock, errors, portable
-from kairos.errors import ConfigError, refusal
+from kairos.errors import ConfigError, KairosError, refusal
 from kairos.shards import Shard
 
 
@@ -24,6 +26,22 @@ def add_timing(parser: argparse.ArgumentParser) -> None:
 def demand(good: object, option: str, got: object, allowed: str) -> None:
     """Refuse the value of an option that is not good; see `errors.demand`."""
     errors.demand(good, f"--{option}", got, allowed)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there.
+
+    Raises:
+        KairosError: the port is taken or not for this user, or the host is none of this machine's.
+    """
+    demand(0 < port < 65536, "port", port, "1 to 65535")
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, UnicodeError) as error:
+        taken = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        what, another = (f"--port: {port}", port + 1) if taken else (f"--host: {host}", "127.0.0.1")
+        fault = str(getattr(error, "strerror", error)).partition(" (")[0]
+        raise KairosError(f"{what} cannot be used ({fault}); name another, e.g. {another}") from None
 
 
 def plain(option: str, allowed: str) -> Callable[[str], Any]:

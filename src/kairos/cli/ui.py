@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ import webbrowser
 from pathlib import Path
 from typing import IO
 
-from kairos.cli.common import demand
+from kairos.cli.common import listen
 from kairos.errors import KairosError
 
 _SECONDS = 120  # that MLflow may take to start
@@ -66,15 +65,7 @@ def _check(uri: str, port: int) -> None:
     path = re.sub(r"^(sqlite(\+\w+)?:///|file://)", "", uri)
     if "://" not in path and not Path(path).exists():
         raise KairosError(f"{path}: no store of runs here yet; the import of results (make run, kairos track) makes it")
-    demand(0 < port < 65536, "port", port, "1 to 65535")
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise KairosError(
-                f"--port: {port} cannot be used ({error.strerror}); name another, e.g. {port + 1}"
-            ) from None
+    listen("127.0.0.1", port).close()
 
 
 def _places(uri: str) -> dict[str, str]:

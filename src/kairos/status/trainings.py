@@ -62,12 +62,12 @@ def trainings(outline: Outline, jobs: list[Job]) -> list[Training]:
     """All trainings of an experiment in its order."""
     queued = {training: job for job in jobs for training in job.trainings}
     numbers = {job.number: job for job in jobs}
-    of, logs = outline.milestones[-1] if outline.milestones else None, _Logs(outline.results)
+    of, logs = outline.milestones[-1] if outline.milestones else None, Logs(outline.results)
     return [_look(outline.results, *each, of, queued.get(each), numbers, logs) for each in outline.trainings]
 
 
 def _look(
-    results: Path, method: str, seed: int, of: int | None, job: Job | None, jobs: dict[str, Job], written: "_Logs"
+    results: Path, method: str, seed: int, of: int | None, job: Job | None, jobs: dict[str, Job], written: "Logs"
 ) -> Training:
     folder = results / method / f"seed{seed}"
     record, progress = glance(folder / "training.json"), last_word(folder)
@@ -83,13 +83,14 @@ def _look(
         state = "complete"
     else:
         state = {"running": "dead", "complete": "waiting", "": "waiting"}.get(said, said)
-    published = () if progress or record else folder.glob("milestones/*")
-    step = max(progress.get("step", 0), done, 0, *(int(path.name) for path in published if path.name.isdigit()))
+    published = () if progress or record else folder.glob("milestones/[0-9]*/milestone.json")
+    step = max(progress.get("step", 0), done, 0, *(int(path.parent.name) for path in published))
     wanted = state in _TROUBLE or (state == "waiting" and not progress)
     logs = written.of(method, seed, progress.get("job")) if wanted else ()
     note = _note(state, progress, job, logs)
     if state == "waiting" and logs and not record:  # it left a log and nothing else: it ended before its first step
-        state = "failed"
+        silent = not note and time.time() - os.path.getmtime(logs[0]) < 10 * _FRESH  # or has yet to say a word
+        state = "starting" if silent else "failed"
     rate = (progress.get("rate") or None) if state == "running" else None
     return Training(method, seed, state, step, of, rate, _where(state, progress, job), note, logs)
 
@@ -100,13 +101,13 @@ def _note(state: str, progress: dict[str, Any], job: Job | None, logs: tuple[str
     if state == "dead":
         return f"no process holds its lock; last heard of {ago(progress['updated'])}"
     if state in _TROUBLE:
-        return str(progress.get("message") or _last_line(logs))
+        return str(progress.get("message") or last_line(logs))
     if job is not None and job.state != "RUNNING":
         return job.state.lower()
     if state == "running":
         quiet = time.time() - progress["updated"] > 10 * _FRESH
         return f"last heard of {ago(progress['updated'])}" if quiet else ""
-    return _last_line(logs)
+    return last_line(logs)
 
 
 def ago(moment: float) -> str:
@@ -142,7 +143,7 @@ def held(lock: Path) -> bool:
     return False
 
 
-class _Logs:
+class Logs:
     """Log files of training jobs: the workflow's own, listed once, and those that SLURM's plugin keeps."""
 
     def __init__(self, results: Path):
@@ -161,10 +162,9 @@ class _Logs:
         return tuple(max(found, key=os.path.getmtime) for found in both if found)
 
 
-def _last_line(logs: tuple[str, ...]) -> str:
-    if not logs:
-        return ""
-    with open(logs[0], "rb") as file:
+def last_line(logs: tuple[str, ...]) -> str:
+    """The last line of the first of some logs."""
+    with suppress(OSError, IndexError), open(logs[0], "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST))
-        lines = file.read().decode(errors="replace").strip().split("\n")
-    return lines[-1].strip()
+        return file.read().decode(errors="replace").strip().split("\n")[-1].strip()
+    return ""
