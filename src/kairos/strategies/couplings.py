@@ -52,7 +52,7 @@ class Assignment(Coupling):
 class Nearest(Coupling):
     r"""Of k noises for each image, its own and k - 1 more, the nearest (Li et al. 2025).
 
-    $$\epsilon_i = \arg\min_{\epsilon \in \{\epsilon_{i1}, \dots, \epsilon_{ik}\}} \|x_i - \epsilon\|^2$$
+    $$\|x_i - \epsilon_i\| = \min_{j \le k} \|x_i - \epsilon_{ij}\|$$
 
     Each image alone, where the batch is, without waiting. The noise is then no longer quite normal: it leans towards
     the image, the less the more numbers an image has.
