@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
-from reference import described, options_table, schema
+from reference import described, fields, schema
 
 import kairos
 from kairos import options
@@ -27,7 +27,7 @@ from kairos.strategies.names import warnings_of
 from kairos.strategies.options import Fixed
 from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
 
-_BOX = Bbox([[-0.6, -0.6], [9.55, 2.4]])  # inches around the axes; to measure what stands there takes a second drawing
+_BOX = Bbox([[-0.6, -0.5], [9.55, 2.4]])  # inches around the axes; to measure what stands there takes a second drawing
 Part = tuple[str, dict[str, bytes]]  # Markdown, and pictures by their path beside the page
 _PROCESSES = {  # of those that are not meant for timesteps alone; densities of u look alike on all processes
     **dict.fromkeys(("edm_log_normal", "edm", "edm2"), ("edm", "discrete")),
@@ -41,7 +41,7 @@ _EXAMPLES = {  # of those whose defaults are uniform
     "shift": ["density=log_normal", "alpha=3"],
     "mixture": ["parts=[{name: log_normal, m: 1, share: 3}, {name: uniform, share: 1}]"],
     "by_group": ["parts=[{name: log_normal, group: photos}]"],
-    "schedule": ["parts=[{name: uniform, start: 0}, {name: log_normal, start: 1000}]"],
+    "schedule": ["parts=[{name: log_normal, start: 0}, {name: uniform, start: 1000}]"],
     "table": ["values=[1, 3, 2, 0.5, 1]"],
     "listed": ["times=[0.1, 0.3, 0.5, 0.9]"],
     "table_weight": ["values=[1, 3, 2, 0.5, 1]"],
@@ -83,12 +83,11 @@ def component(registry: Registry, name: str, properties: Mapping[str, Any], draw
     """One sampler, weighting or coupling."""
     entry = registry[name]
     code = entry.options if "$$" in doc(entry.options) else entry.load()
-    own = {key: its for key, its in properties.items() if its != _COMMON.get(key)} if registry is SAMPLERS else properties
-    rest = "; also [those of all samplers](#options-of-all-samplers)" if len(own) < len(properties) else ""
-    table = options_table(own) if own else "No options" + (" of its own" if rest else "")
+    common = _COMMON if registry is SAMPLERS else {}
+    own = {key: its for key, its in properties.items() if its != common.get(key)}
+    table = fields(own) if own else "No options of its own."
     picture, pictures = pictured(name) if draw else ("", {})
-    parts = [f"## {name}", doc(code), picture, table + (rest if not own else "")]
-    return "\n\n".join(filter(None, parts)), pictures
+    return "\n\n".join(filter(None, [f"## {name}", doc(code), picture, table])), pictures
 
 
 def page(registry: Registry) -> Part:
@@ -96,11 +95,11 @@ def page(registry: Registry) -> Part:
     told = described(schema()["$defs"]["MethodConfig"]["properties"][registry.kind])
     parts, pictures = [], {}
     for name in registry:
-        text, found = component(registry, name, told[name], draw=registry is not COUPLINGS)
+        text, found = component(registry, name, told[name]["properties"], draw=registry is not COUPLINGS)
         parts.append(text)
         pictures |= found
     if registry is SAMPLERS:
-        parts.append("## Options of all samplers\n\n" + options_table(_COMMON))
+        parts.insert(0, "## Options of all samplers\n\n`points` those of a fixed density.\n\n" + fields(_COMMON))
     parts += [f"## {name}\n\nNot available: {why}." for name, why in registry.refused.items()]
     return "\n\n".join(parts), pictures
 
@@ -147,7 +146,7 @@ def _svg(drawing: Figure, box: Any) -> bytes:
     return re.sub(rb' d="[^"]+"', lambda path: re.sub(rb"(\.\d)\d+", rb"\1", path[0]), file.getvalue())
 
 
-_uniform = described(schema()["$defs"]["MethodConfig"]["properties"]["sampler"])["uniform"]
+_uniform = described(schema()["$defs"]["MethodConfig"]["properties"]["sampler"])["uniform"]["properties"]
 _COMMON = {key: its for key, its in _uniform.items() if key in options.dump(Fixed())}
 PARTS = {
     "levels": levels,

@@ -23,23 +23,26 @@ PARTS = gallery.PARTS | reference.PARTS  # name: function that gives Markdown an
 _PART = re.compile(r"<!-- generated: (\w+) -->.*")  # what follows is for those who read the page elsewhere
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-_WORD = re.compile(r"(<mi>(?:ln|exp|cos|tan|tanh|cosh)</mi>)(?!<mo)")
+_WORD = re.compile(r"((?<!<msup>)<mi>(?:ln|exp|cos|tan|tanh|cosh)</mi>)(?!<mo)")
 _NUMBER = re.compile(r"(</(?:mn|mfrac)>)(?=<mi>(?:ln|exp|cos|tan)</mi>)")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"}
-_FONT = Path(find_spec("ziamath").origin).parent / "fonts" / "STIXTwoMath-Regular.ttf"  # browsers stretch no bracket without one
+# browsers stretch brackets with a font that is made for it
+_FONT = Path(find_spec("ziamath").origin).parent / "fonts" / "STIXTwoMath-Regular.ttf"
 _made: dict[str, str] = {}
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add pages that lie elsewhere, files that pages link to, and pictures of the generated parts."""
     for path, uri in PAGES.items():
-        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+        if uri in str(config.nav):
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, "assets/STIXTwoMath.ttf", abs_src_path=str(_FONT)))
     for file in list(files.documentation_pages()):
         for name in _PART.findall(file.content_string):
             _made[name], pictures = PARTS[name]()
             for path, content in pictures.items():
-                files.append(File.generated(config, posixpath.join(posixpath.dirname(file.src_uri), path), content=content))
+                beside = posixpath.join(posixpath.dirname(file.src_uri), path)
+                files.append(File.generated(config, beside, content=content))
         for link in _LINK.findall(file.content_string):
             path, uri = _place(file.src_uri, link)
             if not path.startswith("docs/") and files.get_file_from_path(uri) is None and (ROOT / path).exists():
@@ -66,6 +69,7 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
         made = convert(html.unescape(found[2]), display="block" if found[1] == "div" else "inline")
         if "\\" in made:
             raise PluginError(f"{page.file.src_uri}: not understood in a formula: {found[2]}")
+        made = made.replace("<mi>&#x0007E;</mi>", "<mo>&#x0223C;</mo>")  # \sim, a relation
         made = _WORD.sub(r'\1<mspace width="0.17em" />', made)  # TeX's space after the name of a function
         return _NUMBER.sub(r'\1<mspace width="0.17em" />', made)
 

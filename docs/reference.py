@@ -5,14 +5,14 @@ import functools
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import kairos
 from kairos.cli import COMMANDS
 from kairos.config import Experiment
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 from kairos.options import dump
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
 _BASES = ("strategies.Sampler", "strategies.Weighting", "options.Options", "options.option", "errors.ConfigError")
@@ -29,12 +29,15 @@ def experiment() -> str:
     """Every field of an experiment file, section by section."""
     top, parts = schema()["properties"], []
     plain = {key: node for key, node in top.items() if not _section(node)}
-    parts.append("## The file itself\n\n" + _fields(plain, schema().get("required", ())) + _components(plain))
+    parts.append("## The file itself\n\n" + fields(plain, schema().get("required", ())) + _components(plain))
     for key, node in top.items():
         if (name := _section(node)) is not None:
             its = schema()["$defs"][name]
             each = f"{key}.NAME" if "additionalProperties" in node else key
-            parts.append(f"## {each}\n\n{its['description']}\n\n" + _fields(its["properties"], its.get("required", ())))
+            null = " Null, the default, is none." if {"type": "null"} in node.get("anyOf", ()) else ""
+            parts.append(
+                f"## {each}\n\n{its['description']}{null}\n\n" + fields(its["properties"], its.get("required", ()))
+            )
             parts.append(_components(its["properties"]))
     return "\n\n".join(parts)
 
@@ -74,7 +77,7 @@ def presets() -> str:
     for name in kairos.presets():
         its = kairos.preset(name)
         told = ", ".join(f"{key}={_value(value)}" for key, value in its.options.items())
-        rows.append([f"`{name}`", its.help, f"`{told}`" if told else "", _named(SAMPLERS, its.sampler)])
+        rows.append([f"`{name}`", _plain(its.help), f"`{told}`" if told else "", _named(SAMPLERS, its.sampler)])
         rows[-1].append(_named(WEIGHTINGS, its.weighting))
     return _table(["preset", "what it is", "its options", "sampler", "weighting"], rows)
 
@@ -86,22 +89,19 @@ def api() -> str:
 
 
 def described(node: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The options of each component that a field may name, as JSON schema: by name, then by option; none elsewhere."""
+    """The components that a field may name, as JSON schema with ``description`` and ``properties``, by name."""
     found = {}
     for each in [*node.get("anyOf", ()), *([node["items"]] if "items" in node else [])]:
-        if "const" in each.get("properties", {}).get("name", {}):
-            found[each["properties"]["name"]["const"]] = {k: v for k, v in each["properties"].items() if k != "name"}
+        its = {**each.get("properties", {})}
+        if name := its.pop("name", {}).get("const"):
+            found[name] = {**each, "properties": its}
         else:
             found |= described(each)
     return found
 
 
-def options_table(properties: Mapping[str, Any]) -> str:
+def fields(properties: Mapping[str, Any], required: Collection[str] = ()) -> str:
     """A row for each field: name, allowed values, default, meaning."""
-    return _fields(properties, ())
-
-
-def _fields(properties: Mapping[str, Any], required: Any) -> str:
     rows = []
     for key, node in properties.items():
         default = "required" if key in required else f"`{_value(_default(node))}`"
@@ -113,7 +113,7 @@ def _default(node: Mapping[str, Any]) -> Any:
     """A component that has all its defaults is named alone."""
     value = node.get("default")
     if isinstance(value, dict) and value.get("name") in described(node):
-        its = described(node)[value["name"]]
+        its = described(node)[value["name"]]["properties"]
         value = {k: v for k, v in value.items() if k == "name" or v != its.get(k, {}).get("default")}
         return value["name"] if len(value) == 1 else value
     return value
@@ -122,18 +122,11 @@ def _default(node: Mapping[str, Any]) -> Any:
 def _components(properties: Mapping[str, Any]) -> str:
     """A part for each component that fields name, but those that have a page of their own."""
     parts = [""]
-    for key, node in properties.items():
-        for name, its in (described(node) if key not in _ELSEWHERE else {}).items():
-            known = [each for each in _each(node) if each.get("const") == name]
-            about = known[0].get("description", "") if known else ""
-            parts.append(f"### {key}: {name}\n\n{about}\n\n" + (options_table(its) if its else "No options."))
+    for key in (key for key in properties if key not in _ELSEWHERE):
+        for name, its in described(properties[key]).items():
+            parts.append(f"### {key}: {name}\n\n{_plain(its['description'])}")
+            parts.append(fields(its["properties"]) if its["properties"] else "No options.")
     return "\n\n".join(parts)
-
-
-def _each(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield node
-    for inner in [*node.get("anyOf", ()), *([node["items"]] if "items" in node else [])]:
-        yield from _each(inner)
 
 
 def _section(node: Mapping[str, Any]) -> str | None:
@@ -147,7 +140,7 @@ def _section(node: Mapping[str, Any]) -> str | None:
 def _allowed(node: Mapping[str, Any], key: str) -> str:
     """In words, as Markdown."""
     if names := described(node):
-        many = "a list of " if "array" in [each.get("type") for each in _each(node)] else ""
+        many = "a list of " if "items" in node or any("items" in each for each in node.get("anyOf", ())) else ""
         if key in _ELSEWHERE:
             return f"{many}a name, or a name with options: [{len(names)} of them]({_ELSEWHERE[key]})"
         also = " or null" if {"type": "null"} in node.get("anyOf", ()) else ""
@@ -179,18 +172,18 @@ def _named(registry: Mapping[str, Any], made: Any) -> str:
 
 def _plain(text: str) -> str:
     """Text without meaning in Markdown."""
-    return re.sub(r"([<*_\[])", r"\\\1", text)
+    return re.sub(r"([*_\[])", r"\\\1", text.replace("<", "&lt;"))
 
 
 def _value(value: Any) -> str:
-    return f"{value:.15g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False).strip('"')
+    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False).strip('"')
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    cells = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in cells)
+    whole = [head, ["---"] * len(head), *rows]
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in whole]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-PARTS = {name: (lambda made=made: (made(), {})) for name, made in (
-    ("experiment", experiment), ("commands", commands), ("presets", presets), ("api", api),
-)}
+_PAGES = {"experiment": experiment, "commands": commands, "presets": presets, "api": api}
+PARTS = {name: (lambda made=made: (made(), {})) for name, made in _PAGES.items()}
