@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "overview.md", "benchmarks/README.md": "benchmarks.md"}  # that lie elsewhere in the repository
 PARTS = gallery.PARTS | reference.PARTS  # name: function that gives Markdown and pictures by path, beside the page
-_PART = re.compile(r"<!-- generated: (\w+) -->.*")  # what follows is for those who read the page elsewhere
+_PART = re.compile(r"^<!-- generated: (\w+) -->.*", re.MULTILINE)  # what follows is said where the page is not built
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _WORD = re.compile(r"((?<!<msup>)<mi>(?:ln|exp|cos|tan|tanh|cosh)</mi>)(?!<mo)")
@@ -39,6 +39,8 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "assets/STIXTwoMath.ttf", abs_src_path=str(_FONT)))
     for file in list(files.documentation_pages()):
         for name in _PART.findall(file.content_string):
+            if name not in PARTS:
+                raise PluginError(f"{file.src_uri}: generated: got {name}, allowed: {', '.join(PARTS)}")
             _made[name], pictures = PARTS[name]()
             for path, content in pictures.items():
                 beside = posixpath.join(posixpath.dirname(file.src_uri), path)

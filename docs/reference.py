@@ -33,11 +33,9 @@ def experiment() -> str:
     for key, node in top.items():
         if (name := _section(node)) is not None:
             its = schema()["$defs"][name]
-            each = f"{key}.NAME" if "additionalProperties" in node else key
+            head = f"## {key}.NAME" if "additionalProperties" in node else f"## {key}"
             null = " Null, the default, is none." if {"type": "null"} in node.get("anyOf", ()) else ""
-            parts.append(
-                f"## {each}\n\n{its['description']}{null}\n\n" + fields(its["properties"], its.get("required", ()))
-            )
+            parts += [head, its["description"] + null, fields(its["properties"], its.get("required", ()))]
             parts.append(_components(its["properties"]))
     return "\n\n".join(parts)
 
