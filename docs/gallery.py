@@ -36,7 +36,8 @@ _PROCESSES = {  # of those that are not meant for timesteps alone; densities of 
     **dict.fromkeys(("linear", "power", "bell", "cosmap_weight"), ("flow", "discrete")),
     **dict.fromkeys((name for name in COMBINATIONS if name.startswith("edm")), ("edm",)),
 }
-_EXAMPLES = {  # of those whose defaults are uniform
+_EXAMPLES = {  # of those whose defaults, or whose beginnings, are uniform
+    "clts": ["--progress=1"],
     "range": ["density=log_normal", "low=0.2", "high=0.8"],
     "shift": ["density=log_normal", "alpha=3"],
     "mixture": ["parts=[{name: log_normal, m: 1, share: 3}, {name: uniform, share: 1}]"],
@@ -53,7 +54,8 @@ def shown(name: str, process: str) -> tuple[bytes, str]:
     """The picture of a strategy on a process, an SVG file, and what stands below it."""
     parser = argparse.ArgumentParser()
     command.add_arguments("strategies", parser)
-    sets = [word for setting in _EXAMPLES.get(name, ()) for word in ("--set", setting)]
+    said = _EXAMPLES.get(name, ())
+    sets = [word for each in said for word in ([each] if each[0] == "-" else ["--set", each])]
     words = [name, *(["--process", process] if process != "discrete" else []), *sets]
     view = computed(parser.parse_args(["show", *words]))
     with matplotlib.rc_context(STYLE):
