@@ -68,7 +68,7 @@ reproduce: setup  ## compute what dvc.lock does not have yet (dvc repro)
 	@$(BIN)/dvc repro
 
 docs: setup  ## the documentation as a site, site/index.html, which needs no network
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo site/index.html
 
 lint: setup  ## formatting, style, types, layers, workflow
 	@$(BIN)/ruff format --check .
