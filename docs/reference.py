@@ -146,7 +146,9 @@ def _allowed(node: Mapping[str, Any], key: str) -> str:
     if "enum" in node or "const" in node:
         return ", ".join(f"`{_value(value)}`" for value in dict.fromkeys(node.get("enum", [node.get("const")])))
     if "anyOf" in node:
-        return " or ".join(dict.fromkeys(_allowed(each, key) for each in node["anyOf"]))
+        outer = {bound: node[bound] for bound in _BOUNDS if bound in node}
+        kinds = [each if each.get("type") == "null" else outer | each for each in node["anyOf"]]
+        return " or ".join(dict.fromkeys(_allowed(each, key) for each in kinds))
     if node.get("not") == {}:
         return "none is built in"
     kind = node.get("type", "a value")

@@ -98,6 +98,9 @@ def test_every_field_of_an_experiment_file_is_there():
             assert f"| `{field}` |" in part
             if field not in reference._ELSEWHERE:
                 assert all(f"### {field}: {each}\n" in part for each in reference.described(its))
+    assert "| `microbatch` | integer at least 1 or `null` | `null` |" in sections["training"]
+    uniform = reference.described(schema["$defs"]["MethodConfig"]["properties"]["sampler"])["uniform"]
+    assert "| `end` | integer at least 1 or `null` | `null` |" in reference.fields(uniform["properties"])
     assert "| `batch_size` | integer at least 1 | `128` |" in sections["training"]
 
 

@@ -75,7 +75,7 @@ class Adaptive(Sampler):
     r = \frac{1}{|S|} \sum_{t \in S} c_t
     \left(\|\epsilon - \epsilon_\theta\|^2 - \|\epsilon - \epsilon_{\theta'}\|^2\right)$$
 
-    theta and theta' are the network before and after a step, S the timesteps whose change says most of that of all.
+    $\theta$ and $\theta'$ are the network before and after a step, S the timesteps whose change says most of all.
 
     Args:
         options: `strategies.options.Adaptive`.
