@@ -18,7 +18,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run cluster test test-long test-cluster systems gpu ui record adopt reproduce lint format clean
+.PHONY: help setup demo run cluster test test-long test-cluster systems gpu ui record adopt reproduce docs lint format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -66,6 +66,9 @@ adopt: setup  ## after a clone: pull the recorded results, nothing is left to re
 
 reproduce: setup  ## compute what dvc.lock does not have yet (dvc repro)
 	@$(BIN)/dvc repro
+
+docs: setup  ## the documentation as a site, site/index.html, which needs no network
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo site/index.html
 
 lint: setup  ## formatting, style, types, layers, workflow
 	@$(BIN)/ruff format --check .

@@ -69,7 +69,13 @@ class Policy(nn.Module):
 
 
 class Adaptive(Sampler):
-    """The adaptive sampler.
+    r"""The adaptive sampler: a policy gives each image a Beta density, and learns by reward (Kim et al. 2025).
+
+    $$u \sim \mathrm{Beta}(a, b), \quad (a, b) = \pi_\phi(x_0), \qquad
+    r = \frac{1}{|S|} \sum_{t \in S} c_t
+    \left(\|\epsilon - \epsilon_\theta\|^2 - \|\epsilon - \epsilon_{\theta'}\|^2\right)$$
+
+    $\theta$ and $\theta'$ are the network before and after a step, S the timesteps whose change says most of all.
 
     Args:
         options: `strategies.options.Adaptive`.

@@ -10,7 +10,10 @@ from kairos.strategies.numeric import Array
 
 
 class AdaptiveOfficial(Adaptive):
-    """`Adaptive` with the public code's choices (Kim et al. 2025).
+    r"""`Adaptive` with the public code's choices (Kim et al. 2025).
+
+    $$u \sim \mathrm{Beta}(a, b), \quad (a, b) = \pi_\phi(x_0), \qquad
+    r = \sum_{t \in S} c_t \left(\|\epsilon - \epsilon_\theta\|^2 - \|\epsilon' - \epsilon_{\theta'}\|^2\right)$$
 
     Fresh noise after the optimiser step; dropout on; S = {0, 1, 2} until the queue holds two rows, then the largest
     F-statistics whatever their sign; the sum over S as it is for a reward; the entropy multiplied by log pi within the

@@ -41,7 +41,11 @@ class OfOne(Sampler):
 
 
 class Range(OfOne):
-    """A density between two fractions of the process: what lies outside is cut off, or all of it is scaled into it.
+    r"""A density between two fractions of the process: what lies outside is cut off, or all of it is scaled into it.
+
+    $$p(u) = \frac{q(u)}{\int_{\mathrm{low}}^{\mathrm{high}} q(v) \, dv} \text{ on } \mathrm{low} \le u < \mathrm{high},
+    \quad \text{or} \quad p(u) = \frac{1}{\mathrm{high} - \mathrm{low}} \,
+    q\left(\frac{u - \mathrm{low}}{\mathrm{high} - \mathrm{low}}\right)$$
 
     Raises:
         ValueError: nothing of the density is left.
@@ -75,7 +79,9 @@ class Range(OfOne):
 
 
 class Shift(OfOne):
-    """t <- alpha t/(1 + (alpha - 1) t) of a density, alpha a number or a function of the images' size.
+    r"""A density q of u = t/T shifted, alpha a number or a function of the images' size.
+
+    $$u = \frac{\alpha v}{1 + (\alpha - 1) v}, \qquad v \sim q$$
 
     ``constant``: alpha itself (SD3, section 5.3.2). ``exponential``: alpha = e^mu, mu linear through (`first`, `low`)
     and (`last`, `high`) in the number of tokens (Flux). ``linear``: alpha itself so, times the root of the number of
@@ -112,7 +118,9 @@ class Shift(OfOne):
 
 
 class Mixture(Sampler):
-    """Several densities, each with its share of the draws; with ``per: batch`` a whole batch is drawn from one.
+    r"""Several densities, each with its share of the draws; with ``per: batch`` a whole batch is drawn from one.
+
+    $$p(u) = \frac{\sum_i \mathrm{share}_i \, p_i(u)}{\sum_i \mathrm{share}_i}$$
 
     A number in [0, 1) chooses the part and, stretched, draws from it, so even points are even in every part.
     """
@@ -157,7 +165,10 @@ class Mixture(Sampler):
 
 
 class ByGroup(Mixture):
-    """A density for each group of the data set; the call says the samples' ``group``: a name, or numbers (n,)."""
+    r"""A density for each group of the data set; the call says the samples' ``group``: a name, or numbers (n,).
+
+    $$p(u \mid \mathrm{group} = g) = p_g(u)$$
+    """
 
     key = "group"
 
@@ -178,7 +189,10 @@ class ByGroup(Mixture):
 
 
 class Schedule(Mixture):
-    """Densities over training: each from its `start` on, at once or blended over `ramp` before the next begins.
+    r"""Densities over training: each from its `start` on, at once or blended over `ramp` before the next begins.
+
+    $$p_k(u) = \sum_i b_i(k) \, (1 - b_{i + 1}(k)) \, p_i(u), \qquad
+    b_i(k) = \min\left(1, \max\left(0, \, \frac{k - \mathrm{start}_i}{\mathrm{ramp}} + 1\right)\right)$$
 
     Starts count steps, or with ``of: progress`` shares of the training, which the call says as ``progress``.
     """
@@ -201,7 +215,10 @@ class Schedule(Mixture):
 
 
 class Table(Sampler):
-    """A density by numbers evenly spread over the process: of equal cells, or knots with lines or a spline between."""
+    r"""A density by numbers evenly spread over the process: of equal cells, or knots with lines or a spline between.
+
+    $$p(u) = \frac{f(u)}{\int_0^1 f(v) \, dv}, \qquad f \text{ through the numbers}$$
+    """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -238,7 +255,10 @@ def tabled(options: Any, places: Array) -> Array:
 
 
 class Listed(Sampler):
-    """Times of a list alone, as fractions of the process, one as often as another; in turn with ``in_turn``."""
+    r"""Times of a list alone, as fractions of the process, one as often as another; in turn with ``in_turn``.
+
+    $$p(u) = \frac{1}{n} \sum_{i=1}^n \delta(u - u_i)$$
+    """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)

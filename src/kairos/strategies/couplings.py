@@ -13,7 +13,10 @@ from kairos.strategies.points import Place
 
 
 class Coupling:
-    """Base of all couplings: noise stays with the image that it was drawn for."""
+    r"""Base of all couplings: noise stays with the image that it was drawn for.
+
+    $$\epsilon_i \sim N(0, I)$$
+    """
 
     def __init__(self, options: Any):
         self.options = options
@@ -24,7 +27,9 @@ class Coupling:
 
 
 class Assignment(Coupling):
-    """The batch's noise, given to its images so that the sum of squared distances is least (Li et al. 2024).
+    r"""The batch's noise, given to its images so that the sum of squared distances is least (Li et al. 2024).
+
+    $$\min_\pi \sum_i \left\|x_i - \epsilon_{\pi(i)}\right\|^2$$
 
     It is immiscible diffusion, and the optimal transport within a batch of OT-CFM (Tong et al. 2024). A permutation of
     this rank's own noise: the noise of a batch is what it was. It waits for the device and solves on the CPU.
@@ -45,7 +50,9 @@ class Assignment(Coupling):
 
 
 class Nearest(Coupling):
-    """Of k noises for each image, its own and k - 1 more, the nearest (Li et al. 2025).
+    r"""Of k noises for each image, its own and k - 1 more, the nearest (Li et al. 2025).
+
+    $$\|x_i - \epsilon_i\| = \min_{j \le k} \|x_i - \epsilon_{ij}\|$$
 
     Each image alone, where the batch is, without waiting. The noise is then no longer quite normal: it leans towards
     the image, the less the more numbers an image has.

@@ -16,7 +16,9 @@ from kairos.strategies.points import Place
 
 
 class Uniform(Sampler):
-    """p(t) = 1/T (Ho et al. 2020), or 1/(end - start) on timesteps start ... end - 1 and 0 elsewhere.
+    r"""Every timestep alike (Ho et al. 2020), or those of a range: start ... end - 1, and no others.
+
+    $$p(t) = \frac{1}{\mathrm{end} - \mathrm{start}}, \qquad \mathrm{start} \le t < \mathrm{end}$$
 
     Raises:
         ValueError: the range is not one of the process.
@@ -44,7 +46,9 @@ class Uniform(Sampler):
 
 
 class LogNormal(Sampler):
-    """t/T = sigmoid(N(m, s²)): Kim et al. 2025, appendix 10; the logit-normal density of Esser et al. 2024.
+    r"""The logit-normal density of Esser et al. 2024 (Kim et al. 2025, appendix 10), u = t/T.
+
+    $$p(u) = \frac{1}{s \sqrt{2 \pi} \, u (1 - u)} \exp\left(-\frac{(\ln\frac{u}{1 - u} - m)^2}{2 s^2}\right)$$
 
     It never reaches the ends of the process. With `low` and `high` the normal's quantiles below and above are cut off
     and what is left is stretched to the whole process (Sana).
@@ -74,7 +78,9 @@ class LogNormal(Sampler):
 
 
 class Mode(Sampler):
-    """Mode sampling of SD3 (Esser et al. 2024, eq. 19): t/T = 1 - u - m (cos²(pi u/2) - 1 + u), u uniform.
+    r"""Mode sampling of SD3 (Esser et al. 2024, eq. 19): u = t/T is this function of a uniform v.
+
+    $$u = 1 - v - m \left(\cos^2\frac{\pi v}{2} - 1 + v\right), \qquad v \sim U(0, 1)$$
 
     Monotone for -1 <= m <= 2/(pi - 2); m > 0 prefers the middle, m < 0 the ends.
     """
@@ -86,7 +92,9 @@ class Mode(Sampler):
 
 
 class Beta(Sampler):
-    """t/T ~ Beta(a, b) (B-TTDM, Zheng et al. 2024; a = 0.8, b = 1 recommended).
+    r"""u = t/T of a beta distribution (B-TTDM, Zheng et al. 2024; a = 0.8, b = 1 recommended).
+
+    $$p(u) = \frac{u^{a - 1} (1 - u)^{b - 1}}{B(a, b)}$$
 
     With b = 1 or a = 1 the inverse is a power.
     """
@@ -107,7 +115,10 @@ class Beta(Sampler):
 
 
 class CosMap(Sampler):
-    """t/T = 1 - 1/(tan(pi u/2) + 1), u uniform: p = 2/(pi (1 - 2t + 2t²)), the angle of a linear flow is uniform."""
+    r"""The angle of a linear flow is uniform (SD3, Esser et al. 2024), u = t/T.
+
+    $$u = 1 - \frac{1}{\tan(\pi v / 2) + 1}, \quad v \sim U(0, 1) \qquad p(u) = \frac{2}{\pi (1 - 2 u + 2 u^2)}$$
+    """
 
     def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
         """2/pi arctan(t/(1 - t)), without the division."""
@@ -121,7 +132,10 @@ class CosMap(Sampler):
 
 
 class Parabola(Sampler):
-    """p in proportion to max(0, 2 - weight (t/T - 1/2 - bias)²) (OneTrainer's inverted parabola; Chroma: 7.7 and 0)."""
+    r"""An inverted parabola of u = t/T (OneTrainer; Chroma: 7.7 and 0).
+
+    $$p(u) \propto \max\left(0, \; 2 - \mathrm{weight} \, (u - \tfrac{1}{2} - \mathrm{bias})^2\right)$$
+    """
 
     def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
         """The cubic between the parabola's roots."""
@@ -136,7 +150,10 @@ class Parabola(Sampler):
 
 
 class Slope(Sampler):
-    """p in proportion to sigmoid(weight (t/T - 1/2 - bias)) (OneTrainer's sigmoid)."""
+    r"""A sigmoid of u = t/T (OneTrainer).
+
+    $$p(u) \propto \frac{1}{1 + \exp\left(-\mathrm{weight} \, (u - \tfrac{1}{2} - \mathrm{bias})\right)}$$
+    """
 
     def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
         """Differences of softplus over the weight; of a weight of 0, the fraction itself."""
@@ -147,7 +164,10 @@ class Slope(Sampler):
 
 
 class UShape(Sampler):
-    """p = a/(e^a - 1) (e^(a t) + e^(a (1 - t)))/2 (Lee et al. 2024, rectified flow++): the ends, more with a."""
+    r"""The ends of u = t/T, more with a (Lee et al. 2024, rectified flow++).
+
+    $$p(u) = \frac{a}{2 (e^a - 1)} \left(e^{a u} + e^{a (1 - u)}\right)$$
+    """
 
     def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
         """1/2 + sinh(a (t - 1/2))/(2 sinh(a/2))."""
@@ -161,7 +181,9 @@ class UShape(Sampler):
 
 
 class Clts(Sampler):
-    """Curriculum of Xu et al. 2024 (CLTS): (1 - l) uniform + l N(mu, s²) on the range, l from 0 to 1 over training.
+    r"""Curriculum of Xu et al. 2024 (CLTS): from uniform in u = t/T to a normal density, l rises with the step k.
+
+    $$p_k(u) = (1 - l_k) + l_k \, N_{[0, 1]}(u; \, \mu, s^2), \qquad l_k = \min(k / \mathrm{length}, \, 1)$$
 
     No public code; the paper does not state s. The normal density is truncated to the process and l grows linearly over
     the first `length` steps, an option of its own: it does not follow the number of steps that a training is given.

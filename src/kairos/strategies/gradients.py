@@ -101,7 +101,9 @@ class FromGradients(Tabled):
 
 
 class GradientNorm(FromGradients):
-    """p(t) in proportion to the root mean square of a sample's gradient at t, with importance weights.
+    r"""Follows the root mean square of a sample's gradient g at t, with importance weights.
+
+    $$p(t) \propto \sqrt{E\left[g^\top D g \mid t\right]}, \qquad w(t) = \frac{1}{T p(t)}$$
 
     Ours: the density that gives uniform's objective the least gradient noise (Katharopoulos and Fleuret 2018, eq. 12,
     for timesteps). ``norm: preconditioned`` measures in the metric of Adam, g² / (sqrt(v) + eps), in which its steps
@@ -124,7 +126,9 @@ class GradientNorm(FromGradients):
 
 
 class GradientVariance(FromGradients):
-    """p(t) in proportion to the variance of the loss' gradient at t (Kim et al. 2025, table 4).
+    r"""Follows the variance of the loss' gradient g at t (Kim et al. 2025, table 4).
+
+    $$p(t) \propto E\left[\|g\|^2 \mid t\right] - \left\|E[g \mid t]\right\|^2$$
 
     A failure case there: FID 11.3. The objective is changed, as published: no importance weights. The variance is that
     over samples, summed over parameters.
@@ -141,7 +145,10 @@ class GradientVariance(FromGradients):
 
 
 class FirstOrder(FromGradients):
-    """p(t) in proportion to what a step at t takes off the target, to first order.
+    r"""Follows what a step at t takes off the target, to first order.
+
+    $$p(t) \propto \max\left(0, \; \nabla L_t^\top D \, \nabla \bar{L}\right), \qquad
+    \bar{L} = \frac{1}{T} \sum_t w(t) L_t$$
 
     Ours: the inner product, in Adam's metric, of the gradient of the loss at t with that of the target, the weighted
     loss averaged over all t; each from another half of the measured samples, so that their noise does not correlate.

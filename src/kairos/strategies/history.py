@@ -54,7 +54,9 @@ class FromLosses(Tabled):
 
 
 class LossSecondMoment(FromLosses):
-    """p(t) in proportion to the root of the mean of the last 10 squared losses at t (Nichol and Dhariwal 2021, eq. 18).
+    r"""Follows the last 10 losses L at each timestep (Nichol and Dhariwal 2021, eq. 18).
+
+    $$p(t) \propto \sqrt{\frac{1}{10} \sum_{i=1}^{10} L_{t, i}^2}, \qquad w(t) = \frac{1}{T p(t)}$$
 
     Mixed with 0.1 % uniform; uniform until every timestep has its 10 losses. Unlike the public code, which starts over
     on resume, the history is part of the state.
@@ -86,7 +88,11 @@ class LossSecondMoment(FromLosses):
 
 
 class LossRms(FromLosses):
-    """p(t) in proportion to the root mean square of the loss near t: the second moment, smoothed over t and in time.
+    r"""Follows the root mean square of the loss near t: the second moment, smoothed over t and in time.
+
+    $$p(t) \propto \sqrt{\frac{\sum_{t'} K(t - t') \sum_k d^{\,n - k} L_{t', k}^2}
+    {\sum_{t'} K(t - t') \sum_k d^{\,n - k}}},
+    \qquad w(t) = \frac{1}{T p(t)}$$
 
     Ours. Sums of squared losses and of their numbers decay from step to step and are smoothed by a Gaussian in t before
     they are divided, so a density is there after a hundred steps instead of after 10 losses at every timestep.
@@ -126,7 +132,9 @@ class LossRms(FromLosses):
 
 
 class LossMean(LossRms):
-    """p(t) in proportion to the mean weighted loss near t.
+    r"""Follows the mean weighted loss near t.
+
+    $$p(t) \propto E[w L \mid t], \qquad \text{times } \frac{1}{T p(t)} \text{ in the loss}$$
 
     After VDM++ (Kingma and Gao 2023), whose density makes the weighted loss alike at all lambda, by bins there; the
     smoothing is ours. Without importance weights it is the loss map of people's trainers.
@@ -136,7 +144,9 @@ class LossMean(LossRms):
 
 
 class InfoRate(LossMean):
-    """p(ln SNR) in proportion to the mean error of epsilon there, which is the rate of conditional entropy.
+    r"""Follows the mean error of epsilon per lambda = ln SNR, which is the rate of conditional entropy.
+
+    $$p(\lambda) \propto E\left[\|\hat\epsilon - \epsilon\|^2 \mid \lambda\right]$$
 
     After InfoNoise (2602.18647), whose formula we have from its abstract: dH/d sigma = mmse/sigma³. The error follows
     from the loss that the training has anyway; the estimate and its smoothing are ours.

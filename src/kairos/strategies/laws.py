@@ -53,7 +53,14 @@ class OfLogSnr(Tabled):
 
 
 class LogSnr(OfLogSnr):
-    """lambda by a symmetric law with a location and a scale: normal (EDM), Laplace (Hang et al. 2025) ...
+    r"""lambda = ln SNR by a symmetric law with a location m and a scale s: Laplace (Hang et al. 2025) or another.
+
+    $$p(\lambda) = \frac{1}{s} f\left(\frac{\lambda - m}{s}\right), \qquad
+    f_{\mathrm{laplace}}(x) = \frac{1}{2} e^{-|x|}$$
+
+    $$f_{\mathrm{normal}} = \frac{e^{-x^2/2}}{\sqrt{2 \pi}}, \quad
+    f_{\mathrm{logistic}} = \frac{e^{-x}}{(1 + e^{-x})^2},
+    \quad f_{\mathrm{cauchy}} = \frac{1}{\pi (1 + x^2)}, \quad f_{\mathrm{secant}} = \frac{1}{2 \pi \cosh(x / 2)}$$
 
     ``secant`` with scale 1 and location 0 is that of a uniform angle, tan(angle) = sigma (v-diffusion). With
     `scale_above` another scale holds above the location, with as much more or less of the mass: the density is
@@ -83,7 +90,13 @@ class LogSnr(OfLogSnr):
 
 
 class CosineInterpolated(OfLogSnr):
-    """Cosine schedules of lambda, shifted for two resolutions and interpolated (Hoogeboom et al. 2023; k-diffusion)."""
+    r"""Cosine schedules of lambda, shifted for two resolutions and interpolated (Hoogeboom et al. 2023; k-diffusion).
+
+    $$\lambda = (1 - v) \, \lambda_{\mathrm{high}}(v) + v \, \lambda_{\mathrm{low}}(v), \qquad v \sim U(0, 1)$$
+
+    $$\lambda_r(v) = -2 \ln \frac{\tan\left(a_r + v (b_r - a_r)\right)}{r / \mathrm{image}}, \qquad
+    \tan a_r = \sigma_{\min} \frac{r}{\mathrm{image}}, \quad \tan b_r = \sigma_{\max} \frac{r}{\mathrm{image}}$$
+    """
 
     def level(self, probability: Values) -> Values:
         """From clean, 1 - probability of 0, to noise."""

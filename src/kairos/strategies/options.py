@@ -64,7 +64,12 @@ class LogSnr(Fixed):
 
 
 class EdmLogNormal(Fixed):
-    """ln sigma ~ N(mean, std²)."""
+    r"""A normal density of ln sigma, sigma² = 1/SNR (Karras et al. 2022, table 1).
+
+    $$\ln \sigma \sim N(\mathrm{mean}, \mathrm{std}^2), \qquad
+    p(\sigma) = \frac{1}{\mathrm{std} \sqrt{2 \pi} \, \sigma}
+    \exp\left(-\frac{(\ln \sigma - \mathrm{mean})^2}{2 \, \mathrm{std}^2}\right)$$
+    """
 
     mean: float = option(-1.2, "mean of ln sigma, sigma² = 1/SNR")
     std: float = option(1.2, "standard deviation of ln sigma", gt=0)

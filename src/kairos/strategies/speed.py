@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class Speed(Sampler):
-    """SpeeD's asymmetric sampling (Wang et al. 2025, eq. 6): k before tau, 1 from tau on, normalised.
+    r"""SpeeD's asymmetric sampling (Wang et al. 2025, eq. 6): k before tau, 1 from tau on, normalised.
+
+    $$p(t) = \frac{1}{k \tau + T - \tau} \cdot \begin{cases} k & t < \tau \\ 1 & t \ge \tau \end{cases}$$
 
     ``tau`` defaults to 0.7 T (the paper's 700 of 1000); with ``r`` it is derived from that magnitude.
 
@@ -97,7 +99,9 @@ class Reflected(Tabled):
 
 
 class SpeedOfficial(Reflected):
-    """SpeeD as its public code draws it: eq. 6 for the drawn half, then reflected.
+    r"""SpeeD as its public code draws it: q of eq. 6 for the drawn share s of a batch of n, the rest reflected at m.
+
+    $$p(t) = s \, q(t) + (1 - s) \sum_{t': \, |t' - m| = t} q(t'), \qquad s = \frac{\lfloor n / 2 \rfloor + 1}{n}$$
 
     Against the paper it halves the concentration: at k = 5, tau = 700 the mass from tau on is (n//2 + 1)/n of 7.9 %.
     """
@@ -109,7 +113,10 @@ class SpeedOfficial(Reflected):
 
 
 class SpeedV1(Reflected):
-    """SpeeD's first public version: about 2.5 where sqrt(1 - alpha-bar) still rises by 1e-4 a timestep, else 0.5."""
+    r"""SpeeD's first public version, half of it reflected: about 2.5 where the noise still grows, else 0.5.
+
+    $$q(t) \propto \tanh\left(10^6 \left(\frac{d}{dt} \sqrt{1 - \bar\alpha_t} - 10^{-4}\right)\right) + 1.5$$
+    """
 
     def drawn_half(self) -> Array:
         """tanh(1e6 (slope - 1e-4)) + 1.5."""
@@ -117,7 +124,10 @@ class SpeedV1(Reflected):
 
 
 class ChangeAware(Weighting):
-    """SpeeD's change-aware weights (Wang et al. 2025, section 2.4): the derivative of the process' variance, rescaled.
+    r"""SpeeD's change-aware weights (Wang et al. 2025, section 2.4): the derivative of the process' variance, rescaled.
+
+    $$w(t) = (1 - \lambda) + (2 \lambda - 1) \frac{\Psi'_t - \min \Psi'}{\max \Psi' - \min \Psi'}, \qquad
+    \Psi_t = 1 - \bar\alpha_t$$
 
     Linear schedule: the paper's closed form of Psi'_t, t from 1. Other schedules: the central difference of
     1 - alpha-bar. The smallest value (at least 0) becomes 1 - lambda, the largest (at most 1) lambda. The weights apply
@@ -140,7 +150,10 @@ class ChangeAware(Weighting):
 
 
 class ChangeAwareOfficial(ChangeAware):
-    """Change-aware weights as SpeeD's public code has them: 1 from tau on, which is more than any weight before it."""
+    r"""Change-aware weights as SpeeD's public code has them: 1 from tau on, which is more than any weight before it.
+
+    $$w(t) = \begin{cases} w_{\mathrm{change\ aware}}(t) & t < \tau \\ 1 & t \ge \tau \end{cases}$$
+    """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
         super().__init__(options, schedule, prediction)

@@ -16,7 +16,9 @@ from kairos.strategies.registries import WEIGHTINGS
 
 
 class Uncertainty(Weighting):
-    """loss w/exp(u(sigma)) + u(sigma) (Karras et al. 2024, eq. 21), u linear in Fourier features of ln sigma.
+    r"""An uncertainty u that is trained (Karras et al. 2024, eq. 21), linear in Fourier features of ln sigma.
+
+    $$\frac{w(\sigma)}{e^{u(\sigma)}} L + u(\sigma)$$
 
     u is the logarithm of the loss that is to be expected at a noise level, so all levels contribute alike. It starts
     at 0 and is trained by an Adam of its own, without a part in the network's gradient clipping.

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class Unweighted(Weighting):
-    """1 for whatever is predicted."""
+    r"""Every timestep alike, for whatever is predicted.
+
+    $$w = 1$$
+    """
 
     stated = "predicted"
 
@@ -24,7 +27,10 @@ class Unweighted(Weighting):
 
 
 class Vlb(Weighting):
-    """c_t of the variational bound (Kim et al. 2025, eq. 7), mean 1/T sum as the bound has it."""
+    r"""The variational bound's own coefficient (Kim et al. 2025, eq. 7), mean 1/T sum as the bound has it.
+
+    $$w_\epsilon(t) = \frac{\beta_t^2}{2 \sigma_t^2 (1 - \beta_t) (1 - \bar\alpha_t)}, \qquad \sigma_t^2 = \beta_t$$
+    """
 
     def weights(self, step: Any = 0) -> Array:
         """c_t converted to the prediction."""
@@ -32,7 +38,10 @@ class Vlb(Weighting):
 
 
 class P2(Weighting):
-    """(k + SNR)^-gamma on the error of epsilon (Choi et al. 2022, eq. 8); gamma 0 is no weighting."""
+    r"""Perception prioritised (Choi et al. 2022, eq. 8), on the error of epsilon; gamma 0 is no weighting.
+
+    $$w_\epsilon = \frac{1}{(k + \mathrm{SNR})^\gamma}$$
+    """
 
     def of_snr(self, snr: Values) -> Values:
         """The formula."""
@@ -40,9 +49,12 @@ class P2(Weighting):
 
 
 class MinSnr(Weighting):
-    """Min-SNR-gamma (Hang et al. 2023, eq. 3 and appendix).
+    r"""Min-SNR-gamma (Hang et al. 2023, eq. 3 and appendix).
 
-    epsilon: min(SNR, gamma)/SNR; x0: min(SNR, gamma); v: min(SNR, gamma)/(SNR + 1). SNR = 0 gives 1, 0 and 0.
+    $$w_\epsilon = \frac{\min(\mathrm{SNR}, \gamma)}{\mathrm{SNR}}, \qquad w_{x_0} = \min(\mathrm{SNR}, \gamma), \qquad
+    w_v = \frac{\min(\mathrm{SNR}, \gamma)}{\mathrm{SNR} + 1}$$
+
+    SNR = 0 gives 1, 0 and 0.
     """
 
     def of_snr(self, snr: Values) -> Values:
@@ -51,7 +63,10 @@ class MinSnr(Weighting):
 
 
 class SoftMinSnr(Weighting):
-    """gamma/(SNR + gamma) on the error of epsilon: Min-SNR without the kink (Crowson et al. 2024, section 3.4)."""
+    r"""Min-SNR without the kink, on the error of epsilon (Crowson et al. 2024, section 3.4).
+
+    $$w_\epsilon = \frac{\gamma}{\mathrm{SNR} + \gamma}$$
+    """
 
     def of_snr(self, snr: Values) -> Values:
         """The formula."""
@@ -59,7 +74,9 @@ class SoftMinSnr(Weighting):
 
 
 class Debiased(Weighting):
-    """Debiased estimation (Yu et al. 2023): 1/sqrt(SNR) on the error of epsilon, SNR capped at 1000.
+    r"""Debiased estimation (Yu et al. 2023).
+
+    $$w_\epsilon = \frac{1}{\sqrt{\min(\mathrm{SNR}, 1000)}}, \qquad w_v = \frac{1}{\mathrm{SNR} + 1}$$
 
     For v-prediction public trainers use 1/(SNR + 1), which is not the conversion of the epsilon form,
     sqrt(SNR)/(SNR + 1); ``convert: true`` asks for the latter. x0 is converted. SNR = 0 gives an infinite weight for
@@ -80,7 +97,9 @@ class Debiased(Weighting):
 
 
 class Edm(Weighting):
-    """(sigma² + sigma_data²)/(sigma sigma_data)² on the error of x0 (Karras et al. 2022, table 1), sigma² = 1/SNR.
+    r"""EDM's, on the error of x0 (Karras et al. 2022, table 1), sigma² = 1/SNR.
+
+    $$w_{x_0} = \frac{\sigma^2 + \sigma_{\mathrm{data}}^2}{(\sigma \, \sigma_{\mathrm{data}})^2}$$
 
     With a warm-up it is at most 5 * 100^(step/warmup) until that is 500, and free from then on (Wu et al. 2023). As the
     weight is never below 1/sigma_data² = 4, the first steps weigh almost alike.
@@ -107,7 +126,9 @@ class Edm(Weighting):
 
 
 class Sigmoid(Weighting):
-    """sigmoid(b - ln SNR) on the error of epsilon (Kingma and Gao 2023; SiD2), of the integral over ln SNR.
+    r"""A sigmoid on the error of epsilon (Kingma and Gao 2023; SiD2), of the integral over lambda = ln SNR.
+
+    $$w_\epsilon = \frac{1}{1 + e^{\lambda - b}} \left|\frac{d \lambda}{d t}\right|$$
 
     The measure is |d ln SNR/dt| of the schedule, mean 1, so that uniform timesteps give that integral.
     """
@@ -123,7 +144,10 @@ class Sigmoid(Weighting):
 
 
 class Snr(Weighting):
-    """scale SNR^power on the error of epsilon, the SNR within bounds (Hang et al. 2023; Salimans and Ho 2022: x0)."""
+    r"""A power of the SNR within bounds, on the error of epsilon (Hang et al. 2023; Salimans and Ho 2022: x0).
+
+    $$w_\epsilon = \mathrm{scale} \cdot \min(\max(\mathrm{SNR}, \mathrm{low}), \mathrm{high})^{\mathrm{power}}$$
+    """
 
     def of_snr(self, snr: Values) -> Values:
         """The formula."""
@@ -145,7 +169,10 @@ class OfSigma(Weighting):
 
 
 class Linear(OfSigma):
-    """offset + slope sigma (NeMo: 1 and 3; OneTrainer's SIGMA: 0 and 1)."""
+    r"""A line in sigma, t of a linear flow (NeMo: 1 and 3; OneTrainer's SIGMA: 0 and 1).
+
+    $$w = \mathrm{offset} + \mathrm{slope} \cdot \sigma, \qquad \sigma = \frac{1}{1 + \sqrt{\mathrm{SNR}}}$$
+    """
 
     def of_sigma(self, sigma: Values) -> Values:
         """The formula."""
@@ -153,7 +180,10 @@ class Linear(OfSigma):
 
 
 class Power(OfSigma):
-    """sigma^power (diffusers' sigma_sqrt: -2)."""
+    r"""A power of sigma, t of a linear flow (diffusers' sigma_sqrt: -2).
+
+    $$w = \sigma^{\mathrm{power}}, \qquad \sigma = \frac{1}{1 + \sqrt{\mathrm{SNR}}}$$
+    """
 
     def of_sigma(self, sigma: Values) -> Values:
         """The formula."""
@@ -161,7 +191,10 @@ class Power(OfSigma):
 
 
 class CosMap(OfSigma):
-    """2/(pi (1 - 2 sigma + 2 sigma²)) (Esser et al. 2024)."""
+    r"""The density of a uniform angle as a weight, sigma as in `Linear` (Esser et al. 2024).
+
+    $$w = \frac{2}{\pi (1 - 2 \sigma + 2 \sigma^2)}$$
+    """
 
     def of_sigma(self, sigma: Values) -> Values:
         """The formula."""
@@ -169,7 +202,10 @@ class CosMap(OfSigma):
 
 
 class Bell(OfSigma):
-    """exp(-2 (sigma - 1/2)²) - exp(-1/2), over its mean on [0, 1]: 0 at the ends (DiffSynth; NeMo's bsmntw)."""
+    r"""A bell less its ends, of mean 1 on [0, 1], sigma as in `Linear` (DiffSynth; NeMo's bsmntw).
+
+    $$w \propto e^{-2 (\sigma - 1/2)^2} - e^{-1/2}$$
+    """
 
     def of_sigma(self, sigma: Values) -> Values:
         """The formula; flat from the middle on where that is asked for (ai-toolkit's second)."""
@@ -179,7 +215,10 @@ class Bell(OfSigma):
 
 
 class VLikeLoss(Weighting):
-    """1 + c (SNR + 1)/SNR on the error of v (kohya's v_pred_like_loss); converted for others."""
+    r"""Some of the error of epsilon added to that of v (kohya's v_pred_like_loss); converted for others.
+
+    $$w_v = 1 + c \, \frac{\mathrm{SNR} + 1}{\mathrm{SNR}}$$
+    """
 
     stated = "v"
 
@@ -189,7 +228,10 @@ class VLikeLoss(Weighting):
 
 
 class Table(Weighting):
-    """Numbers evenly spread over the process, on the error of whatever is predicted."""
+    r"""Numbers evenly spread over the process, on the error of whatever is predicted.
+
+    $$w(t) = f(t / T), \qquad f \text{ through the numbers}$$
+    """
 
     def weights(self, step: Any = 0) -> Array:
         """At the middles of the timesteps."""
@@ -198,7 +240,10 @@ class Table(Weighting):
 
 
 class Robust(Weighting):
-    """1/(loss + c)^p of a sample's own loss, through which no gradient goes (Geng et al. 2025, MeanFlow)."""
+    r"""A sample's own loss, through which no gradient goes (Geng et al. 2025, MeanFlow).
+
+    $$w = \frac{1}{(L + c)^p}$$
+    """
 
     stated = "predicted"
 

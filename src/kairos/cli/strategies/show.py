@@ -69,7 +69,7 @@ class View:
 def run(arguments: argparse.Namespace) -> None:
     """Show the strategy that the arguments name, and warn of what is wrong with it."""
     if arguments.checkpoint is None:
-        view = _computed(arguments)
+        view = computed(arguments)
     elif arguments.progress is not None:
         raise ConfigError("--progress: a checkpoint has its own place in the curriculum; allowed: one of the two")
     else:
@@ -156,7 +156,8 @@ def scalar(text: str, setting: str) -> Any:
     return value
 
 
-def _computed(arguments: argparse.Namespace) -> View:
+def computed(arguments: argparse.Namespace) -> View:
+    """The strategy that the arguments name, as it is before any training."""
     *named, diffusion = named_parts(arguments)
     names = named[0]["name"], named[1]["name"]
     sampler, weighting = parts(process_of(diffusion), names, but_name(named[0]), but_name(named[1]))

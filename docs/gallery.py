@@ -1,0 +1,160 @@
+"""Strategies for the site: what each one is, its formula, its options, and a picture of p, w and p w."""
+
+import argparse
+import inspect
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
+from reference import described, fields, schema
+
+import kairos
+from kairos import options
+from kairos.cli import strategies as command
+from kairos.cli.strategies.listing import COMBINATIONS
+from kairos.cli.strategies.show import computed
+from kairos.diffusion.schedule import make_schedule
+from kairos.registry import Registry
+from kairos.report.canvas import STYLE, Label, figure, label_lines
+from kairos.report.strategy_figure import draw_strategy
+from kairos.strategies.names import warnings_of
+from kairos.strategies.options import Fixed
+from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
+
+_BOX = Bbox([[-0.6, -0.5], [9.55, 2.4]])  # inches around the axes; to measure what stands there takes a second drawing
+Part = tuple[str, dict[str, bytes]]  # Markdown, and pictures by their path beside the page
+_PROCESSES = {  # of those that are not meant for timesteps alone; densities of u look alike on all processes
+    **dict.fromkeys(("edm_log_normal", "edm", "edm2"), ("edm", "discrete")),
+    **dict.fromkeys(("log_snr", "cosine_interpolated", "sigmoid"), ("discrete", "edm")),
+    **dict.fromkeys(("mode", "cosmap", "u_shape", "shift", "parabola", "slope"), ("flow",)),
+    **dict.fromkeys(("linear", "power", "bell", "cosmap_weight"), ("flow", "discrete")),
+    **dict.fromkeys((name for name in COMBINATIONS if name.startswith("edm")), ("edm",)),
+}
+_EXAMPLES = {  # of those whose defaults, or whose beginnings, are uniform
+    "clts": ["--progress=1"],
+    "range": ["density=log_normal", "low=0.2", "high=0.8"],
+    "shift": ["density=log_normal", "alpha=3"],
+    "mixture": ["parts=[{name: log_normal, m: 1, share: 3}, {name: uniform, share: 1}]"],
+    "by_group": ["parts=[{name: log_normal, group: photos}]"],
+    "schedule": ["parts=[{name: log_normal, start: 0}, {name: uniform, start: 1000}]"],
+    "table": ["values=[1, 3, 2, 0.5, 1]"],
+    "listed": ["times=[0.1, 0.3, 0.5, 0.9]"],
+    "table_weight": ["values=[1, 3, 2, 0.5, 1]"],
+}
+_SECTIONS = re.compile(r"\n+(Args|Raises|Attributes|Returns):\n.*", re.DOTALL)
+
+
+def shown(name: str, process: str) -> tuple[bytes, str]:
+    """The picture of a strategy on a process, an SVG file, and what stands below it."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments("strategies", parser)
+    said = _EXAMPLES.get(name, ())
+    sets = [word for each in said for word in ([each] if each[0] == "-" else ["--set", each])]
+    words = [name, *(["--process", process] if process != "discrete" else []), *sets]
+    view = computed(parser.parse_args(["show", *words]))
+    with matplotlib.rc_context(STYLE):
+        picture = _svg(draw_strategy(view.columns, "", (), view.process), _BOX)
+    said = " ".join(f'"{word}"' if re.search(r"[\s\[{]", word) else word for word in words)
+    notes = "; ".join([*view.notes, *warnings_of(view.columns)])
+    return picture, f"`kairos strategies show {said}`" + (f": {notes}." if notes else "")
+
+
+def pictured(name: str) -> Part:
+    """A strategy's pictures on all processes that it is meant for."""
+    lines, pictures = [], {}
+    for process in _PROCESSES.get(name, ("discrete",)):
+        path = f"pictures/{name.replace('+', '-')}-{process}.svg"
+        pictures[path], below = shown(name, process)
+        lines.append(f"![p, w and p w of {name}, process {process}]({path}){{ loading=lazy }}\n\n{below}")
+    return "\n\n".join(lines), pictures
+
+
+def doc(code: Any) -> str:
+    """A docstring without its sections of arguments and errors."""
+    text = _SECTIONS.sub("", inspect.getdoc(code) or "")
+    return re.sub(r"``(.+?)``", r"`\1`", text)
+
+
+def component(registry: Registry, name: str, properties: Mapping[str, Any], draw: bool = True) -> Part:
+    """One sampler, weighting or coupling."""
+    entry = registry[name]
+    code = entry.options if "$$" in doc(entry.options) else entry.load()
+    common = _COMMON if registry is SAMPLERS else {}
+    own = {key: its for key, its in properties.items() if its != common.get(key)}
+    table = fields(own) if own else "No options of its own."
+    picture, pictures = pictured(name) if draw else ("", {})
+    return "\n\n".join(filter(None, [f"## {name}", doc(code), picture, table])), pictures
+
+
+def page(registry: Registry) -> Part:
+    """All components of a registry."""
+    told = described(schema()["$defs"]["MethodConfig"]["properties"][registry.kind])
+    parts, pictures = [], {}
+    for name in registry:
+        text, found = component(registry, name, told[name]["properties"], draw=registry is not COUPLINGS)
+        parts.append(text)
+        pictures |= found
+    if registry is SAMPLERS:
+        parts.insert(0, "## Options of all samplers\n\n`points` those of a fixed density.\n\n" + fields(_COMMON))
+    parts += [f"## {name}\n\nNot available: {why}." for name, why in registry.refused.items()]
+    return "\n\n".join(parts), pictures
+
+
+def combinations() -> Part:
+    """What papers and their code use together."""
+    parts, pictures = [], {}
+    for name, source in COMBINATIONS.items():
+        text, found = pictured(name)
+        sampler, weighting = name.split("+")
+        parts.append(
+            f"## {name}\n\n{source}: sampler [{sampler}](samplers.md#{sampler}), "
+            f"weighting [{weighting}](weightings.md#{weighting}).\n\n{text}"
+        )
+        pictures |= found
+    return "\n\n".join(parts), pictures
+
+
+def levels() -> Part:
+    """The log signal-to-noise ratio along processes and schedules."""
+    curves = {
+        "discrete, linear": make_schedule("linear"),
+        "discrete, cosine": make_schedule("cosine"),
+        "edm": kairos.Edm().schedule,
+        "flow": kairos.Flow().schedule,
+        "flow, shift 3": kairos.Flow(shift=3.0).schedule,
+    }
+    with matplotlib.rc_context(STYLE):
+        drawing, grid = figure(6.6, 2.9)
+        axes, labels = grid[0, 0], []
+        for (name, schedule), color in zip(curves.items(), ("#0072B2", "#56B4E9", "#D55E00", "#009E73", "#7A4FA3")):
+            level = np.log(schedule.snr)
+            axes.plot((np.arange(len(level)) + 0.5) / len(level), level, color=color)
+            labels.append(Label(float(level[-1]), name, color))
+        axes.set(xlim=(0, 1), ylim=(-12, 12), xlabel="fraction u of the process (0: almost clean)", title="ln SNR")
+        label_lines(axes, [replace(label, y=max(label.y, -12)) for label in labels])
+        return "![ln SNR along processes](pictures/levels.svg)", {"pictures/levels.svg": _svg(drawing, "tight")}
+
+
+def _svg(drawing: Figure, box: Any) -> bytes:
+    """A file without a date, its numbers cut to a tenth of a point, which halves it."""
+    file = io.BytesIO()
+    drawing.savefig(file, format="svg", metadata={"Date": None}, bbox_inches=box)
+    return re.sub(rb' d="[^"]+"', lambda path: re.sub(rb"(\.\d)\d+", rb"\1", path[0]), file.getvalue())
+
+
+_uniform = described(schema()["$defs"]["MethodConfig"]["properties"]["sampler"])["uniform"]["properties"]
+_COMMON = {key: its for key, its in _uniform.items() if key in options.dump(Fixed())}
+PARTS = {
+    "levels": levels,
+    "example": lambda: pictured("speed+change_aware"),
+    "samplers": lambda: page(SAMPLERS),
+    "weightings": lambda: page(WEIGHTINGS),
+    "couplings": lambda: page(COUPLINGS),
+    "combinations": combinations,
+}

@@ -1,0 +1,189 @@
+"""References for the site, made from the code: experiment file, command line, presets, Python."""
+
+import argparse
+import functools
+import importlib
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import kairos
+from kairos.cli import COMMANDS
+from kairos.config import Experiment
+from kairos.options import dump
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+
+_BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+_BASES = ("strategies.Sampler", "strategies.Weighting", "options.Options", "options.option", "errors.ConfigError")
+_ELSEWHERE = {"sampler": "samplers.md", "weighting": "weightings.md", "coupling": "couplings.md"}
+
+
+@functools.cache
+def schema() -> dict[str, Any]:
+    """The JSON schema that `kairos schema` prints."""
+    return Experiment.model_json_schema()
+
+
+def experiment() -> str:
+    """Every field of an experiment file, section by section."""
+    top, parts = schema()["properties"], []
+    plain = {key: node for key, node in top.items() if not _section(node)}
+    parts.append("## The file itself\n\n" + fields(plain, schema().get("required", ())) + _components(plain))
+    for key, node in top.items():
+        if (name := _section(node)) is not None:
+            its = schema()["$defs"][name]
+            head = f"## {key}.NAME" if "additionalProperties" in node else f"## {key}"
+            null = " Null, the default, is none." if {"type": "null"} in node.get("anyOf", ()) else ""
+            parts += [head, its["description"] + null, fields(its["properties"], its.get("required", ()))]
+            parts.append(_components(its["properties"]))
+    return "\n\n".join(parts)
+
+
+def commands() -> str:
+    """Every command with its arguments."""
+    parts = []
+    for name, (module, help) in COMMANDS.items():
+        parser = argparse.ArgumentParser(prog=f"kairos {name}", description=help[0].upper() + help[1:] + ".")
+        importlib.import_module(module).add_arguments(name, parser)
+        parts += _command(parser)
+    return "\n\n".join(parts)
+
+
+def _command(parser: argparse.ArgumentParser, level: int = 2) -> Iterator[str]:
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
+    yield f"{'#' * level} {parser.prog}\n\n{parser.description or ''}\n\n```text\n{parser.format_usage()}```"
+    rows, inner = [], []
+    for action in parser._actions:  # argparse has no other way to them
+        if isinstance(action, argparse._SubParsersAction):
+            inner += action.choices.values()
+        elif not isinstance(action, argparse._HelpAction):
+            word = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
+            takes = "" if action.nargs == 0 or not action.option_strings else f" {word}"
+            name = ", ".join(action.option_strings) + takes if action.option_strings else str(word)
+            told = _plain((action.help or "") % {**vars(action), "prog": parser.prog})
+            rows.append([f"`{name}`", told + (" (required)" if action.option_strings and action.required else "")])
+    if rows:
+        yield _table(["argument", "what it says"], rows)
+    for each in inner:
+        yield from _command(each, level + 1)
+
+
+def presets() -> str:
+    """What each preset is here."""
+    rows = []
+    for name in kairos.presets():
+        its = kairos.preset(name)
+        told = ", ".join(f"{key}={_value(value)}" for key, value in its.options.items())
+        rows.append([f"`{name}`", _plain(its.help), f"`{told}`" if told else "", _named(SAMPLERS, its.sampler)])
+        rows[-1].append(_named(WEIGHTINGS, its.weighting))
+    return _table(["preset", "what it is", "its options", "sampler", "weighting"], rows)
+
+
+def api() -> str:
+    """All public names, and what a strategy of one's own is made of."""
+    names = sorted({*kairos.__all__} - {"__version__"}, key=[*kairos._WHERE].index)  # what one begins with first
+    return "\n\n".join(f"::: kairos.{name}" for name in [*names, *_BASES])
+
+
+def described(node: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The components that a field may name, as JSON schema with ``description`` and ``properties``, by name."""
+    found = {}
+    for each in [*node.get("anyOf", ()), *([node["items"]] if "items" in node else [])]:
+        its = {**each.get("properties", {})}
+        if name := its.pop("name", {}).get("const"):
+            found[name] = {**each, "properties": its}
+        else:
+            found |= described(each)
+    return found
+
+
+def fields(properties: Mapping[str, Any], required: Collection[str] = ()) -> str:
+    """A row for each field: name, allowed values, default, meaning."""
+    rows = []
+    for key, node in properties.items():
+        default = "required" if key in required else f"`{_value(_default(node))}`"
+        rows.append([f"`{key}`", _allowed(node, key), default, _plain(node.get("description", ""))])
+    return _table(["name", "allowed", "default", "meaning"], rows)
+
+
+def _default(node: Mapping[str, Any]) -> Any:
+    """A component that has all its defaults is named alone."""
+    value = node.get("default")
+    if isinstance(value, dict) and value.get("name") in described(node):
+        its = described(node)[value["name"]]["properties"]
+        value = {k: v for k, v in value.items() if k == "name" or v != its.get(k, {}).get("default")}
+        return value["name"] if len(value) == 1 else value
+    return value
+
+
+def _components(properties: Mapping[str, Any]) -> str:
+    """A part for each component that fields name, but those that have a page of their own."""
+    parts = [""]
+    for key in (key for key in properties if key not in _ELSEWHERE):
+        for name, its in described(properties[key]).items():
+            parts.append(f"### {key}: {name}\n\n{_plain(its['description'])}")
+            parts.append(fields(its["properties"]) if its["properties"] else "No options.")
+    return "\n\n".join(parts)
+
+
+def _section(node: Mapping[str, Any]) -> str | None:
+    """The name of the section's definition that a field refers to."""
+    for each in (node, node.get("additionalProperties"), *node.get("anyOf", ())):
+        if isinstance(each, dict) and "$ref" in each:
+            return str(each["$ref"]).rpartition("/")[2]
+    return None
+
+
+def _allowed(node: Mapping[str, Any], key: str) -> str:
+    """In words, as Markdown."""
+    if names := described(node):
+        many = "a list of " if "items" in node or any("items" in each for each in node.get("anyOf", ())) else ""
+        if key in _ELSEWHERE:
+            return f"{many}a name, or a name with options: [{len(names)} of them]({_ELSEWHERE[key]})"
+        also = " or null" if {"type": "null"} in node.get("anyOf", ()) else ""
+        return f"{many}a name, or a name with options: " + ", ".join(f"[{n}](#{key}-{n})" for n in names) + also
+    if "enum" in node or "const" in node:
+        return ", ".join(f"`{_value(value)}`" for value in dict.fromkeys(node.get("enum", [node.get("const")])))
+    if "anyOf" in node:
+        outer = {bound: node[bound] for bound in _BOUNDS if bound in node}
+        kinds = [each if each.get("type") == "null" else outer | each for each in node["anyOf"]]
+        return " or ".join(dict.fromkeys(_allowed(each, key) for each in kinds))
+    if node.get("not") == {}:
+        return "none is built in"
+    kind = node.get("type", "a value")
+    if kind == "array":
+        return "list of " + _allowed(node.get("items", {}), key)
+    words = {"string": "text", "object": "mapping", "boolean": "`true`, `false`", "null": "`null`"}
+    kind = " or ".join(map(str, kind)) if isinstance(kind, list) else words.get(kind, kind)
+    bounds = " and ".join(f"{word} {node[bound]:g}" for bound, word in _BOUNDS.items() if bound in node)
+    pattern = f" `{node['pattern']}`" if "pattern" in node else ""
+    return f"{kind} {bounds}".strip() + pattern
+
+
+def _named(registry: Mapping[str, Any], made: Any) -> str:
+    """A sampler or weighting by its name, with the options that are not its defaults."""
+    names = [n for n, e in registry.items() if e.options is type(made.options) and e.load() is type(made)]
+    default = dump(type(made.options)())
+    told = ", ".join(f"{k}={_value(v)}" for k, v in dump(made.options).items() if v != default[k])
+    page = "samplers" if registry is SAMPLERS else "weightings"
+    return "" if names[0] == "none" else f"[{names[0]}]({page}.md#{names[0]})" + (f" `{told}`" if told else "")
+
+
+def _plain(text: str) -> str:
+    """Text without meaning in Markdown."""
+    return re.sub(r"([*_\[])", r"\\\1", text.replace("<", "&lt;"))
+
+
+def _value(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False).strip('"')
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    whole = [head, ["---"] * len(head), *rows]
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in whole]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+_PAGES = {"experiment": experiment, "commands": commands, "presets": presets, "api": api}
+PARTS = {name: (lambda made=made: (made(), {})) for name, made in _PAGES.items()}

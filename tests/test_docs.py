@@ -1,0 +1,181 @@
+"""The site of the documentation: nothing of the code is missing in it, and a link that leads nowhere ends its build."""
+
+import argparse
+import importlib
+import logging
+import os
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import gallery
+import pytest
+import reference
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+
+import kairos
+from kairos.cli import COMMANDS
+from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
+
+ROOT = Path(__file__).parents[1]
+NAMED = [(registry, name) for registry in (SAMPLERS, WEIGHTINGS, COUPLINGS) for name in registry]
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Build the site of a few pages, as `make docs` does it; gives the folder."""
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+
+    def make(**pages: str) -> Path:
+        docs = tmp_path / "docs"
+        shutil.copytree(ROOT / "docs/assets", docs / "assets", dirs_exist_ok=True)
+        for name, text in pages.items():
+            (docs / f"{name}.md").write_text(text)
+        return built(tmp_path / "site", docs_dir=str(docs), nav=[f"{name}.md" for name in pages])
+
+    return make
+
+
+def built(folder: Path, **changed) -> Path:
+    logging.getLogger("mkdocs").setLevel(logging.WARNING)
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True, **changed)
+    config.plugins.on_startup(command="build", dirty=False)
+    build(config)
+    return folder
+
+
+@pytest.mark.parametrize("registry, name", NAMED, ids=[name for _, name in NAMED])
+def test_every_component_has_its_formula_and_its_options(registry, name):
+    told = reference.described(reference.schema()["$defs"]["MethodConfig"]["properties"][registry.kind])
+    text, _ = gallery.component(registry, name, told[name]["properties"], draw=False)
+    assert text.startswith(f"## {name}\n")
+    assert re.search(r"\$\$.+?\$\$", text, re.DOTALL)
+    assert not re.search(r"^(Args|Raises):", text, re.MULTILINE)
+    for option in told[name]["properties"]:
+        assert f"| `{option}` |" in text or option in gallery._COMMON
+    assert all(f"| `{option}` |" in reference.fields(gallery._COMMON) for option in gallery._COMMON)
+
+
+def test_pictures_show_what_the_terminal_shows_and_say_that_a_sampler_learns():
+    text, pictures = gallery.pictured("edm_log_normal")
+    assert [path.rpartition("-")[2] for path in pictures] == ["edm.svg", "discrete.svg"]
+    assert all(picture.startswith(b"<?xml") and path in text for path, picture in pictures.items())
+    assert len({*pictures.values()}) == 2
+    assert "this sampler learns" in gallery.shown("adaptive", "discrete")[1]
+    assert gallery.shown("shift", "flow")[0] != gallery.shown("uniform", "flow")[0]
+
+
+def test_every_command_and_argument_is_there():
+    text = reference.commands()
+    for name, (module, _) in COMMANDS.items():
+        part = text.partition(f"\n## kairos {name}\n")[2] if f"\n## kairos {name}\n" in text else text
+        part = re.split(r"\n## ", part)[0]
+        parser = argparse.ArgumentParser(prog=f"kairos {name}")
+        importlib.import_module(module).add_arguments(name, parser)
+        parsers = [parser]
+        for one in parsers:
+            inner = [action for action in one._actions if isinstance(action, argparse._SubParsersAction)]
+            parsers += [each for action in inner for each in action.choices.values()]
+            assert f" {one.prog}\n" in text
+            for option in (string for action in one._actions for string in action.option_strings):
+                assert option in ("-h", "--help") or f"`{option}" in part or f", {option}" in part, (name, option)
+
+
+def test_every_field_of_an_experiment_file_is_there():
+    text, schema = reference.experiment(), reference.schema()
+    sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
+    for name, node in schema["properties"].items():
+        section = reference._section(node)
+        if section is None:
+            assert f"| `{name}` |" in sections["The"] if "The" in sections else f"| `{name}` |" in text
+            continue
+        part = sections[name if name != "methods" else "methods.NAME"]
+        for field, its in schema["$defs"][section]["properties"].items():
+            assert f"| `{field}` |" in part
+            if field not in reference._ELSEWHERE:
+                assert all(f"### {field}: {each}\n" in part for each in reference.described(its))
+    assert "| `microbatch` | integer at least 1 or `null` | `null` |" in sections["training"]
+    uniform = reference.described(schema["$defs"]["MethodConfig"]["properties"]["sampler"])["uniform"]
+    assert "| `end` | integer at least 1 or `null` | `null` |" in reference.fields(uniform["properties"])
+    assert "| `batch_size` | integer at least 1 | `128` |" in sections["training"]
+
+
+def test_every_preset_and_every_public_name_is_there():
+    text = reference.presets()
+    assert all(f"| `{name}` |" in text for name in kairos.presets())
+    assert "[shift](samplers.md#shift)" in text
+    assert {f"::: kairos.{name}" for name in {*kairos.__all__} - {"__version__"}} <= {*reference.api().splitlines()}
+
+
+def test_formulas_become_mathml_and_files_of_the_repository_pages(site):
+    index = "# Home\n\n$\\ln \\sigma$ costs \\$5\n\n[a file](../experiments/fashion_mnist.yaml) [it](two.md#part)\n"
+    folder = site(index=index, two="# Two\n\n## Part\n\n```console\n$ ls $HOME\n```\n")
+    page = (folder / "index.html").read_text()
+    assert page.count("<math") == 1 and "<mi>ln</mi><mspace" in page
+    assert 'href="files/experiments/fashion_mnist.yaml.html"' in page
+    assert "fashion" in (folder / "files/experiments/fashion_mnist.yaml.html").read_text()
+    assert "<math" not in (folder / "two.html").read_text()
+
+
+@pytest.mark.parametrize("link", ["missing.md", "two.md#missing", "#missing", "../nowhere.yaml", "/absolute.md"])
+def test_a_link_that_leads_nowhere_ends_the_build(site, link):
+    with pytest.raises(Abort, match="1 warning"):
+        site(index=f"# Home\n\n[a link]({link})\n", two="# Two\n")
+
+
+def test_a_formula_that_is_not_understood_ends_the_build(site, caplog):
+    with pytest.raises(Abort):
+        site(index="# Home\n\n$\\nosuchcommand x$\n")
+    assert "index.md: not understood in a formula: \\nosuchcommand x" in caplog.text
+
+
+class Page(HTMLParser):
+    """Anchors of a page, what it links to, and what a browser loads for it."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.anchors, self.links, self.loads = {"", "__skip"}, [], []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        its = dict(attributes)
+        self.anchors |= {its[key] for key in ("id", "name") if its.get(key)}
+        if tag == "a" and its.get("href"):
+            self.links.append(its["href"])
+        elif its.get("src"):
+            self.loads.append(its["src"])
+        elif tag == "link" and its.get("rel") != "canonical":
+            self.loads.append(its["href"])
+
+
+@pytest.mark.long
+def test_the_whole_site_is_built_without_warnings_needs_no_network_and_all_links_lead_somewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    monkeypatch.chdir(ROOT)
+    folder = built(tmp_path / "site")
+    pages = {path: Page(path) for path in folder.rglob("*.html")}
+    assert len(pages) > 20
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue  # its links are those of a server
+        for link in [*page.links, *page.loads]:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                assert link in page.links, f"{path}: loads {link}"
+                continue
+            target = Path(os.path.normpath(path.parent / unquote(parts.path))) if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            assert target.is_file(), f"{path}: {link}"
+            if target in pages:
+                assert unquote(parts.fragment) in pages[target].anchors, f"{path}: {link}"
+    for style in folder.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(https?:)?//", style.read_text()), style
+    for name in (*SAMPLERS, *WEIGHTINGS):
+        assert list((folder / "reference/pictures").glob(f"{name}-*.svg")), name
+    samplers = (folder / "reference/samplers.html").read_text()
+    assert samplers.count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') >= len(SAMPLERS)
+    assert "generated:" not in samplers
