@@ -18,7 +18,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {"README.md": "overview.md", "benchmarks/README.md": "benchmarks.md"}  # that lie elsewhere in the repository
+PAGES = {  # that lie elsewhere in the repository
+    "README.md": "overview.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "studies/README.md": "study.md",
+}
 PARTS = gallery.PARTS | reference.PARTS  # name: function that gives Markdown and pictures by path, beside the page
 _PART = re.compile(r"^<!-- generated: (\w+) -->.*", re.MULTILINE)  # what follows is said where the page is not built
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
