@@ -10,8 +10,8 @@ Interpreter and imports take seconds of CPU time, of a small job most of it. All
             └── kairos ...  the client: `hand_over`; ends as its job does
 
 A job does not outlive its client; it gets SIGTERM where the controller, the server or its guardian has gone. A command
-that finds no server, or one of another environment, interpreter or source code, runs by itself. On a cluster, and
-outside of Linux, there is none.
+that finds no server, or one of another environment, folder, interpreter or source code, runs by itself. On a cluster,
+and outside of Linux, there is none.
 """
 
 import gc
@@ -37,13 +37,11 @@ from kairos.training.launch import die_with_parent
 STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate"))
 _VARIABLE = "KAIROS_PRELOADED"  # names the server's socket
 _SERVER = "from kairos import cli; from kairos.workflow import preload; preload.serve(cli.main, {}, {!r}, {!r})"
-# what Snakemake sets to a job's number of threads
-_THREADS = [
-    f"{name}_THREADS" for name in ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")
-]
-_FREE = ("_", "SHLVL", "PWD", "OLDPWD", "TMPDIR", "TMP", "TEMP", "TEMPDIR")  # may differ: read by no import
+# what Snakemake sets to a job's number of threads, and to its folder for temporary files
+_LIBRARIES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")
+_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
+_OF_SHELLS = ("_", "SHLVL", "OLDPWD")  # no job reads them
 _SIGNALS = [getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "TSTP", "CONT")]
-_ALSO = ("torch._dynamo", "kairos.cli.train", "kairos.staging", "kairos.tracking.live", "kairos.training.run")
 _held: list[Any] = []  # the pipe whose end tells the server that the controller has ended
 
 
@@ -61,16 +59,17 @@ def start(config: Path, threads: int, stages: Iterable[str]) -> None:
     folder = tempfile.mkdtemp(prefix="kairos-")  # for this user alone
     with suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
         os.close(os.pidfd_open(os.getpid()))  # Linux has it from 5.3 on
-        listener.bind(path := f"{folder}/socket")
+        listener.bind(f"{folder}/socket")
         listener.listen(1000)  # jobs wait while it imports what they would have to import themselves
-        code = _SERVER.format(listener.fileno(), str(config), folder)
+        environment = {f"{name}_THREADS": str(threads) for name in _LIBRARIES} | dict.fromkeys(
+            _FOLDERS, tempfile.gettempdir()
+        )
+        line = [sys.executable, "-P", "-c", _SERVER.format(listener.fileno(), str(config), folder)]
         # in a group of its own, since what a terminal sends to all processes reaches jobs through their clients
-        server = subprocess.Popen(
-            [sys.executable, "-P", "-c", code], env=os.environ | dict.fromkeys(_THREADS, str(threads)), process_group=0,
-            pass_fds=[listener.fileno()], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        _held.append(server)
-        os.environ[_VARIABLE] = path
+        streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        others: Any = {"env": os.environ | environment, "pass_fds": [listener.fileno()], "process_group": 0}
+        _held.append(subprocess.Popen(line, **streams, **others))
+        os.environ[_VARIABLE] = f"{folder}/socket"
 
 
 def hand_over(argv: list[str]) -> int | None:
@@ -78,41 +77,34 @@ def hand_over(argv: list[str]) -> int | None:
 
     Ends this process by the signal that has ended the job, where one has.
     """
-    path = os.environ.pop(_VARIABLE, None)
-    if path is None or None in (sys.stdin, sys.stdout, sys.stderr):
+    path, told = os.environ.pop(_VARIABLE, None), b""
+    if path is None or sys.stdin is None:
         return None
     ignored = [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
-    with suppress(OSError), socket.socket(socket.AF_UNIX) as server:
-        os.umask(umask := os.umask(0))
-        asked = {
-            "conditions": _conditions(), "free": {name: os.environ[name] for name in _FREE if name in os.environ},
-            "argv": argv, "sys": [sys.argv, sys.path], "folder": os.getcwd(), "umask": umask, "clock": clock.used(),
-            "ignored": ignored, "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-        }  # fmt: skip
-        server.connect(path)
-        socket.send_fds(server, [b"?"], [0, 1, 2])
-        server.sendall(json.dumps(asked).encode() + b"\n")
-        if server.recv(1):
-            return _wait(server, ignored)
-    return None
+    asked = {"conditions": _conditions(), "sys": [sys.argv, sys.path], "clock": clock.used(), "ignored": ignored}
+    with socket.socket(socket.AF_UNIX) as server:
+        try:
+            server.connect(path)
+            socket.send_fds(server, [b"?"], [0, 1, 2])
+            server.sendall(json.dumps({**asked, "argv": argv}).encode() + b"\n")
+            if not server.recv(1):
+                return None
+        except OSError:
+            return None
 
+        def hand_on(number: int, frame: object) -> None:
+            with suppress(OSError):
+                server.send(bytes([number]))
+            if number == signal.SIGTSTP:
+                os.kill(os.getpid(), signal.SIGSTOP)
 
-def _wait(server: socket.socket, ignored: list[int]) -> int:
-    def hand_on(number: int, frame: object) -> None:
-        stops = number == signal.SIGTSTP
+        for number in set(_SIGNALS) - set(ignored):
+            signal.signal(number, hand_on)
         with suppress(OSError):
-            server.send(bytes([signal.SIGSTOP if stops else number]))
-        if stops:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    for number in set(_SIGNALS) - set(ignored):
-        signal.signal(number, hand_on)
-    told = b""
-    with suppress(OSError):
-        told = server.recv(4)
-    status = int.from_bytes(told, "big", signed=True) if told else -signal.SIGKILL  # the guardian was killed
+            told = server.recv(4)
+    status = int.from_bytes(told, "big", signed=True) if told else -signal.SIGKILL  # it was the guardian's end
     if status < 0:
-        if status != -signal.SIGKILL:
+        with suppress(OSError):
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
@@ -127,11 +119,11 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: 
         config: the frozen experiment.
         folder: of the socket.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # those of a job wait until it takes them
     gc.disable()
     if portable.asked(Namespace(config=config)):
         portable.hold()
     conditions = _conditions()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a job's first ones wait until it can take them
     _import(config)
     known = _sources()
     gc.freeze()
@@ -154,7 +146,13 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: 
         else:
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(0)
-    _become(asked)
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    sys.argv, sys.path[:] = asked["sys"]
+    clock.before.update(asked["clock"])
+    for number in _SIGNALS:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else usual)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     sys.exit(main(asked["argv"]))
 
 
@@ -163,31 +161,14 @@ def _guard(client: socket.socket) -> None:
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with suppress(OSError):
-        job = os.fork()
-        if not job:
-            die_with_parent(signal.SIGTERM)
-            return
+        if not (job := os.fork()):
+            return die_with_parent(signal.SIGTERM)
         ended = os.pidfd_open(job)
         client.sendall(b"!")
         while ended not in select.select([client.fileno(), ended], [], [])[0]:
-            os.kill(job, (client.recv(1) or b"\x09")[0])  # one that was killed tells of nothing
+            os.kill(job, (client.recv(1) or b"\x09")[0])  # SIGKILL for one that tells of nothing, as it has got
         client.sendall(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]).to_bytes(4, "big", signed=True))
     os._exit(0)
-
-
-def _become(asked: dict[str, Any]) -> None:
-    """Take over all that a client's process would have had besides its files."""
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
-    sys.argv, sys.path[:] = asked["sys"]
-    os.environ.update(asked["free"])
-    tempfile.tempdir = None
-    os.chdir(asked["folder"])
-    os.umask(asked["umask"])
-    clock.before.update(asked["clock"])
-    for number in _SIGNALS:
-        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else usual)
-    signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
 
 
 def _import(config: str) -> None:
@@ -198,16 +179,19 @@ def _import(config: str) -> None:
     plain = load(config).plain()
     stages = STAGES.intersection((*shared(plain), *PER_TRAINING))
     roots = {root for stage in stages for method in plain["methods"] for root in parts(stage, plain, method)[1]}
-    for module in (*_ALSO, *sorted(roots)):
-        if module.startswith(("torch.", "kairos.")):
-            importlib.import_module(module)
+    roots |= {"torch._dynamo", "kairos.training.run", "kairos.staging", "kairos.tracking.live"}
+    roots |= {"kairos.autoencoders.train"} if plain["autoencoder"]["kind"] != "none" else set()
+    for module in sorted(root for root in roots if root.startswith(("torch.", "kairos."))):
+        importlib.import_module(module)
     clock.write(Path("results", plain["experiment"], "timing", "preload.json"), "preload")
 
 
 def _conditions() -> list[Any]:
-    """What a command must have in common with the server for its imports to be the same."""
-    environment = {name: value for name, value in os.environ.items() if name not in _FREE}
-    return [sys.prefix, sys.path[not sys.flags.safe_path :], environment]
+    """What a command must have in common with the server."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_SHELLS}
+    os.umask(umask := os.umask(0))
+    blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    return [sys.prefix, sys.path[not sys.flags.safe_path :], environment, os.getcwd(), umask, blocked]
 
 
 def _sources() -> dict[str, int]:
