@@ -38,9 +38,10 @@ STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", "
 _VARIABLE = "KAIROS_PRELOADED"  # names the server's socket
 _SERVER = "from kairos import cli; from kairos.workflow import preload; preload.serve(cli.main, {}, {!r}, {!r})"
 # what Snakemake sets to a job's number of threads, and to its folder for temporary files
-_LIBRARIES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")
+_NAMES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")
+_THREADS = [f"{name}_THREADS" for name in _NAMES]
 _FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
-_OF_SHELLS = ("_", "SHLVL", "OLDPWD")  # no job reads them
+_OF_SHELLS = ("_", "SHLVL", "PWD", "OLDPWD")  # they differ, and no job reads them
 _SIGNALS = [getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "TSTP", "CONT")]
 _held: list[Any] = []  # the pipe whose end tells the server that the controller has ended
 
@@ -61,13 +62,11 @@ def start(config: Path, threads: int, stages: Iterable[str]) -> None:
         os.close(os.pidfd_open(os.getpid()))  # Linux has it from 5.3 on
         listener.bind(f"{folder}/socket")
         listener.listen(1000)  # jobs wait while it imports what they would have to import themselves
-        environment = {f"{name}_THREADS": str(threads) for name in _LIBRARIES} | dict.fromkeys(
-            _FOLDERS, tempfile.gettempdir()
-        )
+        of_jobs = dict.fromkeys(_THREADS, str(threads)) | dict.fromkeys(_FOLDERS, tempfile.gettempdir())
         line = [sys.executable, "-P", "-c", _SERVER.format(listener.fileno(), str(config), folder)]
         # in a group of its own, since what a terminal sends to all processes reaches jobs through their clients
         streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        others: Any = {"env": os.environ | environment, "pass_fds": [listener.fileno()], "process_group": 0}
+        others: Any = {"env": os.environ | of_jobs, "pass_fds": [listener.fileno()], "process_group": 0}
         _held.append(subprocess.Popen(line, **streams, **others))
         os.environ[_VARIABLE] = f"{folder}/socket"
 
@@ -126,7 +125,6 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: 
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a job's first ones wait until it can take them
     _import(config)
     known = _sources()
-    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guardians end unheard
     with socket.socket(fileno=listener) as clients:
         # forks would lack other threads
