@@ -9,11 +9,14 @@ Interpreter and imports take seconds of CPU time, of a small job most of it. All
       └── bash
             └── kairos ...  the client: `hand_over`; ends as its job does
 
+The import of diffusers asks for GPUs, which a fork could not use any more: where there is one, there is no server.
+
 A job does not outlive its client; it gets SIGTERM where the controller, the server or its guardian has gone. A command
 that finds no server, or one of another environment, folder, interpreter or source code, runs by itself. On a cluster,
 and outside of Linux, there is none.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -55,9 +58,10 @@ def start(config: Path, threads: int, stages: Iterable[str]) -> None:
         stages: of every job that the run will start.
     """
     os.environ.pop(_VARIABLE, None)
-    if sys.platform != "linux" or sum(stage in STAGES for stage in stages) < 2:
+    if sys.platform != "linux" or os.path.exists("/dev/nvidiactl") or sum(stage in STAGES for stage in stages) < 2:
         return
     folder = tempfile.mkdtemp(prefix="kairos-")  # for this user alone
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
         os.close(os.pidfd_open(os.getpid()))  # Linux has it from 5.3 on
         listener.bind(f"{folder}/socket")
@@ -123,12 +127,12 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: 
         portable.hold()
     conditions = _conditions()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a job's first ones wait until it can take them
-    _import(config)
+    # a fork could use no GPU, and would lack other threads
+    refused = _import(config) or len(os.listdir("/proc/self/task")) > 1
     known = _sources()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guardians end unheard
     with socket.socket(fileno=listener) as clients:
-        # forks would lack other threads
-        while len(os.listdir("/proc/self/task")) == 1 and 0 not in select.select([0, listener], [], [])[0]:
+        while not refused and 0 not in select.select([0, listener], [], [])[0]:
             with suppress(OSError, ValueError), clients.accept()[0] as client:
                 files = socket.recv_fds(client, 1, 3)[1]
                 try:
@@ -169,8 +173,11 @@ def _guard(client: socket.socket) -> None:
     os._exit(0)
 
 
-def _import(config: str) -> None:
-    """Import what an experiment's stages need, of ours and torch's; other code might compute."""
+def _import(config: str) -> bool:
+    """Import what an experiment's stages need, of ours and torch's; other code might compute.
+
+    Returns whether a GPU is here.
+    """
     from kairos.config import load
     from kairos.workflow.dependencies import PER_TRAINING, parts, shared
 
@@ -182,6 +189,7 @@ def _import(config: str) -> None:
     for module in sorted(root for root in roots if root.startswith(("torch.", "kairos."))):
         importlib.import_module(module)
     clock.write(Path("results", plain["experiment"], "timing", "preload.json"), "preload")
+    return bool(sys.modules["torch"].cuda.is_available())
 
 
 def _conditions() -> list[Any]:
