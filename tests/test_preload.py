@@ -135,7 +135,7 @@ def test_a_client_that_is_killed_takes_its_job_along(run):
 def test_a_job_that_is_killed_ends_its_client_alike_and_nothing_else(run):
     client, job = run.computing("crashed")
     job.kill()
-    assert client.wait() == -signal.SIGKILL
+    assert client.wait() == 128 + signal.SIGKILL
     after = run.start(run.line("after"))
     assert after.wait() == 0 and forked(run, after, "after")
 
@@ -197,7 +197,7 @@ def test_changed_code_is_imported_anew_and_a_killed_controller_leaves_nothing_be
     run.end()  # SIGKILL
     for process in (job, guardian):
         wait_for(lambda process=process: gone(process))
-    assert client.wait() == -signal.SIGKILL and run.word("before")["state"] == "stopped"
+    assert client.wait() == 128 + signal.SIGKILL and run.word("before")["state"] == "stopped"
     assert not socket.parent.exists()
 
 

@@ -157,7 +157,7 @@ def starts(workflow: Any, layout: Layout) -> None:
         start_over.mark(workflow, Path(layout.results))
     if workflow.local_exec:
         interrupts.obey(workflow.scheduler)
-        stages = [re.sub(r"_(parts|\d+)\b", "", job.rule.name) for job in workflow.dag.needrun_jobs()]
+        stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]
         preload.start(layout.config, layout.threads, stages)
 
 

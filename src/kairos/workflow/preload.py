@@ -76,9 +76,9 @@ def start(config: Path, threads: int, stages: Iterable[str]) -> None:
 
 
 def hand_over(argv: list[str]) -> int | None:
-    """Have the server run this command line; returns its exit status, None if it has to run here.
+    """Have the server run this command line; returns its exit status, 128 and more where a signal has ended it.
 
-    Ends this process by the signal that has ended the job, where one has.
+    None: it has to run here.
     """
     path, told = os.environ.pop(_VARIABLE, None), b""
     if path is None or sys.stdin is None:
@@ -106,11 +106,7 @@ def hand_over(argv: list[str]) -> int | None:
         with suppress(OSError):
             told = server.recv(4)
     status = int.from_bytes(told, "big", signed=True) if told else -signal.SIGKILL  # it was the guardian's end
-    if status < 0:
-        with suppress(OSError):
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    return status
+    return status if status >= 0 else 128 - status
 
 
 def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: str) -> None:
