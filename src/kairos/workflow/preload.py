@@ -133,7 +133,7 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: 
                 files = socket.recv_fds(client, 1, 3)[1]
                 try:
                     asked = json.loads(client.makefile(encoding="utf-8").readline())
-                    if asked["conditions"] == conditions and _sources() == known and not os.fork():
+                    if asked["conditions"] == conditions and known.items() <= _sources().items() and not os.fork():
                         _guard(client)
                         for number, file in enumerate(files):
                             os.dup2(file, number)
@@ -157,10 +157,14 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: 
 def _guard(client: socket.socket) -> None:
     """Fork the job and stay until it has ended; returns in the job."""
     die_with_parent(signal.SIGKILL)
+    guardian = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with suppress(OSError):
         if not (job := os.fork()):
-            return die_with_parent(signal.SIGTERM)
+            die_with_parent(signal.SIGTERM)
+            if os.getppid() == guardian:
+                return
+            os._exit(1)  # it is gone already
         ended = os.pidfd_open(job)
         client.sendall(b"!")
         while ended not in select.select([client.fileno(), ended], [], [])[0]:
