@@ -1,6 +1,7 @@
 """Wall and CPU time of a job, its start-up (interpreter and imports) apart, and its peak memory.
 
-A job calls `work_begins` when its imports are done; what came before counts as start-up.
+A job calls `work_begins` when its imports are done; what came before counts as start-up. What another process has used
+for the job before it was handed over (`workflow.preload`) counts too.
 """
 
 import gc
@@ -13,12 +14,13 @@ from typing import Any
 from kairos.files import write_json
 
 _marks: dict[str, float] = {}
+before: dict[str, float] = {}  # what the process that has handed this job over has `used`
 
 
 def cpu_seconds() -> float:
     """User and system time of this process and of its ended children."""
     usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + before.get("cpu", 0.0)
 
 
 def wall_seconds() -> float:
@@ -26,10 +28,16 @@ def wall_seconds() -> float:
     if not os.path.exists("/proc/self/stat"):
         return time.monotonic() - _imported
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    start = before.get("start", ticks / os.sysconf("SC_CLK_TCK"))
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start
 
 
 _imported = time.monotonic()
+
+
+def used() -> dict[str, float]:
+    """When this process was started, in seconds since the machine was, and the CPU seconds that it has used."""
+    return {"start": time.clock_gettime(time.CLOCK_BOOTTIME) - wall_seconds(), "cpu": cpu_seconds()}
 
 
 def work_begins() -> None:

@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     from kairos import portable
     from kairos.errors import ConfigError, KairosError
+    from kairos.workflow import preload
 
     gc.disable()  # imports allocate much and free nothing: 1.5 s of 10 are saved; `clock.work_begins` enables it
     if sys.stdout is None or sys.stderr is None:  # closed, as with >&-
@@ -65,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
         if portable.asked(arguments):
             portable.hold()
+        if arguments.command in preload.STAGES and (status := preload.hand_over(argv)) is not None:
+            return status
         importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
         sys.stdout.flush()
     except SystemExit as stop:  # argparse: 0 after --help, 2 after wrong usage

@@ -52,14 +52,15 @@ def is_first() -> bool:
 
 def bind() -> None:
     """Die with the launcher: a rank that lived on would train beside its successor."""
-    _die_with_parent()
+    die_with_parent()
     if os.environ.get(_FOLDER, "").rpartition("-")[2] not in ("", str(os.getppid())):
         os._exit(1)  # the launcher is gone already
 
 
-def _die_with_parent() -> None:
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Get a signal when the process that has started this one ends."""
     with suppress(OSError, AttributeError):  # Linux alone has it
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def fails_first(error: BaseException) -> bool:
@@ -191,7 +192,7 @@ def _launch_machines(nodes: int) -> None:
     kept = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_JOB_END_TIME", "SLURM_CLUSTER_NAME")
     environment = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("SLURM_")}
     environment |= {_ADDRESS: address}
-    srun = subprocess.Popen(line, env=environment, process_group=0, preexec_fn=_die_with_parent)
+    srun = subprocess.Popen(line, env=environment, process_group=0, preexec_fn=die_with_parent)
     with srun, _handing_on(lambda: srun.send_signal(signal.SIGUSR1), srun.kill) as asked:
         status = srun.wait()
     if status == STATUS or (asked and status):

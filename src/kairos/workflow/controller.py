@@ -26,7 +26,7 @@ from kairos.progress import duration, say
 from kairos.slurm import books
 from kairos.tracking.store import tracking_uri, without_credentials
 from kairos.training.job import last_word
-from kairos.workflow import interrupts, start_over
+from kairos.workflow import interrupts, preload, start_over
 from kairos.workflow.layout import FROZEN, Layout, Segment, frozen, lay_out
 from snakemake_executor_plugin_kairos.private import together
 
@@ -157,6 +157,8 @@ def starts(workflow: Any, layout: Layout) -> None:
         start_over.mark(workflow, Path(layout.results))
     if workflow.local_exec:
         interrupts.obey(workflow.scheduler)
+        stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]
+        preload.start(layout.config, layout.threads, stages)
 
 
 def succeeded(workflow: Any, layout: Layout) -> None:
