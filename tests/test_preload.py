@@ -107,7 +107,7 @@ def test_two_trainings_at_once_have_the_bits_of_one_that_starts_by_itself(run):
         assert own.keys() == other.keys() and own["machine"] == other["machine"]
         assert 0 < own["startup_cpu_seconds"] < other["startup_cpu_seconds"] / 3
         assert own["startup_wall_seconds"] > 0.02  # the client's start counts
-        assert own["peak_rss_bytes"] > other["peak_rss_bytes"] / 2
+        assert own["peak_rss_bytes"] > 2**27  # what it has imported counts
 
 
 @pytest.mark.parametrize("more", [["--seed", "-1"], ["--until", "7"], ["--nonsense"], ["--latents", "nowhere"]])
