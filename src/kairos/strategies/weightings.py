@@ -142,18 +142,22 @@ class Sigmoid(Weighting):
 class Angle(Weighting):
     r"""The error of v with every angle alike, tan(angle) = sigma, whatever is predicted and however noise is added.
 
-    $$w_{x_0} = \sqrt{\mathrm{SNR}} \left|\frac{d \lambda}{d t}\right|$$
+    $$w_\epsilon = \frac{1}{\sqrt{\mathrm{SNR}}} \left|\frac{d \lambda}{d t}\right|$$
 
     It is what v-prediction with a cosine schedule and a linear flow have without a weight (Kingma and Gao 2023, table
-    1: the error of epsilon over the square root of the SNR, in the measure of lambda = ln SNR).
+    1: the error of epsilon over the square root of the SNR, in the measure of lambda = ln SNR). Where epsilon is
+    predicted the root is at most 5: noise that it is told from without effort would outweigh all else.
     """
-
-    stated = "x0"
 
     def of_snr(self, snr: Values) -> Values:
         """The formula between the schedule's ends."""
         inside = snr.clip(self.schedule.snr.min(), self.schedule.snr.max())
-        return inside**0.5 * measure(inside, self.schedule.snr)
+        most = 5.0 if self.prediction == "epsilon" else None
+        return (inside**-0.5).clip(None, most) * measure(inside, self.schedule.snr)
+
+    def converted(self, factor: Values, snr: Values) -> Values:
+        """Within the schedule's ends, too."""
+        return super().converted(factor, snr.clip(self.schedule.snr.min(), self.schedule.snr.max()))
 
 
 def measure(snr: Values, schedule: Array) -> Values:
