@@ -24,7 +24,7 @@ from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
 EVERYWHERE = [name for name in SAMPLERS if name not in ("listed", "cosine_interpolated")]  # have mass at all timesteps
 NEED_NO_TORCH = [name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed)]
-NEED_NO_TORCH += [name for name, entry in WEIGHTINGS.items() if entry.options is not Uncertainty]
+NEED_NO_TORCH += [f"uniform+{name}" for name, entry in WEIGHTINGS.items() if entry.options is not Uncertainty]
 
 
 @pytest.fixture

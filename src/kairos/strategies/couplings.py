@@ -21,8 +21,27 @@ class Coupling:
     def __init__(self, options: Any):
         self.options = options
 
-    def __call__(self, x0: Tensor, noise: Tensor, place: Place) -> Tensor:
+    def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, place: Place) -> Tensor:
         """The noise of each image of this rank's part of the batch, both (batch, ...), of the type of `noise`."""
+        return noise
+
+
+class Antithetic(Coupling):
+    r"""Of every two images that are next to each other in time, the one has the other's noise with its sign changed.
+
+    $$\epsilon_{i + 1} = -\epsilon_i, \qquad t_1 \le t_2 \le \dots$$
+
+    Ours: what a gradient has of odd order in the noise nearly cancels in the batch (Hammersley and Morton 1956); each
+    image's noise on its own is as normal as before, so the objective stays. Best with even points. Within this rank's
+    part.
+    """
+
+    def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, place: Place) -> Tensor:
+        """Where the batch is, without waiting; an odd one out keeps its own."""
+        order = fractions.reshape(len(fractions), -1).mean(1).argsort(stable=True)
+        pairs = len(order) // 2
+        noise = noise.clone()
+        noise[order[1 : 2 * pairs : 2]] = -noise[order[: 2 * pairs : 2]]
         return noise
 
 
@@ -42,7 +61,7 @@ class Assignment(Coupling):
         super().__init__(options)
         self.solve = needed("scipy.optimize", "couplings", "coupling assignment").linear_sum_assignment
 
-    def __call__(self, x0: Tensor, noise: Tensor, place: Place) -> Tensor:
+    def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, place: Place) -> Tensor:
         """By products alone: the squared norms are the same sum in every order."""
         products = x0.flatten(1).double() @ noise.flatten(1).double().T  # (images, noises)
         order = self.solve(products.cpu().numpy(), maximize=True)[1]
@@ -58,7 +77,7 @@ class Nearest(Coupling):
     the image, the less the more numbers an image has.
     """
 
-    def __call__(self, x0: Tensor, noise: Tensor, place: Place) -> Tensor:
+    def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, place: Place) -> Tensor:
         """The further ones are a function of the seed, the step and the image's number in the global batch."""
         shape, device = (self.options.k - 1, *x0.shape[1:]), x0.device
         more = place.stream("coupling").normal(place.step, place.numbers, shape, device, noise.dtype)

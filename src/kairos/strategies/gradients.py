@@ -15,20 +15,29 @@ from torch import Tensor
 
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
-from kairos.strategies.base import Cost, Observation, Tabled
+from kairos.strategies import options as every
+from kairos.strategies.base import Cost, Observation, Sampler, Tabled
+from kairos.strategies.fixed import Uniform
+from kairos.strategies.laws import LogSnr
 from kairos.strategies.numeric import Array
 
 
 class FromGradients(Tabled):
-    """A density that follows a number measured in each bin of t, smoothed over bins and in time."""
+    """A density that follows a number measured in each bin of t, smoothed over bins and in time.
+
+    Bins have equal shares of the draws of a `prior`, uniform unless a subclass says otherwise, and what is measured is
+    the loss as it counts there: weighted by 1/(T p(t)) of the prior.
+    """
 
     learned = measures = True
     gradients = 1  # of every sample that is measured
     kept = ("_values", "updates")
 
-    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0, prior: Sampler | None = None):
         super().__init__(options, schedule, seed)
         self.bins = min(options.bins, schedule.timesteps)
+        self.prior = prior or Uniform(every.Uniform(), schedule)
+        self.set_masses(self.prior.masses())
         self._values = np.zeros(self.bins)
 
     @contextmanager
@@ -57,8 +66,8 @@ class FromGradients(Tabled):
         edged = np.concatenate([self._values[:1], self._values, self._values[-1:]])
         smooth = (edged[:-2] + 2 * edged[1:-1] + edged[2:]) / 4
         centres = (np.arange(self.bins) + 0.5) / self.bins
-        t = (np.arange(self.schedule.timesteps) + 0.5) / self.schedule.timesteps
-        masses = self.relative(np.interp(t, centres, smooth))
+        shares = self.prior.cdf((np.arange(self.schedule.timesteps) + 0.5) / self.schedule.timesteps)
+        masses = self.relative(np.interp(shares, centres, smooth)) * self.prior.masses()
         if masses.sum() > 0:
             self.set_masses(masses)
 
@@ -69,7 +78,7 @@ class FromGradients(Tabled):
         start = place.stream("measured images").integers(place.step, size, range(1))
         index = ((start + torch.arange(count)) % size).view(per_bin, self.bins).T
         inside = place.stream("measured times").uniform(place.step, range(self.bins), (per_bin,))
-        return index, (torch.arange(self.bins)[:, None] + inside) / self.bins
+        return index, self.prior.quantile((torch.arange(self.bins)[:, None] + inside) / self.bins)
 
     def signs(self, observation: Observation, per_bin: int) -> Tensor:
         """Random signs divided by their number, (bins, per_bin)."""
@@ -83,7 +92,9 @@ class FromGradients(Tabled):
         `roots` are the square roots of a diagonal metric, where it is not the Euclidean one.
         """
         index, fractions = self.samples(observation, factors.shape[1])
-        squares = []
+        timesteps, squares = self.schedule.timesteps, []
+        masses = torch.from_numpy(self.prior.masses())
+        factors = factors / (timesteps * masses[(fractions * timesteps).long()])
         for k, (i, u, f) in enumerate(zip(index, fractions, factors)):
             found = observation.meter.gradient(i, u, f"measurement {k}", f)
             for each, root in zip(found, roots or []):
@@ -123,6 +134,26 @@ class GradientNorm(FromGradients):
     def relative(self, values: Array) -> Array:
         """The root."""
         return np.sqrt(np.maximum(values, 0.0))
+
+
+class Auto(GradientNorm):
+    r"""As `gradient_norm`, from a prior that is uniform in the angle of v-diffusion, with nothing to choose.
+
+    $$p(t) \propto p_0(t) \left(\sqrt{E\left[g^\top D g \mid t\right]} + \frac{1}{9} \mathrm{mean}\right), \qquad
+    p_0(\lambda) = \frac{1}{2 \pi \cosh(\lambda / 2)}$$
+
+    Ours, to go with the weighting ``auto``: with the prior, that objective is the error of v without any weight. A
+    tenth of the draws stay the prior's, which bounds the corrections. Points are even. It is measured every 100 steps,
+    which is 1 % of the passes.
+    """
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed, LogSnr(every.LogSnr(law="secant", scale=1.0), schedule))
+
+    def relative(self, values: Array) -> Array:
+        """The root, and the prior's share."""
+        roots = super().relative(values)
+        return 0.9 * roots + 0.1 * np.average(roots, weights=self.prior.masses())
 
 
 class GradientVariance(FromGradients):

@@ -16,14 +16,15 @@ Options = Mapping[str, Any] | None
 
 
 def parse_name(name: str) -> tuple[str, str]:
-    """Sampler and weighting of ``sampler+weighting``; of a bare name, the other is ``uniform`` or ``none``.
+    """Sampler and weighting of ``sampler+weighting``; of a bare name what has it, else ``uniform`` or ``none``.
 
     Raises:
         ConfigError: a part is unknown; the message lists what exists.
     """
     first, plus, second = (part.strip() for part in name.partition("+"))
     if not plus:
-        first, second = ("uniform", first) if first in WEIGHTINGS else (first, "none")
+        second = first if first in WEIGHTINGS else "none"
+        first = "uniform" if second == first not in SAMPLERS else first
     if not plus and first not in SAMPLERS and first not in SAMPLERS.refused:
         samplers, weightings = (", ".join(sorted(registry)) for registry in (SAMPLERS, WEIGHTINGS))
         raise ConfigError(

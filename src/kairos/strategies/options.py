@@ -350,6 +350,13 @@ class GradientNorm(Measured):
     norm: str = option("preconditioned", "metric of the gradient's size", choices=("plain", "preconditioned"))
 
 
+class Auto(Options):
+    """Nothing to choose."""
+
+    floor, bins, samples, frequency, decay, start = 0.0, 16, None, 100, 0.8, 3
+    norm, points = "preconditioned", "systematic"
+
+
 class GradientVariance(Mixed, Measured):
     """As published: without a floor and without importance weights."""
 

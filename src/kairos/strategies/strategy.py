@@ -208,7 +208,7 @@ class Strategy:
         """
         shape = tuple(draw.x0.shape)
         demand(noise.shape == shape, "couple: noise", f"shape {tuple(noise.shape)}", f"that of x0, {shape}")
-        return self.coupling(draw.x0, noise, draw.place)
+        return self.coupling(draw.x0, noise, draw.fractions, draw.place)
 
     def weighted(self, draw: Draw, losses: Tensor) -> Tensor:
         """What is minimised, (batch,): weight x loss, and whatever a learned weighting adds.

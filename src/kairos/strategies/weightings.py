@@ -136,11 +136,35 @@ class Sigmoid(Weighting):
     def of_snr(self, snr: Values) -> Values:
         """The formula, with its measure."""
         weight = sigmoid(self.options.bias - of(snr).log(snr))
-        if not self.options.measure:
-            return weight
-        level = -np.log(self.schedule.snr)
-        slope = np.gradient(level)
-        return weight * interp(-of(snr).log(snr), level, slope / slope.mean())
+        return weight * measure(snr, self.schedule.snr) if self.options.measure else weight
+
+
+class Angle(Weighting):
+    r"""The error of v with every angle alike, tan(angle) = sigma, whatever is predicted and however noise is added.
+
+    $$w_\epsilon = \frac{1}{\sqrt{\mathrm{SNR}}} \left|\frac{d \lambda}{d t}\right|$$
+
+    It is what v-prediction with a cosine schedule and a linear flow have without a weight (Kingma and Gao 2023, table
+    1: the error of epsilon over the square root of the SNR, in the measure of lambda = ln SNR). Where epsilon is
+    predicted the root is at most 5: noise that it is told from without effort would outweigh all else.
+    """
+
+    def of_snr(self, snr: Values) -> Values:
+        """The formula between the schedule's ends."""
+        inside = snr.clip(self.schedule.snr.min(), self.schedule.snr.max())
+        most = 5.0 if self.prediction == "epsilon" else None
+        return (inside**-0.5).clip(None, most) * measure(inside, self.schedule.snr)
+
+    def converted(self, factor: Values, snr: Values) -> Values:
+        """Within the schedule's ends, too."""
+        return super().converted(factor, snr.clip(self.schedule.snr.min(), self.schedule.snr.max()))
+
+
+def measure(snr: Values, schedule: Array) -> Values:
+    """|d ln SNR/dt| of a schedule, (T,), at any ratio; mean 1 over its timesteps."""
+    level = -np.log(schedule)
+    slope = np.gradient(level, edge_order=2)
+    return interp(-of(snr).log(snr), level, slope / slope.mean())
 
 
 class Snr(Weighting):

@@ -1,0 +1,97 @@
+"""`auto`: one objective on every process, its density against the best one, and opposite noise."""
+
+import numpy as np
+import pytest
+import torch
+from test_couplings import coupled, digits
+from test_measured import Known, T
+
+import kairos
+from kairos.diffusion.processes import build_process
+from kairos.diffusion.schedule import error_ratio
+from kairos.section import build
+from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+
+PROCESSES = {
+    "cosine": {"process": {"name": "discrete", "schedule": "cosine"}, "prediction": "v"},
+    "linear": {"process": {"name": "discrete", "schedule": "linear"}, "prediction": "epsilon"},
+    "flow": {"process": {"name": "flow"}, "prediction": "flow"},
+    "edm": {"process": {"name": "edm", "sigma_data": 0.5}, "prediction": "x0"},
+}
+
+
+def parts(name):
+    schedule = build_process(PROCESSES[name]).schedule
+    return (
+        schedule,
+        build(SAMPLERS, {"name": "auto"}, schedule),
+        build(WEIGHTINGS, {"name": "auto"}, schedule, PROCESSES[name]["prediction"]),
+    )
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_the_objective_is_the_error_of_v_at_angles_alike(name):
+    """On any process and prediction: of the integral over ln SNR, the error of x0 times sqrt(SNR)."""
+    schedule, _, weighting = parts(name)
+    level = np.log(schedule.snr)
+    of_x0 = weighting.weights() * error_ratio(schedule.snr, PROCESSES[name]["prediction"])
+    within = (abs(level) < 3) & (np.arange(len(level)) > 5) & (np.arange(len(level)) < len(level) - 6)
+    wanted = np.exp(level / 2) * abs(np.gradient(level))
+    ratio = (of_x0 / wanted)[within]
+    np.testing.assert_allclose(ratio, np.median(ratio), rtol=0.01)
+
+
+@pytest.mark.parametrize("name", ["cosine", "flow"])
+def test_v_with_a_cosine_and_a_flow_have_that_objective_without_it(name):
+    weights = parts(name)[2].weights()
+    np.testing.assert_allclose(weights[40:-10], np.median(weights), rtol=0.02)
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_its_first_draws_are_of_uniform_angles(name):
+    schedule, sampler, _ = parts(name)
+    angles = np.arctan(schedule.snr**-0.5)
+    np.testing.assert_allclose(sampler.masses()[5:-5], (-np.gradient(-angles) / (np.pi / 2))[5:-5], rtol=0.02)
+
+
+def test_its_density_follows_the_gradient_and_its_weights_keep_the_objective():
+    sizes = torch.linspace(0.5, 4, T)
+    network = Known(sizes)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-9)
+    strategy = kairos.Strategy("auto", "cosine", timesteps=T, prediction="v")
+    weights, found = strategy.weighting.weights(), []
+    for k in range(300):
+        strategy.step = 100 * k  # it measures every 100 steps
+        draw = strategy.draw(torch.randn(64, 1, 2, 2))
+        strategy.loss(draw, torch.ones(64))
+        with strategy.observe(draw, network, optimizer):
+            pass
+        found.append(strategy.sampler.masses())
+    assert strategy.table()["effective"] == pytest.approx(weights / T)
+    prior = strategy.sampler.prior.masses()
+    wanted = sizes.numpy() * weights
+    wanted = 0.9 * wanted / wanted.sum() + 0.1 * prior
+    np.testing.assert_allclose(np.mean(found[3:], 0)[3:-3], wanted[3:-3], rtol=0.15)
+    assert (found[-1] > 0.05 * prior).all() and np.array_equal(found[1], prior)
+
+
+@pytest.mark.parametrize("count", [2, 9, 32])
+def test_neighbours_in_time_have_opposite_noise(count):
+    x0 = digits(count)
+    noise, found = coupled("antithetic", x0)
+    strategy = kairos.Strategy("log_normal", coupling="antithetic")
+    order = strategy.draw(x0).t.argsort()
+    for first, second in zip(order[::2], order[1::2]):
+        assert torch.equal(found[first], noise[first]) and torch.equal(found[second], -noise[first])
+    if count % 2:
+        assert torch.equal(found[order[-1]], noise[order[-1]])
+
+
+def test_opposite_noise_is_as_normal_and_its_sum_is_nothing():
+    x0 = torch.zeros(64, 1, 4, 4)
+    drawn = torch.cat([coupled("antithetic", x0, step=step)[1] for step in range(100)])
+    assert abs(float(drawn.mean())) < 1e-7
+    flat = drawn.flatten().double()
+    assert float(flat.square().mean()) == pytest.approx(1, abs=0.01) and float(flat.pow(4).mean()) == pytest.approx(
+        3, abs=0.06
+    )
