@@ -1,0 +1,155 @@
+"""The recipes of the papers: all of their tables' rows, with the published numbers, in files that kairos accepts."""
+
+import csv
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kairos.config import load, validate
+from kairos.config.reading import read
+from kairos.errors import ConfigError
+from kairos.strategies.registries import SAMPLERS
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = Path(os.environ.get("SHARED", ROOT.parent / "shared"))
+FILES = sorted((ROOT / "recipes").rglob("*.yaml"))
+TABLES = {"adaptive": {"1", "2", "3", "4"}, "speed": {"1", "2", "3", "4", "5", "9", "10", "11", "12", "13"}}
+# printed in SpeeD's paper, and not in the list of published results
+OF_THE_PAPER = {("10", "inception_score"), ("12", "fid10k")}
+
+
+def published():
+    """All rows of the recipes: file, block and row."""
+    return [(file, block, row) for file in FILES for block in load(file).published for row in block.numbers()]
+
+
+def key(block, row):
+    where = (block.source, block.table, block.dataset, block.backbone, block.schedule)
+    return (*where, row.row, str(row.printed), block.metric, row.value)
+
+
+def test_every_table_has_its_files():
+    found = {paper: {path.stem for path in FILES if path.parent.name == paper} for paper in TABLES}
+    for paper, tables in TABLES.items():
+        assert {match[1] for name in found[paper] if (match := re.match(r"table(\d+)(_|$)", name))} == tables
+    assert {"figure7a", "figure7b", "super_resolution"} <= found["speed"]
+    names = [load(file).experiment for file in FILES]
+    assert names == [f"{file.parent.name}_{file.stem}" for file in FILES]
+
+
+def test_the_rows_are_those_that_were_published():
+    """Equal as sets to the list of results; what goes beyond it stands in the paper's own text."""
+    listed, paper = SHARED / "reference/published_results.csv", SHARED / "papers/speed.txt"
+    if not listed.is_file() or not paper.is_file():
+        pytest.skip(f"{listed} or {paper} is not here")
+    with open(listed, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["source"] in TABLES]
+    names = ("source", "table", "dataset", "backbone", "schedule", "method", "steps", "metric")
+    wanted = {(*(row[name] for name in names), float(row["value"])) for row in rows}
+    found = {key(block, row): (block, row) for _, block, row in published()}
+    assert wanted <= found.keys()
+    beyond = {each: found[each] for each in found.keys() - wanted}
+    assert {(block.table, block.metric) for block, _ in beyond.values()} == OF_THE_PAPER and len(beyond) == 57
+    lines = [re.sub(r"[$\\ ]|</?u>", "", line).split("\t") for line in paper.read_text().splitlines()]
+    for block, row in beyond.values():
+        if block.table == "12":  # a line for each row
+            head, place = row.row.replace("uniform", "DiT-S/8"), block.steps.index(row.step)
+            cells = [line[1:] for line in lines if line[0] == head and len(line) == 5]
+        else:  # a line for each step; the last of their groups is of the Inception score
+            head, place = f"{row.step // 1000}K", list(block.rows).index(row.row)
+            cells = [line[1:] for line in lines if line[0] == head and len(line) == 7][-1:]
+        assert [float(line[place]) for line in cells] == [row.value], (block.table, row)
+
+
+def test_every_row_is_a_method_or_says_why_not():
+    without = {(block.table, row.row) for _, block, row in published() if row.method is None}
+    assert without == {("11", "bs")} and "bs" in SAMPLERS.refused
+    for file, block, row in published():
+        experiment = load(file)
+        assert row.step in experiment.milestones, (file, row)
+        assert row.method is None or row.method in experiment.methods
+        assert block.samples in (None, experiment.evaluation.num_samples)
+        assert block.sampling_steps in (None, experiment.sampling.steps)
+
+
+def test_a_recipe_says_what_it_is_and_what_differs():
+    for file in FILES:
+        head = re.match(r"(?:#.*\n)+", file.read_text())[0].splitlines()
+        assert re.search(r"(Kim|Wang) et al. 2025", " ".join(head[1:])), file
+
+
+def test_published_rows_change_nothing_that_is_computed():
+    """An experiment without them is written down as it was before there were any."""
+    plain = load(ROOT / "params.yaml").plain()
+    assert not {"published", "claim", "known", "extends"} & plain.keys()
+    recipe = load(FILES[0])
+    assert validate(recipe.plain()) == recipe
+
+
+def write(folder, name, **values):
+    (folder / name).write_text(yaml.safe_dump(values))
+    return folder / name
+
+
+def test_a_file_is_laid_over_the_one_that_it_extends(tmp_path):
+    base = {"experiment": "a", "methods": {"a": {}, "b": {}}, "diffusion": {"process": "edm"}}
+    base["training"] = {"batch_size": 4, "milestones": [1, 2], "optimizer": {"name": "adamw", "lr": 1.0}}
+    write(tmp_path, "a.yaml", **base)
+    (tmp_path / "in").mkdir()
+    write(tmp_path, "in/b.yaml", extends="../a.yaml", experiment="b", training={"optimizer": {"lr": 2.0}})
+    own = {"optimizer": {"name": "adam"}, "milestones": [3]}
+    last = write(
+        tmp_path, "c.yaml", extends="in/b.yaml", training=own, methods={"c": {}},
+        diffusion={"process": {"name": "edm", "sigma_data": 1.0}},
+    )  # fmt: skip
+    assert read(tmp_path / "in/b.yaml")["training"]["optimizer"] == {"name": "adamw", "lr": 2.0}
+    found = read(last)
+    assert found["experiment"] == "b" and found["methods"] == {"c": {}}
+    assert found["training"] == {"batch_size": 4, "milestones": [3], "optimizer": {"name": "adam"}}
+    assert found["diffusion"] == {"process": {"name": "edm", "sigma_data": 1.0}}
+    assert load(last).training.batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (3, r"c.yaml: extends: got 3, allowed: the path of an experiment file"),
+        ("none.yaml", r"c.yaml: extends: got 'none.yaml', allowed: .*; there is none at /"),
+        ("c.yaml", r"c.yaml: extends: got 'c.yaml', allowed: .* which does not extend this one"),
+        ("list.yaml", r"c.yaml: extends: got 'list.yaml', allowed: a file that is a mapping"),
+        ("round.yaml", r"round.yaml: extends: got 'c.yaml', allowed: .* which does not extend this one"),
+    ],
+)
+def test_what_cannot_be_extended_is_refused(tmp_path, base, message):
+    (tmp_path / "list.yaml").write_text("[1]")
+    write(tmp_path, "round.yaml", extends="c.yaml")
+    with pytest.raises(ConfigError, match=message):
+        load(write(tmp_path, "c.yaml", extends=base, experiment="c", methods={"a": {}}))
+
+
+BLOCK = {
+    "source": "x", "table": "1", "dataset": "d", "backbone": "b", "schedule": "linear", "metric": "fid50k",
+    "steps": [1000], "rows": {"a": [2.0]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": {"a": [2.0, 3.0]}}, r"published.rows.a: got 2 numbers, allowed: 1, one for each of published.steps"),
+        ({"printed": [1, 2]}, r"published.printed: got 2 numbers, allowed: 1"),
+        ({"rows": {"c": [2.0]}}, r"published.rows: got c, allowed: one of a, b, .*published.missing"),
+        ({"methods": {"a": "c"}}, r"published.rows: got a, allowed"),
+        ({"metrics": "fid"}, r"metrics: unknown field .* did you mean 'metric'"),
+    ],
+)
+def test_published_rows_that_do_not_fit_are_refused(changed, message):
+    values = {"experiment": "x", "methods": {"a": {}, "b": {}}}
+    validate({**values, "published": [BLOCK]})
+    with pytest.raises(ConfigError, match=message):
+        validate({**values, "published": [BLOCK | changed]})
+    with pytest.raises(ConfigError, match=r"claim.baseline: got c, allowed: one of a, b"):
+        validate({**values, "claim": {"factor": 2.0, "method": "a", "baseline": "c"}})
