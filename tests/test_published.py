@@ -147,7 +147,7 @@ def test_claims_are_judged_by_the_interval(folder):
     for factor in (1.05, 1.3, 20.0):
         claim = {"factor": factor, "method": "speed", "baseline": "uniform"}
         said[factor] = published.claimed(collect(recipe(claim=claim), folder))
-        assert said[factor].startswith(f"Claimed: speed needs {factor:g} times less steps for the final distance of")
+        assert said[factor].startswith(f"Claimed: speed needs {factor:g} times fewer steps for the final distance of")
     assert "confirmed at this length" in said[1.05] and "refuted at this length" in said[20.0]
     assert published.claimed(collect(recipe(), folder)) == ""
     never = {"factor": 2.0, "method": "uniform", "baseline": "speed", "cost": "time"}

@@ -1,6 +1,7 @@
 """The recipes of the papers: all of their tables' rows, with the published numbers, in files that kairos accepts."""
 
 import csv
+import json
 import os
 import re
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kairos.cli import main
 from kairos.config import load, validate
 from kairos.config.reading import read
+from kairos.costs.recipes import PEAKS, SEEDS, cheapest, recipes
 from kairos.errors import ConfigError
 from kairos.strategies.registries import SAMPLERS
 
@@ -153,3 +156,66 @@ def test_published_rows_that_do_not_fit_are_refused(changed, message):
         validate({**values, "published": [BLOCK | changed]})
     with pytest.raises(ConfigError, match=r"claim.baseline: got c, allowed: one of a, b"):
         validate({**values, "claim": {"factor": 2.0, "method": "a", "baseline": "c"}})
+
+
+TINY = {
+    "dataset": {"source": "digits"}, "model": {"name": "dit", "patch": 2, "width": 16, "depth": 1, "heads": 2},
+    "training": {"milestones": [100, 200, 300, 400], "batch_size": 8, "precision": "bf16"},
+    "methods": {"uniform": {}, "adaptive": {"sampler": {"name": "adaptive", "frequency": 2}}},
+    "evaluation": {"extractor": "classifier", "num_samples": 100, "sets": 1}, "seeds": [0, 1],
+}  # fmt: skip
+
+
+def test_all_are_checked_in_one_go(capsys, tmp_path):
+    assert main(["check", str(ROOT / "recipes")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(FILES) and lines[0].split() == ["file", "methods", "trainings", "milestones", "jobs"]
+    write(tmp_path, "a.yaml", experiment="a", **TINY)
+    write(tmp_path, "b.yaml", experiment="b", **TINY | {"seeds": [1, 1]})
+    write(tmp_path, "c.yaml", experiment="c", **TINY | {"dataset": {"source": "digits", "limit": 20}})
+    assert main(["check", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("kairos: 2 files cannot be used") and "b.yaml: seeds: got [1, 1]" in said.err
+    assert f"{tmp_path}/c.yaml: evaluation.extractor: got classifier, but" in said.err and "a.yaml" in said.out
+    (tmp_path / "none").mkdir()
+    assert main(["check", str(tmp_path / "none")]) == 2
+    assert "allowed: an experiment file, or a folder of some" in capsys.readouterr().err
+
+
+def test_a_folder_is_planned_as_one_table(capsys, tmp_path):
+    claim = {"factor": 3.0, "method": "adaptive", "baseline": "uniform", "cost": "steps"}
+    write(tmp_path, "long.yaml", experiment="a", claim=claim, **TINY)
+    short = TINY["training"] | {"milestones": [100, 200]}
+    write(tmp_path, "short.yaml", experiment="b", claim=claim | {"cost": "time"}, **TINY | {"training": short})
+    long, brief = recipes(tmp_path)
+    assert [one.experiment for one in cheapest([long, brief])] == [brief.experiment]
+    assert long.test == {"uniform": 400, "adaptive": 200} and brief.test == {"uniform": 200, "adaptive": 100}
+    operations = {name: its.operations for name, its in long.found.methods.items()}
+    assert operations["adaptive"] > 2 * operations["uniform"]
+    forward = long.found.network.forward / long.found.network.samples
+    images = 5 * 100 * 50  # milestones, samples and evaluations of the network for each
+    hours = sum(operations.values()) * 400 / PEAKS["H100"]["bf16"] + 2 * images * forward / PEAKS["H100"]["fp32"]
+    assert long.hours("H100", 0.5) == pytest.approx(2 * hours / 1e12 / 3600 / 0.5)
+    trained = (operations["uniform"] * 400 + operations["adaptive"] * 200) / PEAKS["A100"]["bf16"]
+    drawn = 3 * 100 * 50 * forward / PEAKS["A100"]["fp32"]  # the end of one, two milestones of the other
+    assert long.test_hours("A100", 1.0) == pytest.approx(SEEDS * (trained + drawn) / 1e12 / 3600)
+    assert main(["plan", str(tmp_path), "--utilisation", "0.5"]) == 0
+    said = capsys.readouterr().out
+    assert "long.yaml" in said and "H100 h" in said and "A100 h" in said and "at 50% of the peak" in said
+    assert f"decided at the least by {tmp_path}/short.yaml with 5 seeds,\n  uniform at 200 and adaptive at 100" in said
+    assert main(["plan", str(tmp_path), "--format", "json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values[f"{tmp_path}/long.yaml"]["gpu_hours"].keys() == PEAKS.keys()
+    assert main(["plan", str(tmp_path), "--classes", "3"]) == 2
+    assert "--classes: got 3, allowed: for one file alone" in capsys.readouterr().err
+
+
+def test_what_a_file_says_of_data_that_are_not_here_is_taken_for_known(capsys, tmp_path):
+    values = {**TINY, "autoencoder": {"kind": "pretrained", "path": "not/here"}, "dataset": {"source": "folder"}}
+    values["dataset"] |= {"path": str(tmp_path / "none"), "resolution": 32}
+    values["model"] = TINY["model"] | {"conditions": ["class"]}
+    file = write(tmp_path, "a.yaml", experiment="a", **values)
+    assert main(["plan", str(file)]) == 2 and "--shape C H W" in capsys.readouterr().err
+    file = write(tmp_path, "a.yaml", experiment="a", known={"shape": [4, 4, 4], "classes": 7}, **values)
+    assert main(["plan", str(file)]) == 0
+    assert "the network sees 4x4x4" in " ".join(capsys.readouterr().out.split())

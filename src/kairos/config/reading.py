@@ -1,8 +1,8 @@
 """Experiment files as plain values, those that extend another one laid over it.
 
 ``extends: ../systems/dit_coco.yaml`` names that file, from the folder of the one that says it. Mappings are laid over
-each other key by key, to any depth. All else replaces what was there: lists, a component that is named anew (``name:``)
-and the fields `WHOLE`.
+each other key by key, to any depth. All else replaces what was there: lists, `methods`, and a component that is named
+anew (``name:``). What is published is of the file that says it, and not handed on.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ import yaml
 
 from kairos.errors import ConfigError, demand
 
-WHOLE = ("methods", "published", "claim")  # what is said of them says all
+_ALONE = ("published", "claim")
 _FILE = "the path of an experiment file, from the folder of this one"
 _Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast, where it was built
 
@@ -60,7 +60,7 @@ def extended(values: Any, path: Path, above: tuple[Path, ...] = ()) -> Any:
     demand(place.is_file(), where, repr(base), f"{_FILE}; there is none at {place}")
     below = read(place, files)
     demand(isinstance(below, dict), where, repr(base), "a file that is a mapping")
-    return laid_over(below, own)
+    return laid_over({key: value for key, value in below.items() if key not in _ALONE}, own)
 
 
 def laid_over(below: Any, own: Any) -> Any:
@@ -72,5 +72,16 @@ def laid_over(below: Any, own: Any) -> Any:
     if (name := below.get("name")) != own.get("name", name):
         return own
     return below | {
-        key: laid_over(below[key], value) if key in below and key not in WHOLE else value for key, value in own.items()
+        key: laid_over(below[key], value) if key in below and key != "methods" else value for key, value in own.items()
     }
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The experiment files below a folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = sorted(folder.rglob("*.yaml"), key=lambda path: (path.parent, len(path.stem.split("_")[0]), path.stem))
+    demand(found, "FILE", repr(str(folder)), "an experiment file, or a folder of some (*.yaml)")
+    return found

@@ -91,7 +91,7 @@ def claimed(results: Results) -> str:
     else:
         judged = "confirmed" if found.low >= claim.factor else "refuted" if found.high < claim.factor else "left open"
         said = f"95 % interval {limits}: {judged} at this length and with these settings"
-    less = f"{claim.factor:g} times less {'training time' if claim.cost == 'time' else 'steps'}"
+    less = f"{claim.factor:g} times {'less training time' if claim.cost == 'time' else 'fewer steps'}"
     reached = f"{claim.method} needs {less} for the final distance of {claim.baseline}"
     return f"Claimed: {reached}. Measured: {value}, {said}."
 
