@@ -112,10 +112,11 @@ def text(found: Sequence[Recipe], utilisation: float) -> str:
     rows.append(("all", sum(row[1] for row in rows[1:]), "", sum(row[3] for row in rows[1:]), *sums, "", ""))
     lines = [table(rows, lambda head, column, cell: column > 0)]
     lines.append(_NOTE.format(utilisation))
-    return "\n".join([*lines, *_claims(found, utilisation)])
+    return "\n".join([*lines, *claims(found, utilisation)])
 
 
-def _claims(found: Sequence[Recipe], utilisation: float) -> Iterator[str]:
+def claims(found: Sequence[Recipe], utilisation: float) -> Iterator[str]:
+    """What would decide each claim in the fewest GPU-hours."""
     for one in cheapest(found):
         claim, hours = (
             one.experiment.claim,
