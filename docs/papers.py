@@ -22,16 +22,23 @@ _DIFFERS = "Known to differ: "
 def paper(name: str) -> str:
     """All recipes in the folder of a paper."""
     found, ran = recipes(ROOT / "recipes" / name), _ran()
-    heads = ["recipe", "what it is", "published", *(f"{gpu} h" for gpu in PEAKS), "small form", "its result"]
+    heads = ["recipe", "published", *(f"{gpu} h" for gpu in PEAKS), "small form, s", "its result"]
     rows = []
     for one in found:
         path = one.file.relative_to(ROOT).as_posix()
         count = sum(len(list(block.numbers())) for block in one.experiment.published)
         hours = map(number, one.all_hours(UTILISATION).values())
         its = ran.get(path, {"seconds": NONE, "result": NONE})
-        head = [f"[{one.file.stem}](#{one.file.stem})", plain(told(one.file)[0]), f"{count} numbers" if count else NONE]
-        rows.append([*head, *hours, its["seconds"], plain(its["result"])])
-    said = [line.replace(f"{ROOT}/", "").strip().replace("\n", " ") for line in claims(found, UTILISATION)]
+        rows.append(
+            [
+                f"[{one.file.stem}](#{one.file.stem})",
+                f"{count} numbers" if count else NONE,
+                *hours,
+                its["seconds"],
+                plain(its["result"]),
+            ]
+        )
+    said = [line.replace(f"{ROOT}/", "").strip().replace("\n ", "") for line in claims(found, UTILISATION)]
     decided = "\n".join(f"* {plain(line)}." for line in said)
     return "\n\n".join([table(heads, rows), decided, *(part for one in found for part in _recipe(one))])
 
@@ -45,8 +52,9 @@ def told(file: Path) -> tuple[str, list[str]]:
 
 
 def _recipe(one: Recipe) -> Iterator[str]:
-    path, differs = one.file.relative_to(ROOT).as_posix(), told(one.file)[1]
+    path, (what, differs) = one.file.relative_to(ROOT).as_posix(), told(one.file)
     yield f"## {one.file.stem}"
+    yield plain(what)
     memory, stored = (
         in_bytes(sum(part or 0 for part in each.values())) for each in (one.found.memory, one.found.storage)
     )

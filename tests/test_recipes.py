@@ -12,6 +12,7 @@ import yaml
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.config.reading import read
+from kairos.costs.estimate import estimate
 from kairos.costs.recipes import PEAKS, SEEDS, cheapest, recipes
 from kairos.errors import ConfigError
 from kairos.strategies.registries import SAMPLERS
@@ -219,3 +220,65 @@ def test_what_a_file_says_of_data_that_are_not_here_is_taken_for_known(capsys, t
     file = write(tmp_path, "a.yaml", experiment="a", known={"shape": [4, 4, 4], "classes": 7}, **values)
     assert main(["plan", str(file)]) == 0
     assert "the network sees 4x4x4" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("file", FILES, ids=[f"{file.parent.name}-{file.stem}" for file in FILES])
+def test_small_forms_are_the_same_experiment(tmp_path, capsys, file):
+    """Two methods, at most 100 steps, the published rows of these; digits where no other images are at hand."""
+    recipe, made, data = load(file), tmp_path / "small.yaml", SHARED / "data"
+    needs = recipe.text_encoder or recipe.dataset.low_resolution
+    if needs and not (data / "coco_mini").is_dir():
+        assert main(["small", str(file), str(made), "--data", str(tmp_path)]) == 2
+        assert "allowed: a folder with coco_mini and taesd" in capsys.readouterr().err
+        pytest.skip(f"{data} is not here")
+    assert main(["small", str(file), str(made), "--data", str(data if needs else tmp_path)]) == 0
+    small = load(made)
+    small.settled()
+    assert small.experiment == f"{recipe.experiment}_small" and small.milestones == (0, 50, 100)
+    assert len(small.methods) == 2 and {*small.methods} <= {*recipe.methods}
+    assert small.diffusion == recipe.diffusion and small.model["name"] == recipe.model["name"]
+    assert small.conditions == recipe.conditions and small.claim == recipe.claim
+    assert small.sampling.scheduler == recipe.sampling.scheduler
+    kept = {row for block in small.published for row in block.numbers()}
+    assert kept == {row for block in recipe.published for row in block.numbers() if row.method in small.methods}
+    assert made.read_text().startswith(f"# the small form of {file}\n")
+
+
+@pytest.mark.parametrize("name", ["adaptive/table1_linear", "adaptive/table2", "adaptive/table3", "speed/table1_ffhq"])
+def test_small_forms_have_under_a_million_parameters(tmp_path, name):
+    assert main(["small", str(ROOT / f"recipes/{name}.yaml"), str(tmp_path / "small.yaml"), "--steps", "20"]) == 0
+    small = load(tmp_path / "small.yaml")
+    assert small.milestones == (0, 10, 20)
+    network = estimate(small, classes=10).network
+    assert 100_000 < network.parameters + network.fixed < 1e6
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--steps", "101"], "--steps: got 101, allowed: 2 to 100"),
+        (["--methods", "uniform", "bs"], "--methods: got bs, allowed: some of uniform, p2,"),
+    ],
+)
+def test_what_no_small_form_can_have_is_refused(tmp_path, capsys, given, message):
+    made = tmp_path / "small.yaml"
+    assert main(["small", str(FILES[0]), str(made), *given]) == 2
+    assert message in capsys.readouterr().err and not made.exists()
+    made.write_text("mine")
+    assert main(["small", str(FILES[0]), str(made)]) == 2 and made.read_text() == "mine"
+
+
+def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
+    import papers
+
+    what, differs = papers.told(ROOT / "recipes/speed/table5.yaml")
+    assert what.startswith("Wang et al. 2025, table 5, ablations") and len(differs) == 2
+    assert differs[0].startswith("k = 1 is uniform") and "5b and 5c" in differs[0]
+    block = load(ROOT / "recipes/speed/table11.yaml").published[0]
+    text = papers._numbers(block)
+    assert "| bs | none: its density is not published" in text and "| `b_ttdm` | 157.4 | 150.9 | 140.5 |" in text
+    few = [ROOT / f"recipes/adaptive/{name}.yaml" for name in ("table4", "table1_cosine")]
+    monkeypatch.setattr("kairos.costs.recipes.files_in", lambda folder: few)
+    page = papers.paper("adaptive")
+    assert page.count("\n## ") == 2 and "| [table4](#table4) | 5 numbers |" in page and "| – | – |" in page
+    assert "uniform at 477,360 and adaptive at 318,240 steps" in page

@@ -5,6 +5,7 @@ each other key by key, to any depth. All else replaces what was there: lists, `m
 anew (``name:``). What is published is of the file that says it, and not handed on.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,16 @@ def laid_over(below: Any, own: Any) -> Any:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The experiment files below a folder.
+    """The experiment files below a folder, numbers in their names as such.
 
     Raises:
         ConfigError: there is none.
     """
-    found = sorted(folder.rglob("*.yaml"), key=lambda path: (path.parent, len(path.stem.split("_")[0]), path.stem))
+    found = sorted(folder.rglob("*.yaml"), key=lambda path: [*_by_number(str(path.parent)), *_by_number(path.stem)])
     demand(found, "FILE", repr(str(folder)), "an experiment file, or a folder of some (*.yaml)")
     return found
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A key that puts table2 before table10."""
+    return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
