@@ -78,9 +78,9 @@ def _folder(folder: Path) -> None:
         except ConfigError as error:
             faults.append(str(error) if str(file) in str(error) else f"{file}: {error}")
             continue
-        layout = Layout(experiment, file)
-        numbers = (experiment.methods, layout.trainings, layout.steps)
-        rows.append((str(file), *(str(len(each)) for each in numbers), str(sum(layout.jobs().values()))))
+        its = Layout(experiment, file)
+        numbers = (len(its.methods), len(its.trainings), len(its.steps), sum(its.jobs().values()))
+        rows.append((str(file), *map(str, numbers)))
     print(table(rows, lambda head, column, cell: column > 0))
     if faults:
         raise ConfigError("\n".join([f"{len(faults)} files cannot be used", *faults]))

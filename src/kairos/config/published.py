@@ -91,8 +91,3 @@ class KnownConfig(Section):
     )
     classes: int | None = field(None, "number of classes", ge=1)
     text: list[int] | None = field(None, "tokens and width of a text's states", min_length=2, max_length=2)
-
-    @property
-    def x0(self) -> tuple[int, int, int] | None:
-        """The shape, where it is said."""
-        return (self.shape[0], self.shape[1], self.shape[2]) if self.shape else None

@@ -83,11 +83,10 @@ def files_in(folder: Path) -> list[Path]:
     Raises:
         ConfigError: there is none.
     """
-    found = sorted(folder.rglob("*.yaml"), key=lambda path: [*_by_number(str(path.parent)), *_by_number(path.stem)])
+
+    def by_number(path: Path) -> Any:  # table2 before table10
+        return path.parent, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.stem)]
+
+    found = sorted(folder.rglob("*.yaml"), key=by_number)
     demand(found, "FILE", repr(str(folder)), "an experiment file, or a folder of some (*.yaml)")
     return found
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """A key that puts table2 before table10."""
-    return [(int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]

@@ -75,8 +75,8 @@ def describe(
     record, encoded, kind = _record(results / "dataset"), _record(results / "latents"), experiment.autoencoder.kind
     image, images, train, known = _images(experiment, record)
     found, arrays = (image, 0) if kind == "none" else _latents(experiment.autoencoder, image)
-    shape = x0 or (tuple(encoded["shape"]) if encoded else found) or given.x0
-    if shape is None:
+    shape: Any = x0 or (tuple(encoded["shape"]) if encoded else found) or tuple(given.shape or ())
+    if not shape:
         lacking = f"fetch autoencoder.path ({experiment.autoencoder.path})" if image else "set dataset.resolution"
         raise ConfigError(
             f"the shape of what the network is trained on is not known yet: {lacking}, run kairos prepare and encode, "

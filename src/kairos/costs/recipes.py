@@ -29,23 +29,19 @@ SEEDS = 5  # that decide a claim: from so many on the report tests
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment file and its cost; `at_one` has GPU-hours at one TFLOP/s, of trainings and of samples by method."""
+    """An experiment file and its cost, counted for a GPU of one TFLOP/s."""
 
     file: Path
     experiment: Experiment
     found: Estimate
 
-    @property
-    def at_one(self) -> dict[str, tuple[float, float]]:
-        """See above."""
-        return {name: (its.hours or 0, its.sampling or 0) for name, its in self.found.methods.items()}
-
     def hours(self, gpu: str, utilisation: float, shares: dict[str, tuple[float, float]] | None = None) -> float:
         """GPU-hours of all methods, or of these shares of the trainings and samples of some."""
-        peaks, shares = PEAKS[gpu], shares or dict.fromkeys(self.at_one, (1.0, 1.0))
-        speeds = [peaks[section.precision] for section in (self.experiment.training, self.experiment.sampling)]
-        each = (self.at_one[name][part] * share[part] for name, share in shares.items() for part in (0, 1))
-        return sum(hours / speed for hours, speed in zip(each, speeds * len(shares))) / utilisation
+        of = self.found.methods
+        train, draw = (PEAKS[gpu][its.precision] for its in (self.experiment.training, self.experiment.sampling))
+        shares = shares or dict.fromkeys(of, (1.0, 1.0))
+        each = ((of[n].hours or 0) * a / train + (of[n].sampling or 0) * b / draw for n, (a, b) in shares.items())
+        return sum(each) / utilisation
 
     def all_hours(self, utilisation: float) -> dict[str, float]:
         """GPU-hours of the whole experiment by GPU."""
@@ -59,16 +55,14 @@ class Recipe:
             return {}
         own, base = (self.found.methods[name].operations for name in (claim.method, claim.baseline))
         wanted = steps[-1] / claim.factor * (base / own if claim.cost == "time" else 1)
-        return {claim.baseline: steps[-1], claim.method: next(step for step in steps if step >= wanted)}
+        return {claim.baseline: steps[-1], claim.method: next((step for step in steps if step >= wanted), steps[-1])}
 
     def test_hours(self, gpu: str, utilisation: float) -> float:
         """GPU-hours of that with `SEEDS` seeds: trainings, and the samples of the milestones about the steps to do."""
         steps, seeds = self.experiment.milestones, SEEDS / len(self.experiment.seeds)
         drawn = dict(zip(self.test, (1, 2)))  # the distance is read off between two milestones
-        shares = {
-            name: (step / steps[-1] * seeds, drawn[name] / len(steps) * seeds) for name, step in self.test.items()
-        }
-        return self.hours(gpu, utilisation, shares)
+        share = {name: (step / steps[-1], drawn[name] / len(steps)) for name, step in self.test.items()}
+        return seeds * self.hours(gpu, utilisation, share)
 
 
 def recipes(folder: Path) -> list[Recipe]:
@@ -103,26 +97,21 @@ def text(found: Sequence[Recipe], utilisation: float) -> str:
     rows: list[tuple[Any, ...]] = [("recipe", "methods", "steps", *heads)]
     for one in found:
         own, sizes = one.experiment, one.found.storage.values()
-        jobs = sum(stage.jobs for stage in one.found.stages)
-        hours = map(number, one.all_hours(utilisation).values())
         stored = in_bytes(sum(part or 0 for part in sizes)) + "+" * (None in sizes)
-        memory = in_bytes(sum(one.found.memory.values()))
-        rows.append((one.file, len(own.methods), f"{own.milestones[-1]:,}", jobs, *hours, memory, stored))
+        costs = (*map(number, one.all_hours(utilisation).values()), in_bytes(sum(one.found.memory.values())), stored)
+        jobs = sum(stage.jobs for stage in one.found.stages)
+        rows.append((one.file, len(own.methods), f"{own.milestones[-1]:,}", jobs, *costs))
     sums = (number(sum(one.hours(gpu, utilisation) for one in found)) for gpu in PEAKS)
     rows.append(("all", sum(row[1] for row in rows[1:]), "", sum(row[3] for row in rows[1:]), *sums, "", ""))
-    lines = [table(rows, lambda head, column, cell: column > 0)]
-    lines.append(_NOTE.format(utilisation))
-    return "\n".join([*lines, *claims(found, utilisation)])
+    whole = table(rows, lambda head, column, cell: column > 0)
+    return "\n".join([whole, _NOTE.format(utilisation), *claims(found, utilisation)])
 
 
 def claims(found: Sequence[Recipe], utilisation: float) -> Iterator[str]:
     """What would decide each claim in the fewest GPU-hours."""
     for one in cheapest(found):
-        claim, hours = (
-            one.experiment.claim,
-            [f"{number(one.test_hours(gpu, utilisation))} {gpu}-hours" for gpu in PEAKS],
-        )
+        claim: Any = one.experiment.claim
+        hours = (f"{number(one.test_hours(gpu, utilisation))} {gpu}-hours" for gpu in PEAKS)
         rows = " and ".join(f"{name} at {step:,}" for name, step in one.test.items())
-        assert claim is not None
         what = f"{claim.method} {claim.factor:g} times faster than {claim.baseline}, in {claim.cost}"
         yield f"\n{what}: decided at the least by {one.file} with {SEEDS} seeds,\n  {rows} steps: {' or '.join(hours)}"

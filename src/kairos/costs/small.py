@@ -49,23 +49,22 @@ def small(experiment: Experiment, data: Path, encoder: str | None, methods: list
     demand(2 <= steps <= MOST, "--steps", steps, f"2 to {MOST}")
     plain = experiment.plain()
     model, training, name = plain["model"], plain["training"], experiment.model["name"]
-    kept = {key: training[key] for key in ("augment", "condition_dropout")}
-    rate = {"lr": 2.0e-3, "warmup_steps": steps // 5}
-    its: dict[str, Any] = {method: _shortened(plain["methods"][method], steps) for method in methods}
+    kept, rate = ("augment", "condition_dropout"), {"lr": 2.0e-3, "warmup_steps": steps // 5}
     measured = {"metrics": ["frechet", "psnr"]} if "low_resolution" in experiment.conditions else {}
-    rows = [_with_rows(block, methods) for block in plain.get("published", ())]
+    rows = (_with_rows(block, methods) for block in plain.get("published", ()))
     values = {
         "experiment": f"{experiment.experiment}_small", **_data(plain, data, encoder),
         "model": {**model, **{key: value for key, value in _MODELS[name].items() if key in model}},
         "diffusion": plain["diffusion"],
-        "training": kept | {
+        "training": {key: training[key] for key in kept} | {
             "batch_size": _BATCH, "milestones": [steps // 2, steps], "checkpoint_every": steps, "log_every": 10,
             "optimizer": training["optimizer"] | rate, "ema": {"decay": 0.98},
         },
-        "methods": its,
+        "methods": {method: _shortened(plain["methods"][method], steps) for method in methods},
         "sampling": plain["sampling"] | {"steps": 10, "batch_size": _BATCH, "grid": _BATCH},
         "evaluation": measured | {
             "extractor": {"name": "selfsupervised", "features": 16, "steps": 100}, "num_samples": 64, "sets": 1,
+            "strata": 4, "loss_images": 32,
         },
         "tracking": {"enabled": False},
         "published": [block for block in rows if block["rows"]],
@@ -79,7 +78,7 @@ def small(experiment: Experiment, data: Path, encoder: str | None, methods: list
 def _shortened(method: dict[str, Any], steps: int) -> dict[str, Any]:
     """A method whose own lengths in steps are parts of these."""
     lengths = {
-        "sampler": {"frequency": max(steps // 20, 1), "length": steps},
+        "sampler": {"frequency": max(steps // 10, 1), "length": steps},
         "weighting": {"warmup": steps // 10 or 1},
     }
     return {

@@ -173,8 +173,7 @@ def acceleration(own: Curve, baseline: Curve) -> Ratio:
     steps = own.steps[trained]
     pairs = zip(baseline.values[:, trained], own.values[:, trained])
     found = np.array([highest(steps, base, steps, values) for base, values in pairs])
-    value, low, high, _ = map(float, _ratio(np.log(found)))
-    return Ratio(value, low, high, seeds=len(found))
+    return Ratio(*map(float, _ratio(np.log(found))[:3]), seeds=len(found))
 
 
 def moved(training: Training) -> float | None:
