@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gallery
+import papers
 import reference
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
@@ -23,7 +24,9 @@ PAGES = {  # that lie elsewhere in the repository
     "benchmarks/README.md": "benchmarks.md",
     "studies/README.md": "study.md",
 }
-PARTS = gallery.PARTS | reference.PARTS  # name: function that gives Markdown and pictures by path, beside the page
+PARTS = (
+    gallery.PARTS | reference.PARTS | papers.PARTS
+)  # name: function that gives Markdown and pictures by path, beside the page
 _PART = re.compile(r"^<!-- generated: (\w+) -->.*", re.MULTILINE)  # what follows is said where the page is not built
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)

@@ -28,8 +28,8 @@ def schema() -> dict[str, Any]:
 def experiment() -> str:
     """Every field of an experiment file, section by section."""
     top, parts = schema()["properties"], []
-    plain = {key: node for key, node in top.items() if not _section(node)}
-    parts.append("## The file itself\n\n" + fields(plain, schema().get("required", ())) + _components(plain))
+    own = {key: node for key, node in top.items() if not _section(node)}
+    parts.append("## The file itself\n\n" + fields(own, schema().get("required", ())) + _components(own))
     for key, node in top.items():
         if (name := _section(node)) is not None:
             its = schema()["$defs"][name]
@@ -61,10 +61,10 @@ def _command(parser: argparse.ArgumentParser, level: int = 2) -> Iterator[str]:
             word = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
             takes = "" if action.nargs == 0 or not action.option_strings else f" {word}"
             name = ", ".join(action.option_strings) + takes if action.option_strings else str(word)
-            told = _plain((action.help or "") % {**vars(action), "prog": parser.prog})
+            told = plain((action.help or "") % {**vars(action), "prog": parser.prog})
             rows.append([f"`{name}`", told + (" (required)" if action.option_strings and action.required else "")])
     if rows:
-        yield _table(["argument", "what it says"], rows)
+        yield table(["argument", "what it says"], rows)
     for each in inner:
         yield from _command(each, level + 1)
 
@@ -75,9 +75,9 @@ def presets() -> str:
     for name in kairos.presets():
         its = kairos.preset(name)
         told = ", ".join(f"{key}={_value(value)}" for key, value in its.options.items())
-        rows.append([f"`{name}`", _plain(its.help), f"`{told}`" if told else "", _named(SAMPLERS, its.sampler)])
+        rows.append([f"`{name}`", plain(its.help), f"`{told}`" if told else "", _named(SAMPLERS, its.sampler)])
         rows[-1].append(_named(WEIGHTINGS, its.weighting))
-    return _table(["preset", "what it is", "its options", "sampler", "weighting"], rows)
+    return table(["preset", "what it is", "its options", "sampler", "weighting"], rows)
 
 
 def api() -> str:
@@ -103,8 +103,8 @@ def fields(properties: Mapping[str, Any], required: Collection[str] = ()) -> str
     rows = []
     for key, node in properties.items():
         default = "required" if key in required else f"`{_value(_default(node))}`"
-        rows.append([f"`{key}`", _allowed(node, key), default, _plain(node.get("description", ""))])
-    return _table(["name", "allowed", "default", "meaning"], rows)
+        rows.append([f"`{key}`", _allowed(node, key), default, plain(node.get("description", ""))])
+    return table(["name", "allowed", "default", "meaning"], rows)
 
 
 def _default(node: Mapping[str, Any]) -> Any:
@@ -122,14 +122,14 @@ def _components(properties: Mapping[str, Any]) -> str:
     parts = [""]
     for key in (key for key in properties if key not in _ELSEWHERE):
         for name, its in described(properties[key]).items():
-            parts.append(f"### {key}: {name}\n\n{_plain(its['description'])}")
+            parts.append(f"### {key}: {name}\n\n{plain(its['description'])}")
             parts.append(fields(its["properties"]) if its["properties"] else "No options.")
     return "\n\n".join(parts)
 
 
 def _section(node: Mapping[str, Any]) -> str | None:
     """The name of the section's definition that a field refers to."""
-    for each in (node, node.get("additionalProperties"), *node.get("anyOf", ())):
+    for each in (node, node.get("additionalProperties"), node.get("items"), *node.get("anyOf", ())):
         if isinstance(each, dict) and "$ref" in each:
             return str(each["$ref"]).rpartition("/")[2]
     return None
@@ -170,7 +170,7 @@ def _named(registry: Mapping[str, Any], made: Any) -> str:
     return "" if names[0] == "none" else f"[{names[0]}]({page}.md#{names[0]})" + (f" `{told}`" if told else "")
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text without meaning in Markdown."""
     return re.sub(r"([*_\[])", r"\\\1", text.replace("<", "&lt;"))
 
@@ -179,7 +179,8 @@ def _value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False).strip('"')
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
     whole = [head, ["---"] * len(head), *rows]
     lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in whole]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

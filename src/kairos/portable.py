@@ -64,7 +64,11 @@ def asked(arguments: "argparse.Namespace") -> bool:
         if milestones:
             plain = json.loads((milestones[0] / "milestone.json").read_text(encoding="utf-8"))["config"]
         else:
-            plain = yaml.safe_load(Path(config or "").read_text(encoding="utf-8"))
+            path = Path(config or "")
+            plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+            while "extends" in plain and "deterministic" not in plain.get("training", {}):
+                path = path.parent / plain["extends"]
+                plain = yaml.safe_load(path.read_text(encoding="utf-8"))
         return bool(plain["training"]["deterministic"] == "portable")
     except (OSError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
         return False  # the command itself says what is wrong

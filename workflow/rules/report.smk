@@ -7,6 +7,7 @@ rule report:
     output:
         page=f"{RESULTS}/report.html",
         table=report(f"{RESULTS}/summary.csv", caption="../report/summary.rst", category="Table"),
+        published=[f"{RESULTS}/published.csv"] if layout.experiment.published else [],
         figures=report(
             directory(f"{RESULTS}/figures"),
             patterns=["{name}.svg"],

@@ -33,6 +33,7 @@ COMMANDS = {
     "schema": ("kairos.cli.check", "JSON schema of experiment files, for editors"),
     "init": ("kairos.cli.new", "lay out a project of one's own: Snakefile, profiles, params.yaml"),
     "new": ("kairos.cli.new", "write an experiment file for a folder of images, with reasons and the time it takes"),
+    "small": ("kairos.cli.new", "write the small form of a recipe: some minutes on a processor, real images at hand"),
     "check": ("kairos.cli.check", "check an experiment file and say what it will do"),
     "plan": ("kairos.cli.plan", "what an experiment will cost: jobs, memory, storage, GPU-hours"),
     "fetch": ("kairos.cli.fetch", "bring what jobs without a network need: data set, autoencoder, weights"),

@@ -11,7 +11,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """The experiment file; a schema needs none."""
     if name == "schema":
         return
-    parser.add_argument("file", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
+    what = "experiment file, e.g. params.yaml, or a folder of some: a line each, and what cannot be used"
+    parser.add_argument("file", type=Path, metavar="FILE", help=what)
     parser.add_argument("--profile", type=Path, metavar="DIR", help="compare time limits with this cluster's profile")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of a GPU; default: of this machine's")
     parser.add_argument("--steps-per-second", type=float, metavar="R", help="of a training, for the time limits")
@@ -27,6 +28,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.command == "schema":
         print(json.dumps(Experiment.model_json_schema(), indent=1, ensure_ascii=False))
+        return
+    if arguments.file.is_dir():
+        _folder(arguments.file)
         return
     given = load(arguments.file)
     if arguments.folder:
@@ -55,6 +59,31 @@ def run(arguments: argparse.Namespace) -> None:
     said += [*remarks(experiment, arguments.profile, arguments.gpu_memory, arguments.steps_per_second)]
     said += lacking(experiment)
     print(*said, sep="\n", end="\n" if said else "")
+
+
+def _folder(folder: Path) -> None:
+    """A line for every experiment file below a folder.
+
+    Raises:
+        ConfigError: some cannot be used: all of these, with the reasons.
+    """
+    from kairos.config import files_in, load
+    from kairos.errors import ConfigError
+    from kairos.workflow.layout import Layout
+
+    rows, faults = list[tuple[str, ...]]([("file", "methods", "trainings", "milestones", "jobs")]), []
+    for file in files_in(folder):
+        try:
+            experiment, _ = load(file).settled()
+        except ConfigError as error:
+            faults.append(str(error) if str(file) in str(error) else f"{file}: {error}")
+            continue
+        its = Layout(experiment, file)
+        numbers = (len(its.methods), len(its.trainings), len(its.steps), sum(its.jobs().values()))
+        rows.append((str(file), *map(str, numbers)))
+    print(table(rows, lambda head, column, cell: column > 0))
+    if faults:
+        raise ConfigError("\n".join([f"{len(faults)} files cannot be used", *faults]))
 
 
 def _ruled(rows: list[tuple[str, ...]]) -> str:

@@ -8,7 +8,8 @@ from kairos.cli.common import demand
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="experiment file, e.g. params.yaml")
+    what = "experiment file, e.g. params.yaml, or a folder of some: one table, GPU-hours on an H100 and an A100"
+    parser.add_argument("file", type=Path, metavar="FILE", help=what)
     parser.add_argument("--steps-per-second", type=float, metavar="R", help="rate of a training of the cheapest method")
     parser.add_argument("--tflops", type=float, metavar="X", help="or: speed of a GPU, 10^12 operations per second")
     parser.add_argument("--utilisation", type=float, default=0.4, metavar="U", help="share of it that is reached (0.4)")
@@ -25,6 +26,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     from kairos.config import load
 
+    if arguments.file.is_dir():
+        _folder(arguments)
+        return
     experiment = load(arguments.file)
     given = {"shape": arguments.shape or [], "classes": [arguments.classes or 1], "text": arguments.text or []}
     for name, numbers in given.items():
@@ -36,3 +40,24 @@ def run(arguments: argparse.Namespace) -> None:
     a, shape = arguments, tuple(arguments.shape) if arguments.shape else None
     found = estimate(experiment, shape, a.classes, a.steps_per_second, a.tflops, a.utilisation, a.text)
     print(json.dumps(values(found), indent=1) if arguments.format == "json" else text(found))
+
+
+def _folder(arguments: argparse.Namespace) -> None:
+    """One table of all; what each experiment's data are like, its own file says."""
+    for name in ("steps_per_second", "tflops", "shape", "classes", "text"):
+        demand(getattr(arguments, name) is None, name.replace("_", "-"), getattr(arguments, name), "for one file alone")
+    share = arguments.utilisation
+    demand(0 < share <= 1, "utilisation", share, "more than 0, at most 1")
+    from kairos.costs import recipes
+
+    found = recipes.recipes(arguments.file)
+    if arguments.format == "text":
+        print(recipes.text(found, share))
+        return
+    import json
+
+    from kairos.costs.text import values
+
+    print(
+        json.dumps({str(one.file): values(one.found) | {"gpu_hours": one.all_hours(share)} for one in found}, indent=1)
+    )

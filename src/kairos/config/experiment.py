@@ -1,6 +1,7 @@
 """An experiment file as a whole: its sections, the checks between them, and how it is read.
 
-An experiment file stands alone: what it does not say has the default stated here, never another file's value.
+An experiment file stands alone: what it does not say has the default stated here, or the value of the file that it
+names under `extends` (see `reading`).
 """
 
 import re
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, field_validator
+from pydantic import AfterValidator, ConfigDict, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.fits import check_fits
 from kairos.config.grid import written_out
+from kairos.config.published import ClaimConfig, KnownConfig, PublishedConfig
+from kairos.config.reading import read
 from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
@@ -55,8 +58,13 @@ def _method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
     return methods
 
 
+_EXTENDS = {"type": "string", "description": "experiment file that this one is laid over, from its own folder"}
+
+
 class Experiment(Section):
     """An experiment: one data set, one model, several methods and seeds, compared."""
+
+    model_config = ConfigDict(json_schema_extra=lambda schema: schema["properties"].update(extends=_EXTENDS))
 
     experiment: Annotated[str, AfterValidator(_folder_name)] = field(
         ..., "name of the experiment and of its results folder"
@@ -76,11 +84,20 @@ class Experiment(Section):
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
+    published: list[PublishedConfig] = field([], "numbers of a paper, which the report puts beside ours")
+    claim: ClaimConfig | None = field(None, "what a paper claims of two of the methods")
+    known: KnownConfig | None = field(None, "what plans take for known of data that are not here")
 
     @field_validator("methods", mode="before")
     @classmethod
     def _without_grids(cls, methods: Any) -> Any:
         return written_out(methods) if isinstance(methods, dict) else methods
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_said(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Experiments that are no recipe stay what they were, to the hash."""
+        values: dict[str, Any] = values_of(self)
+        return {name: value for name, value in values.items() if value or name not in ("published", "claim", "known")}
 
     def model_post_init(self, context: Any) -> None:
         """What one section leaves to others is settled, and whether all fit together is asked."""
@@ -157,35 +174,13 @@ def validate(values: Any, source: str = "experiment") -> Experiment:
     return check(Experiment, values, source)
 
 
-_Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast, where it was built
-
-
-class _Loader(_Safe):  # type: ignore[misc]
-    """Safe YAML in which a key given twice is a mistake; YAML itself would quietly keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"key given twice: {', '.join(twice)}", node.start_mark)
-        return dict(super().construct_mapping(node, deep))
-
-
 def load(path: Path | str) -> Experiment:
     """Read and check an experiment file.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or what it says cannot be used.
     """
-    path = Path(path)
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        advice = "pass an experiment file such as params.yaml"
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not YAML in UTF-8: {' '.join(str(error).split())}") from None
-    return validate(values, str(path))
+    return validate(read(Path(path)), str(path))
 
 
 def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Path:

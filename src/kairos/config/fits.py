@@ -29,6 +29,10 @@ def check_fits(experiment: "Experiment") -> None:
     _augment(experiment)
     _losses(experiment)
     _process(experiment)
+    for published in experiment.published:
+        published.check_fits(experiment.methods)
+    if experiment.claim is not None:
+        experiment.claim.check_fits(experiment.methods)
     diffusion, dropout = experiment.diffusion.model_dump(), experiment.training.condition_dropout
     experiment.sampling.check_fits(diffusion, experiment.conditions, dropout)
 

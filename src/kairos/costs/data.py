@@ -8,6 +8,7 @@ from typing import Any
 
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config import Experiment
+from kairos.config.published import KnownConfig
 from kairos.data.survey import survey
 from kairos.errors import ConfigError
 from kairos.files import read_json
@@ -70,11 +71,12 @@ def describe(
         ConfigError: the shape of x0 or of a text, or the number of classes is not known; the message says how to give
             it.
     """
+    given = experiment.known or KnownConfig()
     record, encoded, kind = _record(results / "dataset"), _record(results / "latents"), experiment.autoencoder.kind
     image, images, train, known = _images(experiment, record)
     found, arrays = (image, 0) if kind == "none" else _latents(experiment.autoencoder, image)
-    shape = x0 or (tuple(encoded["shape"]) if encoded else found)
-    if shape is None:
+    shape: Any = x0 or (tuple(encoded["shape"]) if encoded else found) or tuple(given.shape or ())
+    if not shape:
         lacking = f"fetch autoencoder.path ({experiment.autoencoder.path})" if image else "set dataset.resolution"
         raise ConfigError(
             f"the shape of what the network is trained on is not known yet: {lacking}, run kairos prepare and encode, "
@@ -84,11 +86,11 @@ def describe(
         arrays = (arrays + (experiment.dataset.low_resolution is not None)) * (1 + experiment.dataset.flips)
     told = {"low_resolution": {"kind": "image", "shape": list(shape)}, **record.get("conditions", {})}
     encoder, states = experiment.text_encoder, 0
-    if encoder is not None and (described := _text(encoder, results, text)):
+    if encoder is not None and (described := _text(encoder, results, text or given.text)):
         told["text"] = described
         states = math.prod(described["shape"]) * (2 if encoder.dtype == "float16" else 4)
     if classes is None and "class" in experiment.conditions:
-        classes = survey(experiment.dataset).classes
+        classes = survey(experiment.dataset).classes or given.classes
     if classes is not None:
         told.setdefault("class", {"kind": "class", "num_classes": classes})
     missing = [name for name in experiment.conditions if name not in told]

@@ -1,6 +1,6 @@
 """An experiment's cost as a whole: jobs, operations, memory, storage, time, and what an interruption takes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -94,6 +94,7 @@ def estimate(
     tflops: float | None = None,
     utilisation: float = 0.4,
     text: Sequence[int] | None = None,
+    count: Callable[..., Network] = measure,
 ) -> Estimate:
     """Count what an experiment will take.
 
@@ -105,6 +106,7 @@ def estimate(
         tflops: speed of a GPU instead, in 10^12 operations per second.
         utilisation: share of `tflops` that is reached.
         text: tokens and width of a text's states, where they cannot be known yet.
+        count: what counts a pass of the network.
 
     Raises:
         ConfigError: an argument or a field cannot be used, or a shape is not known.
@@ -116,7 +118,7 @@ def estimate(
     samples = min(training.microbatch or share, share)
     process, channels = build_process(plain["diffusion"], sigma_data=1.0), data.x0[0]
     outputs = process.channels(channels)
-    network = measure(experiment.model, data.x0, data.conditions, samples, training.precision, outputs)
+    network = count(experiment.model, data.x0, data.conditions, samples, training.precision, outputs)
     microbatches, batch = -(-share // samples), training.batch_size
     samplers = {name: build(SAMPLERS, method.sampler, process.schedule) for name, method in experiment.methods.items()}
     extras = {name: sampler.cost(batch, channels) for name, sampler in samplers.items()}

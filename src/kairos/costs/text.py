@@ -38,7 +38,7 @@ def text(found: Estimate) -> str:
         methods=_methods(found),
         unit="GPU" if gpus(found.experiment) else "processor",
         limit=of_training(found.experiment)["runtime"] / 60,
-        size=_size,
+        size=in_bytes,
         duration=duration,
     )
     wrap = partial(textwrap.wrap, width=120, subsequent_indent=" " * 12)
@@ -56,22 +56,22 @@ def _storage(found: Estimate) -> str:
     parts, data = found.storage, found.data
     checkpoint = checkpoint_bytes(found.network) + max(method.passes.state for method in found.methods.values())
     notes = {
-        "checkpoints": f"2 of {_size(checkpoint)} per training",
+        "checkpoints": f"2 of {in_bytes(checkpoint)} per training",
         "milestones": "raw and averaged weights",
         "latents": "" if data.latent_bytes else "pixels",
     }
     rows = [("storage", "bytes", "")]
     for name, size in parts.items():
         each = {"dataset": data.image_bytes, "latents": data.latent_bytes, "text": data.text_bytes}.get(name)
-        shown, note = "none" if size == 0 else _size(size or 0), notes.get(name, "")
+        shown, note = "none" if size == 0 else in_bytes(size or 0), notes.get(name, "")
         if size is None and each:
-            shown, note = _size(each), f"per {'caption' if name == 'text' else 'image'}, whose number is not known"
+            shown, note = in_bytes(each), f"per {'caption' if name == 'text' else 'image'}, whose number is not known"
         elif size is None:
             shown, note = "?", "the size of an image is not known"
         rows.append(("prepared images" if name == "dataset" else name, shown, note))
     known = sum(size or 0 for size in parts.values())
     incomplete = None in (parts["dataset"], parts["samples"])
-    return table([*rows, ("all", _size(known), "without what is not known" if incomplete else "")], _right)
+    return table([*rows, ("all", in_bytes(known), "without what is not known" if incomplete else "")], _right)
 
 
 def _methods(found: Estimate) -> str:
@@ -87,7 +87,7 @@ def _methods(found: Estimate) -> str:
     return table(rows, _right)
 
 
-def _size(number: float) -> str:
+def in_bytes(number: float) -> str:
     """Bytes as people read them."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1024 or unit == "TiB":

@@ -1,11 +1,11 @@
-"""Stage `report`: summary.csv, figures/ and report.html of an experiment, each written whole or not at all."""
+"""Stage `report`: the tables (*.csv), figures/ and report.html of an experiment, each written whole or not at all."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kairos.config import Experiment
 from kairos.files import atomic_folder, write_text
-from kairos.report import summary_csv
+from kairos.report import published, summary_csv
 from kairos.report.collect import collect
 from kairos.report.figures import draw_all
 from kairos.report.page import page
@@ -29,6 +29,8 @@ def build(experiment: Experiment, folder: Path, unfinished: bool = False) -> Pat
     with atomic_folder(folder / "figures") as figures:
         live = draw_all(results, figures)
     write_text(folder / "summary.csv", summary_csv.text(results))
+    if experiment.published:
+        write_text(folder / "published.csv", published.csv(results))
     write_text(folder / "report.html", page(results, folder / "figures", live))
     partial.unlink(missing_ok=True)
     return folder / "report.html"

@@ -9,7 +9,7 @@ import jinja2
 import pandas as pd
 from PIL import Image
 
-from kairos.report import findings, interactive, text
+from kairos.report import findings, interactive, published, text
 from kairos.report.canvas import DPI, looks
 from kairos.report.collect import Record, Results
 from kairos.report.figures import figures_of
@@ -49,6 +49,9 @@ def page(results: Results, figures: Path, live: dict[str, str] | None = None) ->
         milestones=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
         losses=text.listed([text.component(loss) for loss in results.experiment.diffusion.losses]),
         costs=_costs(results.jobs),
+        beside=published.beside(results),
+        accelerations=list(published.accelerations(results)) if results.experiment.published else [],
+        claimed=published.claimed(results),
         shared=shared[~shared.isin(["None", "[]"])],
         varying=provenance.loc[:, ~same],
         figures={name: _figure(figures, name) for name in figures_of(results)},

@@ -116,8 +116,8 @@ def compare(measured: Results | Measured) -> list[Row]:
             last_rank=len(curves) - int(below[k].sum()),
             against=None if base in (None, k) else Ratio(*(float(part[k, base]) for part in tests)),
             values={name: _final(common.values(method, name).iloc[:, -1]) for name in _VALIDATION},
-            steps=None if base is None else _factor(own, curves[base], "steps"),
-            time=None if base is None else _factor(own, curves[base], "clock"),
+            steps=None if base is None else factor(own, curves[base], "steps"),
+            time=None if base is None else factor(own, curves[base], "clock"),
         )
         for k, (method, own) in enumerate(zip(common.methods, curves))
     ]
@@ -157,6 +157,25 @@ def crossing(costs: np.ndarray, values: np.ndarray, target: float) -> float:
     return float(np.interp(-target, -values[span], costs[span]))
 
 
+def highest(costs: np.ndarray, values: np.ndarray, own_costs: np.ndarray, own_values: np.ndarray) -> float:
+    """The highest ratio of what two curves spend for the same value, linear between milestones.
+
+    This is how Wang et al. (2025, section 3.3) read an acceleration off curves of the distance. Between two milestones
+    of either curve the ratio is monotone, so that the values at milestones are enough.
+    """
+    reached = [value for value in (*values, *own_values) if value >= max(values.min(), own_values.min())]
+    return max(crossing(costs, values, value) / crossing(own_costs, own_values, value) for value in reached)
+
+
+def acceleration(own: Curve, baseline: Curve) -> Ratio:
+    """The highest factor by which a method needs fewer steps than the baseline, seed by seed, from step 1 on."""
+    trained = own.steps > 0
+    steps = own.steps[trained]
+    pairs = zip(baseline.values[:, trained], own.values[:, trained])
+    found = np.array([highest(steps, base, steps, values) for base, values in pairs])
+    return Ratio(*map(float, _ratio(np.log(found))[:3]), seeds=len(found))
+
+
 def moved(training: Training) -> float | None:
     """Total variation distance of a learned sampler's p(t) from its start at the last milestone; None where fixed."""
     distance = training.final.record["strategy"].get("tv_from_start")
@@ -172,7 +191,7 @@ def stands_still(training: Training) -> bool:
 _VALIDATION = ("val_loss", "val_vlb", "val_vlb_without_last")
 
 
-def _factor(own: Curve, baseline: Curve, cost: str) -> Ratio | None:
+def factor(own: Curve, baseline: Curve, cost: str) -> Ratio | None:
     """What the baseline spends for its final value over what the method spends for the same, seed by seed."""
     targets = baseline.values[:, -1]
     costs = [np.broadcast_to(getattr(curve, cost), curve.values.shape) for curve in (baseline, own)]

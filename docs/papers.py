@@ -1,0 +1,92 @@
+"""The recipes of a paper for the site: file, published numbers, GPU-hours, what differs, and how the small form ran."""
+
+import csv
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from reference import plain, table
+
+from kairos.config.published import PublishedConfig
+from kairos.costs.recipes import PEAKS, Recipe, claims, recipes
+from kairos.costs.text import in_bytes
+from kairos.report.text import NONE, number
+
+ROOT = Path(__file__).resolve().parent.parent
+UTILISATION = 0.4
+SMALL = ROOT / "benchmarks/results/recipes.csv"  # recipe, seconds, result: a row for each small form that has run
+_DIFFERS = "Known to differ: "
+
+
+def paper(name: str) -> str:
+    """All recipes in the folder of a paper."""
+    found, ran = recipes(ROOT / "recipes" / name), _ran()
+    heads = ["recipe", "published", *(f"{gpu} h" for gpu in PEAKS), "small form, s", "its result"]
+    rows = []
+    for one in found:
+        path = one.file.relative_to(ROOT).as_posix()
+        count = sum(len(list(block.numbers())) for block in one.experiment.published)
+        hours = map(number, one.all_hours(UTILISATION).values())
+        its = ran.get(path, {"seconds": NONE, "result": NONE})
+        rows.append(
+            [
+                f"[{one.file.stem}](#{one.file.stem})",
+                f"{count} numbers" if count else NONE,
+                *hours,
+                its["seconds"],
+                plain(its["result"]),
+            ]
+        )
+    said = [line.replace(f"{ROOT}/", "").strip().replace("\n ", "") for line in claims(found, UTILISATION)]
+    decided = "\n".join(f"* {plain(line)}." for line in said)
+    return "\n\n".join([table(heads, rows), decided, *(part for one in found for part in _recipe(one))])
+
+
+def told(file: Path) -> tuple[str, list[str]]:
+    """What a file's head says that it is, and what is known to differ."""
+    comments = re.match(r"(?:#.*\n)+", file.read_text(encoding="utf-8"))[0].splitlines()[1:]  # type: ignore[index]
+    text = " ".join(line.removeprefix("#").strip() for line in comments)
+    what, *differs = text.split(_DIFFERS)
+    return what.strip(), [each.strip() for each in differs]
+
+
+def _recipe(one: Recipe) -> Iterator[str]:
+    path, (what, differs) = one.file.relative_to(ROOT).as_posix(), told(one.file)
+    yield f"## {one.file.stem}"
+    yield plain(what)
+    memory, stored = (
+        in_bytes(sum(part or 0 for part in each.values())) for each in (one.found.memory, one.found.storage)
+    )
+    trainings = f"{len(one.experiment.methods)} trainings of {one.experiment.milestones[-1]:,} steps for each seed"
+    shown = f"files/{one.file.parent.relative_to(ROOT).as_posix()}.md#{one.file.name.replace('.', '')}"  # a page of all
+    yield f"[{path}]({shown}): {trainings}, {memory} of a GPU's memory, {stored} on disk."
+    yield from map(_numbers, one.experiment.published)
+    if differs:
+        yield "Known to differ:\n\n" + "\n".join(f"* {plain(each)}" for each in differs)
+
+
+def _numbers(block: PublishedConfig) -> str:
+    """A published table as it is printed, with the method that stands for each row."""
+    heads = [f"table {block.table}, {block.metric}", "method here"]
+    heads += [f"{step:,}" if isinstance(step, int) else step for step in block.printed or block.steps]
+    rows = []
+    for row, values in block.rows.items():
+        stands = f"none: {block.missing[row]}" if row in block.missing else f"`{block.methods.get(row, row)}`"
+        rows.append([plain(row), stands, *(NONE if value is None else f"{value:g}" for value in values)])
+    return table(heads, rows) + (f"\n\nNot compared: {plain(block.differs)}." if block.differs else "")
+
+
+def _ran() -> dict[str, dict[str, str]]:
+    """Rows of the small forms that have run, by recipe; none where none was recorded."""
+    if not SMALL.is_file():
+        return {}
+    with open(SMALL, newline="", encoding="utf-8") as file:
+        return {row["recipe"]: row for row in csv.DictReader(file)}
+
+
+def _part(name: str) -> tuple[str, dict[str, bytes]]:
+    return paper(name), {}
+
+
+PARTS = {f"recipes_{name}": partial(_part, name) for name in ("adaptive", "speed")}
