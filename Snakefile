@@ -42,6 +42,7 @@ include: "workflow/rules/encode.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/sample.smk"
 include: "workflow/rules/evaluate.smk"
+include: "workflow/rules/analyse.smk"
 include: "workflow/rules/report.smk"
 
 
