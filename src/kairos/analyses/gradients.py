@@ -87,7 +87,7 @@ def gradients(
     for level, (low, high) in enumerate(levels):
         u = low + (high - low) * Stream(seed, "analysed times").uniform(level, range(count))
         noise = Stream(seed, "analysed noise").normal(level, range(count), tuple(x0.shape[1:]))
-        mean = torch.zeros((), device=x0.device)
+        mean = torch.zeros((), dtype=torch.float64, device=x0.device)
         for i in range(count):
             row = slice(level * count + i, level * count + i + 1)
             told = None if conditions is None else {name: values[row] for name, values in conditions.items()}
@@ -99,7 +99,7 @@ def gradients(
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             losses[level, i], squares[level, i] = value.item(), norm.item() ** 2
             mean = mean + gradient / count
-        means.append(mean.double())
+        means.append(mean)
     stacked = torch.stack(means)  # (levels, parameters)
     products = (stacked @ stacked.T).cpu().numpy()
     variance = (squares.mean(1) - np.diag(products)) * count / (count - 1)

@@ -20,7 +20,7 @@ from kairos.report.strategy_figure import SHADES, write_png
 _BLUE, _SHADE = "#0072B2", "#DDE1E5"
 _AREAS = {"acceleration": "#D55E00", "steady": "#7A4FA3", "deceleration": _BLUE, "convergence": MUTED}
 _DASHED: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (4, 2))}
-_NAMES = {
+_NAMES: dict[Any, str] = {
     "training": "training loss",
     "vlb": "VLB loss",
     "variance": "variance of the gradient",
