@@ -98,7 +98,7 @@ def gradients(
             gradient = scale * torch.cat([each.flatten() for each in found])
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             losses[level, i], squares[level, i] = value.item(), norm.item() ** 2
-            mean = mean + gradient / count
+            mean = mean + gradient.double() / count
         means.append(mean)
     stacked = torch.stack(means)  # (levels, parameters)
     products = (stacked @ stacked.T).cpu().numpy()

@@ -18,13 +18,7 @@ from kairos.training.loop import steps
 from kairos.training.state import Training
 
 # what a few steps on one process need, and a rate that does not depend on how far the training went
-_HERE: dict[str, Any] = {
-    "start_from": None,
-    "probes": [],
-    "compile": False,
-    "schedule": {"name": "constant"},
-    "log_every": 10**9,
-}
+_HERE: dict[str, Any] = {"start_from": None, "probes": [], "compile": False, "schedule": {"name": "constant"}}
 
 
 def interdependence(options: InterdependenceOptions, folder: Path, latents: Latents, device: Any) -> list[Row]:
