@@ -64,18 +64,15 @@ def gradient_variance(options: GradientVarianceOptions, folder: Path, latents: L
         device: where it is computed.
     """
     opened = open_milestone(folder, "raw", device)
-    return [
-        row
-        for loss in ("training", "vlb")
-        for row in _rows(options, folder, opened, latents, even_levels(options.bins), loss)
-    ]
+    return _rows(options, folder, opened, latents, even_levels(options.bins), {"training": None, "vlb": None})
 
 
 def areas(options: AreasOptions, folder: Path, latents: Latents, device: Any) -> list[Row]:
     """The same by SpeeD's areas (Wang et al. 2025, figure 1); arguments as of `gradient_variance`."""
     opened = open_milestone(folder, "raw", device)
-    levels = area_levels(opened.process, options.r)
-    return [row for loss in ("training", "vlb") for row in _rows(options, folder, opened, latents, levels, loss)]
+    return _rows(
+        options, folder, opened, latents, area_levels(opened.process, options.r), {"training": None, "vlb": None}
+    )
 
 
 def agreement(options: AgreementOptions, folder: Path, latents: Latents, device: Any) -> list[Row]:
@@ -85,16 +82,12 @@ def agreement(options: AgreementOptions, folder: Path, latents: Latents, device:
     metric, g' D g with D = 1/(sqrt(v) + eps).
     """
     opened = open_milestone(folder, "raw", device)
-    levels, state = (
-        log_snr_levels(opened.process, options.bins, options.least, options.most),
-        optimizer_state(folder, opened, device),
-    )
-    rows = _rows(options, folder, opened, latents, levels, "training")
+    state, metrics = optimizer_state(folder, opened, device), {"training": None}
     if state is not None:
         eps, moments = state["param_groups"][0]["eps"], [its["exp_avg_sq"] for _, its in sorted(state["state"].items())]
-        metric = [1 / (each.sqrt() + eps) for each in moments]
-        rows += _rows(options, folder, opened, latents, levels, "preconditioned", metric)
-    return rows
+        metrics["preconditioned"] = [1 / (each.sqrt() + eps) for each in moments]
+    levels = log_snr_levels(opened.process, options.bins, options.least, options.most)
+    return _rows(options, folder, opened, latents, levels, metrics)
 
 
 def optimizer_state(folder: Path, opened: Milestone, device: Any) -> dict[str, Any] | None:
@@ -105,36 +98,27 @@ def optimizer_state(folder: Path, opened: Milestone, device: Any) -> dict[str, A
     return content["optimizer"] if same and content["optimizer"]["state"] else None
 
 
-def _rows(
-    options: OfMilestones,
-    folder: Path,
-    opened: Milestone,
-    latents: Latents,
-    levels: list[Level],
-    loss: str,
-    metric: Any = None,
-) -> list[Row]:
-    """A row per level."""
-    columns = parse_strategy_csv((folder / "strategy.csv").read_text(encoding="utf-8"))
-    count, device = len(levels) * options.images, next(opened.model.parameters()).device
-    images = latents.train[
-        Stream(options.seed, "analysed images").integers(0, len(latents.train), range(count)).numpy()
-    ]
-    drawn = Stream(options.seed, "analysed latents").normal(0, range(count), latents.shape)
-    known = latents.conditions(images)
+def _rows(options: OfMilestones, folder: Path, opened: Milestone, latents: Latents, levels: Any, metrics: Row) -> Any:
+    """A row per loss and level; each loss with the metric that its gradients are measured in."""
+    columns, process = parse_strategy_csv((folder / "strategy.csv").read_text(encoding="utf-8")), opened.process
+    which = range(len(levels) * options.images)
+    images = latents.train[Stream(options.seed, "analysed images").integers(0, len(latents.train), which).numpy()]
+    drawn = Stream(options.seed, "analysed latents").normal(0, which, latents.shape)
+    device, known = next(opened.model.parameters()).device, latents.conditions(images)
     told = {name: known[name].to(device) for name in opened.record["conditions"]}
-    measured = (lambda its: vlb(LossOptions(), its)) if loss == "vlb" else _training_loss(opened, columns["w"])
-    x0, ends = latents.batch(images, noise=drawn).to(device), [ends for _, ends in levels]
-    found = gradients(opened.model, opened.process, x0, ends, measured, told, metric, options.seed)
-    rows, cells = [], len(columns["p"])
-    for k, (facts, (low, high)) in enumerate(levels):
-        inside = slice(int(low * cells), max(int(low * cells) + 1, round(high * cells)))
-        middle = opened.process.times(torch.tensor((low + high) / 2, dtype=torch.float64)).item()
-        row = {"loss": loss, "level": k, **facts, "u_low": low, "u_high": high, "t": middle}
-        row |= {"density": cells * columns["p"][inside].mean(), "loss_mean": found.losses[k].mean()}
-        row |= {"loss_variance": found.losses[k].var(ddof=1), "variance": found.variance[k]}
-        row |= {"squared_mean": found.squared_mean[k], "noise_scale": found.noise_scale[k]}
-        rows.append(row | {f"cosine_{other}": value for other, value in enumerate(found.cosines[k])})
+    x0 = latents.batch(images, noise=drawn).to(device)
+    rows, cells, ends = list[Row](), len(columns["p"]), [ends for _, ends in levels]
+    for loss, metric in metrics.items():
+        measured = (lambda its: vlb(LossOptions(), its)) if loss == "vlb" else _training_loss(opened, columns["w"])
+        found = gradients(opened.model, process, x0, ends, measured, told, metric, options.seed)
+        for k, (facts, (low, high)) in enumerate(levels):
+            inside = slice(int(low * cells), max(int(low * cells) + 1, round(high * cells)))
+            middle = process.times(torch.tensor((low + high) / 2, dtype=torch.float64)).item()
+            row = {"loss": loss, "level": k, **facts, "u_low": low, "u_high": high, "t": middle}
+            row |= {"density": cells * columns["p"][inside].mean(), "loss_mean": found.losses[k].mean()}
+            row |= {"loss_variance": found.losses[k].var(ddof=1), "variance": found.variance[k]}
+            row |= {"squared_mean": found.squared_mean[k], "noise_scale": found.noise_scale[k]}
+            rows.append(row | {f"cosine_{other}": value for other, value in enumerate(found.cosines[k])})
     return rows
 
 

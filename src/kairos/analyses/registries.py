@@ -103,14 +103,12 @@ def check_analyses(experiment: Any) -> None:
     Raises:
         ConfigError: an analysis is named twice, or looks at what is not there.
     """
-    names, samplers = (
-        [named["name"] for named in experiment.analyses],
-        [its.sampler for its in experiment.methods.values()],
-    )
+    names, samplers = [its["name"] for its in experiment.analyses], [its.sampler for its in experiment.methods.values()]
     sizes = {sampler["selected"] for sampler in samplers if sampler["name"] in ADAPTIVE}
+    plain = experiment.baseline, "with a method of sampler uniform and weighting none: its time is 1"
     needs = (
-        ("relative_time", experiment.baseline, "with a method of sampler uniform and weighting none: its time is 1"),
-        ("subset_size", experiment.baseline, "with a method of sampler uniform and weighting none: its time is 1"),
+        ("relative_time", *plain),
+        ("subset_size", *plain),
         ("subset_size", len(sizes) > 1, "with adaptive methods of several |S|: grid: {sampler.selected: [1, 3, 10]}"),
         ("interdependence", experiment.dataset.heldout != 0, "where images are held out; dataset.heldout is 0"),
     )

@@ -31,20 +31,8 @@ from kairos.training.lengths import length_in_steps
 from kairos.training.settings import TrainingConfig
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
-_FOLDERS = (
-    "dataset",
-    "autoencoder",
-    "text",
-    "latents",
-    "extractor",
-    "reference",
-    "figures",
-    "timing",
-    "sums",
-    "logs",
-    "analyses",
-)
-RESERVED = (*REFERENCE_ROWS, *_FOLDERS)
+_FOLDERS = ("dataset", "autoencoder", "text", "latents", "extractor", "reference", "figures", "timing", "sums", "logs")
+RESERVED = (*REFERENCE_ROWS, *_FOLDERS, "analyses")
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")
 
 

@@ -72,11 +72,8 @@ def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
     analyses = {}
     for asked in plain["analyses"]:
         name, code = asked["name"], ANALYSES.entry(asked["name"]).module
-        chosen = _without(asked, "methods", "seeds", "milestones")  # which milestones changes none of their tables
-        analyses[f"measure_{name}"] = (
-            {"asked": chosen, **computing},
-            ["kairos.analyses.tables", code, model, process],
-        )
+        chosen = {"asked": _without(asked, "methods", "milestones"), **computing}  # which ones changes no table of one
+        analyses[f"measure_{name}"] = chosen, ["kairos.analyses.tables", code, model, process]
         analyses[f"analyse_{name}"] = {"asked": asked, **_only(plain, "methods")}, ["kairos.report.analyses", code]
     return {
         **analyses,

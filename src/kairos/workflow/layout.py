@@ -103,8 +103,7 @@ class Layout:
 
     def measured(self, analysis: str) -> list[str]:
         """What an analysis measures, a file for every milestone that it looks at; none where it looks at none."""
-        found = places(self.analyses[analysis], self.experiment)
-        return [part_of(self.results, analysis, *place) for place in found]
+        return [part_of(self.results, analysis, *one) for one in places(self.analyses[analysis], self.experiment)]
 
     def analysed(self, analysis: str) -> list[str]:
         """All that the table of an analysis is made of."""
