@@ -82,7 +82,7 @@ def agreement(options: AgreementOptions, folder: Path, latents: Latents, device:
     metric, g' D g with D = 1/(sqrt(v) + eps).
     """
     opened = open_milestone(folder, "raw", device)
-    state, metrics = optimizer_state(folder, opened, device), {"training": None}
+    state, metrics = optimizer_state(folder, opened, device), Row(training=None)
     if state is not None:
         eps, moments = state["param_groups"][0]["eps"], [its["exp_avg_sq"] for _, its in sorted(state["state"].items())]
         metrics["preconditioned"] = [1 / (each.sqrt() + eps) for each in moments]

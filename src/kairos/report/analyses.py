@@ -1,6 +1,7 @@
 """Figures of the analyses, each drawn from its table alone, and both written; lines are means over seeds."""
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,11 @@ def write(named: dict[str, Any], experiment: Any, results: Path) -> None:
 
 
 def _gradient_variance(table: pd.DataFrame, experiment: Any) -> Figure:
-    """Variance of the gradient above, loss below, over time, a line a milestone; behind them the last one's density."""
-    groups, colors = list(table.groupby(["method", "loss"], sort=False)), _colors(table)
-    drawing, grid = figure(4.1 * len(groups), 4.9, 2, len(groups), between=1.45, above=0.7)
-    for column, ((method, loss), own) in zip(grid.T, groups):
-        column[0].set_title(f"{method}, {_NAMES[loss]}")
-        for axes, value in zip(column, ("variance", "loss_mean")):
+    """Variance of the gradient and loss over time, a line a milestone; behind them the last one's density."""
+    methods, colors = list(table.groupby("method", sort=False)), _colors(table)
+    drawing, grid = figure(14.2, 3.0 * len(methods) - 0.8, len(methods), 4, between=1.25, above=0.8)
+    for row, (method, own) in zip(grid, methods):
+        for axes, (loss, value) in zip(row, product(("training", "vlb"), ("variance", "loss_mean"))):
             last = own[own["step"] == own["step"].max()].groupby("t")["density"].mean()
             behind = axes.twinx()
             behind.fill_between(last.index, last, color=_SHADE, linewidth=0)
@@ -60,8 +60,8 @@ def _gradient_variance(table: pd.DataFrame, experiment: Any) -> Figure:
             behind.grid(visible=False)
             axes.set_zorder(2)
             axes.patch.set_visible(False)
-            _lines(axes, own, "t", value, "step", colors)
-            axes.set(**own_time(experiment.diffusion.process["name"]))
+            _lines(axes, own[own["loss"] == loss], "t", value, "step", colors)
+            axes.set(title=f"{method}, {_NAMES[loss]}", **own_time(experiment.diffusion.process["name"]))
     _legend(drawing, colors, Patch(facecolor=_SHADE, label="T · p(t) at the last milestone (right axis)"))
     return drawing
 
@@ -120,9 +120,12 @@ def _interdependence(table: pd.DataFrame, experiment: Any) -> Figure:
         names = [f"{100 * low:.0f}–{100 * high:.0f} %" for low, high in sorted({*zip(own["u_low"], own["u_high"])})]
         _matrix(axes, change, names, [*names, "all"], norm=SymLogNorm(1, vmin=-1000, vmax=1000))
         for (row, column), value in np.ndenumerate(change.to_numpy()):
-            look: Any = {"ha": "center", "va": "center", "fontsize": 8.5, "color": "white" if abs(value) > 100 else INK}
-            axes.text(column, row, f"{value:+.{int(abs(value) < 10)}f}", **look)
-        axes.set(title=f"{method}, step {step:,}: loss in %", xlabel="measured on (0: clean)", ylabel="trained on")
+            color = "white" if value > 100 or value < -20 else INK
+            text = f"{value:+.{int(abs(value) < 10)}f}"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
+        axes.set(
+            title=f"{method}, step {step:,}: change of loss, %", xlabel="measured on (0: clean)", ylabel="trained on"
+        )
     return drawing
 
 
