@@ -97,7 +97,7 @@ def _agreement(table: pd.DataFrame, experiment: Any) -> Figure:
             names = [f"{value:.0f}" for value in mean["log_snr"]]
             image = _matrix(axes, cosines, names, names, vmin=-1, vmax=1)
             axes.set(title=f"{method}, step {step:,}", xlabel="ln SNR", ylabel="ln SNR" if axes is above[0] else "")
-        drawing.colorbar(image, ax=axes, fraction=0.046, pad=0.04, label="cosine")
+        drawing.colorbar(image, cax=axes.inset_axes((1.05, 0, 0.05, 1)), label="cosine")
         for axes, value, shown_table in zip(
             below, ("squared_mean", "variance", "noise_scale", "noise_scale"), (own, own, own, metric)
         ):
