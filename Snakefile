@@ -33,6 +33,7 @@ rule all:
     input:
         f"{RESULTS}/report.html",
         f"{RESULTS}/summary.csv",
+        layout.tables,
         f"{RESULTS}/tracking.json" if layout.experiment.tracking.enabled else [],
 
 

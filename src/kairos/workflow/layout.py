@@ -101,6 +101,11 @@ class Layout:
         """The analyses that are asked for, by name."""
         return {named["name"]: named for named in self.experiment.analyses}
 
+    @property
+    def tables(self) -> list[str]:
+        """The tables and figures of the analyses."""
+        return [f"{self.results}/analyses/{name}.{kind}" for name in self.analyses for kind in ("csv", "png")]
+
     def measured(self, analysis: str) -> list[str]:
         """What an analysis measures, a file for every milestone that it looks at; none where it looks at none."""
         return [part_of(self.results, analysis, *one) for one in places(self.analyses[analysis], self.experiment)]
@@ -253,7 +258,7 @@ class Layout:
                 for training in self.trainings
                 for segment in self.segments
             ),
-            *(f"{self.results}/analyses/{name}.{kind}" for name in self.analyses for kind in ("csv", "png")),
+            *self.tables,
         ]
 
     def jobs(self) -> dict[str, int]:
