@@ -33,6 +33,7 @@ rule all:
     input:
         f"{RESULTS}/report.html",
         f"{RESULTS}/summary.csv",
+        layout.tables,
         f"{RESULTS}/tracking.json" if layout.experiment.tracking.enabled else [],
 
 
@@ -42,6 +43,7 @@ include: "workflow/rules/encode.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/sample.smk"
 include: "workflow/rules/evaluate.smk"
+include: "workflow/rules/analyse.smk"
 include: "workflow/rules/report.smk"
 
 

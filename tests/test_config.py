@@ -39,7 +39,7 @@ def test_committed_experiments_are_valid(path):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("bogus", 1, r"bogus: unknown field \(value 1\)\. Allowed: autoencoder, claim, dataset"),
+        ("bogus", 1, r"bogus: unknown field \(value 1\)\. Allowed: analyses, autoencoder, claim, dataset"),
         ("training.bath_size", 8, r"training.bath_size: unknown field \(value 8\); did you mean 'batch_size'\?"),
         ("training.batch_size", -1, r"training.batch_size: got -1, allowed: greater than or equal to 1"),
         ("training.batch_size", "64", r"training.batch_size: got '64', allowed: a valid integer"),

@@ -74,7 +74,7 @@ def test_simulated_increments_have_their_own_moments(process):
 
 @pytest.mark.parametrize("process", PROCESSES)
 def test_table_8(process):
-    t, step = np.linspace(0.1, 1, 10), 1e-6
+    t, step = np.linspace(0.1, 0.9, 10), 1e-6
     beta_0, slope = 0.1, 19.9
     found, later, earlier = (table_8(process, t + shift, beta_0, slope) for shift in (0, step, -step))
     sigma, s_dot = np.sqrt(found.sigma2), (later.s - earlier.s) / (2 * step)
@@ -87,7 +87,7 @@ def test_table_8(process):
         assert found.s == pytest.approx(np.exp(-slope * t**2 / 4 - beta_0 * t / 2))
         assert sigma_dot == pytest.approx((1 + sigma**2) * (slope * t + beta_0) / (2 * sigma))
         assert found.s_dot == pytest.approx(-sigma * sigma_dot / (1 + sigma**2) ** 1.5)
-    else:  # printed in the column of d(sigma)/dt, but d(sigma²)/dt
+    elif process != "flow":  # printed in the column of d(sigma)/dt, but d(sigma²)/dt
         printed = {"ve": np.ones(10), "edm": 2 * t}[process]
         assert np.array_equal(found.sigma2_dot, printed) and sigma_dot != pytest.approx(printed)
 
@@ -131,8 +131,19 @@ def test_ve_and_edm_have_no_peak():
         )
 
 
+def test_rectified_flow_is_its_closed_form():
+    """x_t = (1 - t) x0 + t noise in T equal steps: no peak, and converged where noise is twice the signal."""
+    flow, t = increments("flow", timesteps=100), np.arange(100) / 100
+    assert flow.t == pytest.approx(t)
+    assert flow.mean[:-1] == pytest.approx(-1 / 100) and (flow.mean**2 <= flow.mean_squared_bound + 1e-15).all()
+    assert flow.variance[:-1] == pytest.approx((t**2 + (t + 0.01) ** 2)[:-1])
+    assert flow.variance_bound == pytest.approx(2 * t**2) and (flow.variance > flow.variance_bound).all()
+    assert flow.change == pytest.approx(4 * t) and flow.deceleration is None
+    assert flow.convergence == pytest.approx(2 / 3)  # 1 + (t/(1 - t))² = 5
+
+
 def test_impossible_requests_are_refused():
-    for arguments, word in ((("vp", None), "schedule"), (("sde", None), "vp, ve, edm")):
+    for arguments, word in ((("vp", None), "schedule"), (("sde", None), "vp, ve, edm, flow")):
         with pytest.raises(ConfigError, match=word):
             increments(*arguments)
     for r in (1.0, 0.5, np.inf, np.nan):

@@ -24,6 +24,7 @@ COMMANDS = {
     "extractor": ("kairos.cli.evaluate", "train or fetch the feature extractor"),
     "reference": ("kairos.cli.evaluate", "statistics of real images and the reference rows"),
     "evaluate": ("kairos.cli.evaluate", "compare samples with real images"),
+    "analyse": ("kairos.cli.analyse", "table and figure of an analysis, or what it measures of a milestone"),
     "report": ("kairos.cli.report", "table, figures and report of an experiment"),
     "compare": ("kairos.cli.compare", "experiments and methods side by side"),
     "track": ("kairos.cli.report", "import an experiment's results into MLflow"),

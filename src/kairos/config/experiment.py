@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, ConfigDict, SerializerFunctionWrapHandler, field_validator, model_serializer
 
+from kairos.analyses.registries import ANALYSES, check_analyses
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.fits import check_fits
 from kairos.config.grid import written_out
@@ -34,7 +35,7 @@ from kairos.training.settings import TrainingConfig
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
 _FOLDERS = ("dataset", "autoencoder", "text", "latents", "extractor", "reference", "figures", "timing", "sums", "logs")
-RESERVED = (*REFERENCE_ROWS, *_FOLDERS)
+RESERVED = (*REFERENCE_ROWS, *_FOLDERS, "analyses")
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")
 
 
@@ -83,6 +84,7 @@ class Experiment(Section):
     )
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    analyses: list[component(ANALYSES)] = field([], "measurements of their own, each a table and a figure")
     tracking: TrackingConfig = TrackingConfig()
     published: list[PublishedConfig] = field([], "numbers of a paper, which the report puts beside ours")
     claim: ClaimConfig | None = field(None, "what a paper claims of two of the methods")
@@ -108,6 +110,7 @@ class Experiment(Section):
             store = "refer" if kind == "pretrained" and self.dataset.source != "digits" else "copy"
             object.__setattr__(self, "dataset", self.dataset.model_copy(update={"store": store}))
         check_fits(self)
+        check_analyses(self)
         if self.text_encoder is not None:
             takes = MODELS.entry(self.model["name"]).facts.get("text")
             object.__setattr__(self, "text_encoder", self.text_encoder.settled(takes))
@@ -116,6 +119,16 @@ class Experiment(Section):
     def conditions(self) -> list[str]:
         """What the model is told."""
         return self.model.get("conditions") or []
+
+    @property
+    def baseline(self) -> str | None:
+        """The method that samples uniformly and weights nothing (EDM: by its own lambda), which factors refer to."""
+        plain = ("none", self.diffusion.process["name"])
+        for name, method in self.methods.items():
+            usual = method.sampler["name"], method.coupling["name"]
+            if usual == ("uniform", "independent") and method.weighting["name"] in plain:
+                return name
+        return None
 
     @property
     def metrics(self) -> list[str]:

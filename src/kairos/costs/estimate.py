@@ -170,5 +170,7 @@ def _stages(layout: Layout) -> list[Stage]:
     asked = dict.fromkeys(("text", "sample", "sample_parts", "reference"), gpu)
     asked |= dict.fromkeys(("autoencoder", "encode_parts"), latent)
     asked |= {"encode": latent * (not layout.shards("encode")), "train": gpu * training.processes}
+    asked |= {name: gpu for name in jobs if name.startswith("measure_")}
     queued = {**jobs, "train": shared, "evaluate": 0, "report": 0, "track": 0}
+    queued |= {name: 0 for name in jobs if name.startswith("analyse_")}
     return [Stage(name, number, queued[name], asked.get(name, 0)) for name, number in jobs.items()]

@@ -151,13 +151,8 @@ class Results:
 
     @property
     def baseline(self) -> str | None:
-        """The method that samples uniformly and weights nothing (EDM: by its own lambda), which factors refer to."""
-        plain = ("none", self.experiment.diffusion.process["name"])
-        for name, method in self.experiment.methods.items():
-            usual = method.sampler["name"], method.coupling["name"]
-            if usual == ("uniform", "independent") and method.weighting["name"] in plain:
-                return name
-        return None
+        """The method that differences and factors refer to, see `Experiment.baseline`."""
+        return self.experiment.baseline
 
     @property
     def validated(self) -> bool:

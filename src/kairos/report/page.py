@@ -9,6 +9,7 @@ import jinja2
 import pandas as pd
 from PIL import Image
 
+from kairos.analyses.registries import ANALYSES
 from kairos.report import findings, interactive, published, text
 from kairos.report.canvas import DPI, looks
 from kairos.report.collect import Record, Results
@@ -55,6 +56,7 @@ def page(results: Results, figures: Path, live: dict[str, str] | None = None) ->
         shared=shared[~shared.isin(["None", "[]"])],
         varying=provenance.loc[:, ~same],
         figures={name: _figure(figures, name) for name in figures_of(results)},
+        analyses=_analyses(results),
         live=live or {},
         library=interactive.LIBRARY.js_raw,
     )
@@ -81,10 +83,17 @@ def _costs(jobs: tuple[Record, ...]) -> list[Any]:
     return costs.reset_index().to_dict("records")
 
 
-def _figure(folder: Path, name: str) -> tuple[str, int | None]:
+def _analyses(results: Results) -> list[tuple[str, str, tuple[str, int | None]]]:
+    """Name, title and figure of the analyses that are there."""
+    folder, asked = results.folder / "analyses", [named["name"] for named in results.experiment.analyses]
+    there = [name for name in asked if (folder / f"{name}.png").is_file()]
+    return [(name, ANALYSES.entry(name).help, _figure(folder, name, "png")) for name in there]
+
+
+def _figure(folder: Path, name: str, form: str = "svg") -> tuple[str, int | None]:
     """A figure as a data URL; a PNG with the width at which it was drawn, so that letters are of one size."""
     path, kind, width = folder / f"{name}.svg", "svg+xml", None
-    if name.endswith("samples"):
+    if form == "png" or name.endswith("samples"):
         path, kind = folder / f"{name}.png", "png"
         with Image.open(path) as image:
             width = round(image.width * 96 / DPI)

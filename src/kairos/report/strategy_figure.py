@@ -17,7 +17,7 @@ from kairos.report.canvas import DPI, INK, MUTED, STYLE, figure, own_time
 from kairos.strategies.increments import Increments
 
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#D55E00", "#009E73", "#C0001A"
-_SHADES = {"acceleration": "#F3C9A8", "steady": "#DCD3EE", "deceleration": "#BFD9EC", "convergence": "#E3E5E8"}
+SHADES = {"acceleration": "#F3C9A8", "steady": "#DCD3EE", "deceleration": "#BFD9EC", "convergence": "#E3E5E8"}
 _PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}  # behind a text
 _STAIRS = 60  # timesteps up to which each one is a step of its own
 
@@ -85,8 +85,8 @@ def draw_increments(found: Increments, title: str) -> Figure:
     """SpeeD's figures 1 and 4 for any process: moments of the increments, the areas, and how many lie in each."""
     drawing, grid = figure(9.9, 4.75, 2, 3, between=0.72, above=0.85)
     drawing.text(0, 1 + 1.18 / 4.75, f"Process increments: {title}", va="top", fontsize=13, fontweight="bold")
-    area, exploding = found.area(), found.process != "vp"
-    names = [name for name in _SHADES if (area == name).any()]
+    area, exploding = found.area(), found.process in ("ve", "edm")
+    names = [name for name in SHADES if (area == name).any()]
     pick = slice(int(exploding), None)  # on a log axis there is no 0
     t, bounds = found.t[pick], (0, (3, 2))
     curves = (
@@ -113,7 +113,7 @@ def draw_increments(found: Increments, title: str) -> Figure:
     _boundaries(grid[0, 1], found)
     _shares(grid[0, 2], area, names)
     _histogram(grid[1, 2], found, area, names)
-    handles: list[Any] = [Patch(facecolor=_SHADES[name], label=name) for name in names]
+    handles: list[Any] = [Patch(facecolor=SHADES[name], label=name) for name in names]
     handles += [Line2D([], [], color=MUTED, linewidth=1, linestyle=(0, (4, 2)), label="boundary of two areas")]
     corner = (-0.011, 1 + 0.9 / 4.75)
     drawing.legend(handles=handles, loc="upper left", ncols=4, bbox_to_anchor=corner, fontsize=9, columnspacing=1.6)
@@ -123,7 +123,7 @@ def draw_increments(found: Increments, title: str) -> Figure:
 def _shade(axes: Axes, found: Increments, area: np.ndarray) -> None:
     """The areas as background."""
     look: dict[str, Any] = {"fill": True, "alpha": 0.55, "linewidth": 0, "zorder": 0}
-    for name, shade in _SHADES.items():
+    for name, shade in SHADES.items():
         axes.stairs(area[:-1] == name, found.t, color=shade, transform=axes.get_xaxis_transform(), **look)
     for place in (found.deceleration, found.convergence):
         if place is not None:
@@ -145,7 +145,7 @@ def _boundaries(axes: Axes, found: Increments) -> None:
 
 def _shares(axes: Axes, area: np.ndarray, names: list[str]) -> None:
     shares = [100 * float((area == name).mean()) for name in names]
-    bars = axes.bar(names, shares, color=[_SHADES[name] for name in names], edgecolor=MUTED, linewidth=0.8, width=0.62)
+    bars = axes.bar(names, shares, color=[SHADES[name] for name in names], edgecolor=MUTED, linewidth=0.8, width=0.62)
     axes.bar_label(bars, labels=[f"{share:.1f} %" for share in shares], padding=2, fontsize=9)
     axes.set(ylim=(0, max(shares) * 1.15), title="Timesteps in each area, %")
     axes.tick_params(axis="x", labelsize=8.5, length=0)
@@ -156,12 +156,12 @@ def _histogram(axes: Axes, found: Increments, area: np.ndarray, names: list[str]
     """How many timesteps have increments of which size; on a log axis for processes that explode."""
     variance = found.variance
     edges = np.linspace(0, variance.max(), 21)
-    if found.process != "vp":
+    if found.process in ("ve", "edm"):
         edges = np.geomspace(variance.min(), variance.max() * 1.0001, 21)
         axes.set_xscale("log")
     values = [variance[area == name] for name in names]
     weights = [np.full(len(value), 100 / len(area)) for value in values]
-    shades = [_SHADES[name] for name in names]
+    shades = [SHADES[name] for name in names]
     axes.hist(values, edges.tolist(), weights=weights, stacked=True, color=shades, edgecolor=MUTED, linewidth=0.6)
     axes.set(title="Timesteps by variance, %", xlabel="variance, as the paper has it")
     axes.grid(axis="x", visible=False)

@@ -18,6 +18,8 @@ What differs from the paper, or is left open by it:
   VE and ever faster for EDM.
 - It does not state the time steps of VE and EDM; they are those of Karras et al. 2022, table 1: sigma from 0.02 to 100
   in equal ratios, and from 0.002 to 80, evenly spread in sigma^(1/7).
+- It has no rectified flow, x_t = (1 - t) x0 + t noise; that is s = 1 - t and sigma = t/(1 - t), in equal steps. Its
+  variance grows ever faster too, the magnitude reaches r at t = sqrt(r - 1)/(1 + sqrt(r - 1)).
 """
 
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from kairos.errors import ConfigError
 from kairos.strategies.numeric import Array
 from kairos.strategies.speed import tau_of_magnitude
 
-PROCESSES = ("vp", "ve", "edm")
+PROCESSES = ("vp", "ve", "edm", "flow")
 AREAS = ("acceleration", "steady", "deceleration", "convergence")
 
 
@@ -53,8 +55,8 @@ def table_8(process: str, t: Array, beta_0: float = 0.0, slope: float = 0.0) -> 
     """The ingredients of a process at times t.
 
     Args:
-        process: ``vp``, ``ve`` or ``edm``.
-        t: times, any shape.
+        process: ``vp``, ``ve``, ``edm`` or ``flow``.
+        t: times, any shape; of flow below 1.
         beta_0: of vp, at t = 0.
         slope: of vp's beta; Delta-beta/T where t counts timesteps, Delta-beta where it runs to 1.
 
@@ -71,6 +73,8 @@ def table_8(process: str, t: Array, beta_0: float = 0.0, slope: float = 0.0) -> 
         return Ingredients(ones, t, zeros, ones)
     if process == "edm":
         return Ingredients(ones, t**2, zeros, 2 * t)
+    if process == "flow":
+        return Ingredients(1 - t, (t / (1 - t)) ** 2, -ones, 2 * t / (1 - t) ** 3)
     raise ConfigError(f"process: got {process!r}, allowed: {', '.join(PROCESSES)}")
 
 
@@ -79,7 +83,7 @@ class Increments:
     """The increments of a process; arrays are (T,), row k from time t[k] to the next.
 
     Attributes:
-        process: ``vp``, ``ve`` or ``edm``.
+        process: ``vp``, ``ve``, ``edm`` or ``flow``.
         t: time; vp: 0 ... T - 1.
         s: scale of x0 at t.
         sigma: noise relative to it.
@@ -130,9 +134,9 @@ def increments(
     """The increments of a process.
 
     Args:
-        process: ``vp`` on the noise schedule, or ``ve`` or ``edm`` on `timesteps` noise levels of their own.
+        process: ``vp`` on the noise schedule, or ``ve``, ``edm`` or ``flow`` on `timesteps` levels of their own.
         schedule: of vp.
-        timesteps: of ve and edm, 2 or more.
+        timesteps: of the others, 2 or more.
         r: magnitude from which on a timestep counts as converged.
 
     Raises:
@@ -157,18 +161,25 @@ def increments(
 
 
 def _of_levels(process: str, timesteps: int, r: float) -> tuple[Any, ...]:
-    """At 0, where x is the image, and at each of VE's or EDM's noise levels, all (T + 1,): t, s, sigma, the bounds of
-    mean² and variance, the latter's change and the magnitude; last the time where the magnitude is r.
+    """At 0, where x is the image, and at each of a process' own levels, all (T + 1,): t, s, sigma, the bounds of mean²
+    and variance, the latter's change and the magnitude; last the time where the magnitude is r.
     """
     place = np.arange(timesteps) / (timesteps - 1)
-    if process == "ve":
+    if process == "flow":  # up to where its signal-to-noise ratio is still a number, as in `diffusion.processes.Flow`
+        t, reached = np.minimum((np.arange(timesteps) + 1) / timesteps, 1 - 1e-5), 1 - 1 / (1 + (r - 1) ** 0.5)
+    elif process == "ve":
         t, reached = (0.02 * (100 / 0.02) ** place) ** 2, r - 1
     else:
         low, high = 0.002 ** (1 / 7), 80 ** (1 / 7)
         t, reached = (low + place * (high - low)) ** 7, (r - 1) ** 0.5
     t = np.concatenate([[0.0], t])
     form = table_8(process, t)
-    growth = np.zeros_like(t), 2 * form.s**2 * form.sigma2, form.variance_dot(), 1 + form.sigma2
+    growth = (
+        np.full_like(t, np.diff(form.s, prepend=1).min() ** 2),
+        2 * form.s**2 * form.sigma2,
+        form.variance_dot(),
+        1 + form.sigma2,
+    )
     return t, form.s, np.sqrt(form.sigma2), *growth, reached
 
 

@@ -7,6 +7,7 @@ run again.
 
 from typing import Any
 
+from kairos.analyses.registries import ANALYSES
 from kairos.diffusion.registries import PROCESSES
 from kairos.evaluation.registries import EXTRACTORS, METRICS, needs_of
 from kairos.fingerprint import fingerprint
@@ -68,7 +69,14 @@ def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
     named = [metric["name"] for metric in evaluation["metrics"] or []] or list(METRICS)
     metrics = {name: METRICS.entry(name).module for name in named}
     of_images = [metrics[name] for name in named if "milestone" not in needs_of([{"name": name}])]
+    analyses = {}
+    for asked in plain["analyses"]:
+        name, code = asked["name"], ANALYSES.entry(asked["name"]).module
+        chosen = {"asked": _without(asked, "methods", "milestones"), **computing}  # which ones changes no table of one
+        analyses[f"measure_{name}"] = chosen, ["kairos.analyses.tables", code, model, process]
+        analyses[f"analyse_{name}"] = {"asked": asked, **_only(plain, "methods")}, ["kairos.report.analyses", code]
     return {
+        **analyses,
         "prepare": (
             {"dataset": _without(dataset, "flips", "low_resolution")},
             ["kairos.data.prepare", "kairos.data.sources"],

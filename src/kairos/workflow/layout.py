@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+from kairos.analyses.registries import ANALYSES, part_of, places
 from kairos.config import Experiment, freeze, load
 from kairos.fetching import lacking
 from kairos.training.job import last_word
@@ -94,6 +95,32 @@ class Layout:
         """The record of the milestone that trainings start from, if they do."""
         start = self.experiment.training.start_from
         return [f"{start}/milestone.json"] if start else []
+
+    @property
+    def analyses(self) -> dict[str, dict[str, Any]]:
+        """The analyses that are asked for, by name."""
+        return {named["name"]: named for named in self.experiment.analyses}
+
+    @property
+    def tables(self) -> list[str]:
+        """The tables and figures of the analyses."""
+        return [f"{self.results}/analyses/{name}.{kind}" for name in self.analyses for kind in ("csv", "png")]
+
+    def measured(self, analysis: str) -> list[str]:
+        """What an analysis measures, a file for every milestone that it looks at; none where it looks at none."""
+        return [part_of(self.results, analysis, *one) for one in places(self.analyses[analysis], self.experiment)]
+
+    def analysed(self, analysis: str) -> list[str]:
+        """All that the table of an analysis is made of."""
+        kinds = {"strategies": "milestones/{}/milestone.json", "evaluations": "evaluation/{}.json"}
+        read = kinds.get(ANALYSES.entry(analysis).facts["reads"], "")
+        each = product(self.trainings, self.steps) if read else ()
+        return self.measured(analysis) + [f"{self.training(*one)}/{read.format(step)}" for one, step in each]
+
+    def end_of(self, wildcards: Any) -> list[str]:
+        """The record of a training's end, for what looks at its last milestone."""
+        folder = self.training(wildcards.method, wildcards.seed)
+        return [f"{folder}/training.json"] if wildcards.step == self.steps[-1] else []
 
     @property
     def methods(self) -> list[str]:
@@ -198,7 +225,7 @@ class Layout:
         names, _ = dependencies.parts(stage, self.plain, self.methods[0])
         return {name: of_wildcards(name) for name in (*names, "code")}
 
-    def training(self, method: str, seed: int) -> str:
+    def training(self, method: str, seed: int | str) -> str:
         """The folder of a training."""
         return f"{self.results}/{method}/seed{seed}"
 
@@ -208,7 +235,8 @@ class Layout:
         That file is no output, since no two are the same: it names the machine too.
         """
         stage = rule.removesuffix("_parts")
-        job = "" if segment is None else f"/{{method}}_seed{{seed}}/{segment.number}"
+        job = ".{method}.seed{seed}.{step}" if stage.startswith("measure_") else ""
+        job = job if segment is None else f"/{{method}}_seed{{seed}}/{segment.number}"
         timing = f"{stage}{job}" if rule == stage else f"{PARTS}/{stage}{job}.{{shard}}"
         return {**self.depends(stage), "timing": f"{self.results}/timing/{timing}.json", "config": self.frozen}
 
@@ -230,6 +258,7 @@ class Layout:
                 for training in self.trainings
                 for segment in self.segments
             ),
+            *self.tables,
         ]
 
     def jobs(self) -> dict[str, int]:
@@ -239,6 +268,8 @@ class Layout:
         for stage in (*self.shared, *dependencies.PER_TRAINING):
             number = parts if stage in dependencies.PER_TRAINING else 1
             counts |= dict(zip(self.rules(stage), (number, number * len(self.shards(stage)))))
+        counts |= {f"measure_{name}": len(self.measured(name)) for name in self.analyses if self.measured(name)}
+        counts |= {f"analyse_{name}": 1 for name in self.analyses}
         return counts | {"report": 1} | ({"track": 1} if self.experiment.tracking.enabled else {})
 
 

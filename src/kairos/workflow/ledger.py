@@ -85,9 +85,12 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
         return [f"{rule}{segment.name}" for rule in rules for segment in layout.segments], sums
     if method is not None or seed is not None:
         raise ConfigError(f"ledger run {stage}: has neither --method nor --seed")
-    if stage == "report" and layout.experiment.tracking.enabled:
-        rules = ["report", "track"]  # the import into MLflow is this machine's own, so no stage of DVC's
-    return rules, [rule for rule in rules if not rule.endswith("_parts")]
+    named = [rule for rule in rules if not rule.endswith("_parts")]
+    if stage == "report":  # its analyses are no stages of DVC's
+        rules = ["report", *(rule for rule in layout.jobs() if rule.startswith(("measure_", "analyse_")))]
+        if layout.experiment.tracking.enabled:
+            rules, named = [*rules, "track"], ["report", "track"]  # nor is the import into MLflow, this machine's own
+    return rules, named
 
 
 def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:

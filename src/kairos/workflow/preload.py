@@ -37,7 +37,8 @@ from typing import Any
 from kairos import clock, portable
 from kairos.training.launch import die_with_parent
 
-STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate"))
+_OF_TRAININGS = ("train", "sample", "evaluate", "analyse", "measure")
+STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", *_OF_TRAININGS))
 _VARIABLE = "KAIROS_PRELOADED"  # names the server's socket
 _SERVER = "from kairos import cli; from kairos.workflow import preload; preload.serve(cli.main, {}, {!r}, {!r})"
 # what Snakemake sets to a job's number of threads, and to its folder for temporary files

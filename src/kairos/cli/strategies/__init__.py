@@ -35,7 +35,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", type=Path, metavar="F", help=recorded)
 
     add = parsers["increments"].add_argument
-    add("--process", default="vp", metavar="P", help="vp (default), ve or edm")
+    add("--process", default="vp", metavar="P", help="vp (default), ve, edm or flow")
     add("--schedule", metavar="S", help="of vp: linear (default), cosine or quadratic")
     add("--timesteps", type=int, default=1000, metavar="T", help="number of timesteps (1000)")
     add("--r", type=float, default=5.0, metavar="R", help="magnitude where convergence begins (5)")

@@ -1,0 +1,397 @@
+"""Analyses against direct computation, closed forms and cases with a known answer; refusals; the whole pipeline."""
+
+import itertools
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+import results_tree
+import torch
+from torch import nn
+from training_case import experiment, make_latents, write_experiment
+from workflow_copy import Copy
+
+from kairos.analyses import tables
+from kairos.analyses.gradients import gradients
+from kairos.analyses.levels import area_levels, even_levels, log_snr_levels, optimizer_state
+from kairos.analyses.registries import ANALYSES
+from kairos.cli import main
+from kairos.config import validate
+from kairos.diffusion.adapters import as_process
+from kairos.errors import ConfigError, KairosError
+from kairos.milestones import open_milestone
+from kairos.models.backbone import Backbone
+from kairos.models.registries import MODELS
+from kairos.options import Options
+from kairos.randomness import Stream
+from kairos.report.analyses import write
+from kairos.training.run import train
+
+PROCESSES = ("linear", "cosine", "edm", "flow", "vp")
+
+
+class Small(nn.Module):
+    """A network with a parameter that one sample's gradient lacks, such as where a branch is not taken."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer, self.unused = nn.Linear(6, 5), nn.Linear(5, 6), nn.Parameter(torch.ones(2))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x, t):
+        return self.outer(self.dropout(torch.tanh(self.inner(x) + t[:, None].float().sin())))
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_moments_are_those_of_all_gradients_at_once(name):
+    """Against the covariance of the gradients as a matrix, with and without a metric; dropout is off."""
+    process, model, levels, count = as_process(name), Small(), [(0.0, 0.1), (0.1, 0.6), (0.9, 1.0)], 7
+    x0 = torch.randn(3 * count, 6, generator=torch.Generator().manual_seed(1))
+    metric = [torch.rand_like(each) + 0.5 for each in model.parameters()]
+    diagonal = torch.cat([each.flatten() for each in metric]).double().numpy()
+    plain, measured = (
+        gradients(model, process, x0, levels, seed=5),
+        gradients(model, process, x0, levels, seed=5, metric=metric),
+    )
+    assert model.training  # as it was
+    model.eval()
+    means = []
+    for level, (low, high) in enumerate(levels):
+        u = low + (high - low) * Stream(5, "analysed times").uniform(level, range(count))
+        noise = Stream(5, "analysed noise").normal(level, range(count), (6,))
+        clean, t = x0[level * count : (level + 1) * count], process.times(u)
+        output = process.predict(model, process.noised(clean, noise, t), t)
+        losses = ((output - process.target(clean, noise, t)) ** 2).mean(1)
+        rows = []
+        for loss in losses:
+            found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, materialize_grads=True)
+            rows.append(torch.cat([each.flatten() for each in found]).double().numpy())
+        rows = np.array(rows)
+        assert plain.losses[level] == pytest.approx(losses.detach().numpy(), rel=1e-4)
+        for moments, own in ((plain, rows), (measured, rows * np.sqrt(diagonal))):
+            variance = np.trace(np.cov(own.T))
+            squared = (own.mean(0) ** 2).sum() - variance / count
+            scale = variance + (own.mean(0) ** 2).sum()
+            assert moments.variance[level] == pytest.approx(variance, rel=1e-4)
+            assert moments.squared_mean[level] == pytest.approx(squared, abs=1e-5 * scale)
+        means.append(rows.mean(0))
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert plain.products[a, b] == pytest.approx(means[a] @ means[b], rel=1e-3, abs=1e-6)
+        assert measured.products[a, b] == pytest.approx(means[a] @ (diagonal * means[b]), rel=1e-3, abs=1e-6)
+
+
+class Constant(nn.Module):
+    """Always the same: g = 2 (theta - eps)/d, so G = 2 theta/d and tr Sigma = 4/d, whatever the process."""
+
+    def __init__(self, theta):
+        super().__init__()
+        self.theta = nn.Parameter(theta)
+
+    def forward(self, x, t):
+        return self.theta.expand_as(x)
+
+
+def test_estimates_are_unbiased():
+    theta = torch.tensor([0.3, -0.2, 0.1, 0.2])
+    norm, found = float((theta**2).sum()), []
+    for seed in range(300):
+        found.append(
+            gradients(Constant(theta), as_process("linear"), torch.zeros(8, 4), [(0, 0.5), (0.5, 1)], seed=seed)
+        )
+    for values, truth in (([its.variance for its in found], 1.0), ([its.products for its in found], norm / 4)):
+        values = np.array(values).reshape(300, -1)
+        error = values.std(0) / 300**0.5
+        assert (abs(values.mean(0) - truth) < 4 * error).all() and (error < 0.2).all()
+    many = gradients(Constant(theta), as_process("linear"), torch.zeros(3000, 4), [(0, 1)])
+    assert many.noise_scale[0] == pytest.approx(4 / norm, rel=0.25)  # tr Sigma / ||G||²
+    assert many.cosines[0, 0] == 1
+    opposite = gradients(
+        Constant(theta),
+        as_process("linear"),
+        torch.zeros(4000, 4),
+        [(0, 0.5), (0.5, 1)],
+        loss=lambda its: (its.output[:, 0] - 9.0 * (1 - 2 * (its.t >= 500))).square(),
+    )
+    assert opposite.cosines[0, 1] == pytest.approx(-1) and opposite.variance == pytest.approx([0, 0], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_levels_cover_what_they_say(name):
+    process = as_process(name)
+    levels = log_snr_levels(process, 6, -5, 4)
+    for facts, (low, high) in levels:
+        ends = np.log(process.schedule.snr)[[round(low * 1000 - 0.5), round(high * 1000 - 0.5)]]
+        assert facts["log_snr"] == pytest.approx(ends.mean(), abs=0.1)
+        assert ends[0] - ends[1] == pytest.approx(9 / 6, abs=0.2)
+    areas = area_levels(process, 5.0)
+    assert [facts["area"] for facts, _ in areas] == ["acceleration", "deceleration", "convergence"]
+    for covering in ([ends for _, ends in areas], [ends for _, ends in even_levels(7)]):
+        assert covering[0][0] == 0 and covering[-1][1] == 1
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(covering))
+
+
+def test_areas_of_the_linear_schedule_are_the_paper_s():
+    """220 is x_220, our timestep 219; converged from tau = 398.18 on, x_399, our timestep 398."""
+    assert [ends for _, ends in area_levels(as_process("linear"), 5.0)] == [(0, 0.219), (0.219, 0.398), (0.398, 1)]
+
+
+class Table(Backbone):
+    """An image for every twenty timesteps, and nothing that they share: parts of the process are independent."""
+
+    def __init__(self, options, shape, conditions, outputs):
+        super().__init__(options, shape, conditions, outputs)
+        self.images = nn.Parameter(torch.full((5, *shape), 0.5))
+
+    def forward(self, x, t, conditions):
+        return self.images[t.long() // 20]
+
+
+class TableOptions(Options):
+    predictions = ("x0",)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder of results with a training of a `Table`, and its experiment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "table", None)
+        MODELS.add("table", "test_analyses:Table", TableOptions)
+        folder = tmp_path_factory.mktemp("case")
+        latents = make_latents(folder)
+        asked = [{"name": "interdependence", "steps": 30}, {"name": "gradient_variance", "bins": 5, "images": 8}]
+        plain = experiment(
+            {"uniform": {}, "vlb": {"weighting": "vlb"}}, model={"name": "table"}, diffusion__prediction="x0"
+        )
+        plain = validate(plain | {"analyses": [*asked, {"name": "agreement", "bins": 3}]}).plain()
+        for method in ("uniform", "vlb"):
+            train(plain, method, 0, folder / method / "seed0", latents, [0, 20, 40])
+        yield folder, plain
+
+
+def measured(trained, name, step, method="uniform", **options):
+    folder, plain = trained
+    named = next(named for named in plain["analyses"] if named["name"] == name)
+    milestone = folder / method / f"seed0/milestones/{step:07d}"
+    out = milestone.parents[1] / f"analyses/{name}.{step:07d}.csv"
+    tables.measure(named | options, milestone, folder / "latents", out, torch.device("cpu"))
+    return pd.read_csv(out)
+
+
+def test_independent_parts_do_not_move_one_another(trained):
+    found = measured(trained, "interdependence", 20).set_index(["trained", "part"])
+    assert len(found) == 30 and set(found["step"]) == {20}
+    for (part, other), row in found.iterrows():
+        if part in (str(other), "all"):
+            assert row["change"] == pytest.approx(row["after"] - row["before"], abs=1e-6)
+            assert row["change"] < -5 * row["error"] < 0  # it learns the mean image
+        else:
+            assert row["change"] == row["error"] == 0
+    single = found.loc[[(str(k), k) for k in range(5)], "change"].mean()
+    assert single < found.loc["all", "change"].mean() < 0  # five times the samples
+    assert measured(trained, "interdependence", 20).set_index(["trained", "part"]).equals(found)
+
+
+def test_what_the_optimiser_has_counts_where_it_is_kept(trained):
+    folder, plain = trained
+    last = folder / "uniform/seed0/milestones/0000040"
+    assert optimizer_state(last.parent / "0000020", open_milestone(last.parent / "0000020"), "cpu") is None
+    state = optimizer_state(last, open_milestone(last), "cpu")
+    rows = measured(trained, "agreement", 40)
+    assert set(measured(trained, "agreement", 20)["loss"]) == {"training"}
+    plain, adam = (rows[rows["loss"] == loss] for loss in ("training", "preconditioned"))
+    largest = float((1 / (state["state"][0]["exp_avg_sq"].sqrt() + 1e-8)).max())
+    assert (adam["variance"].to_numpy() < largest * plain["variance"].to_numpy()).all()
+    assert not np.allclose(adam["noise_scale"], plain["noise_scale"])
+
+
+def test_losses_are_weighted_as_the_method_weights_them(trained):
+    """Uniform's own loss has no weight; with weighting vlb it is the bound, whose variance goes with c²."""
+    plain, bound = (measured(trained, "gradient_variance", 40, method) for method in ("uniform", "vlb"))
+    for table, same in ((plain, False), (bound, True)):
+        own, vlb = (table[table["loss"] == loss].reset_index() for loss in ("training", "vlb"))
+        for column in ("loss_mean", "variance"):
+            assert np.allclose(own[column], vlb[column], rtol=1e-3) is same
+    assert (plain["density"] == 1).all() and len(plain) == 10
+    again = measured(trained, "gradient_variance", 40)
+    assert again.equals(plain)
+    assert not measured(trained, "gradient_variance", 40, seed=1).equals(plain)
+
+
+def test_a_table_needs_all_its_parts(trained):
+    folder, plain = trained
+    own = validate(plain | {"methods": {"uniform": {}}})
+    named = own.analyses[1]
+    for step in (0, 20):
+        measured(trained, "gradient_variance", step)
+    measured(trained, "gradient_variance", 40)
+    write(named, own, folder)
+    assert set(pd.read_csv(folder / "analyses/gradient_variance.csv")["step"]) == {0, 20, 40}
+    assert (folder / "analyses/gradient_variance.png").stat().st_size > 10_000
+    (folder / "uniform/seed0/analyses/gradient_variance.0000020.csv").unlink()
+    with pytest.raises(KairosError, match=r"0000020\.csv is missing; `kairos analyse --milestone`"):
+        write(named, own, folder)
+
+
+@pytest.mark.parametrize("process", [{"name": "edm"}, {"name": "flow"}, {"name": "vp"}])
+def test_every_process_is_measured_and_drawn(process, tmp_path):
+    latents = make_latents(tmp_path)
+    asked = [{"name": "interdependence", "steps": 2, "images": 8, "parts": 3}, {"name": "areas", "images": 2}]
+    asked += [
+        {"name": "gradient_variance", "bins": 3, "images": 2},
+        {"name": "agreement", "bins": 3, "images": 3},
+        "density",
+    ]
+    own = validate(
+        experiment({"log_normal": {"sampler": "log_normal"}}, diffusion__process=process) | {"analyses": asked}
+    )
+    own = own.model_copy(update={"training": own.training.model_copy(update={"milestones": [4]})})
+    train(own.plain(), "log_normal", 0, tmp_path / "log_normal/seed0", latents, [0, 4])
+    for named in own.analyses:
+        for step in (0, 4) if "images" in named else ():
+            measured((tmp_path, own.plain()), named["name"], step, "log_normal")
+        write(named, own, tmp_path)
+        assert (tmp_path / "analyses" / f"{named['name']}.png").exists()
+        values = pd.read_csv(tmp_path / "analyses" / f"{named['name']}.csv")
+        assert np.isfinite(
+            values.select_dtypes("number").drop(columns=values.filter(regex="cosine|noise_scale").columns)
+        ).all(axis=None)
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """Made-up results of uniform and three sizes of S, and their experiment."""
+    for size, distance in ((1, 25.0), (3, 20.0), (10, 22.0)):
+        sampler = {"name": "adaptive", "frequency": 4, "selected": size}
+        monkeypatch.setitem(results_tree.METHODS, f"adaptive-selected={size}", ({"sampler": sampler}, distance, 1.4))
+    methods = ("uniform", "min_snr", *(name for name in results_tree.METHODS if "=" in name))
+    config, results = results_tree.write(tmp_path, (0, 1), methods)
+    asked = ["density", "relative_time", "subset_size", "increments"]
+    config.write_text(config.read_text() + f"analyses: [{', '.join(asked)}]\n")
+    for name in asked:
+        assert main(["analyse", "--config", str(config), "--results", str(results), "--analysis", name]) == 0
+    return config, results
+
+
+def test_what_trainings_have_left(tree):
+    config, results = tree
+    timed = pd.read_csv(results / "analyses/relative_time.csv")
+    uniform = timed[timed["method"] == "uniform"]
+    best = uniform.groupby("step")["distance"].mean().iloc[1:].idxmin()
+    assert uniform[uniform["step"] == best]["relative_time"].mean() == pytest.approx(1)
+    assert np.allclose(timed["relative_time"] * 0.05 * best, timed["seconds"])  # 0.05 s a step
+    assert timed["distance"].iloc[1] == pytest.approx(results_tree.distance("uniform", 0, 100))
+    sized = pd.read_csv(results / "analyses/subset_size.csv")
+    assert sized.groupby("method")["selected"].first().dropna().to_dict() == {
+        f"adaptive-selected={k}": k for k in (1, 3, 10)
+    }
+    assert "min_snr" in set(timed["method"]) and "min_snr" not in set(sized["method"])
+    density = pd.read_csv(results / "analyses/density.csv")
+    means = density.groupby(["method", "seed", "step"])[["density", "trained"]].mean()
+    assert np.allclose(means, 1) and density.groupby("method")["trained"].std()["uniform"] < 1e-9
+    increments = pd.read_csv(results / "analyses/increments.csv")
+    assert len(increments["process"].unique()) == 8
+    linear = increments[increments["process"] == "linear"]
+    assert (linear["area"].value_counts() == [601, 220, 179]).all()  # from t = 220 and tau = 398.18
+    (results / "uniform/seed0/timing.jsonl").unlink()
+    assert main(["analyse", "--config", str(config), "--results", str(results), "--analysis", "relative_time"]) == 1
+
+
+def test_the_report_shows_what_is_there(tree):
+    config, results = tree
+    assert main(["report", "--config", str(config), "--results", str(results)]) == 0
+    page = (results / "report.html").read_text()
+    assert all(
+        ANALYSES.entry(name).help.replace("'", "&#39;") in page for name in ("density", "increments", "subset_size")
+    )
+    assert ANALYSES.entry("agreement").help not in page
+
+
+ADAPTIVE = {"sampler": {"name": "adaptive"}, "grid": {"sampler.selected": [1, 3]}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "methods", "message"),
+    [
+        (["gradient"], {}, "analyses.0: .*unknown analysis 'gradient'; did you mean 'gradient_variance'"),
+        ([{"name": "areas", "R": 2}], {}, "analysis areas: unknown option 'R'. Allowed: images, methods"),
+        ([{"name": "areas", "r": 1}], {}, "analysis areas.r: got 1, allowed: number > 1"),
+        ([{"name": "agreement", "least": 3}], {}, "analysis agreement.least: got 3, allowed: number < 0"),
+        (["density", "density"], {}, "analyses: got density twice, allowed: each once"),
+        (
+            [{"name": "areas", "methods": ["p2"]}],
+            {},
+            r"analyses.areas.methods: got \['p2'\], allowed: of uniform, each once",
+        ),
+        ([{"name": "areas", "methods": []}], {}, r"analyses.areas.methods: got \[\], allowed: of uniform"),
+        ([{"name": "areas", "milestones": [30]}], {}, r"analyses.areas.milestones: got \[30\], allowed: of 0, 20, 40"),
+        (
+            ["relative_time"],
+            {"p2": {"weighting": "p2"}},
+            "analyses: got relative_time, allowed: with a method of sampler",
+        ),
+        (["subset_size"], {}, r"analyses: got subset_size, allowed: with adaptive methods of several \|S\|"),
+    ],
+)
+def test_refusals(asked, methods, message):
+    with pytest.raises(ConfigError, match=message):
+        experiment(methods or {"uniform": {}}, analyses=asked)
+
+
+def test_more_refusals(tmp_path, capsys):
+    with pytest.raises(ConfigError, match="analyses: got interdependence, allowed: where images are held out"):
+        experiment({"uniform": {}}, analyses=["interdependence"], dataset__heldout=0, evaluation__metrics=["frechet"])
+    assert len(validate(experiment({"uniform": {}, "a": ADAPTIVE}, analyses=["subset_size"])).methods) == 3
+    config = str(write_experiment(tmp_path / "own.yaml", experiment({"uniform": {}}, analyses=["density"])))
+    for arguments, said in (
+        (("areas",), "--analysis: got areas, allowed: density: what"),
+        (("density", "--out", "x.csv"), "--out: got x.csv, allowed: a CSV file with --milestone, none without"),
+        (("density", "--out", "x.csv", "--milestone", "m"), "--milestone: got m, allowed: none: density looks at no"),
+    ):
+        assert main(["analyse", "--config", config, "--analysis", *arguments]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_which_milestones_are_looked_at_reruns_no_measurement():
+    from kairos.workflow.dependencies import of
+
+    asked = [{"name": "areas", "milestones": [20]}]
+    few, all_ = (experiment({"uniform": {}}, analyses=its) for its in (asked, ["areas"]))
+    assert of("measure_areas", few) == of("measure_areas", all_)
+    assert of("analyse_areas", few) != of("analyse_areas", all_)
+
+
+ASKED = """
+analyses:
+  - {name: gradient_variance, bins: 3, images: 2, methods: [uniform], milestones: [40]}
+  - {name: interdependence, steps: 2, images: 8, methods: [uniform], milestones: [20]}
+  - {name: agreement, bins: 3, images: 2, methods: [adaptive]}
+  - density
+  - relative_time
+  - increments
+tracking: {enabled: false}
+"""
+
+
+@pytest.mark.long
+def test_the_pipeline_makes_them_and_nothing_twice(tmp_path):
+    copy = Copy(tmp_path)
+    (tmp_path / "own.yaml").write_text((tmp_path / "tests/tiny.yaml").read_text() + ASKED)
+    ended = copy.snakemake(config="own.yaml")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    results = tmp_path / "results/tiny"
+    for name in ("gradient_variance", "interdependence", "agreement", "density", "relative_time", "increments"):
+        assert len(pd.read_csv(results / "analyses" / f"{name}.csv")) > 2
+        assert (results / "analyses" / f"{name}.png").stat().st_size > 10_000
+        assert ANALYSES.entry(name).help in (results / "report.html").read_text()
+    assert "preconditioned" in set(pd.read_csv(results / "analyses/agreement.csv")["loss"])  # waited for the end
+    assert copy.to_do(config="own.yaml") == {}
+    before = (results / "analyses/gradient_variance.csv").read_bytes()
+    shutil.rmtree(results / "analyses")
+    again = copy.to_do(config="own.yaml")
+    assert all(rule.startswith("analyse_") or rule == "report" for rule in again) and len(again) == 7
+    assert copy.snakemake(config="own.yaml").returncode == 0
+    assert (results / "analyses/gradient_variance.csv").read_bytes() == before
+    with copy.edited("own.yaml", "bins: 3, images: 2, methods: [adaptive]", "bins: 4, images: 2, methods: [adaptive]"):
+        assert copy.to_do(config="own.yaml") == {"measure_agreement": 3, "analyse_agreement": 1, "report": 1}

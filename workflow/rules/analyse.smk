@@ -1,0 +1,39 @@
+# Analyses that the experiment asks for, a table and a figure each: of measurements at milestones, a job each, or of what
+# trainings have left. A training's last milestone waits for its end, which brings the optimiser's state.
+
+
+for name in layout.analyses:
+    for part in [True, False] if layout.measured(name) else [False]:
+
+        rule:
+            name:
+                f"measure_{name}" if part else f"analyse_{name}"
+            localrule: not part
+            input:
+                milestone=f"{TRAINING}/milestones/{{step}}/milestone.json" if part else [],
+                end=layout.end_of if part else [],
+                latents=f"{RESULTS}/latents/manifest.json" if part else [],
+                read=[] if part else layout.analysed(name),
+            output:
+                table=f"{TRAINING}/analyses/{name}.{{step}}.csv" if part else f"{RESULTS}/analyses/{name}.csv",
+                figure=[] if part else report(f"{RESULTS}/analyses/{name}.png", category="Analyses"),
+            wildcard_constraints:
+                step=r"\d{7}",
+            log:
+                f"{RESULTS}/logs/" + (f"measure_{name}_{{method}}_seed{{seed}}_{{step}}.log" if part else f"analyse_{name}.log"),
+            conda:
+                "../../envs/environment.yml"
+            threads: layout.threads if part else 1
+            resources:
+                mem_mb=growing(6000 if part else 2000),
+                runtime=growing(240 if part else 30),
+                gpu=layout.gpus if part else 0,
+            params:
+                **layout.params(f"measure_{name}" if part else f"analyse_{name}"),
+                analysis=name,
+                results=RESULTS,
+                of=repeated("--milestone", folders("milestone")),
+                out=repeated("--out", files("table")) if part else "",
+            shell:
+                "kairos analyse --config {params.config} --analysis {params.analysis} --results {params.results}"
+                " {params.of} {params.out} --timing {params.timing} 2>&1 | tee {log}"
