@@ -83,6 +83,8 @@ def refused(place, monkeypatch, capsys):
 def test_experiment_file(refused, line, name):
     if (line, name) in (("status BAD", "folder"), ("status BAD", "")):
         assert "no training there" in refused(line, name)
+    elif (line, name) in (("check BAD", ""), ("plan BAD", "")):
+        assert main([line.split()[0], ""]) == 0  # the folder where one is, of right.yaml
     else:
         refused(line, name)
 

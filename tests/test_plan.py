@@ -238,12 +238,15 @@ def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert main(["plan", str(file), "--tflops", "0"]) == 2
 
 
-def test_texts_of_an_encoder_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    known = ["plan", str(ROOT / "experiments/systems/dit_coco.yaml"), "--shape", "4", "32", "32"]
+def test_texts_of_an_encoder_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = str(ROOT / "experiments/systems/dit_coco.yaml")
+    (tmp_path / "less.yaml").write_text(json.dumps({"extends": whole, "known": None}))
+    known = ["plan", str(tmp_path / "less.yaml"), "--shape", "4", "32", "32"]
     assert main(known) == 2
     assert "what text is like is not known yet" in capsys.readouterr().err
-    assert main([*known, "--text", "77", "512"]) == 0
-    assert "675,895,712 parameters" in capsys.readouterr().out
+    for told in ([*known, "--text", "77", "512"], ["plan", whole]):
+        assert main(told) == 0
+        assert "675,895,712 parameters" in capsys.readouterr().out
 
 
 def test_a_large_recipe_in_seconds(tmp_path: Path) -> None:
