@@ -137,7 +137,7 @@ def _density(table: pd.DataFrame, experiment: Any) -> Figure:
         last = own[own["step"] == own["step"].max()].groupby("t").mean(numeric_only=True)
         _lines(axes, own, "t", "trained", "step", colors)
         axes.plot(last.index, last["density"], color=INK, **_DASHED)
-        axes.set(title=method, ylim=(max(0.02, 0.8 * own["trained"].min()), None), ylabel="relative to uniform")
+        axes.set(title=method, ylim=(0.02, 1.5 * max(2, table["trained"].max())), ylabel="relative to uniform")
         axes.set(**own_time(process) | {"yscale": "log"})
         plain_log(axes)
     _legend(drawing, colors, Line2D([], [], color=INK, **_DASHED, label="p(t) alone, without weights"))
