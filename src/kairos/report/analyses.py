@@ -132,7 +132,7 @@ def _interdependence(table: pd.DataFrame, experiment: Any) -> Figure:
 def _density(table: pd.DataFrame, experiment: Any) -> Figure:
     """What methods train on, p(t) w(t) over its mean, a line a milestone; dashed p(t) alone, at the last one."""
     colors, process = _colors(table), experiment.diffusion.process["name"]
-    drawing, panels = _panels(table, ["method"], 4, 2.3, 2.3, 0.7)
+    drawing, panels = _panels(table, ["method"], 4, 2.3, 2.3, 0.9)
     for axes, (method,), own in panels:
         last = own[own["step"] == own["step"].max()].groupby("t").mean(numeric_only=True)
         _lines(axes, own, "t", "trained", "step", colors)
