@@ -47,6 +47,7 @@ def text(found: Estimate) -> str:
 
 def _jobs(found: Estimate) -> str:
     elsewhere = {"evaluate": "with sample", "report": "here", "track": "here"}
+    elsewhere |= {one.name: "here" for one in found.stages if one.name.startswith("analyse_")}
     rows = [(one.name, one.jobs, elsewhere.get(one.name, one.queued), one.gpus or "") for one in found.stages]
     totals = (sum(stage.jobs for stage in found.stages), sum(stage.queued for stage in found.stages))
     return table([("stage", "jobs", "in the queue", "GPUs each"), *rows, ("all", *totals, "")], _right)

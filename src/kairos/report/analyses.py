@@ -132,12 +132,14 @@ def _interdependence(table: pd.DataFrame, experiment: Any) -> Figure:
 def _density(table: pd.DataFrame, experiment: Any) -> Figure:
     """What methods train on, p(t) w(t) over its mean, a line a milestone; dashed p(t) alone, at the last one."""
     colors, process = _colors(table), experiment.diffusion.process["name"]
-    drawing, panels = _panels(table, ["method"], 4, 2.3, 2.3, 0.7)
+    drawing, panels = _panels(table, ["method"], 4, 2.3, 2.3, 0.9)
     for axes, (method,), own in panels:
         last = own[own["step"] == own["step"].max()].groupby("t").mean(numeric_only=True)
         _lines(axes, own, "t", "trained", "step", colors)
         axes.plot(last.index, last["density"], color=INK, **_DASHED)
-        axes.set(title=method, yscale="linear", ylim=(0, None), ylabel="relative to uniform", **own_time(process))
+        axes.set(title=method, ylim=(0.02, 1.5 * max(2, table["trained"].max())), ylabel="relative to uniform")
+        axes.set(**own_time(process) | {"yscale": "log"})
+        plain_log(axes)
     _legend(drawing, colors, Line2D([], [], color=INK, **_DASHED, label="p(t) alone, without weights"))
     return drawing
 
