@@ -241,6 +241,7 @@ def _against_time(axes: Axes, table: pd.DataFrame, experiment: Any) -> None:
         axes.plot(x, y, **look | {"markersize": 4.5})
         labels.append(Label(float(y.iloc[-1]), method, look["color"], x=float(x.iloc[-1])))
     axes.set(yscale="log", xlabel=f"time (1: {experiment.baseline} at its best)", ylabel=table["metric"].iloc[0])
+    axes.set_xlim(0, 1.03 * table["relative_time"].max())
     plain_log(axes)
     label_lines(axes, labels)
 
