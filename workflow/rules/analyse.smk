@@ -8,7 +8,6 @@ for name in layout.analyses:
         rule:
             name:
                 f"measure_{name}" if part else f"analyse_{name}"
-            localrule: not part
             input:
                 milestone=f"{TRAINING}/milestones/{{step}}/milestone.json" if part else [],
                 end=layout.end_of if part else [],
@@ -17,10 +16,12 @@ for name in layout.analyses:
             output:
                 table=f"{TRAINING}/analyses/{name}.{{step}}.csv" if part else f"{RESULTS}/analyses/{name}.csv",
                 figure=[] if part else report(f"{RESULTS}/analyses/{name}.png", category="Analyses"),
+            log:
+                f"{RESULTS}/logs/"
+                + (f"measure_{name}_{{method}}_seed{{seed}}_{{step}}.log" if part else f"analyse_{name}.log"),
             wildcard_constraints:
                 step=r"\d{7}",
-            log:
-                f"{RESULTS}/logs/" + (f"measure_{name}_{{method}}_seed{{seed}}_{{step}}.log" if part else f"analyse_{name}.log"),
+            localrule: not part
             conda:
                 "../../envs/environment.yml"
             threads: layout.threads if part else 1

@@ -97,9 +97,9 @@ class Experiment(Section):
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_said(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Experiments that are no recipe stay what they were, to the hash."""
-        values: dict[str, Any] = values_of(self)
-        return {name: value for name, value in values.items() if value or name not in ("published", "claim", "known")}
+        """Experiments without recipes or analyses stay what they were, to the hash."""
+        values, later = values_of(self), ("analyses", "published", "claim", "known")
+        return {name: value for name, value in values.items() if value or name not in later}
 
     def model_post_init(self, context: Any) -> None:
         """What one section leaves to others is settled, and whether all fit together is asked."""

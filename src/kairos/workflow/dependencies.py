@@ -70,7 +70,7 @@ def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
     metrics = {name: METRICS.entry(name).module for name in named}
     of_images = [metrics[name] for name in named if "milestone" not in needs_of([{"name": name}])]
     analyses = {}
-    for asked in plain["analyses"]:
+    for asked in plain.get("analyses", []):
         name, code = asked["name"], ANALYSES.entry(asked["name"]).module
         chosen = {"asked": _without(asked, "methods", "milestones"), **computing}  # which ones changes no table of one
         analyses[f"measure_{name}"] = chosen, ["kairos.analyses.tables", code, model, process]
