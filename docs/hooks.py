@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gallery
-import papers
+import paper_pages
 import reference
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
@@ -25,7 +25,7 @@ PAGES = {  # that lie elsewhere in the repository
     "studies/README.md": "study.md",
 }
 PARTS = (
-    gallery.PARTS | reference.PARTS | papers.PARTS
+    gallery.PARTS | reference.PARTS | paper_pages.PARTS
 )  # name: function that gives Markdown and pictures by path, beside the page
 _PART = re.compile(r"^<!-- generated: (\w+) -->.*", re.MULTILINE)  # what follows is said where the page is not built
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")

@@ -116,7 +116,7 @@ def test_passes_of_every_sampler(sampler: str, batch: int) -> None:
     plain = experiment({"m": {"sampler": sampler}}, training__batch_size=batch)
     options = but_name(plain["methods"]["m"]["sampler"])
     strategy = Strategy(sampler, build_process(plain["diffusion"]), sampler=options)
-    network, x0, period = Counting(), torch.zeros(batch, 3, 2, 2), options.get("frequency", 1)
+    network, x0, period = Counting(), torch.zeros(batch, 3, 2, 2), getattr(strategy.sampler.options, "frequency", 1)
     for number in range(5):
         network.samples = [0, 0]
         strategy.step = number * period

@@ -269,16 +269,16 @@ def test_what_no_small_form_can_have_is_refused(tmp_path, capsys, given, message
 
 
 def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
-    import papers
+    import paper_pages
 
-    what, differs = papers.told(ROOT / "recipes/speed/table5.yaml")
+    what, differs = paper_pages.told(ROOT / "recipes/speed/table5.yaml")
     assert what.startswith("Wang et al. 2025, table 5, ablations") and len(differs) == 2
     assert differs[0].startswith("k = 1 is uniform") and "5b and 5c" in differs[0]
     block = load(ROOT / "recipes/speed/table11.yaml").published[0]
-    text = papers._numbers(block)
+    text = paper_pages._numbers(block)
     assert "| bs | none: its density is not published" in text and "| `b_ttdm` | 157.4 | 150.9 | 140.5 |" in text
     few = [ROOT / f"recipes/adaptive/{name}.yaml" for name in ("table4", "table1_cosine")]
     monkeypatch.setattr("kairos.costs.recipes.files_in", lambda folder: few)
-    page = papers.paper("adaptive")
+    page = paper_pages.paper("adaptive")
     assert page.count("\n## ") == 2 and "| [table4](#table4) | 5 numbers |" in page and "| – | – |" in page
     assert "uniform at 477,360 and adaptive at 318,240 steps" in page

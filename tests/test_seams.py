@@ -80,7 +80,7 @@ def test_a_sampler_and_a_weighting(registered, latents, tmp_path):
 class Mirrored(Coupling):
     """Noise that is turned round."""
 
-    def __call__(self, x0, noise, place):
+    def __call__(self, x0, noise, fractions, place):
         return -noise
 
 

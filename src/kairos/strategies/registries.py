@@ -104,5 +104,5 @@ COUPLINGS.add("independent", f"{_CODE}:Coupling", help="every image its own nois
 COUPLINGS.add(
     "assignment", f"{_CODE}:Assignment", help="in the batch, least distance (immiscible, OT-CFM)", by_rank=True
 )
-COUPLINGS.add("antithetic", f"{_CODE}:Antithetic", help="neighbours in time have opposite noise", by_rank=True)
 COUPLINGS.add("nearest", f"{_CODE}:Nearest", options.Nearest, "of k noises the nearest (improved immiscible)")
+COUPLINGS.add("antithetic", f"{_CODE}:Antithetic", help="neighbours in time have opposite noise", by_rank=True)
