@@ -42,9 +42,12 @@ def test_the_objective_is_the_error_of_v_at_angles_alike(name):
 
 
 @pytest.mark.parametrize("name", ["cosine", "flow"])
-def test_v_with_a_cosine_and_a_flow_have_that_objective_without_it(name):
-    weights = parts(name)[2].weights()
-    np.testing.assert_allclose(weights[40:-10], np.median(weights), rtol=0.02)
+def test_v_with_a_cosine_and_a_flow_have_that_objective_without_it_up_to_its_bound(name):
+    schedule, _, weighting = parts(name)
+    weights, bounded = weighting.weights(), schedule.snr < 1 / 25
+    np.testing.assert_allclose(weights[~bounded][40:], np.median(weights), rtol=0.02)
+    expected = np.median(weights) * 5 * schedule.snr[bounded] ** 0.5
+    np.testing.assert_allclose(weights[bounded][:-10], expected[:-10], rtol=0.02)
 
 
 @pytest.mark.parametrize("name", PROCESSES)
@@ -71,7 +74,7 @@ def test_its_density_follows_the_gradient_and_its_weights_keep_the_objective():
     prior = strategy.sampler.prior.masses()
     wanted = sizes.numpy() * weights
     wanted = 0.9 * wanted / wanted.sum() + 0.1 * prior
-    np.testing.assert_allclose(np.mean(found[3:], 0)[3:-3], wanted[3:-3], rtol=0.15)
+    np.testing.assert_allclose(np.mean(found[3:], 0)[3:-6], wanted[3:-6], rtol=0.15)
     assert (found[-1] > 0.05 * prior).all() and np.array_equal(found[1], prior)
 
 

@@ -23,7 +23,9 @@ CONTINUOUS = {
 }
 RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # on the error of whatever is predicted
 OF_SNR = sorted(
-    set(WEIGHTINGS) - RAW - {"none", "vlb", "change_aware", "change_aware_official", "debiased", "edm2", "sigmoid"}
+    set(WEIGHTINGS)
+    - RAW
+    - {"none", "vlb", "change_aware", "change_aware_official", "debiased", "edm2", "sigmoid", "auto"}
 )
 
 

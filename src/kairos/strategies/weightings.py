@@ -142,18 +142,17 @@ class Sigmoid(Weighting):
 class Angle(Weighting):
     r"""The error of v with every angle alike, tan(angle) = sigma, whatever is predicted and however noise is added.
 
-    $$w_\epsilon = \frac{1}{\sqrt{\mathrm{SNR}}} \left|\frac{d \lambda}{d t}\right|$$
+    $$w_\epsilon = \min\left(\frac{1}{\sqrt{\mathrm{SNR}}}, 5\right) \left|\frac{d \lambda}{d t}\right|$$
 
     It is what v-prediction with a cosine schedule and a linear flow have without a weight (Kingma and Gao 2023, table
-    1: the error of epsilon over the square root of the SNR, in the measure of lambda = ln SNR). Where epsilon is
-    predicted the root is at most 5: noise that it is told from without effort would outweigh all else.
+    1: the error of epsilon over the square root of the SNR, in the measure of lambda = ln SNR), but for the bound:
+    almost pure noise, which any network tells from an image without effort, would outweigh all else.
     """
 
     def of_snr(self, snr: Values) -> Values:
         """The formula between the schedule's ends."""
         inside = snr.clip(self.schedule.snr.min(), self.schedule.snr.max())
-        most = 5.0 if self.prediction == "epsilon" else None
-        return (inside**-0.5).clip(None, most) * measure(inside, self.schedule.snr)
+        return (inside**-0.5).clip(max=5.0) * measure(inside, self.schedule.snr)
 
     def converted(self, factor: Values, snr: Values) -> Values:
         """Within the schedule's ends, too."""
