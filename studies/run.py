@@ -23,7 +23,6 @@ ROUNDS = {  # seeds, and factors of the learning rate
     "first": (range(2), [1.0]),
     "second": (range(10, 20), [1.0]),
     "rates": (range(10, 13), [0.5, 2.0]),
-    "frozen": (range(20, 30), [1.0]),
 }
 
 
@@ -32,7 +31,7 @@ def experiments(which: str, settings: list[str], methods: list[str] | None) -> l
     known = yaml.safe_load((HERE / "methods.yaml").read_text(encoding="utf-8"))
     if missing := sorted({*(methods or ())} - {*known}):
         raise SystemExit(f"--methods: got {', '.join(missing)}, allowed: {', '.join(known)}")
-    chosen = {name: known[name] for name in methods or known}
+    chosen = {name: known[name] for name in methods or [name for name in known if name != "auto"]}
     seeds, factors = ROUNDS[which]
     paths = []
     for setting in settings:
@@ -53,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("round", choices=ROUNDS)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
-    parser.add_argument("--methods", nargs="+", help="of studies/methods.yaml; default: all")
+    parser.add_argument("--methods", nargs="+", help="of studies/methods.yaml; default: all but auto")
     parser.add_argument("--cores", default="2")
     arguments = parser.parse_args()
     for path in experiments(arguments.round, arguments.settings, arguments.methods):

@@ -142,9 +142,8 @@ class Auto(GradientNorm):
     $$p(t) \propto p_0(t) \left(\sqrt{E\left[g^\top D g \mid t\right]} + \frac{1}{9} \mathrm{mean}\right), \qquad
     p_0(\lambda) = \frac{1}{2 \pi \cosh(\lambda / 2)}$$
 
-    Ours, to go with the weighting ``auto``: with the prior, that objective is the error of v without any weight. A
-    tenth of the draws stay the prior's, which bounds the corrections. Points are even. It is measured every 100 steps,
-    which is 1 % of the passes.
+    Ours, to go with the weighting ``auto``. A tenth of the draws stay the prior's, which bounds the corrections. Points
+    are even. It is measured every 100 steps, which is 1 % of the passes.
     """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):

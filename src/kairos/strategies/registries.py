@@ -86,7 +86,9 @@ _weighting("soft_min_snr", "weightings:SoftMinSnr", options.MinSnr, "Min-SNR wit
 _weighting("debiased", "weightings:Debiased", options.Debiased, "debiased estimation (Yu et al. 2023)")
 _weighting("edm", "weightings:Edm", options.Edm, "EDM's, on the error of x0 (Karras et al. 2022)")
 _weighting("sigmoid", "weightings:Sigmoid", options.Sigmoid, "of ln SNR, in its measure (VDM++, SiD2)")
-_weighting("auto", "weightings:Angle", NoOptions, "ours: the error of v, at angles alike, on any process")
+_weighting(
+    "auto", "weightings:Auto", NoOptions, "ours: the error of epsilon over ln SNR, less where little noise is left"
+)
 _weighting("snr", "weightings:Snr", options.Snr, "a power of the SNR, with bounds")
 _weighting("linear", "weightings:Linear", options.Linear, "1 + 3 sigma (NeMo)")
 _weighting("power", "weightings:Power", options.Power, "sigma^-2 (sigma_sqrt of diffusers)")

@@ -139,20 +139,20 @@ class Sigmoid(Weighting):
         return weight * measure(snr, self.schedule.snr) if self.options.measure else weight
 
 
-class Angle(Weighting):
-    r"""The error of v with every angle alike, tan(angle) = sigma, whatever is predicted and however noise is added.
+class Auto(Weighting):
+    r"""The error of epsilon over all of ln SNR, less where little noise is left, whatever is predicted.
 
-    $$w_\epsilon = \min\left(\frac{1}{\sqrt{\mathrm{SNR}}}, 5\right) \left|\frac{d \lambda}{d t}\right|$$
+    $$w_\epsilon = \frac{1}{\sqrt{1 + \mathrm{SNR}}} \left|\frac{d \lambda}{d t}\right|$$
 
-    It is what v-prediction with a cosine schedule and a linear flow have without a weight (Kingma and Gao 2023, table
-    1: the error of epsilon over the square root of the SNR, in the measure of lambda = ln SNR), but for the bound:
-    almost pure noise, which any network tells from an image without effort, would outweigh all else.
+    Where noise prevails this is the error of epsilon in the measure of lambda = ln SNR; where the image does, that over
+    sqrt(SNR), the error of v with every angle alike (tan(angle) = sigma), which v-prediction with a cosine schedule and
+    a linear flow have without a weight (Kingma and Gao 2023, table 1). Ours.
     """
 
     def of_snr(self, snr: Values) -> Values:
         """The formula between the schedule's ends."""
         inside = snr.clip(self.schedule.snr.min(), self.schedule.snr.max())
-        return (inside**-0.5).clip(max=5.0) * measure(inside, self.schedule.snr)
+        return (1 + inside) ** -0.5 * measure(inside, self.schedule.snr)
 
     def converted(self, factor: Values, snr: Values) -> Values:
         """Within the schedule's ends, too."""
