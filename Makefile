@@ -18,7 +18,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run cluster test test-long test-cluster systems gpu ui record adopt reproduce docs lint format clean
+.PHONY: help setup demo run cluster test test-long test-cluster systems recipes gpu ui record adopt reproduce docs lint format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -49,6 +49,9 @@ test-cluster: setup  ## the tests on a SLURM that they start on this machine: De
 
 systems: setup  ## every system of the papers in a small form: 200 steps on real images, some minutes (SYSTEMS=names)
 	@$(BIN)/python benchmarks/systems.py $(SYSTEMS)
+
+recipes: setup  ## the small form of every recipe of the papers, from images to its table (RECIPES=files)
+	@$(BIN)/python benchmarks/recipes.py $(RECIPES) $(FLAGS)
 
 gpu:  ## what only a GPU shows, without set-up: PART=correct, step, strategies, sample or systems; all in turn without it
 	@status=0; for part in $(or $(PART),correct step strategies sample systems); do \

@@ -25,22 +25,23 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # clip_case: a tiny text encoder with the real tokenizer's rules
 DATA = Path(os.environ.get("DATA", ROOT.parent / "shared" / "data")).resolve()
+BIN = Path(sys.executable).parent
 COLUMNS = ["recipe", "seconds", "result"]
 LINES = 15  # of what a failed run has said
 
 
 def run(recipe: Path, folder: Path, encoder: Path, steps: int) -> tuple[float, str]:
     """Seconds that one took, and what came out; raises SystemExit with what was said where it failed."""
-    file, results = folder / f"{recipe.parent.name}_{recipe.stem}.yaml", folder / "results"
-    made = ["kairos", "small", recipe, file, "--data", DATA, "--text-encoder", encoder, "--steps", str(steps)]
-    follows = ["snakemake", "--cores", "1", "--snakefile", ROOT / "Snakefile", "--directory", folder / file.stem]
+    file = folder / f"{recipe.parent.name}_{recipe.stem}.yaml"
+    made = [BIN / "kairos", "small", recipe, file, "--data", DATA, "--text-encoder", encoder, "--steps", str(steps)]
+    follows = [BIN / "snakemake", "--cores", "1", "--snakefile", ROOT / "Snakefile", "--directory", folder / file.stem]
     begun = time.monotonic()
     for command in (made, [*follows, "--configfile", file]):
         (folder / file.stem).mkdir(exist_ok=True)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             said = "\n".join((done.stdout + done.stderr).splitlines()[-LINES:])
-            raise SystemExit(f"{recipe}: {command[0]} ended with {done.returncode}\n{said}")
+            raise SystemExit(f"{recipe}: {command[0].name} ended with {done.returncode}\n{said}")
     seconds = time.monotonic() - begun
     (results,) = (folder / file.stem / "results").iterdir()
     table = pd.read_csv(results / "summary.csv")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
 
 from kairos.config.experiment import load
@@ -14,6 +15,7 @@ from kairos.config.experiment import load
 STUDIES = Path(__file__).parent.parent / "studies"
 judge = runpy.run_path(str(STUDIES / "judge.py"))
 run = runpy.run_path(str(STUDIES / "run.py"))
+why = runpy.run_path(str(STUDIES / "why/measure.py"))
 
 
 def trainings(methods, seeds=8, spread=0.0, metrics=judge["METRICS"]):
@@ -77,3 +79,14 @@ def test_every_round_is_an_experiment_that_can_be_run(tmp_path, monkeypatch):
     assert not seeds[0] & seeds[1]
     with pytest.raises(SystemExit, match=r"--methods: got other, allowed: uniform, "):
         run["experiments"]("first", ["digits"], ["uniform", "other"])
+
+
+def test_the_optimum_by_heart_is_the_nearest_image_without_noise_and_the_mean_in_it():
+    known, one = torch.randn(5, 1, 2, 2, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    for image in known:
+        found = why["optimum"](0.9 * image[None], 0.9 * one, 1e-3 * one, known)
+        torch.testing.assert_close(found[0], image)
+    torch.testing.assert_close(why["optimum"](known[:1], 1e-4 * one, one, known)[0], known.mean(0), atol=1e-3, rtol=0)
+    weights = torch.tensor([1.0, math.exp(-2)], dtype=torch.float64)  # a pair at a distance of 2, seen at the first
+    pair = torch.tensor([0.0, 2.0], dtype=torch.float64).view(2, 1, 1, 1)
+    assert why["optimum"](pair[:1], one, one, pair).item() == pytest.approx(float(2 * weights[1] / weights.sum()))

@@ -1,0 +1,95 @@
+"""What limits a training, by level of noise: gradient noise, its direction, or how far the loss is from its optimum.
+
+    python studies/why/measure.py results/study_first_digits/uniform/seed0 --out studies/why/digits.csv
+
+At every milestone of a training, in equal ranges of ln SNR, a row with
+
+- signal ||E g||², noise tr Cov g and their ratio, the simple noise scale (McCandlish et al. 2018), of the loss as it is
+  trained; at the last milestone also in Adam's metric (``loss`` preconditioned), where the ratio is about the batch
+  size from which on larger ones gain little;
+- cosines of E g with that of every other level;
+- the error of epsilon by the averaged weights, on images trained on and on held-out ones, and the least possible one
+  of a network that knows the former by heart: the posterior mean over all of them (Karras et al. 2022, eq. 57).
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kairos.analyses.levels import agreement, log_snr_levels
+from kairos.analyses.registries import AgreementOptions
+from kairos.data.latents import open_latents
+from kairos.milestones import Milestone, open_milestone
+from kairos.randomness import Stream
+
+LEAST, MOST = -7.0, 7.0  # ln SNR; beyond, every network is right or the noise is not to be seen
+
+
+def optimum(x_t: Tensor, signal: Tensor, sigma: Tensor, known: Tensor) -> Tensor:
+    """E[x0 | x_t] of x0 that is one of `known`, (images, ...); x_t (batch, ...), its signal and noise (batch, 1)."""
+    images = known.flatten(1).double()
+    squares = torch.cdist(x_t.flatten(1) / signal, images).square() * (signal / sigma) ** 2
+    return (torch.softmax(-squares / 2, dim=1) @ images).view_as(x_t)
+
+
+def errors(opened: Milestone, x0: Tensor, known: Tensor, ends: tuple[float, float], level: int) -> list[float]:
+    """Error of epsilon at a level, of images (batch, ...): mean square of the network's, and of the optimum's."""
+    process, rows = opened.process, range(len(x0))
+    t = process.times(ends[0] + (ends[1] - ends[0]) * Stream(0, "why times").uniform(level, rows))
+    noise = Stream(0, "why noise").normal(level, rows, tuple(x0.shape[1:]))
+    x_t = process.noised(x0, noise.to(x0), t)
+    with torch.inference_mode():
+        epsilon = process.epsilon(process.predict(opened.model, x_t, t, {}), x_t, t)
+    signal, sigma = (each.double().view(-1, 1) for each in process.coefficients(t))
+    best = optimum(x_t.double(), signal, sigma, known)
+    shape = (-1, *[1] * (x_t.ndim - 1))
+    least = (x_t - signal.view(shape) * best) / sigma.view(shape)
+    return [(each - noise).square().mean().item() for each in (epsilon, least)]
+
+
+def measure(training: Path, bins: int, images: int, count: int) -> pd.DataFrame:
+    """Rows of all milestones but the first, see above.
+
+    Args:
+        training: its folder.
+        bins: levels.
+        images: of each level, for gradients.
+        count: images of each level, for errors.
+    """
+    latents = open_latents(training.parents[1] / "latents")
+    options = AgreementOptions(bins=bins, images=images, least=LEAST, most=MOST)
+    pick = Stream(0, "why images").integers
+    some = {
+        "train": latents.batch(latents.train[pick(0, len(latents.train), range(count)).numpy()]),
+        "heldout": latents.batch(latents.heldout[pick(1, len(latents.heldout), range(count)).numpy()]),
+    }
+    known, tables = latents.batch(latents.train), []
+    for folder in sorted((training / "milestones").iterdir())[1:]:
+        rows, opened = pd.DataFrame(agreement(options, folder, latents, "cpu")), open_milestone(folder)
+        levels = [ends for _, ends in log_snr_levels(opened.process, bins, LEAST, MOST)]
+        found = []
+        for level, ends in enumerate(levels):
+            of = {name: errors(opened, x0, known, ends, level) for name, x0 in some.items()}
+            found.append({"level": level, **{name: its[0] for name, its in of.items()}, "by_heart": of["train"][1]})
+        tables.append(rows.merge(pd.DataFrame(found), on="level").assign(step=int(folder.name)))
+    return pd.concat(tables)
+
+
+def main() -> None:
+    """Measure a training, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("training", type=Path, help="folder of a method and seed, with its milestones")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--bins", type=int, default=8)
+    parser.add_argument("--images", type=int, default=256, help="of each level, for gradients")
+    parser.add_argument("--count", type=int, default=512, help="of each level, for errors")
+    a = parser.parse_args()
+    table = measure(a.training, a.bins, a.images, a.count)
+    table.to_csv(a.out, index=False, float_format="%.5g", lineterminator="\n")
+
+
+if __name__ == "__main__":
+    main()
