@@ -78,10 +78,8 @@ def describe(
     shape: Any = x0 or (tuple(encoded["shape"]) if encoded else found) or tuple(given.shape or ())
     if not shape:
         lacking = f"fetch autoencoder.path ({experiment.autoencoder.path})" if image else "set dataset.resolution"
-        raise ConfigError(
-            f"the shape of what the network is trained on is not known yet: {lacking}, run kairos prepare and encode, "
-            "or give --shape C H W"
-        )
+        advice = f"{lacking}, run kairos prepare and encode, or give --shape C H W"
+        raise ConfigError(f"the shape of what the network is trained on is not known yet: {advice}")
     if kind != "none":
         arrays = (arrays + (experiment.dataset.low_resolution is not None)) * (1 + experiment.dataset.flips)
     told = {"low_resolution": {"kind": "image", "shape": list(shape)}, **record.get("conditions", {})}
@@ -96,10 +94,8 @@ def describe(
     missing = [name for name in experiment.conditions if name not in told]
     if missing:
         give = {"class": "--classes N", "text": "--text TOKENS WIDTH"}[missing[0]]
-        raise ConfigError(
-            f"model.conditions: what {', '.join(missing)} is like is not known yet: run kairos prepare (and text), or "
-            f"give {give}"
-        )
+        advice = f"run kairos prepare (and text), or give {give}"
+        raise ConfigError(f"model.conditions: what {', '.join(missing)} is like is not known yet: {advice}")
     conditions = {name: told[name] for name in experiment.conditions}
     captions = record.get("captions", {}).get("count")
     return Data(image, shape, images, train, conditions, arrays, known, captions, states)
@@ -164,9 +160,7 @@ def _text(config: TextEncoderConfig, results: Path, given: Sequence[int] | None)
         return dict(made["condition"])
     found = {} if given else _pretrained(config.path)
     found = found.get("text_config", found)
-    length, width = given or (
-        config.length or found.get("max_position_embeddings"),
-        found.get("hidden_size") or found.get("d_model"),
-    )
+    own = config.length or found.get("max_position_embeddings"), found.get("hidden_size") or found.get("d_model")
+    length, width = given or own
     shape = [length, width] if config.output == "tokens" else [width]
     return {"kind": "text", "shape": shape, "null": config.dropped} if all(shape) else None

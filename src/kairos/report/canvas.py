@@ -100,9 +100,8 @@ def plain_log(axes: Axes) -> None:
     """A log axis upwards with numbers instead of powers of ten, and enough of them where it is short."""
     low, high = axes.get_ylim()
     decades = np.log10(high / low)
-    axes.yaxis.set_major_locator(
-        MaxNLocator(6) if decades < 0.6 else LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,))
-    )
+    ticks = LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,))
+    axes.yaxis.set_major_locator(MaxNLocator(6) if decades < 0.6 else ticks)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
 

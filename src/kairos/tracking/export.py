@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jinja2
 import yaml
 
 from kairos.errors import KairosError, demand
@@ -81,13 +80,9 @@ def hub(milestone: Path, out: Path) -> None:
         "scheduler": glance(milestone / "scheduler" / "scheduler_config.json"),
         "latent": latent | glance(decoder / "config.json") if decodes and latent["kind"] != "none" else {},
     }
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {
-        "yaml": lambda value: yaml.safe_dump(value, sort_keys=False).rstrip(),
-        "number": text.number,
-    }
-    card = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    write_text(out / "README.md", environment.from_string(card).render(record | facts))
+    filters = {"yaml": lambda value: yaml.safe_dump(value, sort_keys=False).rstrip(), "number": text.number}
+    card = text.template(Path(__file__).with_name("card.md.jinja"), **filters)
+    write_text(out / "README.md", card.render(record | facts))
 
 
 def export(form: Callable[..., None], what: Any, out: Path) -> None:

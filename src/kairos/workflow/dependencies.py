@@ -43,12 +43,8 @@ def parts(stage: str, plain: Plain, method: str | None = None) -> tuple[Plain, l
 
 
 def _training(plain: Plain, method: str) -> tuple[Plain, list[str]]:
-    fields = {
-        **_only(plain, "model", "diffusion"),
-        "method": plain["methods"][method],
-        "training": trajectory_settings(plain, method),
-    }
-    return fields, code_roots(plain, method)
+    own = {"method": plain["methods"][method], "training": trajectory_settings(plain, method)}
+    return {**_only(plain, "model", "diffusion"), **own}, code_roots(plain, method)
 
 
 def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:

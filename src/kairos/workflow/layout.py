@@ -91,12 +91,6 @@ class Layout:
         return ["text"] if "text" in self.shared else []
 
     @property
-    def start(self) -> list[str]:
-        """The record of the milestone that trainings start from, if they do."""
-        start = self.experiment.training.start_from
-        return [f"{start}/milestone.json"] if start else []
-
-    @property
     def analyses(self) -> dict[str, dict[str, Any]]:
         """The analyses that are asked for, by name."""
         return {named["name"]: named for named in self.experiment.analyses}
@@ -128,14 +122,9 @@ class Layout:
         return list(self.experiment.methods)
 
     @property
-    def seeds(self) -> list[int]:
-        """All seeds."""
-        return self.experiment.seeds
-
-    @property
     def trainings(self) -> list[tuple[str, int]]:
         """Method and seed of every training."""
-        return [(method, seed) for method in self.methods for seed in self.seeds]
+        return [(method, seed) for method in self.methods for seed in self.experiment.seeds]
 
     @property
     def steps(self) -> list[str]:
@@ -169,10 +158,8 @@ class Layout:
         """The jobs of a training, in order."""
         parts = self.experiment.segments
         ends = [[], *(names(part[-1:]) for part, _ in pairwise(parts))]
-        return [
-            Segment(steps, before, number, f"_{number}" if len(parts) > 1 else "", number == len(parts))
-            for number, (steps, before) in enumerate(zip(parts, ends), 1)
-        ]
+        count, numbered = len(parts), enumerate(zip(parts, ends), 1)
+        return [Segment(*its, number, f"_{number}" * (count > 1), number == count) for number, its in numbered]
 
     def shards(self, stage: str) -> list[str]:
         """The parts that a job of a stage joins, as files name them: ``1of2`` ...; none where it is not split."""
