@@ -21,7 +21,7 @@ for segment in layout.segments:
             controller.sharing(workflow, layout, segment)
         conda:
             "../../envs/environment.yml"
-        threads: layout.threads * processes_per_node(layout.experiment)
+        threads: layout.experiment.training.threads * processes_per_node(layout.experiment)
         resources:
             **of_training(layout.experiment),
         params:

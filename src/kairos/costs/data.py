@@ -15,7 +15,6 @@ from kairos.files import read_json
 from kairos.text.settings import TextEncoderConfig
 
 Shape = tuple[int, int, int]
-_DIGITS = 1797
 
 
 @dataclass(frozen=True)
@@ -108,24 +107,20 @@ def _record(folder: Path) -> dict[str, Any]:
 
 def _images(experiment: Experiment, record: dict[str, Any]) -> tuple[Shape | None, int | None, int | None, str]:
     """Shape of an image, number of images and of training images, and where the numbers are from."""
-    dataset = experiment.dataset
+    dataset, own = experiment.dataset, isinstance(experiment.dataset.heldout, str)
     if record:
         shape = (record["channels"], record["height"], record["width"])
         return shape, record["count"], record["train_count"], "prepared"
-    side = dataset.resolution or (8 if dataset.source == "digits" else None)
+    digits = dataset.source == "digits"
+    side = dataset.resolution or 8 * digits
     image = (1 if dataset.color == "grey" else 3, side, side) if side else None
-    if dataset.source == "digits":
-        count = min(_DIGITS, dataset.limit or _DIGITS)
-        return image, count, count - dataset.held_out(count), "embedded"
-    if dataset.train_images is not None:
-        share = dataset.heldout
-        images = None if isinstance(share, str) else round(dataset.train_images / (1 - share))
+    if dataset.train_images is not None and not digits:
+        images = None if own else round(dataset.train_images / (1 - float(dataset.heldout)))
         return image, images, dataset.train_images, "dataset.train_images"
-    if (images := dataset.images) is not None:
-        own = isinstance(dataset.heldout, str)
+    if (images := dataset.images) is not None and not digits:
         return image, None if own else images, images - (0 if own else dataset.held_out(images)), "dataset.images"
     if not (seen := survey(dataset)).unknown:
-        return image, None if isinstance(dataset.heldout, str) else seen.count, seen.train, "counted"
+        return image, None if own else seen.count, seen.train, "embedded" if digits else "counted"
     return image, None, None, "unknown before kairos prepare; dataset.train_images would tell"
 
 

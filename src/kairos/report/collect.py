@@ -292,24 +292,21 @@ def _alike(one: Any, other: Any) -> bool:
 def _milestone(folder: Path, step: int, reference: Record) -> Milestone:
     name = f"{step:07d}"
     place, path = folder / "milestones" / name, folder / "evaluation" / f"{name}.json"
-    milestone = Milestone(
-        step=step,
-        record=_read(place / "milestone.json", "train"),
-        strategy=_read(place / "strategy.csv", "train", pd.read_csv),
-        evaluation=_read(path, "evaluate"),
-        grid=_read(folder / "samples" / f"{name}.png", "sample", Path),
-    )
-    protocol, again = milestone.evaluation["protocol"], "run `kairos evaluate` again"
-    if protocol["identity"] != milestone.record["identity"]:
+    record = _read(place / "milestone.json", "train")
+    strategy = _read(place / "strategy.csv", "train", pd.read_csv)
+    evaluation = _read(path, "evaluate")
+    grid = _read(folder / "samples" / f"{name}.png", "sample", Path)
+    protocol, again = evaluation["protocol"], "run `kairos evaluate` again"
+    if protocol["identity"] != record["identity"]:
         other, remedy = protocol["identity"][:12], "run `kairos sample` and `kairos evaluate` again"
         raise KairosError(f"{path}: is of another training ({other}); {remedy}")
     for key in ("extractor_hash", "reference_hash"):
         if protocol[key] != reference[key]:
             fault = f"{path}: its {key} {protocol[key][:12]} is not that of reference/reference.json"
             raise KairosError(f"{fault} ({reference[key][:12]}), so the two cannot be compared; {again}")
-    if reference["metric"] not in milestone.evaluation["metrics"]:
+    if reference["metric"] not in evaluation["metrics"]:
         raise KairosError(f"{path}: has no {reference['metric']}; {again}")
-    return milestone
+    return Milestone(step, record, strategy, evaluation, grid)
 
 
 def _jobs(folder: Path, experiment: Experiment) -> tuple[Record, ...]:

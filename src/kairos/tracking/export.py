@@ -17,6 +17,7 @@ from kairos.files import atomic_folder, glance, write_text
 from kairos.milestones import check_milestone, step_name
 from kairos.report import text
 from kairos.report.collect import Results, Training
+from kairos.report.samples import picture
 from kairos.tracking import content
 
 
@@ -32,7 +33,7 @@ def tensorboard(results: Results, out: Path) -> None:
             for point in points:
                 writer.add_scalar(point.key, point.value, point.step, point.timestamp / 1000)
             for one in training.milestones:
-                writer.add_image("samples", _pixels(one.grid), one.step, dataformats="HWC")
+                writer.add_image("samples", picture(one.grid), one.step, dataformats="HWC")
 
 
 def wandb(results: Results, out: Path) -> None:
@@ -49,7 +50,7 @@ def wandb(results: Results, out: Path) -> None:
         quiet = tool.Settings(silent=True, console="off", disable_git=True)
         with tool.init(**where, mode="offline", config=params, settings=quiet, reinit="finish_previous") as run:
             for step, found in groupby(sorted(points, key=attrgetter("step")), attrgetter("step")):
-                images = {"samples": tool.Image(_pixels(grids[step]))} if step in grids else {}
+                images = {"samples": tool.Image(picture(grids[step]))} if step in grids else {}
                 run.log({point.key: point.value for point in found} | images, step=step)
 
 
@@ -108,11 +109,3 @@ def _tool(name: str, module: str) -> ModuleType:
         return import_module(module)
     except ImportError as error:
         raise KairosError(f"{name} cannot be imported ({error}); install kairos[{name}]") from None
-
-
-def _pixels(path: Path) -> Any:
-    import numpy as np
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return np.asarray(image.convert("RGB"))

@@ -29,6 +29,12 @@ def tracking_uri(configured: str | None) -> str:
     return configured or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
+def database(uri: str) -> Path | None:
+    """The file of a database of SQLite's; None: the store is something else."""
+    found = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri)
+    return Path(found[1]).absolute() if found else None
+
+
 def without_credentials(uri: str) -> str:
     """The URI without user name, password and query."""
     parts = urlsplit(uri)
@@ -78,11 +84,9 @@ def exclusive(uri: str) -> Iterator[None]:
     Raises:
         KairosError: another process holds it for longer than two minutes.
     """
-    database = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri)
-    if database is None:
+    if (path := database(uri)) is None:
         yield  # a server takes care of itself
         return
-    path = Path(database[1]).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f"{path.name}.lock"), "w") as lock:
         if not locked(lock, _LOCK_SECONDS, "imports from making its tables at once; put the database on"):

@@ -147,7 +147,7 @@ def starts(workflow: Any, layout: Layout) -> None:
     if workflow.local_exec:
         interrupts.obey(workflow.scheduler)
         stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]
-        preload.start(layout.config, layout.threads, stages)
+        preload.start(layout.config, layout.experiment.training.threads, stages)
 
 
 def succeeded(workflow: Any, layout: Layout) -> None:

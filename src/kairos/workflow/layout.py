@@ -136,11 +136,6 @@ class Layout:
         """GPUs that a computing job asks for."""
         return gpus(self.experiment)
 
-    @property
-    def threads(self) -> int:
-        """Computing threads of a job."""
-        return self.experiment.training.threads
-
     def frozen(self, wildcards: Any, output: Any) -> str:
         """The configuration file of a job: a parameter that Snakemake does not compare, see `arguments`."""
         return self.config.as_posix()
@@ -236,15 +231,11 @@ class Layout:
         records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
         of_step = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
         each = ["training.json", "metrics.jsonl", *(name.format(step) for step in self.steps for name in of_step)]
+        jobs = product(dependencies.PER_TRAINING, self.trainings, self.segments)
         return [
             *(f"{self.results}/{record}.json" for record in records),
             *(f"{self.training(*training)}/{name}" for training in self.trainings for name in each),
-            *(
-                self.sums(stage, *training, segment)
-                for stage in dependencies.PER_TRAINING
-                for training in self.trainings
-                for segment in self.segments
-            ),
+            *(self.sums(stage, *training, segment) for stage, training, segment in jobs),
             *self.tables,
         ]
 
