@@ -28,13 +28,13 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the milestone."""
-    shape: Any = None
-    a = arguments
+    a, shape = arguments, None
     if a.shape is not None:
         parts = a.shape.split(",")
         good = len(parts) == 3 and all(part.isdigit() and int(part) for part in parts)
         demand(good, "shape", a.shape, "C,H,W such as 4,32,32")
-        shape = tuple(map(int, parts))
+        channels, height, width = map(int, parts)
+        shape = channels, height, width
     demand(a.classes is None or a.classes > 0, "classes", a.classes, "1 or more")
     demand(a.step >= 0, "step", a.step, "0 or more")
     replaced = a.out.is_dir() and (not any(a.out.iterdir()) or _imported(a.out / "milestone.json"))

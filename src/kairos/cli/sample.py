@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.sampling import sample
 
     parts = [tuple(a.part[n * each : (n + 1) * each]) for n in range(len(pairs))]
-    jobs = [sample.SamplingJob(*pair, its) for pair, its in zip(pairs, parts)]
+    jobs = [sample.SamplingJob(folder, out, grid, its) for (folder, out, grid), its in zip(pairs, parts)]
     overrides = {name: value for name, value in vars(a).items() if name in _SETTINGS}
     if a.grid_images is not None:
         overrides["grid"] = a.grid_images

@@ -26,9 +26,8 @@ def _scaled_linear(start: float, end: float, **further: int) -> dict[str, Any]:
     return {"process": {"name": "discrete", **ends, **further}}
 
 
-PUBLISHED: dict[
-    str, dict[str, Any]
-] = {  # section `diffusion` that files of a backbone, of one of its sizes or told of text were trained with
+# section `diffusion` that files of a backbone, of one of its sizes or told of text were trained with
+PUBLISHED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("dit", "mdt", "adm", "unet speed"), _hybrid()),
     "adm 64": _hybrid("cosine"),
     "uvit": {"process": "vp"},

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from kairos.config import load
-from kairos.errors import ConfigError, KairosError, demand
+from kairos.errors import ConfigError, KairosError, demand, refusal
 from kairos.files import write_json, write_text
 from kairos.progress import say
 from kairos.workflow import dependencies
@@ -74,8 +74,8 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
     demand(stage in stages, "ledger run", f"stage {stage!r}", ", ".join(stages))
     if stage in dependencies.PER_TRAINING:
         allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
-        given = (method, seed) in layout.trainings
-        demand(given, f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
+        if method not in layout.methods or seed not in layout.experiment.seeds:
+            raise refusal(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
         sums = [layout.sums(stage, method, seed, segment) for segment in layout.segments]
         return [f"{rule}{segment.name}" for rule in rules for segment in layout.segments], sums
     if method is not None or seed is not None:
