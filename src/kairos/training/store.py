@@ -79,11 +79,9 @@ def _refuse_another_machine(folder: Path) -> None:
         if last["host"] == socket.gethostname() or last["state"] != "running" or time.time() - last["updated"] > 60:
             return
         if seen and seen != last["updated"]:
-            other = (
-                f"{folder.parent}: is being trained on {last['host']} (pid {last['pid']}), and the file system's lock"
-            )
-            advice = "mount it with locks between machines (NFS: without nolock or local_lock)"
-            raise KairosError(f"{other} does not reach this machine; {advice}")
+            other = f"is being trained on {last['host']} (pid {last['pid']})"
+            fault = "the file system's lock does not reach this machine; mount it with locks between machines"
+            raise KairosError(f"{folder.parent}: {other}, and {fault} (NFS: without nolock or local_lock)")
         seen = last["updated"]
         time.sleep(1)
 

@@ -130,10 +130,11 @@ def listing(layout: Layout) -> str | list[str] | None:
     if dataset.source != "folder":
         return data_files(layout) or None
     roots = [Path(str(part.path)) for part in dataset.parts]
-    files = [(root, sorted(file for file in root.rglob("*") if file.is_file())) for root in roots]
-    return sha256_json(
-        [[(file.relative_to(root).as_posix(), file.stat().st_size) for file in its] for root, its in files]
-    )
+    found = [
+        sorted((file.relative_to(root).as_posix(), file.stat().st_size) for file in root.rglob("*") if file.is_file())
+        for root in roots
+    ]
+    return sha256_json(found)
 
 
 def starts(workflow: Any, layout: Layout) -> None:
