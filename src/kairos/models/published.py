@@ -55,10 +55,10 @@ def _opened(path: Path) -> dict[str, Any]:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         holds = re.search(r"GLOBAL (\S+)", str(error))
-        fault = f"{path}: not opened, for it holds {holds[1] if holds else 'more than tensors and numbers'}, and such a"
-        advice = "save the state_dict of their network as safetensors where you trust the file"
         raise KairosError(
-            f"{fault} pickle runs code when it is opened. EDM's files are of this kind: {advice}"
+            f"{path}: not opened, for it holds {holds[1] if holds else 'more than tensors and numbers'}, and such a "
+            "pickle runs code when it is opened. EDM's files are of this kind: save the state_dict of their network as "
+            "safetensors where you trust the file"
         ) from None
     except (SafetensorError, RuntimeError, EOFError, ValueError, OSError) as error:
         raise KairosError(f"{path}: damaged, or no file of weights ({' '.join(str(error).split())[:200]})") from None
