@@ -20,7 +20,7 @@ container: "kairos.sif"
 
 wildcard_constraints:
     method=layout.matching(layout.methods),
-    seed=layout.matching(layout.seeds),
+    seed=layout.matching(layout.experiment.seeds),
     shard=r"\d+of\d+",
 
 

@@ -23,22 +23,16 @@ __all__ = [
     "__version__", "density", "make_schedule", "preset", "presets", "weighting",
 ]  # fmt: skip
 
-_WHERE = {
-    "Strategy": "strategies.strategy",
-    "Draw": "strategies.strategy",
-    "LossByLevel": "strategies.own_loop",
-    "ValidationLoss": "strategies.validation",
-    "Discrete": "diffusion.processes",
-    "Edm": "diffusion.processes",
-    "Flow": "diffusion.processes",
-    "Vp": "diffusion.processes",
-    "NoiseSchedule": "diffusion.schedule",
-    "make_schedule": "diffusion.schedule",
-    "density": "strategies",
-    "weighting": "strategies",
-    "preset": "strategies.presets",
-    "presets": "strategies.presets",
+_NAMES = {
+    "strategies.strategy": ("Strategy", "Draw"),
+    "strategies.own_loop": ("LossByLevel",),
+    "strategies.validation": ("ValidationLoss",),
+    "diffusion.processes": ("Discrete", "Edm", "Flow", "Vp"),
+    "diffusion.schedule": ("NoiseSchedule", "make_schedule"),
+    "strategies": ("density", "weighting"),
+    "strategies.presets": ("preset", "presets"),
 }
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -143,9 +143,8 @@ except Exception as error:
 
 def _rows(path: str, split: str, offline: bool) -> tuple[bool, str]:
     """Load a hub data set in a process of its own: whether that works, and the number of rows or the error."""
-    environment = {**os.environ, OFFLINE: "1"}
-    if not offline:
-        del environment[OFFLINE]
+    environment = {name: value for name, value in os.environ.items() if name != OFFLINE}
+    environment |= {OFFLINE: "1"} if offline else {}
     command = [sys.executable, "-c", _ROWS, path, split]
     progress = subprocess.DEVNULL if offline else None
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=progress, text=True, check=False)

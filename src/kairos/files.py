@@ -5,10 +5,12 @@ leaves the old file or the new one. Leftovers of killed writers start with ``.tm
 """
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -216,6 +218,26 @@ def hash_folder(path: Path) -> dict[str, str]:
     """SHA-256 of every file below a folder by relative name, temporary files left out."""
     files = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".tmp-"))
     return {file.relative_to(path).as_posix(): sha256_file(file) for file in sorted(files)}
+
+
+def locked(file: IO[Any], patience: float, two: str) -> bool:
+    """Whether the lock of an open file could be taken within so many seconds; the kernel frees it when its holder dies.
+
+    Raises:
+        KairosError: the file system has no locks; the message says of which `two` nothing would keep the one away.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+        except OSError as error:
+            fault = f"{file.name}: this file system has no locks ({error.strerror}), so nothing would keep two {two}"
+            raise KairosError(f"{fault} another one, or mount it with locks (Lustre: flock)") from None
 
 
 def read_lines(path: Path) -> list[str]:

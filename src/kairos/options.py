@@ -23,13 +23,7 @@ _BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", oper
 
 
 def option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[Any, ...] | None = None,
-    alias: str | None = None,
-    component: Any = False,
-    **bounds: float,
+    default: Any, help: str, *, choices: Collection[Any] = (), alias: str = "", component: Any = False, **bounds: float
 ) -> Any:
     """A dataclass field with its meaning and the values it allows; `bounds` are of gt, ge, lt and le.
 
@@ -138,14 +132,14 @@ def dump(options: Any) -> dict[str, Any]:
 def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
     if callable(metadata.get("component")):
         return metadata["component"](value, where)
-    choices = metadata.get("choices")
-    if str(value) in (choices or ()):
+    choices = metadata.get("choices", ())
+    if str(value) in choices:
         value = str(value)  # for YAML the name 64 is a number
     converted = _converted(value, hint)
     valid = converted is not _INVALID
     if valid and converted is not None:
         within = (_BOUNDS[name][1](converted, bound) for name, bound in metadata.get("bounds", {}).items())
-        valid = all(within) and (choices is None or converted in choices)
+        valid = all(within) and (not choices or converted in choices)
     if not valid:
         numeric = {int, float} & {hint, *typing.get_args(hint)}
         raise refusal(where, repr(value), _describe(hint, metadata) + (meant_number(value) if numeric else ""))

@@ -57,19 +57,12 @@ class _Schema:
     default: str | None
 
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
-        named = [
-            {"const": name, "description": entry.help or self.registry.kind} for name, entry in self.registry.items()
-        ]
-        told = [
-            {
-                "type": "object",
-                "description": described["description"],
-                "properties": {"name": described, **_options_schema(self.registry[described["const"]].options)},
-                "required": ["name"] if described["const"] != self.default else [],
-                "additionalProperties": False,
-            }
-            for described in named
-        ]
+        named, told = [], []
+        for name, entry in self.registry.items():
+            named.append({"const": name, "description": entry.help or self.registry.kind})
+            fields = {"name": named[-1], **_options_schema(entry.options)}
+            form = {"type": "object", "description": named[-1]["description"], "properties": fields}
+            told.append({**form, "required": ["name"] * (name != self.default), "additionalProperties": False})
         return {"anyOf": [*named, *told]} if named else {"not": {}}
 
 
@@ -111,8 +104,12 @@ def check(model: type[S], values: dict[str, Any], source: str) -> S:
     raise ConfigError(head + "\n  ".join(lines))
 
 
+_TYPES = ("int", "float", "str")  # with which pydantic says at which type of several it was
+
+
 def _line(item: Any, model: type[BaseModel]) -> str:
-    where = ".".join(str(part) for part in item["loc"] if not _is_type_tag(part))
+    parts = map(str, item["loc"])
+    where = ".".join(part for part in parts if part not in _TYPES and not part.startswith("function-"))
     kind, value = item["type"], item["input"]
     holder, meaning = _walk(model, item["loc"])
     if kind == "extra_forbidden":
@@ -129,10 +126,6 @@ def _line(item: Any, model: type[BaseModel]) -> str:
     return str(refusal(where, _short(value), message + (f" ({meaning})" if meaning else "") + hint))
 
 
-def _is_type_tag(part: Any) -> bool:
-    return part in ("int", "float", "str") or (isinstance(part, str) and part.startswith("function-"))
-
-
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -146,9 +139,6 @@ def _walk(model: type[BaseModel], loc: tuple[Any, ...]) -> tuple[type[BaseModel]
         if current is not None and part in current.model_fields:
             field = current.model_fields[part]
             meaning = field.description or ""
-            current = next(filter(_is_model, (field.annotation, *get_args(field.annotation))), None)
+            kinds = (kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type))
+            current = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
     return current, meaning
-
-
-def _is_model(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, BaseModel)

@@ -115,9 +115,8 @@ def _make(home: Path, used: IO[str], copied: Copied) -> None:
                     relative = file.relative_to(source).as_posix()
                     _place(file, folder / name / relative, files.get(relative))
             manifest = folder / "latents" / "manifest.json"
-            write_json(
-                manifest, {**read_json(manifest), **{name: f"../{name}" for name in copied if name != "latents"}}
-            )
+            beside = {name: f"../{name}" for name in copied if name != "latents"}
+            write_json(manifest, {**read_json(manifest), **beside})
 
 
 def _whole(home: Path, copied: Copied) -> bool:

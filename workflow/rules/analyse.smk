@@ -24,7 +24,7 @@ for name in layout.analyses:
             localrule: not part
             conda:
                 "../../envs/environment.yml"
-            threads: layout.threads if part else 1
+            threads: layout.experiment.training.threads if part else 1
             resources:
                 mem_mb=growing(6000 if part else 2000),
                 runtime=growing(240 if part else 30),

@@ -21,7 +21,7 @@ for name in layout.rules("encode"):
             f"{RESULTS}/logs/encode{'.{shard}' * part}.log",
         conda:
             "../../envs/environment.yml"
-        threads: layout.threads
+        threads: layout.experiment.training.threads
         resources:
             mem_mb=growing(6000),
             runtime=growing(240),

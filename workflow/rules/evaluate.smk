@@ -21,7 +21,7 @@ for segment in layout.segments:
             layout.images(segment)
         conda:
             "../../envs/environment.yml"
-        threads: layout.threads
+        threads: layout.experiment.training.threads
         resources:
             mem_mb=growing(6000),
             runtime=growing(120),

@@ -43,7 +43,7 @@ for segment in layout.segments:
                 None if part else layout.images(segment)
             conda:
                 "../../envs/environment.yml"
-            threads: layout.threads
+            threads: layout.experiment.training.threads
             resources:
                 mem_mb=growing(6000),
                 runtime=growing(240),

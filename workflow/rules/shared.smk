@@ -27,7 +27,7 @@ for name, (read, asked) in ((name, SHARED[name]) for name in SHARED if name in l
             f"{RESULTS}/logs/{name}.log",
         conda:
             "../../envs/environment.yml"
-        threads: layout.threads
+        threads: layout.experiment.training.threads
         resources:
             **asked,
         params:

@@ -9,7 +9,7 @@ for segment in layout.segments:
             f"train{segment.name}"
         input:
             latents=f"{RESULTS}/latents/manifest.json",
-            start=layout.start,
+            start=[f"{start}/milestone.json" for start in [layout.experiment.training.start_from] if start],
             before=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.before],
         output:
             milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
@@ -21,7 +21,7 @@ for segment in layout.segments:
             controller.sharing(workflow, layout, segment)
         conda:
             "../../envs/environment.yml"
-        threads: layout.threads * processes_per_node(layout.experiment)
+        threads: layout.experiment.training.threads * processes_per_node(layout.experiment)
         resources:
             **of_training(layout.experiment),
         params:

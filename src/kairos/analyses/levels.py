@@ -26,6 +26,7 @@ from kairos.strategies.numeric import Array
 from kairos.training import checkpoint
 
 Row = dict[str, Any]
+_BOTH: Row = {"training": None, "vlb": None}  # losses, in no metric but the plain one
 Level = tuple[Row, tuple[float, float]]  # what is to be said of it, and its fractions of the process
 
 
@@ -39,9 +40,8 @@ def area_levels(process: Any, r: float) -> list[Level]:
     area = increments("vp", process.schedule, r=r).area()
     area = np.append(area[1:], area[-1:])  # its x_t is our timestep t - 1, and the last one has no increment
     edges = np.flatnonzero(np.append(True, np.append(area[1:] != area[:-1], True)))
-    return [
-        ({"area": str(area[start])}, (start / len(area), end / len(area))) for start, end in pairwise(edges.tolist())
-    ]
+    count = len(area)
+    return [({"area": str(area[start])}, (start / count, end / count)) for start, end in pairwise(edges.tolist())]
 
 
 def log_snr_levels(process: Any, bins: int, least: float = -9.0, most: float = 9.0) -> list[Level]:
@@ -64,15 +64,13 @@ def gradient_variance(options: GradientVarianceOptions, folder: Path, latents: L
         device: where it is computed.
     """
     opened = open_milestone(folder, "raw", device)
-    return _rows(options, folder, opened, latents, even_levels(options.bins), {"training": None, "vlb": None})
+    return _rows(options, folder, opened, latents, even_levels(options.bins), _BOTH)
 
 
 def areas(options: AreasOptions, folder: Path, latents: Latents, device: Any) -> list[Row]:
     """The same by SpeeD's areas (Wang et al. 2025, figure 1); arguments as of `gradient_variance`."""
     opened = open_milestone(folder, "raw", device)
-    return _rows(
-        options, folder, opened, latents, area_levels(opened.process, options.r), {"training": None, "vlb": None}
-    )
+    return _rows(options, folder, opened, latents, area_levels(opened.process, options.r), _BOTH)
 
 
 def agreement(options: AgreementOptions, folder: Path, latents: Latents, device: Any) -> list[Row]:

@@ -48,9 +48,8 @@ def interdependence(options: InterdependenceOptions, folder: Path, latents: Late
 
     before = losses(opened.model)
     for trained, (start, end) in [*enumerate(parts), ("all", (0, cells))]:
-        method = opened.config["methods"][record["method"]] | {
-            "sampler": {"name": "uniform", "start": start, "end": end}
-        }
+        sampler = {"name": "uniform", "start": start, "end": end}
+        method = opened.config["methods"][record["method"]] | {"sampler": sampler}
         plain = {"methods": {record["method"]: method}, "training": opened.config["training"] | _HERE}
         training = Training(opened.config | plain, record["method"], record["seed"], latents, device)
         training.model.load_weights(opened.model.weights())

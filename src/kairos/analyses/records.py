@@ -50,10 +50,8 @@ def relative_time(options: NoOptions, experiment: Any, results: Path) -> list[Ro
     """
     metric, rows = read_json(results / "reference/reference.json")["metric"], []
     for (method, its), seed in product(experiment.methods.items(), experiment.seeds):
-        folder, selected = (
-            results / method / f"seed{seed}",
-            its.sampler.get("selected") if its.sampler["name"] in ADAPTIVE else None,
-        )
+        folder = results / method / f"seed{seed}"
+        selected = its.sampler.get("selected") if its.sampler["name"] in ADAPTIVE else None
         path = folder / "timing.jsonl"
         clock = {0: 0.0} | {line["step"]: line["seconds"] for line in (read_timing(path) if path.is_file() else ())}
         for step in experiment.milestones:
@@ -63,11 +61,9 @@ def relative_time(options: NoOptions, experiment: Any, results: Path) -> list[Ro
             row = {"method": method, "selected": selected, "seed": seed, "step": step, "seconds": clock[step]}
             rows.append(row | {"metric": metric, "distance": distance})
     own = [row for row in rows if row["method"] == experiment.baseline]
-    means = [
-        [np.mean([row[name] for row in own if row["step"] == step]) for name in ("distance", "seconds")]
-        for step in experiment.milestones[1:]
-    ]
-    return [row | {"relative_time": row["seconds"] / min(means)[1]} for row in rows]
+    steps = [[row for row in own if row["step"] == step] for step in experiment.milestones[1:]]
+    best = min([np.mean([row[name] for row in its]) for name in ("distance", "seconds")] for its in steps)
+    return [row | {"relative_time": row["seconds"] / best[1]} for row in rows]
 
 
 def subset_size(options: NoOptions, experiment: Any, results: Path) -> list[Row]:

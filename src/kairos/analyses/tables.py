@@ -22,10 +22,8 @@ def measure(named: dict[str, Any], milestone: Path, latents: Path, out: Path, de
         out: the CSV file.
         device: where it is computed.
     """
-    rows, record = (
-        ANALYSES.build(*split(named), milestone, open_latents(latents), device),
-        read_json(milestone / "milestone.json"),
-    )
+    record = read_json(milestone / "milestone.json")
+    rows = ANALYSES.build(*split(named), milestone, open_latents(latents), device)
     write(pd.DataFrame([{key: record[key] for key in ("method", "seed", "step")} | row for row in rows]), out)
 
 

@@ -5,6 +5,7 @@ import errno
 import json
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,8 @@ def plain(option: str, allowed: str) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         import yaml
 
-        try:
+        with suppress(ValueError):
             return json.loads(text)
-        except ValueError:
-            pass
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError:

@@ -12,14 +12,11 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kairos.cli.common import demand
 
-if TYPE_CHECKING:
-    from kairos.config import Experiment
-    from kairos.status.tool_checks import Finding
-
+Finding = tuple[bool, str, str]  # as of `kairos.status.tool_checks`
 _PACKAGES = ("torch", "torchvision", "diffusers", "datasets", "torch-fidelity", "scikit-learn", "pandas", "pydantic")
 _TOOLS = ("snakemake", "dvc", "mlflow")
 
@@ -57,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise KairosError(f"not usable here: {', '.join(dict.fromkeys(missing))}")
 
 
-def _software() -> "list[Finding]":
+def _software() -> list[Finding]:
     lines = [(sys.version_info >= (3, 11), "python", platform.python_version())]
     for package in (*_PACKAGES, *_TOOLS):
         try:
@@ -67,7 +64,7 @@ def _software() -> "list[Finding]":
     return lines
 
 
-def _devices() -> "tuple[list[Finding], int]":
+def _devices() -> tuple[list[Finding], int]:
     """The devices, and how many of them are GPUs."""
     try:
         import torch
@@ -88,12 +85,12 @@ def _devices() -> "tuple[list[Finding], int]":
     return lines, torch.cuda.device_count()
 
 
-def _git() -> "Finding":
+def _git() -> Finding:
     git = subprocess.run(["git", "rev-parse", "--git-dir"], capture_output=True, text=True, check=False).returncode == 0
     return git, "git", "this is a repository" if git else "not a git repository; kairos ledger record needs one"
 
 
-def _weights() -> "Finding":
+def _weights() -> Finding:
     from kairos.evaluation import weights
 
     path = weights.place()
@@ -101,7 +98,7 @@ def _weights() -> "Finding":
     return True, "inception weights", str(path) if path.is_file() else absent
 
 
-def _experiment(path: Path, experiment: "Experiment") -> "list[Finding]":
+def _experiment(path: Path, experiment: Any) -> list[Finding]:
     from kairos import fetching
 
     lines = [(True, "experiment file", f"{path}: {len(experiment.methods)} methods, {len(experiment.seeds)} seeds")]

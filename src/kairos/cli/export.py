@@ -10,9 +10,8 @@ from kairos.errors import demand
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("form", choices=("tensorboard", "wandb", "hub"), metavar="tensorboard|wandb|hub")
-    what = (
-        "results/<experiment> or an experiment file; hub: a milestone, results/<experiment>/<method>/seed0/milestones/N"
-    )
+    milestone = "results/<experiment>/<method>/seed0/milestones/N"
+    what = f"results/<experiment> or an experiment file; hub: a milestone, {milestone}"
     parser.add_argument("path", type=Path, metavar="PATH", help=what)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
 

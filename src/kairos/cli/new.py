@@ -14,9 +14,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write, empty or not there yet")
         return
     if name == "small":
-        parser.add_argument(
-            "recipe", type=Path, metavar="RECIPE", help="experiment file, e.g. recipes/speed/table5.yaml"
-        )
+        recipe = "experiment file, e.g. recipes/speed/table5.yaml"
+        parser.add_argument("recipe", type=Path, metavar="RECIPE", help=recipe)
         parser.add_argument("file", type=Path, metavar="FILE", help="experiment file to write")
         what = "folder of small data sets: cifar10, fashion_mnist, coco_mini, taesd (data); else the embedded digits"
         parser.add_argument("--data", type=Path, default=Path("data"), metavar="DIR", help=what)

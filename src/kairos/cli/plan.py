@@ -58,6 +58,5 @@ def _folder(arguments: argparse.Namespace) -> None:
 
     from kairos.costs.text import values
 
-    print(
-        json.dumps({str(one.file): values(one.found) | {"gpu_hours": one.all_hours(share)} for one in found}, indent=1)
-    )
+    each = {str(one.file): values(one.found) | {"gpu_hours": one.all_hours(share)} for one in found}
+    print(json.dumps(each, indent=1))

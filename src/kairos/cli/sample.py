@@ -53,10 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
     demand(len(a.part) == each * len(pairs), "part", len(a.part), f"as many for each of {len(pairs)} --out")
     from kairos.sampling import sample
 
-    jobs = [
-        sample.SamplingJob(folder, out, grid, tuple(a.part[n * each : (n + 1) * each]))
-        for n, (folder, out, grid) in enumerate(pairs)
-    ]
+    parts = [tuple(a.part[n * each : (n + 1) * each]) for n in range(len(pairs))]
+    jobs = [sample.SamplingJob(folder, out, grid, its) for (folder, out, grid), its in zip(pairs, parts)]
     overrides = {name: value for name, value in vars(a).items() if name in _SETTINGS}
     if a.grid_images is not None:
         overrides["grid"] = a.grid_images

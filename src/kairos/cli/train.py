@@ -2,13 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kairos import clock
 from kairos.cli.common import add_config, add_timing, demand, write_timing
-
-if TYPE_CHECKING:
-    from kairos.training.job import Leave
+from kairos.training.job import Leave, Left
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -32,7 +29,6 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Train, or go on training."""
     from kairos.progress import say
-    from kairos.training.job import Leave, Left
     from kairos.training.launch import is_first
 
     with Leave() as leave:  # from here on: imports take a while
@@ -44,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise
 
 
-def _run(arguments: argparse.Namespace, leave: "Leave") -> None:
+def _run(arguments: argparse.Namespace, leave: Leave) -> None:
     from kairos.config import load
     from kairos.training import launch
 

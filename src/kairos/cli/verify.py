@@ -24,8 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
     folder = arguments.folder
     if (folder / "milestone.json").exists():
         record = check_milestone(folder)
-        for name, digest in sorted(record["files"].items()):
-            print(f"{name} {digest}")
+        print(*(f"{name} {digest}" for name, digest in sorted(record["files"].items())), sep="\n")
         return
     if not folder.is_dir():
         raise KairosError(f"{folder}: no such folder; pass the folder of a training or of a milestone")
@@ -38,8 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
         if not path.is_file():
             raise DamagedError(f"{path}: missing")
     hashes = {**component_hashes(read(checkpoint)), "metrics": sha256_file(folder / "metrics.jsonl")}
-    for name, digest in hashes.items():
-        print(f"{name} {digest}")
+    print(*(f"{name} {digest}" for name, digest in hashes.items()), sep="\n")
     wrong = [name for name, digest in hashes.items() if record["components"][name] != digest]
     if wrong:
         raise DamagedError(f"{folder}: damaged or not of this training: {', '.join(wrong)}")

@@ -59,6 +59,9 @@ def _method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
     return methods
 
 
+_Name = Annotated[str, AfterValidator(_folder_name)]
+_Seeds = Annotated[list[int], AfterValidator(_distinct)]
+_Methods = Annotated[dict[str, MethodConfig], AfterValidator(_method_names)]
 _EXTENDS = {"type": "string", "description": "experiment file that this one is laid over, from its own folder"}
 
 
@@ -67,21 +70,15 @@ class Experiment(Section):
 
     model_config = ConfigDict(json_schema_extra=lambda schema: schema["properties"].update(extends=_EXTENDS))
 
-    experiment: Annotated[str, AfterValidator(_folder_name)] = field(
-        ..., "name of the experiment and of its results folder"
-    )
-    seeds: Annotated[list[int], AfterValidator(_distinct)] = field(
-        [0], "seeds; all methods of a seed share data order and noise", min_length=1
-    )
+    experiment: _Name = field(..., "name of the experiment and of its results folder")
+    seeds: _Seeds = field([0], "seeds; all methods of a seed share data order and noise", min_length=1)
     dataset: DatasetConfig = DatasetConfig()
     autoencoder: AutoencoderConfig = AutoencoderConfig()
     text_encoder: TextEncoderConfig | None = field(None, "of captions, for a model that is told of texts")
     model: component(MODELS) = field("unet", "backbone")
     diffusion: DiffusionConfig = DiffusionConfig()
     training: TrainingConfig = TrainingConfig()
-    methods: Annotated[dict[str, MethodConfig], AfterValidator(_method_names)] = field(
-        ..., "timestep strategies by name", min_length=1
-    )
+    methods: _Methods = field(..., "timestep strategies by name", min_length=1)
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     analyses: list[component(ANALYSES)] = field([], "measurements of their own, each a table and a figure")

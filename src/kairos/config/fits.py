@@ -21,14 +21,8 @@ def check_fits(experiment: "Experiment") -> None:
     Raises:
         ConfigError: the first field that does not fit, its value and what is allowed.
     """
-    _jobs(experiment)
-    _conditions(experiment)
-    _texts(experiment)
-    _low_resolution(experiment)
-    _shapes(experiment)
-    _augment(experiment)
-    _losses(experiment)
-    _process(experiment)
+    for check in (_jobs, _conditions, _texts, _low_resolution, _shapes, _augment, _losses, _process):
+        check(experiment)
     for published in experiment.published:
         published.check_fits(experiment.methods)
     if experiment.claim is not None:
@@ -110,11 +104,7 @@ def _process(experiment: "Experiment") -> None:
     timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
     for name, method in experiment.methods.items():
         needs, where = ", ".join(sorted(asked(method.sampler))), f"methods.{name}.sampler"
-        demand(
-            not needs,
-            where,
-            f"{method.sampler['name']}, which must be told {needs}",
-            "samplers that need nothing but the step",
-        )
+        got = f"{method.sampler['name']}, which must be told {needs}"
+        demand(not needs, where, got, "samplers that need nothing but the step")
         for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
             checked(registry, *split(getattr(method, part)), timesteps, schedule, f"methods.{name}.{part}")

@@ -72,9 +72,8 @@ def laid_over(below: Any, own: Any) -> Any:
         return own
     if (name := below.get("name")) != own.get("name", name):
         return own
-    return below | {
-        key: laid_over(below[key], value) if key in below and key != "methods" else value for key, value in own.items()
-    }
+    both = below.keys() & own.keys() - {"methods"}
+    return below | own | {key: laid_over(below[key], own[key]) for key in both}
 
 
 def files_in(folder: Path) -> list[Path]:

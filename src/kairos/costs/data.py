@@ -15,7 +15,6 @@ from kairos.files import read_json
 from kairos.text.settings import TextEncoderConfig
 
 Shape = tuple[int, int, int]
-_DIGITS = 1797
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,8 @@ def describe(
     shape: Any = x0 or (tuple(encoded["shape"]) if encoded else found) or tuple(given.shape or ())
     if not shape:
         lacking = f"fetch autoencoder.path ({experiment.autoencoder.path})" if image else "set dataset.resolution"
-        raise ConfigError(
-            f"the shape of what the network is trained on is not known yet: {lacking}, run kairos prepare and encode, "
-            "or give --shape C H W"
-        )
+        advice = f"{lacking}, run kairos prepare and encode, or give --shape C H W"
+        raise ConfigError(f"the shape of what the network is trained on is not known yet: {advice}")
     if kind != "none":
         arrays = (arrays + (experiment.dataset.low_resolution is not None)) * (1 + experiment.dataset.flips)
     told = {"low_resolution": {"kind": "image", "shape": list(shape)}, **record.get("conditions", {})}
@@ -96,10 +93,8 @@ def describe(
     missing = [name for name in experiment.conditions if name not in told]
     if missing:
         give = {"class": "--classes N", "text": "--text TOKENS WIDTH"}[missing[0]]
-        raise ConfigError(
-            f"model.conditions: what {', '.join(missing)} is like is not known yet: run kairos prepare (and text), or "
-            f"give {give}"
-        )
+        advice = f"run kairos prepare (and text), or give {give}"
+        raise ConfigError(f"model.conditions: what {', '.join(missing)} is like is not known yet: {advice}")
     conditions = {name: told[name] for name in experiment.conditions}
     captions = record.get("captions", {}).get("count")
     return Data(image, shape, images, train, conditions, arrays, known, captions, states)
@@ -112,24 +107,20 @@ def _record(folder: Path) -> dict[str, Any]:
 
 def _images(experiment: Experiment, record: dict[str, Any]) -> tuple[Shape | None, int | None, int | None, str]:
     """Shape of an image, number of images and of training images, and where the numbers are from."""
-    dataset = experiment.dataset
+    dataset, own = experiment.dataset, isinstance(experiment.dataset.heldout, str)
     if record:
         shape = (record["channels"], record["height"], record["width"])
         return shape, record["count"], record["train_count"], "prepared"
-    side = dataset.resolution or (8 if dataset.source == "digits" else None)
+    digits = dataset.source == "digits"
+    side = dataset.resolution or 8 * digits
     image = (1 if dataset.color == "grey" else 3, side, side) if side else None
-    if dataset.source == "digits":
-        count = min(_DIGITS, dataset.limit or _DIGITS)
-        return image, count, count - dataset.held_out(count), "embedded"
-    if dataset.train_images is not None:
-        share = dataset.heldout
-        images = None if isinstance(share, str) else round(dataset.train_images / (1 - share))
+    if dataset.train_images is not None and not digits:
+        images = None if own else round(dataset.train_images / (1 - float(dataset.heldout)))
         return image, images, dataset.train_images, "dataset.train_images"
-    if (images := dataset.images) is not None:
-        own = isinstance(dataset.heldout, str)
+    if (images := dataset.images) is not None and not digits:
         return image, None if own else images, images - (0 if own else dataset.held_out(images)), "dataset.images"
     if not (seen := survey(dataset)).unknown:
-        return image, None if isinstance(dataset.heldout, str) else seen.count, seen.train, "counted"
+        return image, None if own else seen.count, seen.train, "embedded" if digits else "counted"
     return image, None, None, "unknown before kairos prepare; dataset.train_images would tell"
 
 
@@ -164,9 +155,7 @@ def _text(config: TextEncoderConfig, results: Path, given: Sequence[int] | None)
         return dict(made["condition"])
     found = {} if given else _pretrained(config.path)
     found = found.get("text_config", found)
-    length, width = given or (
-        config.length or found.get("max_position_embeddings"),
-        found.get("hidden_size") or found.get("d_model"),
-    )
+    own = config.length or found.get("max_position_embeddings"), found.get("hidden_size") or found.get("d_model")
+    length, width = given or own
     shape = [length, width] if config.output == "tokens" else [width]
     return {"kind": "text", "shape": shape, "null": config.dropped} if all(shape) else None

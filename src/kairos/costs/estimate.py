@@ -165,7 +165,7 @@ def _stages(layout: Layout) -> list[Stage]:
     """Jobs by stage; a segment's samples and their evaluation are one in the queue, report and tracking none."""
     experiment, jobs = layout.experiment, layout.jobs()
     training, gpu = experiment.training, gpus(experiment)
-    shared = len(layout.segments) * -(-len(layout.methods) * len(layout.seeds) // training.trainings_per_gpu)
+    shared = len(layout.segments) * -(-len(layout.trainings) // training.trainings_per_gpu)
     latent = gpu * (experiment.autoencoder.kind != "none")
     asked = dict.fromkeys(("text", "sample", "sample_parts", "reference"), gpu)
     asked |= dict.fromkeys(("autoencoder", "encode_parts"), latent)

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 import yaml
 
@@ -24,6 +23,7 @@ from kairos.data.survey import look, survey
 from kairos.errors import KairosError, demand
 from kairos.files import read_json, read_lines
 from kairos.progress import duration, say
+from kairos.report.text import template
 
 FEWEST = 40  # images
 _CUT = {"steps": 120, "images": 2000, "autoencoder": 100, "extractor": 60}  # lengths of the run that is measured
@@ -65,10 +65,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _text(facts: dict[str, Any], **more: Any) -> str:
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["duration"] = duration
-    template = Path(__file__).with_suffix(".yaml.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(**facts, **more)
+    return template(Path(__file__).with_suffix(".yaml.jinja"), duration=duration).render(**facts, **more)
 
 
 def _measured(experiment: Experiment, facts: dict[str, Any]) -> tuple[int, float]:

@@ -77,10 +77,8 @@ def small(experiment: Experiment, data: Path, encoder: str | None, methods: list
 
 def _shortened(method: dict[str, Any], steps: int) -> dict[str, Any]:
     """A method whose own lengths in steps are parts of these."""
-    lengths = {
-        "sampler": {"frequency": max(steps // 10, 1), "length": steps},
-        "weighting": {"warmup": steps // 10 or 1},
-    }
+    tenth = steps // 10 or 1
+    lengths = {"sampler": {"frequency": tenth, "length": steps}, "weighting": {"warmup": tenth}}
     return {
         part: {key: lengths.get(part, {}).get(key, value) if value else value for key, value in its.items()}
         for part, its in method.items()

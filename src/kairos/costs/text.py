@@ -5,11 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from kairos.costs.estimate import Estimate
 from kairos.costs.storage import checkpoint_bytes
 from kairos.progress import duration, table
+from kairos.report.text import template
 from kairos.workflow.resources import gpus, of_training
 
 
@@ -29,9 +28,7 @@ def values(found: Estimate) -> dict[str, Any]:
 
 def text(found: Estimate) -> str:
     """The template beside this file, filled; at most 120 columns wide."""
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string(Path(__file__).with_suffix(".txt.jinja").read_text(encoding="utf-8"))
-    filled = template.render(
+    filled = template(Path(__file__).with_suffix(".txt.jinja")).render(
         found=found,
         jobs=_jobs(found),
         storage=_storage(found),

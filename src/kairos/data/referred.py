@@ -68,15 +68,12 @@ class ReferredImages:
         try:
             source = open_source(self._config)
         except KairosError as error:
-            raise KairosError(
-                f"{self._folder}: refers to images that cannot be read from here ({error}). Paths are relative to the "
-                "folder that kairos prepare ran in; or copy the images: dataset.store: copy"
-            ) from None
+            fault = f"refers to images that cannot be read from here ({error}). Paths are relative to the folder that"
+            advice = "kairos prepare ran in; or copy the images: dataset.store: copy"
+            raise KairosError(f"{self._folder}: {fault} {advice}") from None
         for number, known in zip(self._numbers[:].tolist(), self._names[:].tolist()):
             found = source.name(number) if number < source.count else "nothing"
             if os.fsencode(found) != known:
-                raise DamagedError(
-                    f"{self._folder}: refers to {os.fsdecode(known)}, which is not where kairos prepare found it "
-                    f"({found} is there); {_AGAIN}"
-                )
+                fault = f"refers to {os.fsdecode(known)}, which is not where kairos prepare found it ({found} is there)"
+                raise DamagedError(f"{self._folder}: {fault}; {_AGAIN}")
         return source

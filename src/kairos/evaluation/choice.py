@@ -37,10 +37,8 @@ def choose(
         said.insert(0, f"extractor: {name} (auto: {why})")
         evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": name}, said[0])
     elif name == "classifier" and not known.unknown and (lack := _no_classes(known)):
-        faults.append(
-            f"evaluation.extractor: got classifier, but {lack}; allowed: selfsupervised, inception, auto, or images "
-            f"with labels, {FEWEST} or more of each class"
-        )
+        allowed = f"selfsupervised, inception, auto, or images with labels, {FEWEST} or more of each class"
+        faults.append(f"evaluation.extractor: got classifier, but {lack}; allowed: {allowed}")
     if "class" in conditions and not known.unknown and known.smallest is None:
         faults.append("model.conditions: got class, but the images have no labels; allowed: images with labels")
     faults += _too_few(evaluation, known)
@@ -87,9 +85,5 @@ def _too_few(evaluation: EvaluationConfig, known: Survey) -> list[str]:
     if known.train is not None and evaluation.reference == "train":
         numbers.append(("dataset", known.train, "training images"))
     hint = "; evaluation.extractor.features sets it" if "features" in evaluation.extractor else ""
-    return [
-        f"{field}: got {got} {what}, allowed: more than {width}, the number of features of {name} (fewer make the "
-        f"Fréchet distance meaningless{hint})"
-        for field, got, what in numbers
-        if got <= width
-    ]
+    allowed = f"more than {width}, the number of features of {name} (fewer make the Fréchet distance meaningless{hint})"
+    return [f"{field}: got {got} {what}, allowed: {allowed}" for field, got, what in numbers if got <= width]

@@ -98,10 +98,9 @@ def _agreement(table: pd.DataFrame, experiment: Any) -> Figure:
             image = _matrix(axes, cosines, names, names, vmin=-1, vmax=1)
             axes.set(title=f"{method}, step {step:,}", xlabel="ln SNR", ylabel="ln SNR" if axes is above[0] else "")
         drawing.colorbar(image, cax=axes.inset_axes((1.05, 0, 0.05, 1)), label="cosine")
-        for axes, value, shown_table in zip(
-            below, ("squared_mean", "variance", "noise_scale", "noise_scale"), (own, own, own, metric)
-        ):
-            _lines(axes, shown_table[shown_table[value] > 0], "log_snr", value, "step", colors)
+        values = ("squared_mean", "variance", "noise_scale", "noise_scale")
+        for axes, value, rows in zip(below, values, (own, own, own, metric)):
+            _lines(axes, rows[rows[value] > 0], "log_snr", value, "step", colors)
             axes.set(xlabel="ln SNR (left: almost clean)")
             axes.xaxis.set_inverted(True)
         below[3].set_ylabel(f"{_NAMES['noise_scale']}, Adam's metric")
@@ -123,9 +122,8 @@ def _interdependence(table: pd.DataFrame, experiment: Any) -> Figure:
             color = "white" if value > 100 or value < -20 else INK
             text = f"{value:+.{int(abs(value) < 10)}f}"
             axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
-        axes.set(
-            title=f"{method}, step {step:,}: change of loss, %", xlabel="measured on (0: clean)", ylabel="trained on"
-        )
+        axes.set(xlabel="measured on (0: clean)", ylabel="trained on")
+        axes.set_title(f"{method}, step {step:,}: change of loss, %")
     return drawing
 
 
@@ -198,9 +196,8 @@ def _panels(
     groups = list(table.groupby(by, sort=False))
     columns = min(columns, len(groups))
     rows = -(-len(groups) // columns)
-    drawing, grid = figure(
-        (width + 0.75) * columns, (height + above) * rows - above, rows, columns, between=0.75, above=above
-    )
+    size = (width + 0.75) * columns, (height + above) * rows - above
+    drawing, grid = figure(*size, rows, columns, between=0.75, above=above)
     for axes in grid.flat[len(groups) :]:
         axes.remove()
     return drawing, ((axes, key, own) for axes, (key, own) in zip(grid.flat, groups))

@@ -75,19 +75,11 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
         if label.x is not None:
             right = axes.get_xlim()[1]
             axes.plot([label.x, right], [label.y, label.y], color=label.color, lw=0.7, ls=(0, (1, 2)), alpha=0.7)
-        axes.annotate(
-            label.text,
-            xy=(1.0, height),
-            xytext=(1.045, place),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            color=tuple(0.78 * part for part in to_rgb(label.color)),  # of light lines letters are not readable
-            fontsize=size,
-            fontweight="bold" if label.bold else "normal",
-            va="center",
-            annotation_clip=False,
-            arrowprops=_LEADER | {"color": label.color},
-        )
+        dark = tuple(0.78 * part for part in to_rgb(label.color))  # of light lines letters are not readable
+        look: dict[str, Any] = {"color": dark, "fontsize": size, "fontweight": "bold" if label.bold else "normal"}
+        at: Any = ((1.0, height), (1.045, place), "axes fraction", "axes fraction")
+        leader = _LEADER | {"color": label.color}
+        axes.annotate(label.text, *at, **look, va="center", annotation_clip=False, arrowprops=leader)
 
 
 def spread_out(heights: Sequence[float], gap: float) -> list[float]:
@@ -100,9 +92,8 @@ def plain_log(axes: Axes) -> None:
     """A log axis upwards with numbers instead of powers of ten, and enough of them where it is short."""
     low, high = axes.get_ylim()
     decades = np.log10(high / low)
-    axes.yaxis.set_major_locator(
-        MaxNLocator(6) if decades < 0.6 else LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,))
-    )
+    ticks = LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,))
+    axes.yaxis.set_major_locator(MaxNLocator(6) if decades < 0.6 else ticks)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
 

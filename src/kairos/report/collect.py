@@ -257,9 +257,8 @@ def _training(
             milestones.append(_milestone(folder, step, reference))
     if unfinished and milestones:
         record = milestones[-1].record | {"components": {}}
-        wanted = {name: plain[name] for name in ("model", "diffusion")} | {
-            "methods": {method: plain["methods"][method]}
-        }
+        wanted = {name: plain[name] for name in ("model", "diffusion")}
+        wanted["methods"] = {method: plain["methods"][method]}
         for own in [own.record for own in milestones]:
             if own["identity"] != record["identity"] or not _alike(wanted, own["config"]):
                 milestones = [one for one in milestones if one.record is not own]
@@ -270,16 +269,9 @@ def _training(
         if not unfinished or ended["identity"] == record.get("identity"):  # and not of an earlier training
             record, metrics = ended, logged
     clocked = _read(timing, "train", _lines) if timing.exists() else []
-    training = Training(
-        method=method,
-        seed=seed,
-        milestones=tuple(milestones),
-        metrics=metrics,
-        clock={line["step"]: float(line["seconds"]) for line in clocked},
-        started=datetime.fromisoformat(clocked[0]["started"]) if clocked else None,
-        record=record,
-    )
-    return training, lacks
+    clock = {line["step"]: float(line["seconds"]) for line in clocked}
+    started = datetime.fromisoformat(clocked[0]["started"]) if clocked else None
+    return Training(method, seed, tuple(milestones), metrics, clock, started, record), lacks
 
 
 @contextmanager
@@ -300,53 +292,42 @@ def _alike(one: Any, other: Any) -> bool:
 def _milestone(folder: Path, step: int, reference: Record) -> Milestone:
     name = f"{step:07d}"
     place, path = folder / "milestones" / name, folder / "evaluation" / f"{name}.json"
-    milestone = Milestone(
-        step=step,
-        record=_read(place / "milestone.json", "train"),
-        strategy=_read(place / "strategy.csv", "train", pd.read_csv),
-        evaluation=_read(path, "evaluate"),
-        grid=_read(folder / "samples" / f"{name}.png", "sample", Path),
-    )
-    protocol = milestone.evaluation["protocol"]
-    if protocol["identity"] != milestone.record["identity"]:
+    record = _read(place / "milestone.json", "train")
+    strategy = _read(place / "strategy.csv", "train", pd.read_csv)
+    evaluation = _read(path, "evaluate")
+    grid = _read(folder / "samples" / f"{name}.png", "sample", Path)
+    protocol, again = evaluation["protocol"], "run `kairos evaluate` again"
+    if protocol["identity"] != record["identity"]:
         other, remedy = protocol["identity"][:12], "run `kairos sample` and `kairos evaluate` again"
         raise KairosError(f"{path}: is of another training ({other}); {remedy}")
     for key in ("extractor_hash", "reference_hash"):
         if protocol[key] != reference[key]:
-            raise KairosError(
-                f"{path}: its {key} {protocol[key][:12]} is not that of reference/reference.json "
-                f"({reference[key][:12]}), so the two cannot be compared; run `kairos evaluate` again"
-            )
-    if reference["metric"] not in milestone.evaluation["metrics"]:
-        raise KairosError(f"{path}: has no {reference['metric']}; run `kairos evaluate` again")
-    return milestone
+            fault = f"{path}: its {key} {protocol[key][:12]} is not that of reference/reference.json"
+            raise KairosError(f"{fault} ({reference[key][:12]}), so the two cannot be compared; {again}")
+    if reference["metric"] not in evaluation["metrics"]:
+        raise KairosError(f"{path}: has no {reference['metric']}; {again}")
+    return Milestone(step, record, strategy, evaluation, grid)
 
 
 def _jobs(folder: Path, experiment: Experiment) -> tuple[Record, ...]:
     """Time records of the jobs that the report depends on: of this experiment's methods and seeds, none of its own."""
     trainings = {f"{method}_seed{seed}" for method in experiment.methods for seed in experiment.seeds}
-    parts, drawn = "timing/.parts", experiment.sampling.shards
-    paths = [
-        path
-        for path in sorted([*folder.glob("timing/*/*/*.json"), *folder.glob(f"{parts}/*/*/*of{drawn}.json")])
-        if path.parent.name in trainings and int(path.stem.split(".")[0]) <= len(experiment.segments)
-    ]
+    parts, drawn, segments = "timing/.parts", experiment.sampling.shards, len(experiment.segments)
+    paths = sorted([*folder.glob("timing/*/*/*.json"), *folder.glob(f"{parts}/*/*/*of{drawn}.json")])
+    paths = [path for path in paths if path.parent.name in trainings and int(path.stem.split(".")[0]) <= segments]
     paths += sorted(folder.glob(f"{parts}/encode.*of{experiment.autoencoder.shards}.json"))
     records = [_read(path, "--timing") for path in [*sorted(folder.glob("timing/*.json")), *paths]]
     return tuple(record for record in records if record["stage"] not in ("report", "track"))
 
 
 def _read(path: Path, command: str, reader: Callable[[Path], Any] = read_json) -> Any:
+    own = f"`kairos {command}`"
     if not path.exists():
-        raise KairosError(
-            f"{path} is missing; `kairos {command}` makes it (`make run EXPERIMENT=...` runs all that is missing)"
-        )
+        raise KairosError(f"{path} is missing; {own} makes it (`make run EXPERIMENT=...` runs all that is missing)")
     try:
         return reader(path)
     except ValueError as error:
-        raise KairosError(
-            f"{path} cannot be read ({error}); delete it and let `kairos {command}` make it again"
-        ) from None
+        raise KairosError(f"{path} cannot be read ({error}); delete it and let {own} make it again") from None
 
 
 def _lines(path: Path) -> list[Record]:

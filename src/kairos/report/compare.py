@@ -16,7 +16,6 @@ import pandas as pd
 from kairos.errors import KairosError, demand
 from kairos.report import text
 from kairos.report.collect import Measured, Results
-from kairos.report.page import template
 from kairos.report.ranking import Ratio, Row, compare
 
 COLUMNS = (
@@ -95,9 +94,8 @@ def written(found: pd.DataFrame, form: str) -> str:
         return found.to_json(orient="records", indent=1, double_precision=15) + "\n"
     cells = found.map(_cell)
     if form == "md":
-        return "".join(
-            f"| {' | '.join(line)} |\n" for line in [cells.columns, ["---"] * cells.shape[1], *cells.to_numpy(str)]
-        )
+        lines = [cells.columns, ["---"] * cells.shape[1], *cells.to_numpy(str)]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
     alike = [name for name in _SHARED if cells[name].nunique() == 1]
     head = ", ".join(f"{name} {cells[name][0]}" for name in alike)
     columns = [[name, *column] for name, column in cells.drop(columns=alike).items()]
@@ -113,7 +111,7 @@ def index(entries: dict[Path, tuple[Results, list[Row]] | str], out: Path) -> st
         there = {told: folder / name for told, name in _LINKS.items() if (folder / name).exists()}
         links = {told: os.path.relpath(path, out.parent) for told, path in there.items()}
         shown.append((folder.name, found, links.pop("picture", None), links))
-    return template(Path(__file__)).render(text=text, experiments=shown)
+    return text.template(Path(__file__).with_suffix(".html.jinja")).render(text=text, experiments=shown)
 
 
 def remarks(sides: Sides, measured: Measured) -> Iterator[str]:

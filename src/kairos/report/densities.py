@@ -29,9 +29,8 @@ def panels(results: Results, looks: dict[str, Look], column: str, label: str, sc
         axes.remove()
     for place, (axes, method) in enumerate(zip(grid.flat, methods)):
         trainings = results.of(method)
-        fixed = all(
-            np.array_equal(m.strategy[column], t.final.strategy[column]) for t in trainings for m in t.milestones
-        )
+        every = [(m.strategy[column], t.final.strategy[column]) for t in trainings for m in t.milestones]
+        fixed = all(np.array_equal(*pair) for pair in every)
         lines: list[Any] = [(trainings[0].final, INK)]
         if not fixed:
             lines = [pair for training in trainings for pair in zip(training.milestones, colors)]

@@ -48,10 +48,9 @@ def verdict(results: Results, rows: list[Row]) -> list[str]:
 def warnings(results: Results) -> Iterator[str]:
     """Everything that limits what the numbers may be used for; nothing where nothing does."""
     for training in filter(stands_still, results.trainings):
-        yield (
-            f"{training.method} seed {training.seed}: its sampler learns but has not moved from its start (total "
-            f"variation distance {number(moved(training))}); its numbers are those of the distribution it started from."
-        )
+        off = f"has not moved from its start (total variation distance {number(moved(training))})"
+        told = f"its sampler learns but {off}; its numbers are those of the distribution it started from."
+        yield f"{training.method} seed {training.seed}: {told}"
     gaussian = results.reference["rows"].get("gaussian", {}).get(results.metric)
     for method in results.methods:
         yield from _of_distances(method, curve(results.measured, method), gaussian)
@@ -75,7 +74,5 @@ def _of_distances(method: str, own: Curve, gaussian: float | None) -> Iterator[s
         yield f"{method} ends at {number(own.mean[-1])}, not below a Gaussian fitted to the data, {number(gaussian)}."
     for k, (before, after) in enumerate(pairwise(own.mean)):
         if after - before > own.spread[k] + own.spread[k + 1]:
-            yield (
-                f"{method} gets worse from step {own.steps[k]:,.0f} ({number(before)}) to "
-                f"{own.steps[k + 1]:,.0f} ({number(after)}), beyond the spread."
-            )
+            first, then = (f"{step:,.0f} ({number(its)})" for step, its in zip(own.steps[k:], (before, after)))
+            yield f"{method} gets worse from step {first} to {then}, beyond the spread."

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 from PIL import Image
 
@@ -19,12 +18,6 @@ from kairos.report.ranking import compare, curve, stands_still
 _STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
 
 
-def template(module: Path) -> jinja2.Template:
-    """The template beside a module."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(module.with_suffix(".html.jinja").read_text(encoding="utf-8"))
-
-
 def page(results: Results, figures: Path, live: dict[str, str] | None = None) -> str:
     """The report as one HTML document, with the figures of a folder inside, and those for a browser by name."""
     rows, records = compare(results), [training.record["provenance"] for training in results.trainings]
@@ -33,7 +26,7 @@ def page(results: Results, figures: Path, live: dict[str, str] | None = None) ->
     provenance = pd.DataFrame(words).fillna(text.NONE)
     same = provenance.nunique() == 1
     shared = provenance.loc[:, same].iloc[0]
-    return template(Path(__file__)).render(
+    return text.template(Path(__file__).with_suffix(".html.jinja")).render(
         text=text,
         results=results,
         rows=rows,
@@ -76,9 +69,8 @@ def _costs(jobs: tuple[Record, ...]) -> list[Any]:
     both = pd.concat([table, table.assign(stage="all")])
     order = {name: place for place, name in enumerate(_STAGES)} | {"all": len(_STAGES) + 1}
     times = [f"{kind}{unit}_seconds" for kind in ("", "startup_") for unit in ("wall", "cpu")]
-    costs = both.groupby("stage").agg(
-        jobs=("stage", "size"), peak=("peak_rss_bytes", "max"), **{time: (time, "sum") for time in times}
-    )
+    sums = {time: (time, "sum") for time in times}
+    costs = both.groupby("stage").agg(jobs=("stage", "size"), peak=("peak_rss_bytes", "max"), **sums)
     costs = costs.sort_index(key=lambda names: names.map(order).fillna(len(_STAGES)))
     return costs.reset_index().to_dict("records")
 

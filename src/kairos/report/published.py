@@ -58,11 +58,10 @@ def beside(results: Results) -> list[Beside]:
 
 def csv(results: Results) -> str:
     """The content of published.csv; its columns are those that a script may rely on."""
-    rows = [
-        (its.table, row.row, row.printed, its.metric, row.value, one.measured, "false" if one.why else "true", one.why)
-        for one in beside(results)
-        for its, row in [(one.block, one.row)]
-    ]
+    rows = []
+    for one in beside(results):
+        its, row, good = one.block, one.row, "false" if one.why else "true"
+        rows.append((its.table, row.row, row.printed, its.metric, row.value, one.measured, good, one.why))
     return pd.DataFrame(rows, columns=COLUMNS).to_csv(index=False, lineterminator="\n")
 
 
@@ -116,10 +115,9 @@ def _beside(results: Results, block: PublishedConfig, row: PublishedRow) -> Besi
         "reference": (results.reference["reference"], block.reference),
         "training steps": (step, row.step),
     }
-    differ = [
-        f"{name} {ours}, published {theirs}" for name, (ours, theirs) in both.items() if theirs not in (None, ours)
-    ]
-    return Beside(block, row, own.mean(), own.std(), "; ".join([*differ, *filter(None, [block.differs])]))
+    apart = {name: pair for name, pair in both.items() if pair[1] not in (None, pair[0])}
+    why = [f"{name} {ours}, published {theirs}" for name, (ours, theirs) in apart.items()] + [block.differs or ""]
+    return Beside(block, row, own.mean(), own.std(), "; ".join(filter(None, why)))
 
 
 def _published(blocks: list[PublishedConfig], *methods: str) -> float | None:

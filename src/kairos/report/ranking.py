@@ -195,9 +195,8 @@ def factor(own: Curve, baseline: Curve, cost: str) -> Ratio | None:
     """What the baseline spends for its final value over what the method spends for the same, seed by seed."""
     targets = baseline.values[:, -1]
     costs = [np.broadcast_to(getattr(curve, cost), curve.values.shape) for curve in (baseline, own)]
-    needed, spent = (
-        np.array(list(map(crossing, cost, curve.values, targets))) for cost, curve in zip(costs, (baseline, own))
-    )
+    pairs = zip(costs, (baseline, own))
+    needed, spent = (np.array(list(map(crossing, cost, curve.values, targets))) for cost, curve in pairs)
     if not np.isfinite(costs[1]).all() or not (needed > 0).all() or (spent == 0).any():
         return None  # no clock, or uniform never improved on its start
     value, low, high, _ = map(float, _ratio(np.log(needed / spent)))

@@ -28,7 +28,7 @@ def samples(results: Results, looks: dict[str, Look]) -> Figure:
         for axes, step in zip(row, steps):
             axes.axis("off")
             if step in pictures:
-                _show(axes, _picture(pictures[step]))
+                _show(axes, picture(pictures[step]))
         row[0].text(-0.06, 0.5, method, transform=row[0].transAxes, ha="right", va="center", fontweight="bold")
     for axes, step in zip(grid[0], steps):
         axes.set_title("untrained" if step == 0 else f"step {step:,}", loc="center", fontsize=9.5)
@@ -39,12 +39,12 @@ def final_samples(results: Results, looks: dict[str, Look]) -> Figure:
     """Real images, held out where any are, and every method's last milestone (first seed), in one picture each."""
     name, images = real_images(results, results.experiment.sampling.grid)
     pictures = [(name, tile(images))]
-    pictures += [(method, _picture(results.of(method)[0].final.grid)) for method in results.methods]
+    pictures += [(method, picture(results.of(method)[0].final.grid)) for method in results.methods]
     columns = min(4, len(pictures))
     rows = -(-len(pictures) // columns)
     drawing, grid = figure(9.5, 2.65 * rows - 0.25, rows, columns, between=0.15, above=0.4)
-    for axes, (title, picture) in zip(grid.flat, pictures):
-        _show(axes, picture)
+    for axes, (title, pixels) in zip(grid.flat, pictures):
+        _show(axes, pixels)
         axes.set_title(title, fontsize=9.5, color=MUTED if title == name else INK)
     for axes in grid.flat[len(pictures) :]:
         axes.remove()
@@ -63,8 +63,8 @@ def image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
     height = 9.5 / len(blank) * len(methods) * blank.shape[1] / len(steps) / blank.shape[2]
     drawing, grid = figure(9.5, height, 1, len(blank), between=0.1)
     for number, axes in enumerate(grid[0]):
-        picture, extent = tile(cells[:, number], columns=len(steps)).squeeze(), (0, len(steps), len(methods), 0)
-        axes.imshow(picture, cmap="gray", vmin=0, vmax=255, interpolation="nearest", extent=extent, aspect="auto")
+        pixels, extent = tile(cells[:, number], columns=len(steps)).squeeze(), (0, len(steps), len(methods), 0)
+        axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest", extent=extent, aspect="auto")
         axes.set_title(f"image {number + 1}", fontsize=9.5, color=MUTED)
         axes.set_xticks(np.arange(len(steps)) + 0.5, [f"{step:,}" for step in steps], fontsize=8)
         axes.set_yticks(np.arange(len(methods)) + 0.5, [] if number else methods, fontweight="bold")
@@ -98,11 +98,12 @@ def told_samples(results: Results, looks: dict[str, Look]) -> Figure:
     return drawing
 
 
-def _picture(path: Path) -> np.ndarray:
+def picture(path: Path) -> np.ndarray:
+    """The grid of samples at `path`, RGB."""
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB"))
 
 
-def _show(axes: Axes, picture: np.ndarray) -> None:
-    axes.imshow(picture.squeeze(), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+def _show(axes: Axes, pixels: np.ndarray) -> None:
+    axes.imshow(pixels.squeeze(), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
     axes.axis("off")

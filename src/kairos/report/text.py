@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
 
 from kairos.options import but_name
 
@@ -10,6 +13,15 @@ if TYPE_CHECKING:
     from kairos.report.ranking import Ratio
 
 NONE = "–"
+
+
+def template(file: Path, **filters: Any) -> jinja2.Template:
+    """A template: what it puts into HTML is escaped, elsewhere what is not there is an error."""
+    html = file.name.endswith(".html.jinja")
+    rules: Any = {"autoescape": html, "undefined": jinja2.Undefined if html else jinja2.StrictUndefined}
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, **rules)
+    environment.filters |= filters
+    return environment.from_string(file.read_text(encoding="utf-8"))
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -2,14 +2,13 @@
 
 import json
 import os
-import re
 import sqlite3
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from kairos.tracking.store import tracking_uri, uncredentialed, without_credentials
+from kairos.tracking.store import database, tracking_uri, uncredentialed, without_credentials
 
 Finding = tuple[bool, str, str]  # whether it is well, what it is, what was found or what is to be done
 _PATIENCE = 60  # seconds for an answer; a server that is not there is given up after four
@@ -41,8 +40,7 @@ _QUIET = {
 def mlflow(configured: str | None) -> list[Finding]:
     """The store of MLflow; `configured` is an experiment's tracking.uri."""
     uri = tracking_uri(configured)
-    database = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri)
-    path = Path(database[1]).absolute() if database else None
+    path = database(uri)
     fault, found = _why_read_only(path) if path else None, "opened"
     if path and not path.exists():  # asking for it would make it
         found = "not there yet, the first import makes it"
@@ -88,17 +86,17 @@ def _ask(code: str, **environment: str) -> tuple[bool, str]:
     return good, lines[-1] if lines else f"exit status {done.returncode}"
 
 
-def _why_read_only(database: Path) -> str | None:
+def _why_read_only(path: Path) -> str | None:
     """Why nothing can be written into a database; None where it can."""
-    if not database.exists():
-        return _cannot_write(database.parent)
+    if not path.exists():
+        return _cannot_write(path.parent)
     try:
-        with sqlite3.connect(database, timeout=4) as connection:
+        with sqlite3.connect(path, timeout=4) as connection:
             connection.execute("BEGIN IMMEDIATE")  # takes the lock for writing, and gives it back
             connection.rollback()
     except sqlite3.Error as error:
         return f"cannot be written: {error}"
-    return _cannot_write(database.parent)  # where its journal goes
+    return _cannot_write(path.parent)  # where its journal goes
 
 
 def _cannot_write(folder: Path) -> str | None:

@@ -174,12 +174,8 @@ def _of_levels(process: str, timesteps: int, r: float) -> tuple[Any, ...]:
         t, reached = (low + place * (high - low)) ** 7, (r - 1) ** 0.5
     t = np.concatenate([[0.0], t])
     form = table_8(process, t)
-    growth = (
-        np.full_like(t, np.diff(form.s, prepend=1).min() ** 2),
-        2 * form.s**2 * form.sigma2,
-        form.variance_dot(),
-        1 + form.sigma2,
-    )
+    bound = np.full_like(t, np.diff(form.s, prepend=1).min() ** 2)
+    growth = bound, 2 * form.s**2 * form.sigma2, form.variance_dot(), 1 + form.sigma2
     return t, form.s, np.sqrt(form.sigma2), *growth, reached
 
 

@@ -31,10 +31,8 @@ class Uniform(Fixed):
         start, end = self.start, self.end
         demand(end is None or start < end, "start and end", f"{start} and {end}", "start < end")
         if self.importance and not self.floor and (start or end is not None):
-            raise Refusal(
-                "importance: got true with a range of timesteps; those outside are never drawn, so no weight brings "
-                "back uniform's objective; allowed: false, or a floor above 0"
-            )
+            why = "those outside are never drawn, so no weight brings back uniform's objective"
+            raise Refusal(f"importance: got true with a range of timesteps; {why}; allowed: false, or a floor above 0")
 
     def check_fits(self, timesteps: int, schedule: str) -> None:
         """Refuse, before any job, what this process cannot have; raises ValueError."""
@@ -160,26 +158,23 @@ def _parts(key: str, kind: type, first: Any, meaning: str) -> Any:
             demand(fits, f"{where}.{key}", repr(its), "a number, 0 or more")
         numbers = [part[key] for part in found]
         rises = key != "start" or numbers == sorted(numbers)
-        demand(
-            (rises and len({*map(str, numbers)}) == len(found)) or key == "share", f"{where}.{key}", numbers, meaning
-        )
+        each_once = key == "share" or (rises and len({*map(str, numbers)}) == len(found))
+        demand(each_once, f"{where}.{key}", numbers, meaning)
         demand(key != "share" or sum(numbers) > 0, f"{where}.share", numbers, "one above 0")
         return found
 
-    return option(
-        [{"name": "uniform", key: first}], f"samplers with options, each with its {key}: {meaning}", component=check
-    )
+    said = f"samplers with options, each with its {key}: {meaning}"
+    return option([{"name": "uniform", key: first}], said, component=check)
 
 
 def asked(named: Mapping[str, Any]) -> set[str]:
     """What a call must say for a sampler given by its name and all its options, and for those that it is made of."""
-    own = {
-        "by_group": ("group",) if len(named.get("parts", ())) > 1 else (),
-        "shift": ("tokens",) if named.get("law") != "constant" else (),
-    }
-    own["schedule"] = ("progress",) if named.get("of") == "progress" else ()
-    inside = [part for part in (named.get("density"), *named.get("parts", ())) if part]
-    return set(own.get(named["name"], ())).union(*map(asked, inside))
+    parts = named.get("parts", ())
+    asks = {"by_group": len(parts) > 1, "shift": named.get("law") != "constant"}
+    asks["schedule"] = named.get("of") == "progress"
+    inside = [part for part in (named.get("density"), *parts) if part]
+    told = {"by_group": "group", "shift": "tokens", "schedule": "progress"}.get(named["name"], "")
+    return ({told} if asks.get(named["name"]) else set()).union(*map(asked, inside))
 
 
 class Range(Fixed):

@@ -69,9 +69,8 @@ class LossByLevel:
         middle = (found["low"] + found["high"]) / 2
         with _picture(path) as axes:
             axes.errorbar(middle, found["mean"], found["error"], marker=".")
-            axes.set(
-                xlabel="ln SNR", ylabel="loss", yscale="log" if np.nanmin(found["mean"], initial=1) > 0 else "linear"
-            )
+            scale = "log" if np.nanmin(found["mean"], initial=1) > 0 else "linear"
+            axes.set(xlabel="ln SNR", ylabel="loss", yscale=scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Edges and sums."""

@@ -92,6 +92,14 @@ def _law(law: str, loc: float, scale: float, above: float | None = None) -> dict
     return _as("log_snr", law=law, location=-2 * loc, scale=2 * (above or scale), scale_above=2 * scale)
 
 
+def _split(loc: float = -1.2, scale_1: float = 1.2, scale_2: float = 1.2) -> dict[str, Any]:
+    return _law("normal", loc, scale_1, scale_2)
+
+
+def _batches(ratio: float = 0.1, shift: float = 3.0) -> dict[str, Any]:
+    return _mixed((1 - ratio, _shift(_normal(), shift)), (ratio, _shift("uniform", shift)), per="batch")
+
+
 _LAST = (10, _snr(5.36, 1.0))
 # "uniform" before a weight is left out
 _row("diffusers:logit_normal", "sigmoid(N(-mean, std²))", lambda mean=0.0, std=1.0: _normal(-mean, std))
@@ -150,19 +158,8 @@ _row("laplace:log_snr", "ln SNR", lambda mean=0.0, scale=0.5: _law("laplace", -m
 _row("cauchy:log_snr", "ln SNR", lambda mean=0.0, scale=1.0: _law("cauchy", -mean / 2, scale / 2), "law_t")
 _row("k_diffusion:loglogistic", "ln sigma", lambda loc=0.0, scale=0.5: _law("logistic", loc, scale), "law")
 _row("k_diffusion:v_diffusion", "tan(pi u/2), 1e-3 to 1e3", lambda: _cut("cosmap", 1 / 1001, 1000 / 1001), "sigma")
-_row(
-    "k_diffusion:split_lognormal",
-    "ln sigma normal, with two scales",
-    lambda loc=-1.2, scale_1=1.2, scale_2=1.2: _law("normal", loc, scale_1, scale_2),
-    "law",
-)
-_row(
-    "nemo:mix",
-    "a share of batches uniform, the others logit-normal; shifted",
-    lambda ratio=0.1, shift=3.0: _mixed(
-        (1 - ratio, _shift(_normal(), shift)), (ratio, _shift("uniform", shift)), per="batch"
-    ),
-)
+_row("k_diffusion:split_lognormal", "ln sigma normal, with two scales", _split, "law")
+_row("nemo:mix", "a share of batches uniform, the others logit-normal; shifted", _batches)
 _row("k_diffusion:cosine", "cosine", lambda side=64.0: _as("cosine_interpolated", image=side, low=32, high=side), "law")
 
 

@@ -1,5 +1,6 @@
 """Section `text_encoder`."""
 
+from itertools import chain
 from typing import Literal
 
 from kairos.errors import Refusal
@@ -7,13 +8,7 @@ from kairos.section import Section, field
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # one of these; the latter is the form of older files
 TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("vocab.txt",))  # one of these
-FILES = (
-    "config.json",
-    WEIGHTS[0],
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    *(name for kind in TOKENIZERS for name in kind),
-)
+FILES = ("config.json", WEIGHTS[0], "tokenizer_config.json", "special_tokens_map.json", *chain(*TOKENIZERS))
 PREPROCESSOR = "preprocessor_config.json"  # of CLIP's images
 
 

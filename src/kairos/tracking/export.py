@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jinja2
 import yaml
 
 from kairos.errors import KairosError, demand
@@ -18,6 +17,7 @@ from kairos.files import atomic_folder, glance, write_text
 from kairos.milestones import check_milestone, step_name
 from kairos.report import text
 from kairos.report.collect import Results, Training
+from kairos.report.samples import picture
 from kairos.tracking import content
 
 
@@ -33,7 +33,7 @@ def tensorboard(results: Results, out: Path) -> None:
             for point in points:
                 writer.add_scalar(point.key, point.value, point.step, point.timestamp / 1000)
             for one in training.milestones:
-                writer.add_image("samples", _pixels(one.grid), one.step, dataformats="HWC")
+                writer.add_image("samples", picture(one.grid), one.step, dataformats="HWC")
 
 
 def wandb(results: Results, out: Path) -> None:
@@ -50,7 +50,7 @@ def wandb(results: Results, out: Path) -> None:
         quiet = tool.Settings(silent=True, console="off", disable_git=True)
         with tool.init(**where, mode="offline", config=params, settings=quiet, reinit="finish_previous") as run:
             for step, found in groupby(sorted(points, key=attrgetter("step")), attrgetter("step")):
-                images = {"samples": tool.Image(_pixels(grids[step]))} if step in grids else {}
+                images = {"samples": tool.Image(picture(grids[step]))} if step in grids else {}
                 run.log({point.key: point.value for point in found} | images, step=step)
 
 
@@ -81,13 +81,9 @@ def hub(milestone: Path, out: Path) -> None:
         "scheduler": glance(milestone / "scheduler" / "scheduler_config.json"),
         "latent": latent | glance(decoder / "config.json") if decodes and latent["kind"] != "none" else {},
     }
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {
-        "yaml": lambda value: yaml.safe_dump(value, sort_keys=False).rstrip(),
-        "number": text.number,
-    }
-    card = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    write_text(out / "README.md", environment.from_string(card).render(record | facts))
+    filters = {"yaml": lambda value: yaml.safe_dump(value, sort_keys=False).rstrip(), "number": text.number}
+    card = text.template(Path(__file__).with_name("card.md.jinja"), **filters)
+    write_text(out / "README.md", card.render(record | facts))
 
 
 def export(form: Callable[..., None], what: Any, out: Path) -> None:
@@ -113,11 +109,3 @@ def _tool(name: str, module: str) -> ModuleType:
         return import_module(module)
     except ImportError as error:
         raise KairosError(f"{name} cannot be imported ({error}); install kairos[{name}]") from None
-
-
-def _pixels(path: Path) -> Any:
-    import numpy as np
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return np.asarray(image.convert("RGB"))

@@ -23,8 +23,6 @@ from kairos.training.job import last_word
 from kairos.training.launch import is_first
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
-
     from kairos.config import Experiment
 
 _POLL, _LONGEST_POLL = 5.0, 60.0  # seconds between two looks; the pause doubles while the server does not answer
@@ -66,7 +64,7 @@ class Reporter(threading.Thread):
         self.uri, self.ended = uri, threading.Event()
         self.begun = time.time()
         self.stride = content.stride(experiment.milestones[-1] // experiment.training.log_every)
-        self.client: MlflowClient | None = None
+        self.client: store.Client | None = None
         self.run_id: str | None = None  # of the run that takes the points
         self.lines = self.offset = 0  # of metrics.jsonl, already read
         self.pending: list[content.Point] = []
@@ -122,7 +120,7 @@ class Reporter(threading.Thread):
         mine = found and (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
         return found if mine and found["updated"] >= self.begun else None
 
-    def _send(self, client: "MlflowClient", identity: str) -> str:
+    def _send(self, client: store.Client, identity: str) -> str:
         """Send what is pending to this training's run, whose id is returned; one that had ended is running again."""
         run_id = self.run_id
         if run_id is None:

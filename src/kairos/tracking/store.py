@@ -1,6 +1,5 @@
 """The MLflow store: where it is, how it is opened by several processes at once, and how runs are found and filled."""
 
-import fcntl
 import json
 import os
 import re
@@ -8,15 +7,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
 from kairos.errors import KairosError
+from kairos.files import locked
 from kairos.tracking.content import COMMIT, Entry, Point
 
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities import DatasetInput, Metric, Run
+# MLflow's own classes, under the names that they have there; it is imported where it is used, for it takes a second
+Client: TypeAlias = Any
+Run: TypeAlias = Any
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 ARTIFACTS = "mlartifacts"
@@ -27,6 +27,12 @@ _FIRST = "attributes.start_time ASC"  # and by run id where that is the same: ev
 def tracking_uri(configured: str | None) -> str:
     """Where results go: the configuration's URI, else MLFLOW_TRACKING_URI, else a database in this folder."""
     return configured or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+
+
+def database(uri: str) -> Path | None:
+    """The file of a database of SQLite's; None: the store is something else."""
+    found = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri)
+    return Path(found[1]).absolute() if found else None
 
 
 def without_credentials(uri: str) -> str:
@@ -78,26 +84,17 @@ def exclusive(uri: str) -> Iterator[None]:
     Raises:
         KairosError: another process holds it for longer than two minutes.
     """
-    database = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri)
-    if database is None:
+    if (path := database(uri)) is None:
         yield  # a server takes care of itself
         return
-    path = Path(database[1]).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f"{path.name}.lock"), "w") as lock:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise KairosError(f"{path}: another process has held it for {_LOCK_SECONDS} s") from None
-                time.sleep(0.1)
+        if not locked(lock, _LOCK_SECONDS, "imports from making its tables at once; put the database on"):
+            raise KairosError(f"{path}: another process has held it for {_LOCK_SECONDS} s")
         yield
 
 
-def connect(uri: str) -> "MlflowClient":
+def connect(uri: str) -> Client:
     """MLflow's own client; it is imported here, which takes a second or more.
 
     Raises:
@@ -110,7 +107,7 @@ def connect(uri: str) -> "MlflowClient":
     return MlflowClient(tracking_uri=uri)
 
 
-def experiment_id(client: "MlflowClient", name: str) -> str:
+def experiment_id(client: Client, name: str) -> str:
     """The MLflow experiment of that name, created where there is none.
 
     Raises:
@@ -133,7 +130,7 @@ def experiment_id(client: "MlflowClient", name: str) -> str:
     return str(experiment.experiment_id)
 
 
-def find_run(client: "MlflowClient", experiment: str, entry: Entry, start: int, settling: float = 0.0) -> "Run":
+def find_run(client: Client, experiment: str, entry: Entry, start: int, settling: float = 0.0) -> Run:
     """The run of an entry, created where there is none.
 
     Of several (that began at the same moment) the first is kept. The others are put into MLflow's trash: all they can
@@ -148,7 +145,7 @@ def find_run(client: "MlflowClient", experiment: str, entry: Entry, start: int, 
     """
     from mlflow import MlflowException
 
-    def search() -> "list[Run]":
+    def search() -> list[Run]:
         condition = " and ".join(f"tags.`{key}` = '{value}'" for key, value in entry.identifying.items())
         return list(client.search_runs([experiment], condition, order_by=[_FIRST]))
 
@@ -162,7 +159,7 @@ def find_run(client: "MlflowClient", experiment: str, entry: Entry, start: int, 
     return found[0]
 
 
-def fill(client: "MlflowClient", run: "Run", entry: Entry) -> None:
+def fill(client: Client, run: Run, entry: Entry) -> None:
     """Log what the run did not have when it was found: nothing the second time.
 
     A value that differs from the one recorded for its step is logged with a later timestamp, which makes it the latest.
@@ -187,14 +184,14 @@ def fill(client: "MlflowClient", run: "Run", entry: Entry) -> None:
     client.log_batch(run_id, metrics(new_points), new_params, [RunTag(*tag) for tag in new_tags.items()])
 
 
-def metrics(points: Sequence[Point]) -> "list[Metric]":
+def metrics(points: Sequence[Point]) -> list[Any]:
     """The points as MLflow's client takes them, which sends them in parts of the size that a server takes."""
     from mlflow.entities import Metric
 
     return [Metric(*point) for point in points]
 
 
-def dataset_input(manifest: dict[str, Any], folder: Path) -> "DatasetInput":
+def dataset_input(manifest: dict[str, Any], folder: Path) -> Any:
     """The data set of a folder of results as what a run was trained on; its digest begins that of the content."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 

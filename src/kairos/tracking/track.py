@@ -4,7 +4,7 @@ Importing twice changes nothing: runs are found again by their tags and only wha
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kairos import clock
 from kairos.config import Experiment
@@ -12,9 +12,6 @@ from kairos.files import write_json
 from kairos.progress import Progress, say
 from kairos.report.collect import Results, Training, collect
 from kairos.tracking import content, store, view
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 _ARTIFACTS = ("report.html", "summary.csv")
 
@@ -61,7 +58,7 @@ def _import(results: Results, uri: str) -> dict[str, Any]:
     return {"imported": True, "uri": shown, "experiment": name, "parent": parent, "runs": runs}
 
 
-def _parent(client: "MlflowClient", experiment: str, results: Results) -> str:
+def _parent(client: store.Client, experiment: str, results: Results) -> str:
     run, folder = _write(client, experiment, content.parent_entry(results)), results.folder
     client.set_tag(run, view.NOTE, view.note(results))
     if (folder / "figures").is_dir():
@@ -72,7 +69,7 @@ def _parent(client: "MlflowClient", experiment: str, results: Results) -> str:
     return run
 
 
-def _child(client: "MlflowClient", experiment: str, parent: str, results: Results, training: Training) -> str:
+def _child(client: store.Client, experiment: str, parent: str, results: Results, training: Training) -> str:
     which = training.method, training.seed, training.record["identity"]
     points, tags = content.points(training), content.tags(results, training) | {"mlflow.parentRunId": parent}
     run = _write(client, experiment, content.training_entry(results.experiment, *which, points, tags))
@@ -82,7 +79,7 @@ def _child(client: "MlflowClient", experiment: str, parent: str, results: Result
     return run
 
 
-def _write(client: "MlflowClient", experiment: str, entry: content.Entry) -> str:
+def _write(client: store.Client, experiment: str, entry: content.Entry) -> str:
     """Id of the entry's run, which afterwards has what it lacked and has ended."""
     times = [point.timestamp for point in entry.points]
     run = store.find_run(client, experiment, entry, min(times))

@@ -5,15 +5,12 @@ from bisect import bisect
 from itertools import accumulate
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
 from kairos.errors import KairosError
 from kairos.report import compare, ranking, text
 from kairos.report.collect import Results
 from kairos.report.findings import verdict
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
+from kairos.tracking.store import Client
 
 KEY = "kairos"
 TAG = f"mlflow.sharedViewState.{KEY}"  # as MLflow's own button `Share` writes it
@@ -31,15 +28,17 @@ def tags(results: Results, parent: str, experiment: str) -> dict[str, str]:
         parent: id of the run of the experiment as a whole, which has the report.
         experiment: id of the MLflow experiment.
     """
-    shape = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8")).substitute(
-        metric=results.metric
-    )
+    shape = Template(Path(__file__).with_name("view.json").read_text(encoding="utf-8"))
     report = f"[report](#/experiments/{experiment}/runs/{parent}/artifacts/report.html?{_TRAINING})"
     told = f"{note(results)}\n\nThe {report} and its figures are artifacts of the run `{results.experiment.experiment}`"
     charts = f"[charts]({place(experiment)}&compareRunsMode=CHART)"
     told += f"; grids of samples those of each training. The same as {charts}."
     kind = "custom_model_development"  # else MLflow asks
-    return {TAG: json.dumps(json.loads(shape), separators=(",", ":")), NOTE: told, "mlflow.experimentKind": kind}
+    return {
+        TAG: json.dumps(json.loads(shape.substitute(metric=results.metric)), separators=(",", ":")),
+        NOTE: told,
+        "mlflow.experimentKind": kind,
+    }
 
 
 def note(results: Results) -> str:
@@ -64,7 +63,7 @@ def place(experiment: str) -> str:
     return f"#/experiments/{experiment}/runs?{_TRAINING}&viewStateShareKey={KEY}"
 
 
-def prepared(client: "MlflowClient") -> dict[str, str]:
+def prepared(client: Client) -> dict[str, str]:
     """Names of the experiments that have a prepared comparison, the latest first, and where it is."""
     found = client.search_experiments(order_by=["last_update_time DESC"])
     return {own.name: place(own.experiment_id) for own in found if TAG in own.tags}

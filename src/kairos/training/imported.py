@@ -26,16 +26,12 @@ def _scaled_linear(start: float, end: float, **further: int) -> dict[str, Any]:
     return {"process": {"name": "discrete", **ends, **further}}
 
 
-_UVIT = _scaled_linear(0.00085, 0.012, first_index=1)
-PUBLISHED = {  # section `diffusion` that files of a backbone, of one of its sizes or told of text were trained with
-    "dit": _hybrid(),
-    "mdt": _hybrid(),
-    "adm": _hybrid(),
+# section `diffusion` that files of a backbone, of one of its sizes or told of text were trained with
+PUBLISHED: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("dit", "mdt", "adm", "unet speed"), _hybrid()),
     "adm 64": _hybrid("cosine"),
-    "unet speed": _hybrid(),
     "uvit": {"process": "vp"},
-    "uvit h/2": _UVIT,
-    "uvit text": _UVIT,
+    **dict.fromkeys(("uvit h/2", "uvit text"), _scaled_linear(0.00085, 0.012, first_index=1)),
     "ldm_unet": _scaled_linear(0.0015, 0.0195),
     "vit": {"process": {"name": "discrete", "schedule": "cosine"}, "prediction": "x0"},
     "ddpmpp": {"process": {"name": "edm", "sigma_data": 0.5, "time_scale": 1.0}},

@@ -117,11 +117,9 @@ def _launch_ranks(training: "TrainingConfig") -> None:
         where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", address]
         where += ["--local-addr", socket.gethostname()]
     ranks = ["--nnodes", str(training.nodes), "--nproc-per-node", str(training.processes // training.nodes)]
-    os.environ.setdefault("OMP_NUM_THREADS", str(training.threads))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault(
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5"
-    )  # seconds, in which the others end where one has failed
+    usual = {"OMP_NUM_THREADS": str(training.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    usual["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"  # seconds, in which the others end where one has failed
+    os.environ |= usual | os.environ
     logging.disable(logging.CRITICAL)  # torchrun's, which tell of every failure at length
     with tempfile.TemporaryDirectory(prefix="kairos-", suffix=f"-{os.getpid()}") as folder:
         os.environ[_FOLDER] = folder

@@ -30,9 +30,8 @@ def provenance(
     There is nothing in it that differs between machines with the same packages: the processor stands beside the times.
     """
     settings = plain["training"]
-    inexact = [
-        f"versions: torch {old['torch']}, diffusers {old['diffusers']} to step {old['steps']}" for old in earlier
-    ]
+    said = "versions: torch {torch}, diffusers {diffusers} to step {steps}"
+    inexact = [said.format(**old) for old in earlier]
     dropped = distributed.ranks() > 1 and plain["model"].get("dropout") and settings["microbatch"] is None
     reasons = {
         "training.compile: autotuning may choose other kernels on another run": settings["compile"],

@@ -19,10 +19,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from kairos.errors import DamagedError, KairosError
-from kairos.files import link_file, link_tree, read_json, read_lines, sha256_bytes, write_json, write_text
+from kairos.files import link_file, link_tree, locked, read_json, read_lines, sha256_bytes, write_json, write_text
 from kairos.milestones import check_milestone, step_name
 from kairos.progress import say
 from kairos.training import checkpoint
@@ -49,7 +49,7 @@ def exclusive(folder: Path, wait: bool = False) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "a+", encoding="utf-8") as file:
-        if not _locked(file, patience=1.0):
+        if not locked(file, 1.0, "jobs from training here at once; put results on"):  # onlookers hold it for moments
             file.seek(0)
             other = f"{folder.parent}: another process ({file.read().strip()}) is training here"
             if not wait:
@@ -62,25 +62,6 @@ def exclusive(folder: Path, wait: bool = False) -> Iterator[None]:
         file.write(f"pid {os.getpid()} on {socket.gethostname()}" + (f", SLURM job {job}" if job else ""))
         file.flush()
         yield
-
-
-def _locked(file: IO[str], patience: float) -> bool:
-    """Take a lock; `patience` seconds of trying, since onlookers (`kairos status`) hold it for moments."""
-    end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.1)
-        except OSError as error:
-            raise KairosError(
-                f"{file.name}: this file system has no locks ({error.strerror}), so nothing would keep two jobs from "
-                "training here at once; put results on another one, or mount it with locks (Lustre: flock)"
-            ) from None
-        else:
-            return True
 
 
 def _refuse_another_machine(folder: Path) -> None:
@@ -98,10 +79,9 @@ def _refuse_another_machine(folder: Path) -> None:
         if last["host"] == socket.gethostname() or last["state"] != "running" or time.time() - last["updated"] > 60:
             return
         if seen and seen != last["updated"]:
-            raise KairosError(
-                f"{folder.parent}: is being trained on {last['host']} (pid {last['pid']}), and the file system's lock "
-                "does not reach this machine; mount it with locks between machines (NFS: without nolock or local_lock)"
-            )
+            other = f"is being trained on {last['host']} (pid {last['pid']})"
+            fault = "the file system's lock does not reach this machine; mount it with locks between machines"
+            raise KairosError(f"{folder.parent}: {other}, and {fault} (NFS: without nolock or local_lock)")
         seen = last["updated"]
         time.sleep(1)
 
@@ -191,10 +171,9 @@ class Store:
             if not accept_versions:
                 both = (found["versions"], versions())
                 before, now = (", ".join(f"{name} {number}" for name, number in each.items()) for each in both)
-                raise KairosError(
-                    f"{self._checkpoint(step)}: computed under {before}; here is {now}, which rounds differently; "
-                    "allowed: the same versions, --accept-versions, which the provenance will say, or --restart"
-                )
+                allowed = "the same versions, --accept-versions, which the provenance will say, or --restart"
+                fault = f"computed under {before}; here is {now}, which rounds differently"
+                raise KairosError(f"{self._checkpoint(step)}: {fault}; allowed: {allowed}")
             self.resumed_under.append({**found["versions"], "steps": step})
         self._cut_back(found["metrics"]["bytes"] if found else 0, step)
         return found

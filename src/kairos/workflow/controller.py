@@ -4,7 +4,6 @@ Only the controller writes here; the processes that it starts for single jobs pa
 experiment as the controller froze it.
 """
 
-import fcntl
 import glob
 import os
 import re
@@ -20,8 +19,8 @@ from typing import IO, Any
 import yaml
 
 from kairos.config import extended, load, validate
-from kairos.errors import KairosError
-from kairos.files import read_json, sha256_json
+from kairos.errors import KairosError, refusal
+from kairos.files import locked, read_json, sha256_json
 from kairos.progress import duration, say
 from kairos.slurm import books
 from kairos.tracking.store import tracking_uri, without_credentials
@@ -79,16 +78,9 @@ def _lock(results: Path) -> IO[str]:
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not locked(file, 0, "runs from working at once; put this folder on"):
         file.seek(0)
-        raise KairosError(f"{results}: another run ({file.read().strip()}) is at work there; wait for it") from None
-    except OSError as error:
-        raise KairosError(
-            f"{path}: this file system has no locks ({error.strerror}), so nothing would keep two runs from working at "
-            "once; put this folder on another one, or mount it with locks (Lustre: flock)"
-        ) from None
+        raise KairosError(f"{results}: another run ({file.read().strip()}) is at work there; wait for it")
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -149,16 +141,14 @@ def starts(workflow: Any, layout: Layout) -> None:
     """Before the first job: hold the results; see `start_over` and `interrupts`."""
     with _ending():
         if workflow.executor_plugin.name == "slurm":
-            raise KairosError(
-                "executor: got 'slurm', allowed: 'kairos', whose settings are kairos-… instead of slurm-…"
-            )
+            raise refusal("executor", "'slurm'", "'kairos', whose settings are kairos-… instead of slurm-…")
         _held.append(_lock(Path(layout.results)))
     if not workflow.touch:
         start_over.mark(workflow, Path(layout.results))
     if workflow.local_exec:
         interrupts.obey(workflow.scheduler)
         stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]
-        preload.start(layout.config, layout.threads, stages)
+        preload.start(layout.config, layout.experiment.training.threads, stages)
 
 
 def succeeded(workflow: Any, layout: Layout) -> None:

@@ -43,12 +43,8 @@ def parts(stage: str, plain: Plain, method: str | None = None) -> tuple[Plain, l
 
 
 def _training(plain: Plain, method: str) -> tuple[Plain, list[str]]:
-    fields = {
-        **_only(plain, "model", "diffusion"),
-        "method": plain["methods"][method],
-        "training": trajectory_settings(plain, method),
-    }
-    return fields, code_roots(plain, method)
+    own = {"method": plain["methods"][method], "training": trajectory_settings(plain, method)}
+    return {**_only(plain, "model", "diffusion"), **own}, code_roots(plain, method)
 
 
 def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
@@ -61,6 +57,10 @@ def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
     made = {"autoencoder": _only(autoencoder, *own) if own else _without(autoencoder, "path", "shards")}
     batch = {"batch_size": autoencoder["encode_batch_size"]} if computed else {}
     samples = {"num": evaluation["num_samples"] * evaluation["sets"]}
+    images = {"dataset": _without(dataset, "flips", "low_resolution")}
+    encoded = {**_only(dataset, "flips", "low_resolution"), **batch, **computed}
+    drawn = {"sampling": _without(plain["sampling"], "batch_size", "shards"), **samples, **computing}
+    compared = {"evaluation": _without(evaluation, "extractor"), **computing}
 
     model = MODELS.entry(plain["model"]["name"]).module
     process = PROCESSES.entry(plain["diffusion"]["process"]["name"]).module
@@ -77,28 +77,13 @@ def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
         analyses[f"analyse_{name}"] = {"asked": asked, **_only(plain, "methods")}, ["kairos.report.analyses", code]
     return {
         **analyses,
-        "prepare": (
-            {"dataset": _without(dataset, "flips", "low_resolution")},
-            ["kairos.data.prepare", "kairos.data.sources"],
-        ),
+        "prepare": (images, ["kairos.data.prepare", "kairos.data.sources"]),
         "autoencoder": ({**made, **(flips if kind == "train" else {}), **computed}, ["kairos.autoencoders.stage"]),
         "text": ({**_only(plain, "text_encoder"), **computing}, ["kairos.text.stage"]),
-        "encode": (
-            {**_only(dataset, "flips", "low_resolution"), **batch, **computed},
-            ["kairos.autoencoders.encode", "kairos.autoencoders.codec"],
-        ),
-        "sample": (
-            {"sampling": _without(plain["sampling"], "batch_size", "shards"), **samples, **computing},
-            ["kairos.sampling.sample", scheduler, model, process],
-        ),
-        "extractor": (
-            {**_only(evaluation, "extractor"), **computing},
-            ["kairos.evaluation.extractors", extractor],
-        ),
-        "reference": (
-            {"evaluation": _without(evaluation, "extractor"), **computing},
-            ["kairos.evaluation.reference", extractor, *of_images],
-        ),
+        "encode": (encoded, ["kairos.autoencoders.encode", "kairos.autoencoders.codec"]),
+        "sample": (drawn, ["kairos.sampling.sample", scheduler, model, process]),
+        "extractor": ({**_only(evaluation, "extractor"), **computing}, ["kairos.evaluation.extractors", extractor]),
+        "reference": (compared, ["kairos.evaluation.reference", extractor, *of_images]),
         # its fields are those that the reference was made with
         "evaluate": ({}, ["kairos.evaluation.evaluate", model, process, extractor, *metrics.values()]),
         "report": ({"experiment": _without(plain, "tracking")}, ["kairos.report.build"]),

@@ -91,12 +91,6 @@ class Layout:
         return ["text"] if "text" in self.shared else []
 
     @property
-    def start(self) -> list[str]:
-        """The record of the milestone that trainings start from, if they do."""
-        start = self.experiment.training.start_from
-        return [f"{start}/milestone.json"] if start else []
-
-    @property
     def analyses(self) -> dict[str, dict[str, Any]]:
         """The analyses that are asked for, by name."""
         return {named["name"]: named for named in self.experiment.analyses}
@@ -128,14 +122,9 @@ class Layout:
         return list(self.experiment.methods)
 
     @property
-    def seeds(self) -> list[int]:
-        """All seeds."""
-        return self.experiment.seeds
-
-    @property
     def trainings(self) -> list[tuple[str, int]]:
         """Method and seed of every training."""
-        return [(method, seed) for method in self.methods for seed in self.seeds]
+        return [(method, seed) for method in self.methods for seed in self.experiment.seeds]
 
     @property
     def steps(self) -> list[str]:
@@ -146,11 +135,6 @@ class Layout:
     def gpus(self) -> int:
         """GPUs that a computing job asks for."""
         return gpus(self.experiment)
-
-    @property
-    def threads(self) -> int:
-        """Computing threads of a job."""
-        return self.experiment.training.threads
 
     def frozen(self, wildcards: Any, output: Any) -> str:
         """The configuration file of a job: a parameter that Snakemake does not compare, see `arguments`."""
@@ -169,10 +153,8 @@ class Layout:
         """The jobs of a training, in order."""
         parts = self.experiment.segments
         ends = [[], *(names(part[-1:]) for part, _ in pairwise(parts))]
-        return [
-            Segment(steps, before, number, f"_{number}" if len(parts) > 1 else "", number == len(parts))
-            for number, (steps, before) in enumerate(zip(parts, ends), 1)
-        ]
+        count, numbered = len(parts), enumerate(zip(parts, ends), 1)
+        return [Segment(*its, number, f"_{number}" * (count > 1), number == count) for number, its in numbered]
 
     def shards(self, stage: str) -> list[str]:
         """The parts that a job of a stage joins, as files name them: ``1of2`` ...; none where it is not split."""
@@ -249,15 +231,11 @@ class Layout:
         records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
         of_step = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
         each = ["training.json", "metrics.jsonl", *(name.format(step) for step in self.steps for name in of_step)]
+        jobs = product(dependencies.PER_TRAINING, self.trainings, self.segments)
         return [
             *(f"{self.results}/{record}.json" for record in records),
             *(f"{self.training(*training)}/{name}" for training in self.trainings for name in each),
-            *(
-                self.sums(stage, *training, segment)
-                for stage in dependencies.PER_TRAINING
-                for training in self.trainings
-                for segment in self.segments
-            ),
+            *(self.sums(stage, *training, segment) for stage, training, segment in jobs),
             *self.tables,
         ]
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from kairos.config import load
-from kairos.errors import ConfigError, KairosError
+from kairos.errors import ConfigError, KairosError, demand, refusal
 from kairos.files import write_json, write_text
 from kairos.progress import say
 from kairos.workflow import dependencies
@@ -40,10 +40,8 @@ def write_dependencies(config: Path, out: Path) -> None:
         _follow(layout.methods)
     stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"] if _STAGES.is_file() else layout.shared
     if missing := set(layout.shared) - set(stages):
-        raise ConfigError(
-            f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; add it in the manner of autoencoder, and "
-            "its manifest to the deps of encode"
-        )
+        advice = "add it in the manner of autoencoder, and its manifest to the deps of encode"
+        raise ConfigError(f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; {advice}")
     table: dict[str, Any] = {stage: dependencies.of(stage, layout.plain) for stage in (*layout.shared, "report")}
     for stage, method in product(dependencies.PER_TRAINING, layout.methods):
         place = table.setdefault(stage, {})
@@ -73,14 +71,11 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
         ConfigError: the experiment has no such stage, or it needs a method and a seed of the experiment, or has none.
     """
     rules, stages = layout.rules(stage), (*layout.shared, *dependencies.PER_TRAINING, "report")
-    if stage not in stages:
-        raise ConfigError(f"ledger run: got stage {stage!r}, allowed: {', '.join(stages)}")
+    demand(stage in stages, "ledger run", f"stage {stage!r}", ", ".join(stages))
     if stage in dependencies.PER_TRAINING:
-        if method not in layout.methods or seed not in layout.seeds:
-            raise ConfigError(
-                f"ledger run {stage}: got --method {method} --seed {seed}, allowed: a method of {layout.methods} "
-                f"and a seed of {layout.seeds}"
-            )
+        allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
+        if method not in layout.methods or seed not in layout.experiment.seeds:
+            raise refusal(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
         sums = [layout.sums(stage, method, seed, segment) for segment in layout.segments]
         return [f"{rule}{segment.name}" for rule in rules for segment in layout.segments], sums
     if method is not None or seed is not None:
@@ -137,10 +132,8 @@ def record() -> None:
     """
     written = ("dvc.lock", str(_FIRST.with_suffix(".lock")), str(provenance(Path("dvc.lock"))))
     if dirty := [line for line in _changed() if line[3:] not in written]:
-        raise KairosError(
-            "record: the tree has changes that no commit holds, so the results could not be reproduced from one; "
-            "commit them first:\n" + "\n".join(dirty[:20])
-        )
+        fault = "the tree has changes that no commit holds, so the results could not be reproduced from one"
+        raise KairosError("\n".join([f"record: {fault}; commit them first:", *dirty[:20]]))
     _check_up_to_date("record: results are stale; run `make demo` first.")
     results = Path(lay_out(load(RECORDED)).results)
     write_dependencies(Path(RECORDED), results / "dependencies.yaml")
@@ -188,7 +181,6 @@ def _pull() -> None:
         raise KairosError(f"adopt: no DVC remote is configured. {how}")
     if _run("dvc", "pull").returncode:
         name, place = remotes.stdout.split()[:2]
-        raise KairosError(
-            f"adopt: the recorded data are not all at {place} (remote {name}): it cannot be reached from here, or "
-            f"`dvc push` was not called where they were recorded. {how.replace('add --local', 'add --force --local')}"
-        )
+        why = "it cannot be reached from here, or `dvc push` was not called where they were recorded"
+        how = how.replace("add --local", "add --force --local")
+        raise KairosError(f"adopt: the recorded data are not all at {place} (remote {name}): {why}. {how}")

@@ -70,11 +70,8 @@ def _why(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
             changed += [f"{key}.{field}" for field in then if here.get(field) != then[field]]
     if changed:
         return f"changed settings or code: {', '.join(changed)}"
-    from_other = [
-        dep["path"]
-        for dep in stage.get("deps", [])
-        if any(dep["path"] == out or dep["path"].startswith(f"{out}/") for out in different)
-    ]
+    read = [dep["path"] for dep in stage.get("deps", [])]
+    from_other = [path for path in read if any(Path(path).is_relative_to(out) for out in different)]
     reasons = [f"follows from {', '.join(from_other)}"] if from_other else []
     return "; ".join(reasons + _other_machine(lock, stage)) or "no record tells why"
 

@@ -13,11 +13,7 @@ def growing(amount: int) -> Callable[..., int]:
 
     No more than that: a job that grew with every time limit that it met would no longer fit on any machine.
     """
-
-    def value(wildcards: Any, attempt: int) -> int:
-        return amount * min(attempt, 3)
-
-    return value
+    return lambda wildcards, attempt: amount * min(attempt, 3)
 
 
 def gpus(experiment: Experiment) -> int:

@@ -22,7 +22,8 @@ Key = tuple[str, tuple[int, ...]]  # folder of a training, milestones asked for
 
 def mark(workflow: Any, results: Path) -> None:
     """Mark the fulfilled requests of jobs that are forced or whose outputs were deleted, unmark all others."""
-    requests = {path: _fulfilled(path) for path in results.glob("*/seed*/.state/*/complete/*.json")}
+    paths = results.glob("*/seed*/.state/*/complete/*.json")  # each what a training has given, by its record
+    requests = {path: (path.parents[3].as_posix(), tuple(read_json(path)["milestones"])) for path in paths}
     trainings: dict[str, list[Any]] = defaultdict(list)
     for job in workflow.dag.needrun_jobs():
         if job.rule.name.startswith("train"):
@@ -38,11 +39,6 @@ def mark(workflow: Any, results: Path) -> None:
             write_text(sign, "asked for again\n")
         else:
             sign.unlink(missing_ok=True)
-
-
-def _fulfilled(request: Path) -> Key:
-    """What a training has given, by its record."""
-    return request.parents[3].as_posix(), tuple(read_json(request)["milestones"])
 
 
 def _asked(job: Any) -> Key:

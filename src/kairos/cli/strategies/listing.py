@@ -53,8 +53,5 @@ def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
 def described(values: Mapping[str, Any]) -> str:
     """Options and their values as a user would write them, those of all samplers last: ``k=5, tau=null``."""
     ordered = sorted(values.items(), key=lambda item: item[0] in _COMMON)
-    return ", ".join(f"{key}={_value(value)}" for key, value in ordered)
-
-
-def _value(value: Any) -> str:
-    return f"{value:.15g}" if isinstance(value, float) else json.dumps(value).strip('"')
+    written = ((key, f"{its:.15g}" if isinstance(its, float) else json.dumps(its).strip('"')) for key, its in ordered)
+    return ", ".join(map("=".join, written))

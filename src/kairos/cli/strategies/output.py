@@ -11,16 +11,11 @@ from typing import Any
 from kairos.files import write_text
 from kairos.progress import say, table
 
+Text = Callable[[], str]
 _BAR = 30  # characters
 
 
-def deliver(
-    arguments: argparse.Namespace,
-    name: str,
-    table: Callable[[], str],
-    csv: Callable[[], str],
-    picture: Callable[[Any], Any],
-) -> None:
+def deliver(arguments: argparse.Namespace, name: str, table: Text, csv: Text, picture: Callable[[Any], Any]) -> None:
     """Make what is asked for, or what the file's name ends in, and put it where it is asked for.
 
     Args:

@@ -98,10 +98,9 @@ def _of_state(
     sampler, weighting, diffusion = named_parts(arguments) if record is None else _of_record(record, arguments)
     process = process_of(diffusion)
     if _looks_at_images(sampler["name"]):
-        raise KairosError(
-            f"{file}: p(t) of {sampler['name']} differs from image to image, and there is no milestone at step "
-            f"{content['step']} that holds its mean over the training's images; name a milestone's folder"
-        )
+        fault = f"p(t) of {sampler['name']} differs from image to image, and there is no milestone at step"
+        told = f"{content['step']} that holds its mean over the training's images; name a milestone's folder"
+        raise KairosError(f"{file}: {fault} {told}")
     name = f"{sampler['name']}+{weighting['name']}"
     strategy = Strategy(name, process, sampler=but_name(sampler), weighting=but_name(weighting))
     try:
