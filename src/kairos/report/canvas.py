@@ -77,9 +77,10 @@ def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:
             axes.plot([label.x, right], [label.y, label.y], color=label.color, lw=0.7, ls=(0, (1, 2)), alpha=0.7)
         dark = tuple(0.78 * part for part in to_rgb(label.color))  # of light lines letters are not readable
         look: dict[str, Any] = {"color": dark, "fontsize": size, "fontweight": "bold" if label.bold else "normal"}
-        at: Any = ((1.0, height), (1.045, place), "axes fraction", "axes fraction")
+        at: Any = dict.fromkeys(("xycoords", "textcoords"), "axes fraction")
+        at |= {"xy": (1.0, height), "xytext": (1.045, place)}
         leader = _LEADER | {"color": label.color}
-        axes.annotate(label.text, *at, **look, va="center", annotation_clip=False, arrowprops=leader)
+        axes.annotate(label.text, **at, **look, va="center", annotation_clip=False, arrowprops=leader)
 
 
 def spread_out(heights: Sequence[float], gap: float) -> list[float]:
