@@ -35,10 +35,10 @@ def run(recipe: Path, folder: Path, encoder: Path, steps: int) -> tuple[float, s
     file = folder / f"{recipe.parent.name}_{recipe.stem}.yaml"
     made = [BIN / "kairos", "small", recipe, file, "--data", DATA, "--text-encoder", encoder, "--steps", str(steps)]
     follows = [BIN / "snakemake", "--cores", "1", "--snakefile", ROOT / "Snakefile", "--directory", folder / file.stem]
-    begun = time.monotonic()
+    begun, environment = time.monotonic(), os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     for command in (made, [*follows, "--configfile", file]):
         (folder / file.stem).mkdir(exist_ok=True)
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
         if done.returncode:
             said = "\n".join((done.stdout + done.stderr).splitlines()[-LINES:])
             raise SystemExit(f"{recipe}: {command[0].name} ended with {done.returncode}\n{said}")
