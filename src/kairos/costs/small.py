@@ -39,7 +39,7 @@ def small(experiment: Experiment, data: Path, encoder: str | None, methods: list
             where neither of the first two is, the embedded digits stand in.
         encoder: a text encoder's folder; None: the experiment's own.
         methods: which ones.
-        steps: optimiser steps.
+        steps: optimiser steps, of the autoencoder and the extractor too.
 
     Raises:
         ConfigError: an argument cannot be used, or the images that the experiment needs are not there.
@@ -53,7 +53,7 @@ def small(experiment: Experiment, data: Path, encoder: str | None, methods: list
     measured = {"metrics": ["frechet", "psnr"]} if "low_resolution" in experiment.conditions else {}
     rows = (_with_rows(block, methods) for block in plain.get("published", ()))
     values = {
-        "experiment": f"{experiment.experiment}_small", **_data(plain, data, encoder),
+        "experiment": f"{experiment.experiment}_small", **_data(plain, data, encoder, steps),
         "model": {**model, **{key: value for key, value in _MODELS[name].items() if key in model}},
         "diffusion": plain["diffusion"],
         "training": {key: training[key] for key in kept} | {
@@ -63,7 +63,7 @@ def small(experiment: Experiment, data: Path, encoder: str | None, methods: list
         "methods": {method: _shortened(plain["methods"][method], steps) for method in methods},
         "sampling": plain["sampling"] | {"steps": 10, "batch_size": _BATCH, "grid": _BATCH},
         "evaluation": measured | {
-            "extractor": {"name": "selfsupervised", "features": 16, "steps": 100}, "num_samples": 64, "sets": 1,
+            "extractor": {"name": "selfsupervised", "features": 16, "steps": steps}, "num_samples": 64, "sets": 1,
             "strata": 4, "loss_images": 32,
         },
         "tracking": {"enabled": False},
@@ -90,7 +90,7 @@ def _with_rows(block: dict[str, Any], methods: list[str]) -> dict[str, Any]:
     return {**block, "rows": rows, "missing": {}}
 
 
-def _data(plain: dict[str, Any], data: Path, encoder: str | None) -> dict[str, Any]:
+def _data(plain: dict[str, Any], data: Path, encoder: str | None, steps: int) -> dict[str, Any]:
     """Sections dataset, autoencoder and text_encoder: images of 16 pixels, or of 64 where they become latents."""
     pixels, text = plain["autoencoder"]["kind"] == "none", plain["text_encoder"]
     factor, taesd = plain["dataset"]["low_resolution"], data / "taesd"
@@ -109,5 +109,5 @@ def _data(plain: dict[str, Any], data: Path, encoder: str | None) -> dict[str, A
     images = {"heldout": 0.2, "resolution": 64 if large else 16}
     if found:
         images |= {"source": "parquet", "path": f"{data}/{found}/train-*.parquet", "limit": 600}
-    ours = {"kind": "none"} if pixels else {"kind": "train", "channels": [16, 32], "steps": 100}
+    ours = {"kind": "none"} if pixels else {"kind": "train", "channels": [16, 32], "steps": steps}
     return {"dataset": images, "autoencoder": {"kind": "pretrained", "path": str(taesd)} if large else ours}
