@@ -233,7 +233,7 @@ assert not {"torch", "numpy"} & set(sys.modules), "import kairos is not free"
 from kairos.strategies import SAMPLERS, WEIGHTINGS, make_sampler, make_weighting
 from kairos.diffusion.schedule import make_schedule
 schedule = make_schedule("cosine", 100)
-learned = ("loss", "info", "gradient", "first_order", "adaptive", "edm2")
+learned = ("loss", "info", "gradient", "first_order", "adaptive", "edm2", "auto")
 fixed = [name for name in SAMPLERS if not name.startswith(learned)]
 for name in fixed:
     assert abs(make_sampler({"name": name}, schedule).density().sum() - 1) < 1e-9
