@@ -69,10 +69,12 @@ def close(one, other):
 
 
 PATIENT = """
+import faulthandler
 import time
 import torch
 from kairos import distributed
 
+faulthandler.dump_traceback_later(80)  # says where one hangs
 distributed.LONGEST_WAIT = 4.0  # a busy machine's processes meet within that
 if distributed.os.environ["RANK"] == "0":
     time.sleep(7)  # as one that queues for a lock
