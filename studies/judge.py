@@ -32,9 +32,9 @@ LEVEL, POWER = 0.05, 0.8
 
 
 def read(which: str) -> pd.DataFrame:
-    """A row per setting, method, seed and milestone of a round: time, and what was measured there."""
+    """A row per complete setting, method, seed and milestone of a round: time, and what was measured there."""
     rows = []
-    for folder in sorted(Path("results").glob(f"study_{which}_*")):
+    for folder in sorted(report.parent for report in Path("results").glob(f"study_{which}_*/report.html")):
         experiment = load(folder / "experiment.yaml")
         plain, results = experiment.plain(), collect(experiment, folder)
         batch, schedule = experiment.training.batch_size, build_process(plain["diffusion"], sigma_data=1.0).schedule
