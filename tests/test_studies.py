@@ -90,3 +90,12 @@ def test_the_optimum_by_heart_is_the_nearest_image_without_noise_and_the_mean_in
     weights = torch.tensor([1.0, math.exp(-2)], dtype=torch.float64)  # a pair at a distance of 2, seen at the first
     pair = torch.tensor([0.0, 2.0], dtype=torch.float64).view(2, 1, 1, 1)
     assert why["optimum"](pair[:1], one, one, pair).item() == pytest.approx(float(2 * weights[1] / weights.sum()))
+
+
+def test_the_best_density_leaves_less_noise_where_the_levels_differ():
+    levels = pd.DataFrame(
+        {"loss": "training", "step": 5, "u_low": [0, 0.5], "u_high": [0.5, 1], "variance": [1.0, 9.0]}
+    )
+    other = levels.assign(loss="preconditioned", variance=1.0)
+    left = why["noise_left"](pd.concat([levels, other, levels.assign(step=7, variance=2.0)]))
+    assert left.to_dict() == pytest.approx({5: 0.8, 7: 1.0})
