@@ -3,6 +3,7 @@
     python studies/judge.py first --out studies/results/first.csv        # reads results/study_first_*/
     python studies/judge.py first --table studies/results/first.csv      # the same without the results
     python studies/judge.py first --power
+    python studies/judge.py second --page --figure studies/results/second.png  # Markdown, and a picture
 
 Time is counted in passes of samples through the network, a backward pass as two forward ones, as the strategies state
 their own (`Sampler.cost`): a step of uniform is 1. At equal time a method is judged where it has spent what uniform
@@ -14,6 +15,7 @@ corrected after Holm over all methods, settings and metrics of the round.
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -95,7 +97,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
             for method, own in methods.items():
                 value = at(own, metric, whole)
                 change = (value - final).dropna()
-                spread = change.std() / math.sqrt(len(change)) * stats.t.ppf(1 - LEVEL / 2, len(change) - 1)
+                spread = change.sem() * stats.t.ppf(1 - LEVEL / 2, len(change) - 1)
                 p = stats.ttest_1samp(change, 0).pvalue if method != "uniform" and len(change) > 1 else math.nan
                 speeds = {}
                 for name, other in (("to_uniform", "uniform"), ("to_fixed", best)):
@@ -119,6 +121,59 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     judged = pd.DataFrame(found)
     judged["p_holm"] = holm(judged["p"].to_numpy())
     return judged
+
+
+def page(judged: pd.DataFrame) -> str:
+    """Tables in Markdown, one per metric: ratio to uniform at equal time, interval and corrected p by setting."""
+    said = []
+    for metric, of_metric in judged.groupby("metric", sort=False):
+        settings = sorted(of_metric["setting"].unique())
+        cells = {(row.method, row.setting): row for row in of_metric.itertuples()}
+        lines = [f"| {metric} | {' | '.join(settings)} |", "|---" * (len(settings) + 1) + "|"]
+        for method in mean_ratios(of_metric).index:
+            found = [cells.get((method, setting)) for setting in settings]
+            lines.append(f"| {method} | {' | '.join(_cell(row) for row in found)} |")
+        said.append("\n".join(lines))
+    return "\n\n".join(said)
+
+
+def _cell(row: Any) -> str:
+    if row is None or math.isnan(row.value):
+        return "not so far"
+    if row.method == "uniform":
+        return f"{row.value:.3g}"
+    p = f", p {row.p_holm:.2g}" if row.p_holm < 1 else ""
+    return f"{row.ratio:.3f} ({row.low:.3f} to {row.high:.3f}{p})"
+
+
+def mean_ratios(judged: pd.DataFrame) -> "pd.Series[float]":
+    """Geometric mean over settings of each method's ratio to uniform, the lowest first."""
+    return np.exp(np.log(judged["ratio"]).groupby(judged["method"]).mean()).sort_values()
+
+
+def draw(judged: pd.DataFrame, path: Path) -> None:
+    """Ratios with their intervals, a panel per metric and setting; full dots where the corrected p is below 0.05."""
+    from matplotlib.figure import Figure
+
+    settings = sorted(judged["setting"].unique())
+    methods = [name for name in mean_ratios(judged[judged["metric"] == METRICS[0]]).index[::-1] if name != "uniform"]
+    figure = Figure(figsize=(3.2 * len(settings), 0.6 + 2 * (0.7 + 0.22 * len(methods))), layout="constrained", dpi=150)
+    panels = figure.subplots(2, len(settings), sharey=True, squeeze=False)
+    for metric, of_metric in zip(METRICS, panels):
+        for setting, axes in zip(settings, of_metric):
+            own = judged[(judged["metric"] == metric) & (judged["setting"] == setting)].set_index("method")
+            for place, method in enumerate(methods):
+                if method in own.index and not math.isnan(own["ratio"][method]):
+                    ratio, low, high, p = own.loc[method, ["ratio", "low", "high", "p_holm"]]
+                    axes.plot([low, high], [place, place], color="C0", lw=1.5)
+                    axes.plot(ratio, place, "o", color="C0", ms=5, mfc="C0" if p < LEVEL else "white")
+            axes.axvline(1, color="0.5", lw=1)
+            axes.set(xscale="log", yticks=range(len(methods)), yticklabels=methods, title=f"{setting}: {metric}")
+            axes.xaxis.set_major_formatter("{x:.2g}")
+            axes.xaxis.set_minor_formatter("{x:.2g}")
+            axes.tick_params(labelsize=7)
+    figure.supxlabel("ratio to uniform at equal time, 95 % interval; full: corrected p < 0.05", fontsize=8)
+    figure.savefig(path)
 
 
 def holm(p: np.ndarray) -> np.ndarray:
@@ -180,6 +235,8 @@ def main() -> None:
     parser.add_argument("--power", action="store_true", help="what differences the settings can tell")
     parser.add_argument("--seeds", type=int, default=8, help="of the power analysis")
     parser.add_argument("--comparisons", type=int, default=27, help="of the power analysis: methods, settings, metrics")
+    parser.add_argument("--page", action="store_true", help="the table in Markdown")
+    parser.add_argument("--figure", type=Path, help="draw the table to this file")
     arguments = parser.parse_args()
     rows = pd.read_csv(arguments.table) if arguments.table else read(arguments.round)
     if rows.empty:
@@ -187,6 +244,11 @@ def main() -> None:
     if arguments.out:
         rows.to_csv(arguments.out, index=False, float_format="%.6g", lineterminator="\n")
     shown = power(rows, arguments.seeds, arguments.comparisons) if arguments.power else table(rows)
+    if arguments.figure:
+        draw(shown, arguments.figure)
+    if arguments.page:
+        print(page(shown))
+        return
     with pd.option_context("display.width", 200, "display.max_rows", None, "display.max_columns", None):
         print(shown.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
 

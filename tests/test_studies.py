@@ -1,6 +1,7 @@
 """The study's statistics against tables whose truth is known, and its experiment files."""
 
 import math
+import re
 import runpy
 from pathlib import Path
 
@@ -45,6 +46,22 @@ def test_a_method_too_slow_for_the_time_is_judged_before_its_end_and_no_further(
     assert judge["at"](half, "distance", 800).isna().all() and judge["at"](half, "distance", 400).notna().all()
     at = judge["at"](rows[rows["method"] == "gradient_norm"], "distance", 800)
     assert at.tolist() == pytest.approx([math.log(100 / 800) + 0.3 * seed for seed in range(3)])
+
+
+def test_page_and_picture_show_every_method_the_best_first(tmp_path):
+    rows = trainings({"uniform": (1, 1), "p2": (1.5, 1), "min_snr": (0.8, 1)}, 4, 1e-3)
+    there = rows[(rows["setting"] == "s") & ((rows["method"] != "p2") | (rows["step"] < 800))].assign(setting="other")
+    judged = judge["table"](pd.concat([rows, there]))
+    lines = judge["page"](judged).splitlines()
+    assert lines[0] == "| distance | other | s |" and [line.split()[1] for line in lines[2:5]] == [
+        "min_snr",
+        "uniform",
+        "p2",
+    ]
+    assert re.match(r"\| min_snr \| (0\.\d{3} \((0\.\d{3}) to 0\.8\d\d, p \d\.\de-\d\d\) \| ?){2}$", lines[2])
+    assert lines[4].startswith("| p2 | not so far | 1.")
+    judge["draw"](judged, tmp_path / "it.png")
+    assert (tmp_path / "it.png").stat().st_size > 10_000
 
 
 def test_holms_correction_by_hand():
