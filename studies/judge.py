@@ -3,6 +3,7 @@
     python studies/judge.py first --out studies/results/first.csv        # reads results/study_first_*/
     python studies/judge.py first --table studies/results/first.csv      # the same without the results
     python studies/judge.py first --power
+    python studies/judge.py second --goal auto
     python studies/judge.py second --page --figure studies/results/second.png  # Markdown, and a picture
 
 Time is counted in passes of samples through the network, a backward pass as two forward ones, as the strategies state
@@ -14,6 +15,7 @@ corrected after Holm over all methods, settings and metrics of the round.
 
 import argparse
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from kairos.strategies.registries import SAMPLERS
 METRICS = ("distance", "val_loss", "val_mlperf8")
 FIXED = ("log_normal", "laplace", "two_phase", "min_snr", "p2", "speed")  # densities and weights that do not learn
 LEVEL, POWER = 0.05, 0.8
+SHOWN = 4  # times uniform's value, or a fourth of it: where the picture ends
 
 
 def read(which: str) -> pd.DataFrame:
@@ -77,50 +80,93 @@ def needed(rows: pd.DataFrame, metric: str, targets: "pd.Series[float]") -> "pd.
     return pd.Series(found, dtype=float)
 
 
+def compared(log_ratios: "pd.Series[float]") -> dict[str, float]:
+    """Geometric mean over seeds, its 95 % interval, and p of a two-sided t-test; NaN where a seed has no value."""
+    mean, spread, p = log_ratios.mean(skipna=False), math.nan, math.nan
+    if len(log_ratios) > 1 and log_ratios.any() and not math.isnan(mean):  # of a method with itself there is none
+        spread = log_ratios.sem() * stats.t.ppf(1 - LEVEL / 2, len(log_ratios) - 1)
+        p = stats.ttest_1samp(log_ratios, 0).pvalue
+    return {"ratio": math.exp(mean), "low": math.exp(mean - spread), "high": math.exp(mean + spread), "p": p}
+
+
+def parts(rows: pd.DataFrame) -> Iterator[tuple[str, str, dict[Any, pd.DataFrame], float, str]]:
+    """Setting, metric, its methods' rows, uniform's whole time, and the fixed method that is best then."""
+    for (setting,), of_setting in rows.groupby(["setting"]):
+        methods = dict(list(of_setting.groupby("method")))
+        whole = methods["uniform"]["time"].max()
+        fixed = [name for name in FIXED if name in methods]
+        for metric in METRICS:
+            if methods["uniform"][metric].notna().all():
+                best = min(fixed, key=lambda name: at(methods[name], metric, whole).mean(), default="uniform")
+                yield setting, metric, methods, whole, best
+
+
 def table(rows: pd.DataFrame) -> pd.DataFrame:
     """Every method against uniform at equal time: ratio, its interval, p, and how many times as fast it gets there.
 
-    ``to_uniform`` and ``to_fixed`` are uniform's time, and that of the best fixed method, over the method's, to the
-    value that each ends with; geometric means, NaN where a seed does not get there.
+    ``to_uniform`` and ``to_fixed``: how many times as fast it is as uniform, and as the best fixed method (`gained`).
     """
     found = []
-    for (setting,), of_setting in rows.groupby(["setting"]):
-        methods = dict(list(of_setting.groupby("method")))
-        base = methods["uniform"]
-        whole = base["time"].max()
-        for metric in METRICS:
-            if base[metric].isna().any():
-                continue
-            final = at(base, metric, whole)
-            fixed = [name for name in FIXED if name in methods]
-            best = min(fixed, key=lambda name: at(methods[name], metric, whole).mean(), default="uniform")
-            for method, own in methods.items():
-                value = at(own, metric, whole)
-                change = (value - final).dropna()
-                spread = change.sem() * stats.t.ppf(1 - LEVEL / 2, len(change) - 1)
-                p = stats.ttest_1samp(change, 0).pvalue if method != "uniform" and len(change) > 1 else math.nan
-                speeds = {}
-                for name, other in (("to_uniform", "uniform"), ("to_fixed", best)):
-                    target = at(methods[other], metric, whole)
-                    speeds[name] = math.exp((math.log(whole) - needed(own, metric, target)).mean(skipna=False))
-                found.append(
-                    {
-                        "setting": setting,
-                        "metric": metric,
-                        "method": method,
-                        "seeds": len(change),
-                        "value": math.exp(value.mean()),
-                        "ratio": math.exp(change.mean()),
-                        "low": math.exp(change.mean() - spread),
-                        "high": math.exp(change.mean() + spread),
-                        "p": p,
-                        "best_fixed": best,
-                        **speeds,
-                    }
-                )
-    judged = pd.DataFrame(found)
-    judged["p_holm"] = holm(judged["p"].to_numpy())
-    return judged
+    for setting, metric, methods, whole, best in parts(rows):
+        for method, own in methods.items():
+            value = at(own, metric, whole)
+            found.append(
+                {
+                    "setting": setting,
+                    "metric": metric,
+                    "method": method,
+                    "seeds": len(value),
+                    "value": math.exp(value.mean()),
+                    **compared((value - at(methods["uniform"], metric, whole)).loc[value.index]),
+                    "best_fixed": best,
+                    "to_uniform": math.exp(gained(own, methods["uniform"], metric, whole).mean(skipna=False)),
+                    "to_fixed": math.exp(gained(own, methods[best], metric, whole).mean(skipna=False)),
+                }
+            )
+    return pd.DataFrame(found).assign(p_holm=lambda all_: holm(all_["p"].to_numpy()))
+
+
+def gained(own: pd.DataFrame, other: pd.DataFrame, metric: str, whole: float) -> "pd.Series[float]":
+    """Logarithm of how many times as fast a method is as another, by seed.
+
+    Where it gets within `whole` to the other's last value: `whole` over its time. Otherwise it is slower, by as much as
+    the other is sooner where this one ends, so that no seed is left out.
+    """
+    sooner = math.log(whole) - needed(own, metric, at(other, metric, whole))
+    later = needed(other, metric, at(own, metric, whole)) - math.log(whole)
+    return sooner.where(sooner >= 0, later)
+
+
+def goal(rows: pd.DataFrame, method: str) -> pd.DataFrame:
+    """What a method was made for: never behind the best fixed one at equal time, and sooner at its value and uniform's.
+
+    A row per metric, setting and question, with ratio, interval and p; setting ``all`` is the mean over settings.
+    """
+    asked = "value over the best fixed", "speed to the best fixed", "speed to uniform"
+    logs: dict[tuple[str, str], dict[str, pd.Series[float]]] = {}
+    best_fixed = {}
+    for setting, metric, methods, whole, best in parts(rows):
+        own, fixed = methods[method], methods[best]
+        best_fixed[setting, metric] = best
+        answers = (
+            at(own, metric, whole) - at(fixed, metric, whole),
+            gained(own, fixed, metric, whole),
+            gained(own, methods["uniform"], metric, whole),
+        )
+        for question, answer in zip(asked, answers):
+            logs.setdefault((metric, question), {})[setting] = answer
+    found = [
+        {
+            "metric": metric,
+            "question": question,
+            "setting": setting,
+            "best_fixed": best_fixed.get((setting, metric), ""),
+        }
+        | compared(series)
+        for (metric, question), by_setting in logs.items()
+        for setting, series in [*by_setting.items(), ("all", pd.DataFrame(by_setting).mean(axis=1, skipna=False))]
+    ]
+    return pd.DataFrame(found).assign(p_holm=lambda all_: holm(all_["p"].to_numpy()))
 
 
 def page(judged: pd.DataFrame) -> str:
@@ -154,6 +200,7 @@ def mean_ratios(judged: pd.DataFrame) -> "pd.Series[float]":
 def draw(judged: pd.DataFrame, path: Path) -> None:
     """Ratios with their intervals, a panel per metric and setting; full dots where the corrected p is below 0.05."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
     settings = sorted(judged["setting"].unique())
     methods = [name for name in mean_ratios(judged[judged["metric"] == METRICS[0]]).index[::-1] if name != "uniform"]
@@ -168,9 +215,12 @@ def draw(judged: pd.DataFrame, path: Path) -> None:
                     axes.plot([low, high], [place, place], color="C0", lw=1.5)
                     axes.plot(ratio, place, "o", color="C0", ms=5, mfc="C0" if p < LEVEL else "white")
             axes.axvline(1, color="0.5", lw=1)
+            ends = own["low"].clip(1 / SHOWN, 1).min(), own["high"].clip(1, SHOWN).max()
             axes.set(xscale="log", yticks=range(len(methods)), yticklabels=methods, title=f"{setting}: {metric}")
-            axes.xaxis.set_major_formatter("{x:.2g}")
-            axes.xaxis.set_minor_formatter("{x:.2g}")
+            axes.set_xlim(ends[0] ** 1.05 / 1.005, ends[1] ** 1.05 * 1.005)
+            axes.xaxis.set_major_locator(MaxNLocator(5))
+            axes.xaxis.set_major_formatter("{x:.3g}")
+            axes.xaxis.set_minor_locator(NullLocator())
             axes.tick_params(labelsize=7)
     figure.supxlabel("ratio to uniform at equal time, 95 % interval; full: corrected p < 0.05", fontsize=8)
     figure.savefig(path)
@@ -235,6 +285,9 @@ def main() -> None:
     parser.add_argument("--power", action="store_true", help="what differences the settings can tell")
     parser.add_argument("--seeds", type=int, default=8, help="of the power analysis")
     parser.add_argument("--comparisons", type=int, default=27, help="of the power analysis: methods, settings, metrics")
+    parser.add_argument(
+        "--goal", metavar="METHOD", help="that method against the best fixed one, and over all settings"
+    )
     parser.add_argument("--page", action="store_true", help="the table in Markdown")
     parser.add_argument("--figure", type=Path, help="draw the table to this file")
     arguments = parser.parse_args()
@@ -243,7 +296,10 @@ def main() -> None:
         raise SystemExit(f"results/study_{arguments.round}_*: nothing there; python studies/run.py {arguments.round}")
     if arguments.out:
         rows.to_csv(arguments.out, index=False, float_format="%.6g", lineterminator="\n")
-    shown = power(rows, arguments.seeds, arguments.comparisons) if arguments.power else table(rows)
+    if arguments.power:
+        shown = power(rows, arguments.seeds, arguments.comparisons)
+    else:
+        shown = goal(rows, arguments.goal) if arguments.goal else table(rows)
     if arguments.figure:
         draw(shown, arguments.figure)
     if arguments.page:

@@ -37,7 +37,23 @@ def test_equal_time_is_not_equal_steps():
     assert found["ratio"].to_dict() == pytest.approx({"uniform": 1, "min_snr": 0.8, "gradient_norm": 0.5})
     assert found.loc["gradient_norm", "to_uniform"] == pytest.approx(2)  # a value in inverse proportion to time
     assert found.loc["gradient_norm", "to_fixed"] == pytest.approx(1.6) and set(found["best_fixed"]) == {"min_snr"}
-    assert math.isnan(found.loc["uniform", "to_fixed"])  # it does not get there
+    assert found.loc["uniform", "to_fixed"] == pytest.approx(
+        0.8
+    )  # it does not get there: min_snr is where it ends so much sooner
+
+
+def test_the_goal_is_judged_against_the_best_fixed_method_and_over_all_settings():
+    here = trainings({"uniform": (1, 1), "min_snr": (0.8, 1), "p2": (2, 1), "auto": (0.4, 1)}, 5, 1e-6)
+    there = trainings({"uniform": (1, 1), "min_snr": (1.2, 1), "p2": (0.5, 1), "auto": (1, 1)}, 5, 1e-6)
+    found = judge["goal"](pd.concat([here, there.assign(setting="t")]), "auto")
+    found = found[found["metric"] == "distance"].set_index(["question", "setting"])
+    assert found["best_fixed"].tolist() == ["min_snr", "p2", ""] * 3
+    ratios = found["ratio"].unstack()
+    assert ratios.loc["value over the best fixed"].to_dict() == pytest.approx({"s": 0.5, "t": 2, "all": 1}, rel=1e-4)
+    assert ratios.loc["speed to the best fixed", "s"] == pytest.approx(2, rel=1e-4)
+    assert ratios.loc["speed to the best fixed", "t"] == pytest.approx(0.5, rel=1e-4)  # as if the two changed places
+    assert ratios.loc["speed to uniform"].to_dict() == pytest.approx({"s": 2.5, "t": 1, "all": 2.5**0.5}, rel=1e-4)
+    assert found.loc[("speed to uniform", "s"), "p_holm"] < 1e-6 < 0.5 < found.loc[("speed to uniform", "t"), "p"]
 
 
 def test_a_method_too_slow_for_the_time_is_judged_before_its_end_and_no_further():
