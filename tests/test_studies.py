@@ -132,3 +132,8 @@ def test_the_best_density_leaves_less_noise_where_the_levels_differ():
     other = levels.assign(loss="preconditioned", variance=1.0)
     left = why["noise_left"](pd.concat([levels, other, levels.assign(step=7, variance=2.0)]))
     assert left.to_dict() == pytest.approx({5: 0.8, 7: 1.0})
+
+
+def test_the_page_shows_the_table_of_the_second_round():
+    said = judge["page"](judge["table"](pd.read_csv(STUDIES / "results/second.csv")))
+    assert said in (STUDIES / "README.md").read_text(encoding="utf-8")
