@@ -219,7 +219,7 @@ def draw(judged: pd.DataFrame, path: Path) -> None:
             axes.set(xscale="log", yticks=range(len(methods)), yticklabels=methods, title=f"{setting}: {metric}")
             axes.set_xlim(ends[0] ** 1.05 / 1.005, ends[1] ** 1.05 * 1.005)
             axes.xaxis.set_major_locator(MaxNLocator(5))
-            axes.xaxis.set_major_formatter("{x:.3g}")
+            axes.xaxis.set_major_formatter("{x:.4g}")
             axes.xaxis.set_minor_locator(NullLocator())
             axes.tick_params(labelsize=7)
     figure.supxlabel("ratio to uniform at equal time, 95 % interval; full: corrected p < 0.05", fontsize=8)
@@ -291,9 +291,16 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="the table in Markdown")
     parser.add_argument("--figure", type=Path, help="draw the table to this file")
     arguments = parser.parse_args()
-    rows = pd.read_csv(arguments.table) if arguments.table else read(arguments.round)
+    if (arguments.power or arguments.goal) and (arguments.page or arguments.figure):
+        parser.error("--page and --figure show the table, not --power or --goal")
+    try:
+        rows = pd.read_csv(arguments.table) if arguments.table else read(arguments.round)
+    except OSError as error:
+        parser.error(f"--table: {arguments.table} cannot be read ({error.strerror}); --out writes such a file")
     if rows.empty:
         raise SystemExit(f"results/study_{arguments.round}_*: nothing there; python studies/run.py {arguments.round}")
+    if arguments.goal and arguments.goal not in (known := sorted(rows["method"].unique())):
+        parser.error(f"--goal: got {arguments.goal}, allowed: {', '.join(known)}")
     if arguments.out:
         rows.to_csv(arguments.out, index=False, float_format="%.6g", lineterminator="\n")
     if arguments.power:

@@ -137,3 +137,18 @@ def test_the_best_density_leaves_less_noise_where_the_levels_differ():
 def test_the_page_shows_the_table_of_the_second_round():
     said = judge["page"](judge["table"](pd.read_csv(STUDIES / "results/second.csv")))
     assert said in (STUDIES / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--table", "absent.csv"], "--table: absent.csv cannot be read (No such file or directory)"),
+        (["--goal", "other"], "--goal: got other, allowed: auto, "),
+        (["--goal", "auto", "--page"], "--page and --figure show the table"),
+    ],
+)
+def test_a_mistake_is_said_without_a_traceback(monkeypatch, capsys, asked, said):
+    monkeypatch.setattr("sys.argv", ["judge.py", "second", "--table", str(STUDIES / "results/second.csv"), *asked])
+    with pytest.raises(SystemExit, match="2"):
+        judge["main"]()
+    assert said in capsys.readouterr().err
