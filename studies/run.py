@@ -2,6 +2,7 @@
 
     python studies/run.py first                      # twelve methods, two seeds, every setting
     python studies/run.py second --methods uniform min_snr ...
+    python studies/run.py third --methods auto
     python studies/run.py rates --methods uniform min_snr ...
     python studies/run.py first --settings digits --cores 1
 
@@ -22,7 +23,8 @@ SETTINGS = [path.stem for path in sorted((HERE / "settings").glob("*.yaml"))]
 ROUNDS = {  # seeds, and factors of the learning rate
     "first": (range(2), [1.0]),
     "second": (range(10, 20), [1.0]),
-    "rates": (range(10, 13), [0.5, 2.0]),
+    "third": (range(10, 20), [1.0]),  # of methods that the second did not have, paired with its seeds
+    "rates": (range(10, 12), [0.5, 2.0]),
 }
 
 

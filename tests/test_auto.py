@@ -1,4 +1,4 @@
-"""`auto`: one objective on every process, its density against the best one, and opposite noise."""
+"""`auto`: one objective on every process that follows what can be predicted, its density, and opposite noise."""
 
 import numpy as np
 import pytest
@@ -67,6 +67,57 @@ def test_its_density_follows_the_gradient_and_its_weights_keep_the_objective():
     wanted = 0.9 * wanted / wanted.sum() + 0.1 * prior
     np.testing.assert_allclose(np.mean(found[3:], 0)[3:-6], wanted[3:-6], rtol=0.15)
     assert (found[-1] > 0.05 * prior).all() and np.array_equal(found[1], prior)
+
+
+def trained(name, told, steps=700, **state):
+    """The strategy uniform+auto after steps in which the error of epsilon is what `told` leaves of a guess, by SNR."""
+    process = build_process(PROCESSES[name])
+    strategy, snr = kairos.Strategy("uniform+auto", process), process.schedule.snr
+    ratio = error_ratio(snr, process.prediction) / error_ratio(snr, "epsilon")
+    x0 = torch.zeros(64, 1)
+    for _ in range(steps):
+        draw = strategy.draw(x0)
+        cells = (draw.fractions * len(snr)).long().numpy()
+        errors = (1 - told(snr)[cells]) * (snr / (1 + snr) * ratio)[cells]
+        strategy.loss(draw, torch.from_numpy(errors).float())
+        with strategy.observe(draw):
+            pass
+    return strategy, snr
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_what_cannot_be_predicted_weighs_less(name):
+    told = lambda snr: 0.8 / (snr**0.2 + (1 / snr) ** 0.5)  # noqa: E731
+    before, _ = trained(name, told, steps=99)
+    strategy, snr = trained(name, told)
+    assert np.array_equal(before.weighting.weights(), parts(name)[2].weights()), "before step 100 nothing is known"
+    found = strategy.weighting.weights() / before.weighting.weights()
+    best = snr[told(snr).argmax()]
+    wanted = np.where(snr > best, (told(snr) / told(snr).max()).clip(0.05), 1)
+    within = (abs(np.log(snr)) < 4) & (np.arange(len(snr)) > 20) & (np.arange(len(snr)) < len(snr) - 21)
+    np.testing.assert_allclose(found[within], wanted[within], rtol=0.25)
+    assert found.min() >= 0.05 * (1 - 1e-12) and found.max() <= 1 + 1e-12
+
+
+def test_a_network_that_predicts_nothing_keeps_the_objective():
+    strategy, _ = trained("cosine", lambda snr: -0.1 + 0 * snr, steps=400)
+    assert np.array_equal(strategy.weighting.weights(), parts("cosine")[2].weights())
+
+
+def test_its_weights_go_on_after_a_resume():
+    told = lambda snr: 0.8 / (1 + snr / 4)  # noqa: E731
+    strategy, _ = trained("linear", told, steps=450)
+    other = kairos.Strategy("uniform+auto", build_process(PROCESSES["linear"]))
+    other.load_state_dict(strategy.state_dict())
+    for _ in range(160):  # the weights change on the way
+        both = []
+        for one in (strategy, other):
+            draw = one.draw(torch.zeros(64, 1))
+            one.loss(draw, draw.fractions.float() + 0.1)
+            with one.observe(draw):
+                both.append(draw)
+        assert torch.equal(both[0].t, both[1].t) and torch.equal(both[0].weights, both[1].weights)
+    assert strategy.weighting.weights().tobytes() == other.weighting.weights().tobytes()
 
 
 @pytest.mark.parametrize("count", [2, 9, 32])

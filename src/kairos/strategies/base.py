@@ -331,5 +331,5 @@ class Weighting(Part):
         """
         return weights * importance * losses
 
-    def step(self) -> None:
-        """Follow the optimiser step: weightings that learn take theirs."""
+    def step(self, observation: Observation) -> None:
+        """Follow the optimiser step, after it: weightings that learn take theirs."""

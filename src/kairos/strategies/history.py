@@ -16,6 +16,7 @@ from torch import Tensor
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule, error_ratio
 from kairos.strategies.base import Observation, Tabled
+from kairos.strategies.numeric import Array
 
 
 class FromLosses(Tabled):
@@ -153,6 +154,7 @@ class InfoRate(LossMean):
     """
 
     _factor: Tensor | None = None  # from the error of what is predicted to that
+    by_level = True  # per ln SNR
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
@@ -161,7 +163,8 @@ class InfoRate(LossMean):
             if self._factor is None or self._factor.device != observation.errors.device:
                 snr = self.schedule.snr
                 ratio = error_ratio(snr, "epsilon") / error_ratio(snr, observation.prediction)
-                self._factor = torch.from_numpy(-np.gradient(np.log(snr)) * ratio).to(observation.errors.device)
+                measure = -np.gradient(np.log(snr)) if self.by_level else 1.0
+                self._factor = torch.from_numpy(measure * ratio).to(observation.errors.device)
             cells = (observation.fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1)
             errors = observation.errors.reshape(
                 *observation.errors.shape, *[1] * (cells.ndim - observation.errors.ndim)
@@ -169,3 +172,13 @@ class InfoRate(LossMean):
             observation = replace(observation, losses=errors * self._factor[cells])
         with super().observe(observation):
             yield
+
+
+class Predicted(InfoRate):
+    """Follows the error of epsilon itself, for whoever asks for it."""
+
+    by_level = False
+
+    def mean(self) -> Array:
+        """The mean error near every timestep, float64 (T,)."""
+        return self._smoothed().cpu().numpy()

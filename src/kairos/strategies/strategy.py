@@ -164,13 +164,18 @@ class Strategy:
         made = self._ahead(place) if self._steady(place) else self._made(x0, place)
         return Draw(mine, x0, *(values.expand(len(x0), *times) if same else values for values in made))
 
+    @property
+    def _own(self) -> Any:
+        """What gives the weights of a draw: the factor that `edm2` learns is applied with the loss."""
+        return getattr(self.weighting, "base", self.weighting)
+
     def _steady(self, place: Place) -> bool:
         """Whether the draws of a step depend on its number alone: they can be made before it."""
         if isinstance(place.step, Tensor) or torch.compiler.is_compiling():
             return False
         regular = not place.first and place.before == place.step * place.total and isinstance(place.index, range)
         said = all(isinstance(value, (int, str)) for value in place.context.values())
-        return regular and said and isinstance(self.sampler.options, Fixed)
+        return regular and said and isinstance(self.sampler.options, Fixed) and not self._own.learned
 
     def _ahead(self, place: Place) -> list[Tensor]:
         """Of a turn of steps at once."""
@@ -187,8 +192,7 @@ class Strategy:
         """Fractions, times, weights and importance of a place's samples."""
         fractions = self.sampler.drawn(place) if x0 is None else self.sampler.fractions(x0, place)
         t = self.process.times(fractions)
-        weighting = getattr(self.weighting, "base", self.weighting)  # a learned one's factor is applied with the loss
-        fixed = weighting.at(self.process, t, place.now)
+        fixed = self._own.at(self.process, t, place.now)
         importance = self.sampler.importance(x0, fractions, place)
         return [fractions, t, fixed, torch.ones_like(fixed) if importance is None else importance]
 
@@ -258,7 +262,7 @@ class Strategy:
         )
         with self.sampler.observe(observation):
             yield
-        self.weighting.step()
+        self.weighting.step(observation)
         self.step, self._drawn = self.step + 1, [0, sum(self._drawn)]
 
     def table(self, x0: Tensor | None = None, **context: Any) -> dict[str, Array]:

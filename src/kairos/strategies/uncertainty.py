@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.randomness import Stream
-from kairos.strategies.base import Weighting
+from kairos.strategies.base import Observation, Weighting
 from kairos.strategies.numeric import Array
 from kairos.strategies.registries import WEIGHTINGS
 
@@ -61,7 +61,7 @@ class Uncertainty(Weighting):
         u = self._features[cell] @ self.linear
         return importance * (weights * losses * torch.exp(-u) + u)
 
-    def step(self) -> None:
+    def step(self, observation: Observation) -> None:
         """Take a step on u with the gradient that the backward pass has left."""
         if self.linear.grad is None:
             return
