@@ -5,6 +5,7 @@
     python studies/judge.py first --power
     python studies/judge.py second --goal auto
     python studies/judge.py second --page --figure studies/results/second.png  # Markdown, and a picture
+    python studies/judge.py second --table studies/results/{second,third}.csv  # both rounds
 
 Time is counted in passes of samples through the network, a backward pass as two forward ones, as the strategies state
 their own (`Sampler.cost`): a step of uniform is 1. At equal time a method is judged where it has spent what uniform
@@ -280,7 +281,7 @@ def main() -> None:
     """Read or take a table, and print what it says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("round")
-    parser.add_argument("--table", type=Path, help="what --out has written, in the place of the results")
+    parser.add_argument("--table", type=Path, nargs="+", help="what --out has written, in the place of the results")
     parser.add_argument("--out", type=Path, help="write a row per milestone to this file")
     parser.add_argument("--power", action="store_true", help="what differences the settings can tell")
     parser.add_argument("--seeds", type=int, default=8, help="of the power analysis")
@@ -294,9 +295,13 @@ def main() -> None:
     if (arguments.power or arguments.goal) and (arguments.page or arguments.figure):
         parser.error("--page and --figure show the table, not --power or --goal")
     try:
-        rows = pd.read_csv(arguments.table) if arguments.table else read(arguments.round)
+        rows = (
+            pd.concat(map(pd.read_csv, arguments.table), ignore_index=True)
+            if arguments.table
+            else read(arguments.round)
+        )
     except OSError as error:
-        parser.error(f"--table: {arguments.table} cannot be read ({error.strerror}); --out writes such a file")
+        parser.error(f"--table: {error.filename} cannot be read ({error.strerror}); --out writes such a file")
     if rows.empty:
         raise SystemExit(f"results/study_{arguments.round}_*: nothing there; python studies/run.py {arguments.round}")
     if arguments.goal and arguments.goal not in (known := sorted(rows["method"].unique())):

@@ -2,7 +2,7 @@
 
     python studies/run.py first                      # twelve methods, two seeds, every setting
     python studies/run.py second --methods uniform min_snr ...
-    python studies/run.py third --methods auto
+    python studies/run.py third --methods coarse_to_fine
     python studies/run.py rates --methods uniform min_snr ...
     python studies/run.py first --settings digits --cores 1
 
@@ -20,6 +20,7 @@ import yaml
 
 HERE = Path(__file__).parent
 SETTINGS = [path.stem for path in sorted((HERE / "settings").glob("*.yaml"))]
+LATER = ("auto", "coarse_to_fine")  # than the first round, which they are no part of unless named
 ROUNDS = {  # seeds, and factors of the learning rate
     "first": (range(2), [1.0]),
     "second": (range(10, 20), [1.0]),
@@ -33,7 +34,7 @@ def experiments(which: str, settings: list[str], methods: list[str] | None) -> l
     known = yaml.safe_load((HERE / "methods.yaml").read_text(encoding="utf-8"))
     if missing := sorted({*(methods or ())} - {*known}):
         raise SystemExit(f"--methods: got {', '.join(missing)}, allowed: {', '.join(known)}")
-    chosen = {name: known[name] for name in methods or [name for name in known if name != "auto"]}
+    chosen = {name: known[name] for name in methods or [name for name in known if name not in LATER]}
     seeds, factors = ROUNDS[which]
     paths = []
     for setting in settings:
@@ -54,7 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("round", choices=ROUNDS)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
-    parser.add_argument("--methods", nargs="+", help="of studies/methods.yaml; default: all but auto")
+    parser.add_argument("--methods", nargs="+", help="of studies/methods.yaml; default: all of the first round")
     parser.add_argument("--cores", default="2")
     arguments = parser.parse_args()
     for path in experiments(arguments.round, arguments.settings, arguments.methods):

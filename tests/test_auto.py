@@ -1,4 +1,4 @@
-"""`auto`: one objective on every process that follows what can be predicted, its density, and opposite noise."""
+"""`auto` and `coarse_to_fine`: one objective on every process, its density, what can be predicted, opposite noise."""
 
 import numpy as np
 import pytest
@@ -69,10 +69,10 @@ def test_its_density_follows_the_gradient_and_its_weights_keep_the_objective():
     assert (found[-1] > 0.05 * prior).all() and np.array_equal(found[1], prior)
 
 
-def trained(name, told, steps=700, **state):
-    """The strategy uniform+auto after steps in which the error of epsilon is what `told` leaves of a guess, by SNR."""
+def trained(name, told, steps=700):
+    """The weighting after steps in which the error of epsilon is what `told` leaves of a guess, by SNR."""
     process = build_process(PROCESSES[name])
-    strategy, snr = kairos.Strategy("uniform+auto", process), process.schedule.snr
+    strategy, snr = kairos.Strategy("uniform+coarse_to_fine", process), process.schedule.snr
     ratio = error_ratio(snr, process.prediction) / error_ratio(snr, "epsilon")
     x0 = torch.zeros(64, 1)
     for _ in range(steps):
@@ -107,7 +107,7 @@ def test_a_network_that_predicts_nothing_keeps_the_objective():
 def test_its_weights_go_on_after_a_resume():
     told = lambda snr: 0.8 / (1 + snr / 4)  # noqa: E731
     strategy, _ = trained("linear", told, steps=450)
-    other = kairos.Strategy("uniform+auto", build_process(PROCESSES["linear"]))
+    other = kairos.Strategy("uniform+coarse_to_fine", build_process(PROCESSES["linear"]))
     other.load_state_dict(strategy.state_dict())
     for _ in range(160):  # the weights change on the way
         both = []

@@ -78,7 +78,7 @@ def test_committed_experiments_are_valid(path):
         ("methods", {}, r"methods: got {}, allowed: .*at least 1"),
         ("training.milestones", [10, 5], r"training.milestones: got \[10, 5\], allowed: increasing"),
         ("training.milestones", ["5 epochs"], r"needs dataset.train_images"),
-        ("training.segments", 9, r"training.segments: got 9, allowed: at most the number of milestones \(3\)"),
+        ("training.segments", 9, r"training.segments: got 9, allowed: at most the number of milestones \(2\)"),
         ("training.device", "tpu", r"training.device: got 'tpu', allowed: .*cuda"),
         ("training.ema.decay", 1.0, r"training.ema: .*decay: got 1.0, allowed: number >= 0 and < 1"),
         ("training.optimizer.betas", [0.9, 1.0], r"betas: got .*each in \[0, 1\)"),

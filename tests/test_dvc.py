@@ -74,26 +74,26 @@ def test_each_stage_depends_on_its_own_fields_and_on_what_it_reads(copy):
     edges = {tuple(edge) for edge in found["edges"]}
     for edge in (
         ("prepare", FIRST),
-        ("train@speed-0", "encode"),
-        ("sample@speed-0", "train@speed-0"),
-        ("evaluate@speed-0", "sample@speed-0"),
-        ("evaluate@speed-0", "reference"),
-        ("report", "evaluate@speed-0"),
+        ("train@log_normal-1", "encode"),
+        ("sample@log_normal-1", "train@log_normal-1"),
+        ("evaluate@log_normal-1", "sample@log_normal-1"),
+        ("evaluate@log_normal-1", "reference"),
+        ("report", "evaluate@log_normal-1"),
     ):
         assert edge in edges
-    assert not any(a.startswith("train@speed") and b.startswith("train@") for a, b in edges)
+    assert not any(a.startswith("train@log_normal") and b.startswith("train@") for a, b in edges)
 
 
 def test_a_method_added_to_params_is_a_stage(copy):
     with copy.edited("params.yaml", "methods:\n", "methods:\n  vlb: {weighting: vlb}\n"):
-        assert "train@vlb-0" in listed(copy)["stages"]
+        assert "train@vlb-1" in listed(copy)["stages"]
 
 
 def test_segments_need_no_edit_either(copy):
     with copy.edited("params.yaml", "training:\n", "training:\n  segments: 2\n"):
-        outs = listed(copy)["stages"]["train@speed-0"]["outs"]
+        outs = listed(copy)["stages"]["train@log_normal-1"]["outs"]
         for output, rule in copy.outputs("params.yaml").items():
-            if rule.startswith("train_") and "speed" in output:
+            if rule.startswith("train_") and "log_normal/seed1/" in output:
                 assert any(output == out or output.startswith(out + "/") for out in outs), output
 
 
@@ -109,11 +109,10 @@ def test_dependencies_change_with_results_only(copy, tmp_path):
     with copy.edited("src/kairos/training/passes.py", "from", "EXTRA = 1\nfrom"):
         after = table()
         assert {stage for stage in before if before[stage] != after[stage]} == {"train"}
-    with copy.edited("params.yaml", "frequency: ", "queue: 11, frequency: "):
+    with copy.edited("params.yaml", "{sampler: log_normal}", "{sampler: {name: log_normal, s: 2}}"):
         after = table()
-        assert {method for method in before["train"] if before["train"][method] != after["train"][method]} == {
-            "adaptive"
-        }
+        changed = {method for method in before["train"] if before["train"][method] != after["train"][method]}
+        assert changed == {"log_normal"}
 
 
 def test_record_refuses_a_dirty_tree_and_stale_results(copy):

@@ -25,7 +25,7 @@ RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # 
 OF_SNR = sorted(
     set(WEIGHTINGS)
     - RAW
-    - {"none", "vlb", "change_aware", "change_aware_official", "debiased", "edm2", "sigmoid", "auto"}
+    - {"none", "vlb", "change_aware", "change_aware_official", "debiased", "edm2", "sigmoid", "auto", "coarse_to_fine"}
 )
 
 

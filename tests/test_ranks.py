@@ -14,7 +14,7 @@ from kairos import distributed
 from kairos.strategies import SAMPLERS
 
 SCRIPT = Path(__file__).with_name("rank.py")
-NAMES = [*sorted(SAMPLERS), "adaptive+min_snr", "uniform+edm2"]
+NAMES = [*sorted(SAMPLERS), "adaptive+min_snr", "uniform+coarse_to_fine", "uniform+edm2"]
 
 
 @pytest.fixture(scope="module")

@@ -134,8 +134,9 @@ def test_the_best_density_leaves_less_noise_where_the_levels_differ():
     assert left.to_dict() == pytest.approx({5: 0.8, 7: 1.0})
 
 
-def test_the_page_shows_the_table_of_the_second_round():
-    said = judge["page"](judge["table"](pd.read_csv(STUDIES / "results/second.csv")))
+def test_the_page_shows_the_table_of_the_second_and_third_round():
+    rows = pd.concat(pd.read_csv(STUDIES / f"results/{name}.csv") for name in ("second", "third"))
+    said = judge["page"](judge["table"](rows))
     assert said in (STUDIES / "README.md").read_text(encoding="utf-8")
 
 

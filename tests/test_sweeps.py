@@ -77,7 +77,7 @@ def copy(tmp_path_factory):
     """A copy whose params.yaml has a sweep."""
     copy = Copy(tmp_path_factory.mktemp("sweep"))
     values = yaml.safe_load((copy.folder / "params.yaml").read_text())
-    values["methods"] = {"uniform": {}, "speed": SPEED}
+    values |= {"seeds": [0], "methods": {"uniform": {}, "speed": SPEED}}
     (copy.folder / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     subprocess.run(["git", "init", "-q"], cwd=copy.folder, check=True)
     return copy

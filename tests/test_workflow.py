@@ -35,7 +35,7 @@ def jobs(stages: list[str], count: int = TRAININGS) -> dict[str, int]:
 def test_demo_has_one_job_per_stage_and_training(tmp_path):
     counts = Copy(tmp_path).to_do(config="params.yaml")
     shared = dict.fromkeys(("prepare", "autoencoder", "encode", "extractor", "reference", "report", "track"), 1)
-    assert counts == {**shared, "train": 6, "sample": 6, "evaluate": 6}
+    assert counts == {**shared, "train": 15, "sample": 15, "evaluate": 15}
 
 
 @pytest.mark.long
@@ -43,7 +43,7 @@ def test_an_experiment_file_stands_alone(tmp_path):
     copy = Copy(tmp_path)
     (tmp_path / "own.yaml").write_text("experiment: own\nmethods: {only: {}}\ndataset: {source: digits}\n")
     counts = copy.to_do(config="own.yaml")
-    assert counts["train"] == 1  # params.yaml has six methods
+    assert counts["train"] == 1  # params.yaml has three methods
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ _sampler(
 )
 _sampler("info_rate", "history:InfoRate", options.InfoRate, "after InfoNoise: the error of epsilon per ln SNR")
 _sampler("gradient_norm", "gradients:GradientNorm", options.GradientNorm, "ours: least noise of uniform's gradient")
-_sampler("auto", "auto:Auto", options.Auto, "ours: least noise of the objective's gradient, nothing to choose")
+_sampler("auto", "gradients:Auto", options.Auto, "ours: least noise of the objective's gradient, nothing to choose")
 _sampler("gradient_variance", "gradients:GradientVariance", options.GradientVariance, "Kim et al. 2025, table 4")
 _sampler("first_order", "gradients:FirstOrder", options.FirstOrder, "ours: what a step at t takes off the target")
 _sampler("adaptive", "adaptive:Adaptive", options.Adaptive, "a learned Beta policy per image (Kim et al. 2025)")
@@ -86,7 +86,12 @@ _weighting("soft_min_snr", "weightings:SoftMinSnr", options.MinSnr, "Min-SNR wit
 _weighting("debiased", "weightings:Debiased", options.Debiased, "debiased estimation (Yu et al. 2023)")
 _weighting("edm", "weightings:Edm", options.Edm, "EDM's, on the error of x0 (Karras et al. 2022)")
 _weighting("sigmoid", "weightings:Sigmoid", options.Sigmoid, "of ln SNR, in its measure (VDM++, SiD2)")
-_weighting("auto", "auto:AutoWeighting", NoOptions, "ours: epsilon over ln SNR, less where noise cannot be told")
+_weighting(
+    "auto", "weightings:Auto", NoOptions, "ours: the error of epsilon over ln SNR, less where little noise is left"
+)
+_weighting(
+    "coarse_to_fine", "coarse_to_fine:CoarseToFine", NoOptions, "ours: auto, less where little can be predicted yet"
+)
 _weighting("snr", "weightings:Snr", options.Snr, "a power of the SNR, with bounds")
 _weighting("linear", "weightings:Linear", options.Linear, "1 + 3 sigma (NeMo)")
 _weighting("power", "weightings:Power", options.Power, "sigma^-2 (sigma_sqrt of diffusers)")

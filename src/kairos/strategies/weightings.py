@@ -139,6 +139,26 @@ class Sigmoid(Weighting):
         return weight * measure(snr, self.schedule.snr) if self.options.measure else weight
 
 
+class Auto(Weighting):
+    r"""The error of epsilon over all of ln SNR, less where little noise is left, whatever is predicted.
+
+    $$w_\epsilon = \frac{1}{\sqrt{1 + \mathrm{SNR}}} \left|\frac{d \lambda}{d t}\right|$$
+
+    Where noise prevails this is the error of epsilon in the measure of lambda = ln SNR; where the image does, that over
+    sqrt(SNR), the error of v with every angle alike (tan(angle) = sigma), which v-prediction with a cosine schedule and
+    a linear flow have without a weight (Kingma and Gao 2023, table 1). Ours.
+    """
+
+    def of_snr(self, snr: Values) -> Values:
+        """The formula between the schedule's ends."""
+        inside = snr.clip(self.schedule.snr.min(), self.schedule.snr.max())
+        return (1 + inside) ** -0.5 * measure(inside, self.schedule.snr)
+
+    def converted(self, factor: Values, snr: Values) -> Values:
+        """Within the schedule's ends, too."""
+        return super().converted(factor, snr.clip(self.schedule.snr.min(), self.schedule.snr.max()))
+
+
 def measure(snr: Values, schedule: Array) -> Values:
     """|d ln SNR/dt| of a schedule, (T,), at any ratio; mean 1 over its timesteps."""
     level = -np.log(schedule)
