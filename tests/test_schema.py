@@ -13,7 +13,7 @@ from kairos.config import validate
 from kairos.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ["params.yaml", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("[er][xe]*s/**/*.yaml"))]
+FILES = ["params.yaml", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("[er][xe][pc]*s/**/*.yaml"))]
 SCHEMA = json.loads((ROOT / "experiments/schema.json").read_text())
 CHECK = jsonschema.Draft202012Validator(SCHEMA)
 
