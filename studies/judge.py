@@ -6,6 +6,7 @@
     python studies/judge.py second --goal auto
     python studies/judge.py second --page --figure studies/results/second.png  # Markdown, and a picture
     python studies/judge.py second --table studies/results/{second,third}.csv  # both rounds
+    python studies/judge.py rates --table studies/results/{second,rates}.csv --rates
 
 Time is counted in passes of samples through the network, a backward pass as two forward ones, as the strategies state
 their own (`Sampler.cost`): a step of uniform is 1. At equal time a method is judged where it has spent what uniform
@@ -184,6 +185,32 @@ def page(judged: pd.DataFrame) -> str:
     return "\n\n".join(said)
 
 
+def rates(rows: pd.DataFrame) -> str:
+    """Tables in Markdown, one per metric: values at each factor of the learning rate over uniform's at factor 1.
+
+    Rows of a factor are those of setting ``<setting>_lr<factor>``; of all, the seeds that every factor has.
+    """
+    named = rows["setting"].str.extract(r"^(?P<setting>.*?)(?:_lr(?P<factor>.*))?$")
+    rows = rows.assign(setting=named["setting"], factor=named["factor"].fillna("1").astype(float))
+    seeds = set.intersection(*(set(own) for _, own in rows.groupby("factor")["seed"]))
+    methods = set.intersection(*(set(own) for _, own in rows.groupby("factor")["method"]))
+    rows = rows[rows["seed"].isin(seeds) & rows["method"].isin(methods)]
+    said = []
+    for metric in METRICS:
+        found = {}
+        for setting, of_setting in rows.groupby("setting"):
+            parted = dict(list(of_setting.groupby(["method", "factor"])))
+            whole = parted["uniform", 1.0]["time"].max()
+            base = at(parted["uniform", 1.0], metric, whole)
+            for (method, factor), own in parted.items():
+                ratio = compared(at(own, metric, whole) - base)["ratio"]
+                found.setdefault(method, {})[f"{setting}, {factor:g}"] = f"{ratio:.3f}"
+        table_ = pd.DataFrame(found).T.sort_index()
+        head = [f"| {metric} | {' | '.join(table_.columns)} |", "|---" * (len(table_.columns) + 1) + "|"]
+        said.append("\n".join([*head, *(f"| {name} | {' | '.join(row)} |" for name, row in table_.iterrows())]))
+    return "\n\n".join(said)
+
+
 def _cell(row: Any) -> str:
     if row is None or math.isnan(row.value):
         return "not so far"
@@ -291,6 +318,7 @@ def main() -> None:
     )
     parser.add_argument("--page", action="store_true", help="the table in Markdown")
     parser.add_argument("--figure", type=Path, help="draw the table to this file")
+    parser.add_argument("--rates", action="store_true", help="values by learning rate over uniform's, in Markdown")
     arguments = parser.parse_args()
     if (arguments.power or arguments.goal) and (arguments.page or arguments.figure):
         parser.error("--page and --figure show the table, not --power or --goal")
@@ -308,6 +336,9 @@ def main() -> None:
         parser.error(f"--goal: got {arguments.goal}, allowed: {', '.join(known)}")
     if arguments.out:
         rows.to_csv(arguments.out, index=False, float_format="%.6g", lineterminator="\n")
+    if arguments.rates:
+        print(rates(rows))
+        return
     if arguments.power:
         shown = power(rows, arguments.seeds, arguments.comparisons)
     else:
