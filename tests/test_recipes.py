@@ -280,5 +280,9 @@ def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
     few = [ROOT / f"recipes/adaptive/{name}.yaml" for name in ("table4", "table1_cosine")]
     monkeypatch.setattr("kairos.costs.recipes.files_in", lambda folder: few)
     page = paper_pages.paper("adaptive")
-    assert page.count("\n## ") == 2 and "| [table4](#table4) | 5 numbers |" in page and "| – | – |" in page
+    assert page.count("\n## ") == 2 and "| [table4](#table4) | 5 numbers |" in page and "| – | – |" not in page
+    ran = paper_pages._ran()["recipes/adaptive/table4.yaml"]
+    assert f"| {ran['seconds']} | {paper_pages.plain(ran['result'])} |" in page
+    monkeypatch.setattr(paper_pages, "SMALL", ROOT / "absent.csv")
+    assert "| – | – |" in paper_pages.paper("adaptive")
     assert "uniform at 477,360 and adaptive at 318,240 steps" in page
