@@ -27,7 +27,8 @@ class CoarseToFine(Auto):
     f is what the network takes, by the losses of the training itself, off the error of a guess that knows no more than
     the noise level, for data of unit variance. Where detail is itself like noise, as in latents, it can take little,
     and what is weighed there trains next to nothing. As a network learns, f grows from coarse to fine, and so does c.
-    It is 1 until step 100, and as long as nothing is predicted.
+    It is 1 until step 100, and as long as nothing is predicted. Every 50 steps the errors come to the CPU: one wait for
+    a device.
     """
 
     learned = True
