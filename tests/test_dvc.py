@@ -148,6 +148,8 @@ def recorded(tmp_path_factory):
     git(copy, "init", "-q")
     git(copy, "add", "-A")
     subprocess.run(commit("all"), cwd=copy.folder, check=True, capture_output=True)
+    gone = {"train@gone-0": {"cmd": "kairos ledger run train --method gone --seed 0"}}
+    (copy.folder / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", "stages": gone}))
     ended = copy.run("kairos", "ledger", "record")
     assert ended.returncode == 0, ended.stderr
     assert "git add dvc.lock" in ended.stderr
@@ -163,6 +165,8 @@ def git(copy: Copy, *arguments: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_record_leaves_both_ledgers_clean(recorded):
+    stages = yaml.safe_load((recorded.folder / "dvc.lock").read_text())["stages"]
+    assert "train@adaptive-0" in stages and "train@gone-0" not in stages
     assert recorded.to_do(config="params.yaml") == {}
     assert "up to date" in recorded.run("dvc", "status").stdout
     assert recorded.run("git", "status", "--porcelain").stdout == ""

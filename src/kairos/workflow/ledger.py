@@ -137,8 +137,13 @@ def record() -> None:
     _check_up_to_date("record: results are stale; run `make demo` first.")
     results = Path(lay_out(load(RECORDED)).results)
     write_dependencies(Path(RECORDED), results / "dependencies.yaml")
+    lock = Path(written[0])
+    before = lock.read_text(encoding="utf-8") if lock.exists() else None
+    lock.unlink(missing_ok=True)  # DVC would keep stages in it that dvc.yaml no longer has
     done = _run("dvc", "commit", "--force")
     if done.returncode:
+        if before is not None:
+            write_text(lock, before)
         raise KairosError(f"record: dvc commit failed:\n{done.stderr.strip()}")
     if known := machines(results):  # adopted results bring none: who computed them is on record
         write_json(written[2], {"machines": known})
