@@ -108,6 +108,18 @@ def trained(folder: Path, out: Path, config: Path, latents: Path, *before: str, 
     return hashes(out) | {"record": digest(out / "milestones"), "training": digest(out / "training.json")}
 
 
+def test_what_killed_writers_left_does_not_count(tmp_path):
+    (tmp_path / "steps/0").mkdir(parents=True)
+    (tmp_path / "steps/0/weights").write_text("1")
+    before = digest(tmp_path)
+    (tmp_path / "steps/.tmp-1").mkdir()
+    for place in (".tmp-2", "steps/0/.tmp-3", "steps/.tmp-1/weights"):
+        (tmp_path / place).write_text("half")
+    assert digest(tmp_path) == before
+    (tmp_path / "steps/0/other").write_text("2")
+    assert digest(tmp_path) != before
+
+
 def test_a_training_is_the_same_under_other_caps(tmp_path):
     config, latents = case(tmp_path)
     one = trained(tmp_path, tmp_path / "one", config, latents)

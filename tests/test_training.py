@@ -70,6 +70,8 @@ def test_segments_equal_one_training(finished, latents, tmp_path):
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20])["steps_run"] == 20
     assert train(experiment(), "adaptive", 0, out, latents, [40])["steps_run"] == 20
     assert components(out) == components(finished)
+    for name in ("checkpoint.pt", "metrics.jsonl"):
+        assert (out / name).read_bytes() == (finished / name).read_bytes(), name
 
 
 def test_raising_the_last_milestone_computes_only_the_new_steps(finished, latents, tmp_path):

@@ -165,7 +165,7 @@ class Strategy:
         return Draw(mine, x0, *(values.expand(len(x0), *times) if same else values for values in made))
 
     @property
-    def _own(self) -> Any:
+    def _drawn_weighting(self) -> Any:
         """What gives the weights of a draw: the factor that `edm2` learns is applied with the loss."""
         return getattr(self.weighting, "base", self.weighting)
 
@@ -175,7 +175,7 @@ class Strategy:
             return False
         regular = not place.first and place.before == place.step * place.total and isinstance(place.index, range)
         said = all(isinstance(value, (int, str)) for value in place.context.values())
-        return regular and said and isinstance(self.sampler.options, Fixed) and not self._own.learned
+        return regular and said and isinstance(self.sampler.options, Fixed) and not self._drawn_weighting.learned
 
     def _ahead(self, place: Place) -> list[Tensor]:
         """Of a turn of steps at once."""
@@ -192,7 +192,7 @@ class Strategy:
         """Fractions, times, weights and importance of a place's samples."""
         fractions = self.sampler.drawn(place) if x0 is None else self.sampler.fractions(x0, place)
         t = self.process.times(fractions)
-        fixed = self._own.at(self.process, t, place.now)
+        fixed = self._drawn_weighting.at(self.process, t, place.now)
         importance = self.sampler.importance(x0, fractions, place)
         return [fractions, t, fixed, torch.ones_like(fixed) if importance is None else importance]
 

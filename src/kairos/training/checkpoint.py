@@ -6,6 +6,7 @@ holds no clock and no path, so the same training gives the same bytes.
 
 import hashlib
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,21 @@ COMPONENTS = ("model", "ema", "optimizer", "strategy")
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint atomically: temporary file, fsync, rename."""
     buffer = io.BytesIO()
-    torch.save(content, buffer)
+    torch.save(_alike(content), buffer)
     payload = buffer.getbuffer()
     digest = hashlib.sha256(payload).hexdigest()
     with atomic(path) as file:
         file.write(f"{_MAGIC} {digest} {len(payload)}\n".encode())
         file.write(payload)
+
+
+def _alike(value: Any) -> Any:
+    """Equal content as equal bytes: pickle tells one text twice from two equal ones, such as those that were read."""
+    if isinstance(value, dict):
+        return {_alike(key): _alike(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_alike(each) for each in value)
+    return sys.intern(value) if isinstance(value, str) else value
 
 
 def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:

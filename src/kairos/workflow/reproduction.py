@@ -29,7 +29,9 @@ def digest(path: Path) -> str:
     """DVC's hash of a file or folder; empty where there is none."""
     if not path.is_dir():
         return hashlib.md5(path.read_bytes()).hexdigest() if path.exists() else ""
-    files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    every = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
+    whole = (file for file in every if not any(part.startswith(".tmp-") for part in file.parts))  # as .dvcignore has it
+    files = sorted(file.as_posix() for file in whole)
     listed = [{"md5": digest(path / file), "relpath": file} for file in files]
     return hashlib.md5(json.dumps(listed, sort_keys=True).encode()).hexdigest() + ".dir"
 
