@@ -238,7 +238,7 @@ fixed = [name for name in SAMPLERS if not name.startswith(learned)]
 for name in fixed:
     assert abs(make_sampler({"name": name}, schedule).density().sum() - 1) < 1e-9
 for name in WEIGHTINGS:
-    name == "edm2" or make_weighting({"name": name}, schedule).weights()
+    name in ("edm2", "coarse_to_fine") or make_weighting({"name": name}, schedule).weights()
 assert "torch" not in sys.modules, "densities need torch"
 
 import kairos.errors
