@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import page
 import pandas as pd
 from scipy import optimize, stats
 
@@ -35,7 +36,6 @@ from kairos.strategies.registries import SAMPLERS
 METRICS = ("distance", "val_loss", "val_mlperf8")
 FIXED = ("log_normal", "laplace", "two_phase", "min_snr", "p2", "speed")  # densities and weights that do not learn
 LEVEL, POWER = 0.05, 0.8
-SHOWN = 4  # times uniform's value, or a fourth of it: where the picture ends
 
 
 def read(which: str) -> pd.DataFrame:
@@ -171,22 +171,8 @@ def goal(rows: pd.DataFrame, method: str) -> pd.DataFrame:
     return pd.DataFrame(found).assign(p_holm=lambda all_: holm(all_["p"].to_numpy()))
 
 
-def page(judged: pd.DataFrame) -> str:
-    """Tables in Markdown, one per metric: ratio to uniform at equal time, interval and corrected p by setting."""
-    said = []
-    for metric, of_metric in judged.groupby("metric", sort=False):
-        settings = sorted(of_metric["setting"].unique())
-        cells = {(row.method, row.setting): row for row in of_metric.itertuples()}
-        lines = [f"| {metric} | {' | '.join(settings)} |", "|---" * (len(settings) + 1) + "|"]
-        for method in mean_ratios(of_metric).index:
-            found = [cells.get((method, setting)) for setting in settings]
-            lines.append(f"| {method} | {' | '.join(_cell(row) for row in found)} |")
-        said.append("\n".join(lines))
-    return "\n\n".join(said)
-
-
-def rates(rows: pd.DataFrame) -> str:
-    """Tables in Markdown, one per metric: values at each factor of the learning rate over uniform's at factor 1.
+def rates(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """By metric, a row per method and a column per setting and factor of the learning rate: over uniform's at factor 1.
 
     Rows of a factor are those of setting ``<setting>_lr<factor>``; of all, the seeds that every factor has.
     """
@@ -195,63 +181,16 @@ def rates(rows: pd.DataFrame) -> str:
     seeds = set.intersection(*(set(own) for _, own in rows.groupby("factor")["seed"]))
     methods = set.intersection(*(set(own) for _, own in rows.groupby("factor")["method"]))
     rows = rows[rows["seed"].isin(seeds) & rows["method"].isin(methods)]
-    said = []
-    for metric in METRICS:
-        found = {}
+    found: dict[str, dict[str, dict[str, float]]] = {metric: {} for metric in METRICS}
+    for metric, columns in found.items():
         for setting, of_setting in rows.groupby("setting"):
             parted = dict(list(of_setting.groupby(["method", "factor"])))
             whole = parted["uniform", 1.0]["time"].max()
             base = at(parted["uniform", 1.0], metric, whole)
             for (method, factor), own in parted.items():
-                ratio = compared(at(own, metric, whole) - base)["ratio"]
-                found.setdefault(method, {})[f"{setting}, {factor:g}"] = f"{ratio:.3f}"
-        table_ = pd.DataFrame(found).T.sort_index()
-        head = [f"| {metric} | {' | '.join(table_.columns)} |", "|---" * (len(table_.columns) + 1) + "|"]
-        said.append("\n".join([*head, *(f"| {name} | {' | '.join(row)} |" for name, row in table_.iterrows())]))
-    return "\n\n".join(said)
-
-
-def _cell(row: Any) -> str:
-    if row is None or math.isnan(row.value):
-        return "not so far"
-    if row.method == "uniform":
-        return f"{row.value:.3g}"
-    p = f", p {row.p_holm:.2g}" if row.p_holm < 1 else ""
-    return f"{row.ratio:.3f} ({row.low:.3f} to {row.high:.3f}{p})"
-
-
-def mean_ratios(judged: pd.DataFrame) -> "pd.Series[float]":
-    """Geometric mean over settings of each method's ratio to uniform, the lowest first."""
-    return np.exp(np.log(judged["ratio"]).groupby(judged["method"]).mean()).sort_values()
-
-
-def draw(judged: pd.DataFrame, path: Path) -> None:
-    """Ratios with their intervals, a panel per metric and setting; full dots where the corrected p is below 0.05."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, NullLocator
-
-    settings = sorted(judged["setting"].unique())
-    methods = [name for name in mean_ratios(judged[judged["metric"] == METRICS[0]]).index[::-1] if name != "uniform"]
-    figure = Figure(figsize=(3.2 * len(settings), 0.6 + 2 * (0.7 + 0.22 * len(methods))), layout="constrained", dpi=150)
-    panels = figure.subplots(2, len(settings), sharey=True, squeeze=False)
-    for metric, of_metric in zip(METRICS, panels):
-        for setting, axes in zip(settings, of_metric):
-            own = judged[(judged["metric"] == metric) & (judged["setting"] == setting)].set_index("method")
-            for place, method in enumerate(methods):
-                if method in own.index and not math.isnan(own["ratio"][method]):
-                    ratio, low, high, p = own.loc[method, ["ratio", "low", "high", "p_holm"]]
-                    axes.plot([low, high], [place, place], color="C0", lw=1.5)
-                    axes.plot(ratio, place, "o", color="C0", ms=5, mfc="C0" if p < LEVEL else "white")
-            axes.axvline(1, color="0.5", lw=1)
-            ends = own["low"].clip(1 / SHOWN, 1).min(), own["high"].clip(1, SHOWN).max()
-            axes.set(xscale="log", yticks=range(len(methods)), yticklabels=methods, title=f"{setting}: {metric}")
-            axes.set_xlim(ends[0] ** 1.05 / 1.005, ends[1] ** 1.05 * 1.005)
-            axes.xaxis.set_major_locator(MaxNLocator(5))
-            axes.xaxis.set_major_formatter("{x:.4g}")
-            axes.xaxis.set_minor_locator(NullLocator())
-            axes.tick_params(labelsize=7)
-    figure.supxlabel("ratio to uniform at equal time, 95 % interval; full: corrected p < 0.05", fontsize=8)
-    figure.savefig(path)
+                column = columns.setdefault(f"{setting}, {factor:g}", {})
+                column[method] = compared(at(own, metric, whole) - base)["ratio"]
+    return {metric: pd.DataFrame(columns).sort_index() for metric, columns in found.items()}
 
 
 def holm(p: np.ndarray) -> np.ndarray:
@@ -337,16 +276,16 @@ def main() -> None:
     if arguments.out:
         rows.to_csv(arguments.out, index=False, float_format="%.6g", lineterminator="\n")
     if arguments.rates:
-        print(rates(rows))
+        print(page.of_rates(rates(rows)))
         return
     if arguments.power:
         shown = power(rows, arguments.seeds, arguments.comparisons)
     else:
         shown = goal(rows, arguments.goal) if arguments.goal else table(rows)
     if arguments.figure:
-        draw(shown, arguments.figure)
+        page.draw(shown, arguments.figure, METRICS[:2], LEVEL)
     if arguments.page:
-        print(page(shown))
+        print(page.of_ratios(shown))
         return
     with pd.option_context("display.width", 200, "display.max_rows", None, "display.max_columns", None):
         print(shown.to_string(index=False, float_format=lambda value: f"{value:.4g}"))

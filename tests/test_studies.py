@@ -5,7 +5,9 @@ import re
 import runpy
 from pathlib import Path
 
+import judge
 import numpy as np
+import page
 import pandas as pd
 import pytest
 import torch
@@ -14,12 +16,11 @@ from scipy import stats
 from kairos.config.experiment import load
 
 STUDIES = Path(__file__).parent.parent / "studies"
-judge = runpy.run_path(str(STUDIES / "judge.py"))
 run = runpy.run_path(str(STUDIES / "run.py"))
 why = runpy.run_path(str(STUDIES / "why/measure.py"))
 
 
-def trainings(methods, seeds=8, spread=0.0, metrics=judge["METRICS"]):
+def trainings(methods, seeds=8, spread=0.0, metrics=judge.METRICS):
     """Curves value = 100 f / time: method -> (f, cost of a step), with paired noise of the logarithm."""
     noise, rows = np.random.default_rng(0).normal(0, spread, (len(methods), seeds)), []
     for (method, (factor, cost)), own in zip(methods.items(), noise):
@@ -32,7 +33,7 @@ def trainings(methods, seeds=8, spread=0.0, metrics=judge["METRICS"]):
 
 
 def test_equal_time_is_not_equal_steps():
-    found = judge["table"](trainings({"uniform": (1, 1), "min_snr": (0.8, 1), "gradient_norm": (0.5, 1.5)}, 4, 1e-9))
+    found = judge.table(trainings({"uniform": (1, 1), "min_snr": (0.8, 1), "gradient_norm": (0.5, 1.5)}, 4, 1e-9))
     found = found[found["metric"] == "distance"].set_index("method")
     assert found["ratio"].to_dict() == pytest.approx({"uniform": 1, "min_snr": 0.8, "gradient_norm": 0.5})
     assert found.loc["gradient_norm", "to_uniform"] == pytest.approx(2)  # a value in inverse proportion to time
@@ -45,7 +46,7 @@ def test_equal_time_is_not_equal_steps():
 def test_the_goal_is_judged_against_the_best_fixed_method_and_over_all_settings():
     here = trainings({"uniform": (1, 1), "min_snr": (0.8, 1), "p2": (2, 1), "auto": (0.4, 1)}, 5, 1e-6)
     there = trainings({"uniform": (1, 1), "min_snr": (1.2, 1), "p2": (0.5, 1), "auto": (1, 1)}, 5, 1e-6)
-    found = judge["goal"](pd.concat([here, there.assign(setting="t")]), "auto")
+    found = judge.goal(pd.concat([here, there.assign(setting="t")]), "auto")
     found = found[found["metric"] == "distance"].set_index(["question", "setting"])
     assert found["best_fixed"].tolist() == ["min_snr", "p2", ""] * 3
     ratios = found["ratio"].unstack()
@@ -59,16 +60,16 @@ def test_the_goal_is_judged_against_the_best_fixed_method_and_over_all_settings(
 def test_a_method_too_slow_for_the_time_is_judged_before_its_end_and_no_further():
     rows = trainings({"uniform": (1, 1), "gradient_norm": (1, 2)}, 3)
     half = rows[(rows["method"] == "uniform") & (rows["step"] <= 400)]
-    assert judge["at"](half, "distance", 800).isna().all() and judge["at"](half, "distance", 400).notna().all()
-    at = judge["at"](rows[rows["method"] == "gradient_norm"], "distance", 800)
+    assert judge.at(half, "distance", 800).isna().all() and judge.at(half, "distance", 400).notna().all()
+    at = judge.at(rows[rows["method"] == "gradient_norm"], "distance", 800)
     assert at.tolist() == pytest.approx([math.log(100 / 800) + 0.3 * seed for seed in range(3)])
 
 
 def test_page_and_picture_show_every_method_the_best_first(tmp_path):
     rows = trainings({"uniform": (1, 1), "p2": (1.5, 1), "min_snr": (0.8, 1)}, 4, 1e-3)
     there = rows[(rows["setting"] == "s") & ((rows["method"] != "p2") | (rows["step"] < 800))].assign(setting="other")
-    judged = judge["table"](pd.concat([rows, there]))
-    lines = judge["page"](judged).splitlines()
+    judged = judge.table(pd.concat([rows, there]))
+    lines = page.of_ratios(judged).splitlines()
     assert lines[0] == "| distance | other | s |" and [line.split()[1] for line in lines[2:5]] == [
         "min_snr",
         "uniform",
@@ -76,18 +77,18 @@ def test_page_and_picture_show_every_method_the_best_first(tmp_path):
     ]
     assert re.match(r"\| min_snr \| (0\.\d{3} \((0\.\d{3}) to 0\.8\d\d, p \d\.\de-\d\d\) \| ?){2}$", lines[2])
     assert lines[4].startswith("| p2 | not so far | 1.")
-    judge["draw"](judged, tmp_path / "it.png")
+    page.draw(judged, tmp_path / "it.png", judge.METRICS[:2], judge.LEVEL)
     assert (tmp_path / "it.png").stat().st_size > 10_000
 
 
 def test_holms_correction_by_hand():
-    corrected = judge["holm"](np.array([0.01, math.nan, 0.04, 0.03, 0.5]))
+    corrected = judge.holm(np.array([0.01, math.nan, 0.04, 0.03, 0.5]))
     np.testing.assert_allclose(corrected, [0.04, math.nan, 0.09, 0.09, 0.5])
 
 
 def test_the_smallest_difference_is_found_as_often_as_it_says():
     deviation, seeds, level = 0.2, 8, 0.05 / 27
-    shift = judge["smallest"](deviation, seeds, level)
+    shift = judge.smallest(deviation, seeds, level)
     drawn = np.random.default_rng(1).normal(shift, deviation, (20_000, seeds))
     found = (stats.ttest_1samp(drawn, 0, axis=1).pvalue < level).mean()
     assert found == pytest.approx(0.8, abs=0.012)  # four standard errors
@@ -95,7 +96,7 @@ def test_the_smallest_difference_is_found_as_often_as_it_says():
 
 def test_power_pools_the_spread_of_the_methods():
     rows = trainings({"uniform": (1, 1), **{f"m{k}": (0.9, 1) for k in range(40)}}, 10, 0.1)
-    found = judge["power"](rows, 8, 27).set_index("metric").loc["distance"]
+    found = judge.power(rows, 8, 27).set_index("metric").loc["distance"]
     assert found["spread_of_log_ratio"] == pytest.approx(0.1 * math.sqrt(2), rel=0.4)  # uniform's own noise is in all
     assert (found["floor"], found["gaussian"]) == (0.01, 10)
 
@@ -136,7 +137,7 @@ def test_the_best_density_leaves_less_noise_where_the_levels_differ():
 
 def test_the_page_shows_the_table_of_the_second_and_third_round():
     rows = pd.concat(pd.read_csv(STUDIES / f"results/{name}.csv") for name in ("second", "third"))
-    said = judge["page"](judge["table"](rows))
+    said = page.of_ratios(judge.table(rows))
     assert said in (STUDIES / "README.md").read_text(encoding="utf-8")
 
 
@@ -151,13 +152,13 @@ def test_the_page_shows_the_table_of_the_second_and_third_round():
 def test_a_mistake_is_said_without_a_traceback(monkeypatch, capsys, asked, said):
     monkeypatch.setattr("sys.argv", ["judge.py", "second", "--table", str(STUDIES / "results/second.csv"), *asked])
     with pytest.raises(SystemExit, match="2"):
-        judge["main"]()
+        judge.main()
     assert said in capsys.readouterr().err
 
 
 def test_values_by_learning_rate_are_over_those_of_uniform_at_its_own():
     own = trainings({"uniform": (1, 1), "min_snr": (0.8, 1), "p2": (0.8, 1)}, 2)
     half = trainings({"uniform": (0.9, 1), "min_snr": (1.2, 1)}, 1).assign(setting="s_lr0.5")
-    lines = judge["rates"](pd.concat([own, half], ignore_index=True)).splitlines()
+    lines = page.of_rates(judge.rates(pd.concat([own, half], ignore_index=True))).splitlines()
     assert lines[0] == "| distance | s, 0.5 | s, 1 |" and len(lines) == 3 * 4 + 2
     assert lines[2:4] == ["| min_snr | 1.200 | 0.800 |", "| uniform | 0.900 | 1.000 |"]
