@@ -25,7 +25,7 @@ ROUNDS = {  # seeds, and factors of the learning rate
     "first": (range(2), [1.0]),
     "second": (range(10, 20), [1.0]),
     "third": (range(10, 20), [1.0]),  # of methods that the second did not have, paired with its seeds
-    "rates": (range(10, 11), [0.5, 2.0]),
+    "rates": (range(10, 12), [0.5, 2.0]),
 }
 
 

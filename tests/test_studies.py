@@ -135,10 +135,14 @@ def test_the_best_density_leaves_less_noise_where_the_levels_differ():
     assert left.to_dict() == pytest.approx({5: 0.8, 7: 1.0})
 
 
-def test_the_page_shows_the_table_of_the_second_and_third_round():
-    rows = pd.concat(pd.read_csv(STUDIES / f"results/{name}.csv") for name in ("second", "third"))
-    said = page.of_ratios(judge.table(rows))
-    assert said in (STUDIES / "README.md").read_text(encoding="utf-8")
+def rounds(*names):
+    return pd.concat((pd.read_csv(STUDIES / f"results/{name}.csv") for name in names), ignore_index=True)
+
+
+def test_the_page_shows_the_tables_of_the_rounds():
+    said = (STUDIES / "README.md").read_text(encoding="utf-8")
+    assert page.of_ratios(judge.table(rounds("second", "third"))) in said
+    assert page.of_rates(judge.rates(rounds("second", "rates"))) in said
 
 
 @pytest.mark.parametrize(
