@@ -42,7 +42,7 @@ test: setup  ## the quick tests
 	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not long and not cluster" $(TESTS)
 
 test-long: setup  ## the tests that take longer
-	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "long and not cluster" $(TESTS)
+	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m "long and not cluster" $(TESTS)
 
 test-cluster: setup  ## the tests on a SLURM that they start on this machine: Debian's packages, as root
 	@$(BIN)/python -m pytest -p no:xdist -v -rs --durations 0 --durations-min 5 -m cluster $(CLUSTER_TESTS)

@@ -104,7 +104,7 @@ def test_refusals(tmp_path, monkeypatch, capsys):
 def test_the_time_that_it_says_is_the_time_that_it_takes(tmp_path):
     """Against a real clock; the machine may be busier in one of the two than in the other."""
     copy = Copy(tmp_path / "copy")
-    images = folder(tmp_path / "x", [(16, 16)] * 20)
+    images = folder(tmp_path / "x", [(8, 8)] * 20)
     ended = copy.run("kairos", "new", "mine.yaml", "--data", str(images), "--minutes", "0.1")
     assert ended.returncode == 0, ended.stderr
     minutes, seconds = re.search(r"about (\d+):(\d\d) on this machine", ended.stdout).groups()
