@@ -17,6 +17,7 @@ corrected after Holm over all methods, settings and metrics of the round.
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from scipy import optimize, stats
 
 from kairos.config.experiment import load
 from kairos.diffusion.processes import build_process
+from kairos.errors import KairosError
 from kairos.report.collect import collect
 from kairos.report.ranking import crossing
 from kairos.section import build
@@ -43,7 +45,12 @@ def read(which: str) -> pd.DataFrame:
     rows = []
     for folder in sorted(report.parent for report in Path("results").glob(f"study_{which}_*/report.html")):
         experiment = load(folder / "experiment.yaml")
-        plain, results = experiment.plain(), collect(experiment, folder)
+        plain = experiment.plain()
+        try:
+            results = collect(experiment, folder)
+        except KairosError as error:  # while methods are added to it
+            print(f"{folder.name} is left out: {error}", file=sys.stderr)
+            continue
         batch, schedule = experiment.training.batch_size, build_process(plain["diffusion"], sigma_data=1.0).schedule
         reference = {f"ref_{name}": row[results.metric] for name, row in results.reference["rows"].items()}
         for training, milestone in results.evaluated:
@@ -269,6 +276,8 @@ def main() -> None:
         )
     except OSError as error:
         parser.error(f"--table: {error.filename} cannot be read ({error.strerror}); --out writes such a file")
+    except pd.errors.EmptyDataError:
+        parser.error("--table: one of these is empty; --out writes such a file")
     if rows.empty:
         raise SystemExit(f"results/study_{arguments.round}_*: nothing there; python studies/run.py {arguments.round}")
     if arguments.goal and arguments.goal not in (known := sorted(rows["method"].unique())):

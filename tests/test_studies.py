@@ -1,6 +1,7 @@
 """The study's statistics against tables whose truth is known, and its experiment files."""
 
 import math
+import os
 import re
 import runpy
 from pathlib import Path
@@ -115,6 +116,16 @@ def test_every_round_is_an_experiment_that_can_be_run(tmp_path, monkeypatch):
         run["experiments"]("first", ["digits"], ["uniform", "other"])
 
 
+def test_a_setting_that_is_not_complete_is_left_out_with_the_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (path,) = run["experiments"]("first", ["digits"], ["uniform"])
+    (path.parent / "report.html").touch()  # of fewer methods
+    assert judge.read("first").empty
+    assert re.search(
+        r"study_first_digits is left out: results/study_first_digits/.* is missing", capsys.readouterr().err
+    )
+
+
 def test_the_optimum_by_heart_is_the_nearest_image_without_noise_and_the_mean_in_it():
     known, one = torch.randn(5, 1, 2, 2, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     for image in known:
@@ -149,6 +160,7 @@ def test_the_page_shows_the_tables_of_the_rounds():
     ("asked", "said"),
     [
         (["--table", "absent.csv"], "--table: absent.csv cannot be read (No such file or directory)"),
+        (["--table", os.devnull], "--table: one of these is empty"),
         (["--goal", "other"], "--goal: got other, allowed: auto, "),
         (["--goal", "auto", "--page"], "--page and --figure show the table"),
     ],
