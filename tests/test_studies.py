@@ -153,7 +153,7 @@ def rounds(*names):
 def test_the_page_shows_the_tables_of_the_rounds():
     said = (STUDIES / "README.md").read_text(encoding="utf-8")
     assert page.of_ratios(judge.table(rounds("second", "third"))) in said
-    assert page.of_rates(judge.rates(rounds("second", "rates"))) in said
+    assert page.of_rates(judge.rates(rounds("second", "third", "rates"))) in said
 
 
 @pytest.mark.parametrize(
