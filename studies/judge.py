@@ -179,7 +179,7 @@ def goal(rows: pd.DataFrame, method: str) -> pd.DataFrame:
 
 
 def rates(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """By metric, a row per method and a column per setting and factor of the learning rate: over uniform's at factor 1.
+    """By metric, a row per method and a column per (setting, factor of the learning rate): over uniform's at factor 1.
 
     Rows of a factor are those of setting ``<setting>_lr<factor>``; of all, the seeds that every factor has.
     """
@@ -188,14 +188,14 @@ def rates(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     seeds = set.intersection(*(set(own) for _, own in rows.groupby("factor")["seed"]))
     methods = set.intersection(*(set(own) for _, own in rows.groupby("factor")["method"]))
     rows = rows[rows["seed"].isin(seeds) & rows["method"].isin(methods)]
-    found: dict[str, dict[str, dict[str, float]]] = {metric: {} for metric in METRICS}
+    found: dict[str, dict[tuple[str, float], dict[str, float]]] = {metric: {} for metric in METRICS}
     for metric, columns in found.items():
         for setting, of_setting in rows.groupby("setting"):
             parted = dict(list(of_setting.groupby(["method", "factor"])))
             whole = parted["uniform", 1.0]["time"].max()
             base = at(parted["uniform", 1.0], metric, whole)
             for (method, factor), own in parted.items():
-                column = columns.setdefault(f"{setting}, {factor:g}", {})
+                column = columns.setdefault((setting, factor), {})
                 column[method] = compared(at(own, metric, whole) - base)["ratio"]
     return {metric: pd.DataFrame(columns).sort_index() for metric, columns in found.items()}
 

@@ -24,8 +24,15 @@ def of_ratios(judged: pd.DataFrame) -> str:
 
 
 def of_rates(ratios: dict[str, pd.DataFrame]) -> str:
-    """A table per metric: a row per method, a column per setting and learning rate."""
-    return _markdown({metric: table.map("{:.3f}".format) for metric, table in ratios.items()})
+    """A table per metric: a row per method, a column per setting with its value at each rate."""
+    tables = {}
+    for metric, of_metric in ratios.items():
+        tables[metric] = pd.DataFrame(index=of_metric.index)
+        for setting in of_metric.columns.unique(0):
+            own = of_metric[setting]
+            named = f"{setting} at {', '.join(f'{factor:g}' for factor in own.columns)}"
+            tables[metric][named] = own.map("{:.3f}".format).agg(", ".join, axis=1)
+    return _markdown(tables)
 
 
 def mean_ratios(judged: pd.DataFrame) -> "pd.Series[float]":

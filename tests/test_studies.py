@@ -176,5 +176,5 @@ def test_values_by_learning_rate_are_over_those_of_uniform_at_its_own():
     own = trainings({"uniform": (1, 1), "min_snr": (0.8, 1), "p2": (0.8, 1)}, 2)
     half = trainings({"uniform": (0.9, 1), "min_snr": (1.2, 1)}, 1).assign(setting="s_lr0.5")
     lines = page.of_rates(judge.rates(pd.concat([own, half], ignore_index=True))).splitlines()
-    assert lines[0] == "| distance | s, 0.5 | s, 1 |" and len(lines) == 3 * 4 + 2
-    assert lines[2:4] == ["| min_snr | 1.200 | 0.800 |", "| uniform | 0.900 | 1.000 |"]
+    assert lines[0] == "| distance | s at 0.5, 1 |" and len(lines) == 3 * 4 + 2
+    assert lines[2:4] == ["| min_snr | 1.200, 0.800 |", "| uniform | 0.900, 1.000 |"]
