@@ -41,6 +41,7 @@ cluster: setup  ## on a SLURM cluster, from its login node; PROFILE=profiles/slu
 test: setup  ## the quick tests
 	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not long and not cluster" $(TESTS)
 
+# in the order of names: the largest files first would leave the longest test alone at the end
 test-long: setup  ## the tests that take longer
 	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m "long and not cluster" $(TESTS)
 
