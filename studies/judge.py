@@ -6,7 +6,7 @@
     python studies/judge.py second --goal auto
     python studies/judge.py second --page --figure studies/results/second.png  # Markdown, and a picture
     python studies/judge.py second --table studies/results/{second,third}.csv  # both rounds
-    python studies/judge.py rates --table studies/results/{second,rates}.csv --rates
+    python studies/judge.py rates --table studies/results/{second,third,rates}.csv --rates
 
 Time is counted in passes of samples through the network, a backward pass as two forward ones, as the strategies state
 their own (`Sampler.cost`): a step of uniform is 1. At equal time a method is judged where it has spent what uniform
