@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import page
 import pandas as pd
+from run import ROUNDS
 from scipy import optimize, stats
 
 from kairos.config.experiment import load
@@ -253,7 +254,7 @@ def power(rows: pd.DataFrame, seeds: int, comparisons: int) -> pd.DataFrame:
 def main() -> None:
     """Read or take a table, and print what it says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("round")
+    parser.add_argument("round", choices=ROUNDS)
     parser.add_argument("--table", type=Path, nargs="+", help="what --out has written, in the place of the results")
     parser.add_argument("--out", type=Path, help="write a row per milestone to this file")
     parser.add_argument("--power", action="store_true", help="what differences the settings can tell")
@@ -276,8 +277,10 @@ def main() -> None:
         )
     except OSError as error:
         parser.error(f"--table: {error.filename} cannot be read ({error.strerror}); --out writes such a file")
-    except pd.errors.EmptyDataError:
-        parser.error("--table: one of these is empty; --out writes such a file")
+    except ValueError:
+        parser.error("--table: one of these is no CSV file; --out writes such a file")
+    if lacks := sorted({"setting", "method", "seed", "time", *METRICS} - {*rows}) if arguments.table else []:
+        parser.error(f"--table: no column {', '.join(lacks)}; --out writes such a file")
     if rows.empty:
         raise SystemExit(f"results/study_{arguments.round}_*: nothing there; python studies/run.py {arguments.round}")
     if arguments.goal and arguments.goal not in (known := sorted(rows["method"].unique())):

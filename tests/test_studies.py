@@ -160,7 +160,9 @@ def test_the_page_shows_the_tables_of_the_rounds():
     ("asked", "said"),
     [
         (["--table", "absent.csv"], "--table: absent.csv cannot be read (No such file or directory)"),
-        (["--table", os.devnull], "--table: one of these is empty"),
+        (["--table", os.devnull], "--table: one of these is no CSV file"),
+        (["--table", str(STUDIES / "README.md")], "--table: one of these is no CSV file"),
+        (["--table", str(STUDIES / "why/digits.csv")], "--table: no column distance, "),
         (["--goal", "other"], "--goal: got other, allowed: auto, "),
         (["--goal", "auto", "--page"], "--page and --figure show the table"),
     ],
