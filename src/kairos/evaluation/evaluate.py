@@ -125,8 +125,7 @@ def evaluate(job: EvaluationJob, reference: Reference, extractor: Extractor, set
                 code = METRICS.entry(named["name"]).load()
                 record["validation"] |= code(opened, trained_on, loss, extractor.device)
     write_json(job.out, record)
-    value, spread = found[target.metric], found[f"{target.metric}_spread"] or 0
-    say(f"evaluate {where}: {target.metric} {value:.4g} ± {spread:.2g}")
+    say(f"evaluate {where}: {metrics.said(found, target.metric)}")
 
 
 def _captioned(where: str, samples: Samples, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:

@@ -275,3 +275,9 @@ def summarise(scores: list[dict[str, float]]) -> dict[str, Any]:
         result[f"{name}_spread"] = stats.stdev(values) if len(values) > 1 else None
         result[f"{name}_sets"] = values
     return result
+
+
+def said(found: dict[str, Any], name: str) -> str:
+    """A metric for the terminal, its spread where there is one."""
+    spread = found[f"{name}_spread"]
+    return f"{name} {found[name]:.4g}" + ("" if spread is None else f" ± {spread:.2g}")

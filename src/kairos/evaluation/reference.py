@@ -94,7 +94,7 @@ def build(
     }
     write_json(out / "reference.json", record)
     for name, row in rows.items():
-        say(f"reference: {name} {target.metric} {row[target.metric]:.4g} ± {row[target.metric + '_spread'] or 0:.2g}")
+        say(f"reference: {name} {metrics.said(row, target.metric)}")
     return record
 
 
