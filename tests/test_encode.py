@@ -121,13 +121,16 @@ def test_content_hash_follows_what_training_reads(results, latents):
     assert len(hashes) == 3
 
 
-def _encode_until_killed(results, name, batch_size=16, last_call=9, save_seconds=0.0):
+def _encode_until_killed(results, name, batch_size=16, last_call=9, save_seconds=0.0, device="cpu"):
     growing._SAVE_SECONDS = save_seconds
     codec = load_codec(results / "autoencoder")
     dataset = open_dataset(results / "dataset")
 
     class Dying:
         manifest, calls = codec.manifest, 0
+
+        def __init__(self):
+            self.device = torch.device(device)
 
         def encode(self, images):
             self.calls += 1
@@ -179,8 +182,38 @@ def test_a_record_that_says_nothing_of_what_is_whole_is_not_used(results, latent
     assert "goes on" not in capsys.readouterr().err
 
 
-def encode_part(results, text, batch_size=16, **changes):
-    dataset, codec = open_dataset(results / "dataset"), load_codec(results / "autoencoder")
+class OnDevice:
+    """A codec that computes on the CPU and reports another device, as a codec on a GPU does."""
+
+    def __init__(self, codec, device):
+        self.manifest, self.encode, self.device = codec.manifest, codec.encode, torch.device(device)
+
+
+def test_an_encode_of_a_gpu_is_not_resumed_on_a_cpu(results, latents, capsys):
+    job = multiprocessing.get_context("fork").Process(
+        target=_encode_until_killed, args=(results, "gpu", 16, 9, 0.0, "cuda")
+    )
+    job.start()
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
+    capsys.readouterr()
+    assert encode_into(results, "gpu", flips=True) == latents.manifest
+    assert "goes on" not in capsys.readouterr().err
+
+
+def test_an_encode_of_another_torch_is_not_resumed(results, latents, capsys, monkeypatch):
+    job = multiprocessing.get_context("fork").Process(target=_encode_until_killed, args=(results, "old-torch"))
+    job.start()
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
+    capsys.readouterr()
+    monkeypatch.setattr(torch, "__version__", "0.0.1")
+    encode_into(results, "old-torch", flips=True)
+    assert "goes on" not in capsys.readouterr().err
+
+
+def encode_part(results, text, batch_size=16, device="cpu", **changes):
+    dataset, codec = open_dataset(results / "dataset"), OnDevice(load_codec(results / "autoencoder"), device)
     options = {"flips": True, "shard": Shard.parse(text), **changes}
     folder = results / f"part{text}"
     encode(dataset, codec, folder, batch_size=batch_size, **options)
@@ -199,6 +232,17 @@ def test_joined_shards_are_the_bits_of_one_job(results, latents, count):
     assert join_parts(results, parts[::-1]) == latents.manifest
     for name in latents.manifest["files"]:
         assert (results / "joined" / name).read_bytes() == (results / "latents" / name).read_bytes()
+
+
+def test_parts_of_two_devices_are_not_joined(results):
+    parts = [encode_part(results, "1of2"), encode_part(results, "2of2", device="cuda")]
+    with pytest.raises(KairosError, match=r"part2of2.*device.*cuda.*cpu"):
+        join_parts(results, parts)
+
+
+def test_parts_of_a_gpu_are_joined_on_a_cpu(results, latents):
+    parts = [encode_part(results, f"{number}of2", device="cuda") for number in (1, 2)]
+    assert join_parts(results, parts) == latents.manifest
 
 
 def test_a_part_that_cannot_be_joined_is_named(results):

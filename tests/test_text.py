@@ -333,6 +333,18 @@ def test_killed_and_resumed_gives_the_same_bits(encoder, captioned, tmp_path, ca
     assert other["content_sha256"] != whole["content_sha256"]
 
 
+def test_text_states_of_another_torch_are_not_resumed(encoder, captioned, tmp_path, capsys, monkeypatch):
+    dataset, config = open_dataset(captioned), TextEncoderConfig(path=str(encoder), batch_size=16).settled("tokens")
+    job = multiprocessing.get_context("fork").Process(target=_die_at, args=(4, encoder, dataset, tmp_path / "killed"))
+    job.start()
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
+    capsys.readouterr()
+    monkeypatch.setattr(torch, "__version__", "0.0.1")
+    encode_texts(config, dataset, tmp_path / "killed", CPU)
+    assert "goes on" not in capsys.readouterr().err
+
+
 METHODS = {
     "uniform": {},
     "speed": {"sampler": "speed", "weighting": "change_aware"},
@@ -455,7 +467,7 @@ def test_a_caption_per_visit_is_drawn_by_the_seed(encoder, captioned, tmp_path, 
     dataset, manifest = open_dataset(captioned), {"kind": "none", "sha256": "pixels"}
     encode_texts(TextEncoderConfig(path=str(encoder)).settled("pooled"), dataset, tmp_path / "text", CPU)
     shapes = {name: list(dataset.shape) for name in ("image_shape", "latent_shape")}
-    codec = Codec({**manifest, **shapes, "scaling_factor": 1.0, "shift_factor": 0.0})
+    codec = Codec({**manifest, **shapes, "scaling_factor": 1.0, "shift_factor": 0.0}, CPU)
     encode(dataset, codec, tmp_path / "latents", False, 16, text=tmp_path / "text")
     latents = open_latents(tmp_path / "latents")
 

@@ -24,9 +24,11 @@ class Codec:
     """An autoencoder ready for use; as it stands none: x0 is the image.
 
     `manifest`: the record of stage autoencoder.
+    `device`: where the autoencoder computes.
     """
 
     manifest: dict[str, Any]
+    device: torch.device
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Images (n, C, H, W) in [-1, 1] to mean and log-variance (n, c, h, w) of the latents z; None: no variance."""
@@ -56,7 +58,6 @@ class AutoencoderCodec(Codec):
     """
 
     model: "AutoencoderKL | AutoencoderTiny | VQModel"
-    device: torch.device
     grey: bool
 
     @torch.no_grad()
@@ -86,7 +87,7 @@ def load_codec(folder: Path | str, device: torch.device | str = "cpu") -> Codec:
     folder = Path(folder)
     manifest = open_record(folder, f"autoencoder --config F --dataset DIR --out {folder}")
     if manifest["kind"] == "none":
-        return Codec(manifest)
+        return Codec(manifest, torch.device(device))
     check_files(folder, manifest["files"], "make it again with: kairos autoencoder")
     return wrap(load_model(folder), manifest, device)
 
@@ -95,7 +96,7 @@ def wrap(model: Any, manifest: dict[str, Any], device: torch.device | str) -> Au
     """A codec around a model in memory; the manifest needs scaling_factor, shift_factor and image_shape."""
     model = model.to(device).eval().requires_grad_(False)
     grey = manifest["image_shape"][0] == 1 and model.config.in_channels == 3
-    return AutoencoderCodec(manifest, model, torch.device(device), grey)
+    return AutoencoderCodec(manifest, torch.device(device), model, grey)
 
 
 def load_model(folder: Path | str) -> Any:

@@ -66,6 +66,8 @@ def encode(
         "batch_size": batch_size,
         "low_resolution": factor,
         "threads": torch.get_num_threads(),
+        "device": codec.device.type,
+        "torch": torch.__version__,
         "code": fingerprint([__name__]),
     }
     if shard is not None:
@@ -124,6 +126,8 @@ def _encode_shard(
 def _joined(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows: range) -> dict[str, str]:
     """Fill the arrays from those of all parts and return the hash of each."""
     records, size = [open_record(part, "encode --shard KofN") for part in parts], identity["batch_size"]
+    # joining computes nothing: it may run elsewhere than the parts, which must agree with each other
+    identity = identity | {name: records[0].get(name) for name in ("device", "torch")}
     order = in_order(list(zip(parts, records)), identity, len(rows), size)
     for part, record in zip(parts, records):
         check_files(part, record["files"], AGAIN)

@@ -61,6 +61,7 @@ def encode_texts(
         "length": encoder.length,
         "threads": torch.get_num_threads(),
         "device": device.type,
+        "torch": torch.__version__,
         "code": fingerprint([__name__]),
     }
     partial = begin(out, ("states.npy", "empty.npy"))
