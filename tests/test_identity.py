@@ -5,6 +5,7 @@ import ast
 import pytest
 from training_case import experiment
 
+from kairos import fingerprint
 from kairos.evaluation.registries import METRICS
 from kairos.fingerprint import _text
 from kairos.strategies.registries import WEIGHTINGS
@@ -19,6 +20,25 @@ def test_a_component_that_another_one_names_belongs_to_the_code():
         plain = experiment({"learned": {"weighting": {"name": "edm2", "base": base}}})
         assert f"kairos.strategies.{module}" in code_roots(plain, "learned"), base
     assert WEIGHTINGS.modules({"name": "edm2"}) == ["kairos.strategies.uncertainty", "kairos.strategies.weightings"]
+
+
+def test_only_a_module_that_is_left_out_and_its_submodules_do_not_count(tmp_path, monkeypatch):
+    package = tmp_path / "kairos"
+    (package / "cli").mkdir(parents=True)
+    (package / "root.py").write_text("import kairos.cli.table, kairos.clip_grad, kairos.files_of_pixels, kairos.files")
+    for name in ("cli/__init__", "cli/table", "clip_grad", "files_of_pixels", "files"):
+        (package / f"{name}.py").write_text("")
+    monkeypatch.setattr(fingerprint, "__file__", str(package / "fingerprint.py"))
+    assert fingerprint.modules(["kairos.root"]) == ["kairos.clip_grad", "kairos.files_of_pixels", "kairos.root"]
+
+
+def test_a_module_of_another_package_counts_with_its_own_code(tmp_path, monkeypatch):
+    (tmp_path / "lonely_sampler.py").write_text("density = 1")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "compute.py").write_text("density = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, path in (("lonely_sampler", "lonely_sampler.py"), ("elsewhere.compute", "elsewhere/compute.py")):
+        assert fingerprint._path(name) == tmp_path / path
 
 
 @pytest.mark.parametrize(("registry", "field"), [(OPTIMIZERS, "optimizer"), (SCHEDULES, "schedule"), (AVERAGES, "ema")])

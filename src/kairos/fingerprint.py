@@ -45,22 +45,27 @@ def modules(roots: Iterable[str]) -> list[str]:
     waiting = list(roots)
     while waiting:
         module = waiting.pop()
-        left_out = module.startswith(_LEFT_OUT) or module.endswith((".registries", ".settings"))
-        if module not in found and not left_out:
+        if module not in found and not _is_left_out(module):
             found.add(module)
             waiting += _imports(module)
     return sorted(found)
 
 
+def _is_left_out(module: str) -> bool:
+    """Return True if a module, or a package that contains it, computes nothing."""
+    packages = tuple(f"{name}." for name in _LEFT_OUT)
+    return module in _LEFT_OUT or module.startswith(packages) or module.endswith((".registries", ".settings"))
+
+
 def _path(module: str) -> Path | None:
-    base = Path(__file__).parent.joinpath(*module.split(".")[1:])
-    for candidate in (base.with_suffix(".py"), base / "__init__.py"):
-        if candidate.is_file():
-            return candidate
-    if not module.startswith(_PACKAGE + "."):  # a component from another package
+    """Return the source file of a module; None if the module has none."""
+    package, *names = module.split(".")
+    if package != _PACKAGE:  # a component from another package
         spec = importlib.util.find_spec(module)
         return Path(spec.origin) if spec and spec.origin else None
-    return None
+    base = Path(__file__).parent.joinpath(*names)
+    candidates = (base.with_suffix(".py"), base / "__init__.py")
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
 def _parsed(module: str) -> ast.Module:
