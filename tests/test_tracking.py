@@ -169,6 +169,48 @@ def test_uri_precedence_and_credentials(monkeypatch):
     assert store.without_credentials("sqlite:///mlflow.db") == "sqlite:///mlflow.db"
 
 
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("postgresql://db/mlflow?user=me&password=hush", "postgresql://db/mlflow"),
+        ("postgresql://me:hush@db/mlflow?password=hush", "postgresql://db/mlflow"),
+        ("postgresql://me:h/u?s#hush@db/mlflow", "postgresql://db/mlflow"),  # SQLAlchemy allows these in a password
+        ("mssql+pyodbc:///?odbc_connect=PWD%3Dhush", "mssql+pyodbc:///"),
+        ("https://host/a?token=hush#hush", "https://host/a"),
+        ("sqlite:////folder/mlflow.db?timeout=5", "sqlite:////folder/mlflow.db"),
+        ("https://host:5000/a@b", "https://host:5000/a@b"),
+        ("ssh://me@host/a", "ssh://host/a"),
+        ("/folder/what?", "/folder/what?"),
+    ],
+)
+def test_a_shown_address_has_no_credentials(uri, shown):
+    assert store.without_credentials(uri) == shown
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "unknown://db/mlflow?user=me&password=hush",  # MLflow's error quotes the URI
+        "postgresql://db:none/mlflow?user=me&password=hush",
+        "unknown://me:hush@db/mlflow?user=me",
+    ],
+)
+def test_a_failed_import_does_not_record_a_password(tree, uri, monkeypatch, capfd):
+    config, results = tree
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    track(load(config), results, results / "tracking.json")
+    record = read_json(results / "tracking.json")
+    assert not record["imported"] and "/mlflow" in record["uri"]
+    assert "hush" not in str(record) + "".join(capfd.readouterr())
+
+
+def test_a_quoted_password_is_taken_out_of_a_text():
+    uri = "postgresql://db/mlflow?user=me&password=h%20ush"
+    for quoted in (uri, "password=h%20ush&user=me", "password='h ush'", "password=h ush"):
+        text = store.uncredentialed(f"some failure: {quoted}", uri)
+        assert "ush" not in text and "some failure" in text
+
+
 @pytest.mark.long
 def test_two_imports_at_once_into_a_fresh_database(tree):
     config, results = tree

@@ -253,12 +253,20 @@ def test_credentials_are_sent_and_never_said(tree, tmp_path, environment, login,
     assert f"HTTP {status}" in said and said.count("\n") == 1 and not re.search("hush|h%20ush|me:", said)
 
 
-def test_an_experiment_file_must_not_hold_credentials(tree, tmp_path):
-    values = yaml.safe_load(tree[0].read_text()) | {"tracking": {"uri": "https://me:hush@host/a"}}
+@pytest.mark.parametrize("uri", ["https://me:hush@host/a", "postgresql://db/mlflow?user=me&password=hush"])
+def test_an_experiment_file_must_not_hold_credentials(tree, tmp_path, uri):
+    values = yaml.safe_load(tree[0].read_text()) | {"tracking": {"uri": uri}}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match=r"tracking.uri: got an address with credentials") as caught:
         load(tmp_path / "x.yaml")
     assert "hush" not in str(caught.value)
+
+
+def test_an_experiment_file_may_hold_other_options_of_a_database(tree, tmp_path):
+    uri = "postgresql://db/mlflow?sslmode=require"
+    values = yaml.safe_load(tree[0].read_text()) | {"tracking": {"uri": uri}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
+    assert load(tmp_path / "x.yaml").tracking.uri == uri
 
 
 def test_a_database_of_this_folder_needs_no_reports(tree, tmp_path, monkeypatch):

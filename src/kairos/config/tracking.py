@@ -1,10 +1,14 @@
 """Section `tracking`; here, because the import into MLflow stands on whole experiments."""
 
+import re
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from kairos.errors import Refusal
 from kairos.section import Section, field
+
+# names of query parameters that hold a user name or a secret; others, such as sslmode, are allowed
+_SECRET = re.compile("user|uid|pass|pwd|token|secret|odbc_connect", re.IGNORECASE)
 
 
 class TrackingConfig(Section):
@@ -16,8 +20,9 @@ class TrackingConfig(Section):
     flush_seconds: float = field(3.0, "what a training waits for a server at its end, at most", ge=0)
 
     def model_post_init(self, context: Any) -> None:
-        """Whether nothing secret would be written down."""
+        """Reject a URI with credentials, since records hold the URI."""
         got = "an address with credentials, which every record would hold"
-        environment = "with MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
-        if "@" in urlsplit(self.uri or "").netloc:
-            raise Refusal(f"tracking.uri: got {got}; allowed: the address alone, {environment}")
+        environment = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database MLFLOW_TRACKING_URI)"
+        address = urlsplit(self.uri or "")
+        if "@" in address.netloc or any(_SECRET.search(name) for name, _ in parse_qsl(address.query)):
+            raise Refusal(f"tracking.uri: got {got}; allowed: the address alone; set {environment} in the environment")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote_plus
 
 from kairos.errors import KairosError
 from kairos.files import locked
@@ -20,6 +20,7 @@ Run: TypeAlias = Any
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 ARTIFACTS = "mlartifacts"
+_DATABASE_SERVERS = ("postgresql", "mysql", "mssql")  # with SQLite, the databases that MLflow supports
 _LOCK_SECONDS = 120
 _FIRST = "attributes.start_time ASC"  # and by run id where that is the same: everybody's order
 
@@ -36,17 +37,34 @@ def database(uri: str) -> Path | None:
 
 
 def without_credentials(uri: str) -> str:
-    """The URI without user name, password and query."""
-    parts = urlsplit(uri)
-    if "@" not in parts.netloc:
+    """Return the URI without user name, password, query and fragment; a path without ``://`` is returned unchanged."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
         return uri
-    return urlunsplit((parts.scheme, parts.netloc.rsplit("@", 1)[1], parts.path, "", ""))
+    address = rest[len(_user_info(uri)) :]
+    return f"{scheme}://{re.split('[?#]', address)[0]}"
 
 
 def uncredentialed(text: str, uri: str) -> str:
-    """A text without the user name and the password of a URI that it may quote."""
-    secret = uri.split("//")[-1].rpartition("@")[0]
-    return text.replace(f"{secret}@", "") if secret else text
+    """Return a text, such as an error message, without the credentials of a URI that the text may quote."""
+    text = text.replace(uri, without_credentials(uri))
+    if user := _user_info(uri):
+        text = text.replace(user, "")
+    query = uri.partition("?")[2].partition("#")[0]
+    for parameter in query.split("&"):
+        name, _, value = parameter.partition("=")
+        for secret in filter(None, (value, unquote_plus(value))):
+            text = re.sub(rf"\b{re.escape(name)}=(['\"]?){re.escape(secret)}\1", f"{name}=***", text)
+    return text
+
+
+def _user_info(uri: str) -> str:
+    """Return ``user:password@`` of a URI, or an empty string."""
+    scheme, _, rest = uri.partition("://")
+    # SQLAlchemy, unlike HTTP clients, allows "/", "?" and "#" in a password
+    is_database = scheme.partition("+")[0] in _DATABASE_SERVERS
+    match = re.match(r"[^:/]*:[^@]*@|[^/?#]*@" if is_database else r"[^/?#]*@", rest)
+    return match[0] if match else ""
 
 
 def explained(error: Exception, uri: str) -> str:
