@@ -29,7 +29,6 @@ from kairos.options import Options, option
 from kairos.strategies import Sampler, Weighting
 from kairos.strategies.couplings import Coupling
 from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
-from kairos.training.lengths import length_in_steps
 from kairos.training.registries import PROBES
 from kairos.training.run import train
 
@@ -226,17 +225,3 @@ def gradient_size(options):
         return {"largest": max(p.grad.abs().max().item() for p in training.model.parameters() if p.grad is not None)}
 
     return measure
-
-
-@pytest.mark.parametrize(
-    ("length", "steps"),
-    [(500, 500), ("500 steps", 500), ("64k images", 1000), ("2M images", 31250), ("10 epochs", 157)],
-)
-def test_lengths_in_steps_images_and_epochs(length, steps):
-    assert length_in_steps(length, batch_size=64, train_images=1000) == steps
-
-
-@pytest.mark.parametrize("length", ["ten steps", 0, "-3 epochs", "5 epoch", "0 images"])
-def test_lengths_that_are_none_are_refused(length):
-    with pytest.raises(ValueError, match=r"training.milestones: .*allowed"):
-        length_in_steps(length, 64, 1000)
