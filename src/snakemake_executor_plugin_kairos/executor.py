@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from functools import cached_property
 from itertools import chain, repeat
 from operator import or_
 from pathlib import Path
@@ -71,6 +70,8 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         self._refused: dict[Any, str] = {}  # what sbatch has just said to a job
         self._missed: Counter[str] = Counter()  # in how many looks on end the queue did not have a job
         self._leaving = threading.Event()
+        self._reading_earlier = threading.Lock()
+        self._earlier_jobs: dict[Path, dict[str, Any]] | None = None
 
     def get_exec_mode(self) -> ExecMode:
         """Of the Snakemake in a job: one that keeps the books."""
@@ -203,11 +204,19 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         super().cancel()
         ask("scancel", "--user", getpass.getuser(), "--name", self.run_uuid, patience=_ANSWER)
 
-    @cached_property
+    @property
     def _earlier(self) -> dict[Path, dict[str, Any]]:
-        """What earlier controllers have written down, when the first job is to be sent."""
-        self._cancel_unknown()
-        return {path: read_json(path) for path in sorted(books(self._results).glob("*.json"))}
+        """Records of the jobs that earlier controllers have sent, read before the first job is sent.
+
+        The plugin submits jobs in two threads. Without the lock both would read the records (`cached_property` has no
+        lock from Python 3.12 on), and the slower thread would miss a record that the faster one has removed.
+        """
+        with self._reading_earlier:
+            if self._earlier_jobs is None:
+                self._cancel_unknown()
+                paths = sorted(books(self._results).glob("*.json"))
+                self._earlier_jobs = {path: read_json(path) for path in paths}
+            return self._earlier_jobs
 
     def _book(self, job_info: SubmittedJobInfo) -> Path:
         return books(self._results) / f"{job_info.external_jobid}.json"
