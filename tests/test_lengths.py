@@ -4,7 +4,7 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kairos.training.lengths import length_in_steps
@@ -22,6 +22,7 @@ def test_epochs_are_counted_without_rounding_errors():
     assert length_in_steps("16 epochs", batch_size=48, train_images=1437) == 479
 
 
+@settings(deadline=None, derandomize=True, database=None)
 @given(
     amount=st.decimals(min_value=0, max_value=5000, places=3, allow_nan=False).filter(bool),
     factor=st.sampled_from(["", "k", "M"]),

@@ -4,6 +4,8 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from kairos.report import ranking
@@ -69,3 +71,35 @@ def test_crossing():
     assert ranking.crossing(steps, values, 75) == 5
     assert np.isnan(ranking.crossing(steps, values, 49))
     assert ranking.crossing(steps, values, 100) == 0
+
+
+def test_acceleration_counts_values_just_below_a_minimum_that_a_curve_leaves_again():
+    steps = np.array([1.0, 2, 3, 4])
+    baseline, method = np.array([10.0, 5, 8, 2]), np.array([10.0, 4, 3, 2])
+    assert ranking.highest(steps, baseline, steps, method) == pytest.approx(3.5 / (1 + 5 / 6))  # 1.909, just below 5
+
+
+def test_acceleration_does_not_count_values_that_one_curve_never_reaches():
+    steps = np.array([1.0, 2, 3, 4])
+    baseline, method = np.array([10.0, 5, 8, 2]), np.array([10.0, 5, 6, 7])
+    assert ranking.highest(steps, baseline, steps, method) == 1
+
+
+def dense_acceleration(baseline, method):
+    """The largest ratio of first-passage costs on a dense grid of costs and of values; milestones are 1, 2, 3, ..."""
+    nodes = np.arange(1, len(baseline) + 1)
+    costs = np.linspace(1, len(baseline), 2000 * (len(baseline) - 1) + 1)
+    lowest = [np.minimum.accumulate(np.interp(costs, nodes, curve)) for curve in (baseline, method)]
+    start, end = max(low[-1] for low in lowest), max(low[0] for low in lowest)
+    targets = np.linspace(start, end, round(1000 * (end - start)) + 1)
+    first = [costs[np.searchsorted(-low, -targets - 1e-12)] for low in lowest]
+    return (first[0] / first[1]).max()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(curves=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=2, max_size=6))
+def test_acceleration_is_the_supremum_over_all_values(curves):
+    baseline, method = np.array(curves, float).T
+    steps = np.arange(1.0, len(curves) + 1)
+    found = ranking.highest(steps, baseline, steps, method)
+    assert found == pytest.approx(dense_acceleration(baseline, method), abs=0.02)

@@ -150,21 +150,42 @@ def paired(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
 
 def crossing(costs: np.ndarray, values: np.ndarray, target: float) -> float:
     """The cost at which a curve first is at `target` or below, linear between milestones; NaN: never."""
-    below = np.flatnonzero(values <= target)
-    if not len(below):
+    return _interpolated(costs, values, target, values <= target)
+
+
+def crossing_just_below(costs: np.ndarray, values: np.ndarray, target: float) -> float:
+    """Return the limit of `crossing` as the target rises to `target`; NaN if no value is below `target`.
+
+    The limit exceeds `crossing` where the curve only touches `target`, rises, and later falls below `target`.
+    """
+    return _interpolated(costs, values, target, values < target)
+
+
+def _interpolated(costs: np.ndarray, values: np.ndarray, target: float, reached: np.ndarray) -> float:
+    """Interpolate the cost of `target` between the first milestone of `reached` and the milestone before it."""
+    indices = np.flatnonzero(reached)
+    if not len(indices):
         return math.nan
-    span = slice(max(below[0] - 1, 0), below[0] + 1)  # the milestones before and after, or the first alone
+    span = slice(max(indices[0] - 1, 0), indices[0] + 1)  # the milestones before and after, or the first alone
     return float(np.interp(-target, -values[span], costs[span]))
 
 
 def highest(costs: np.ndarray, values: np.ndarray, own_costs: np.ndarray, own_values: np.ndarray) -> float:
-    """The highest ratio of what two curves spend for the same value, linear between milestones.
+    """Return the supremum of the ratio of what two curves spend for one value, linear between milestones.
 
-    This is how Wang et al. (2025, section 3.3) read an acceleration off curves of the distance. Between two milestones
-    of either curve the ratio is monotone, so that the values at milestones are enough.
+    Wang et al. (2025, section 3.3) read an acceleration off curves of the distance in this way. Between neighbouring
+    values of milestones the ratio is monotone, so the supremum is the ratio at such a value or its limit from below:
+    a cost jumps where a curve rises again from a minimum.
     """
-    reached = [value for value in (*values, *own_values) if value >= max(values.min(), own_values.min())]
-    return max(crossing(costs, values, value) / crossing(own_costs, own_values, value) for value in reached)
+    lowest = max(values.min(), own_values.min())  # the lowest value that both curves reach
+    ratios = []
+    for target in {*values, *own_values}:
+        if target >= lowest:
+            ratios.append(crossing(costs, values, target) / crossing(own_costs, own_values, target))
+        if target > lowest:
+            own_limit = crossing_just_below(own_costs, own_values, target)
+            ratios.append(crossing_just_below(costs, values, target) / own_limit)
+    return max(ratios)
 
 
 def acceleration(own: Curve, baseline: Curve) -> Ratio:
