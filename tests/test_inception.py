@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from kairos.errors import DamagedError, KairosError
-from kairos.evaluation import extractors, metrics
+from kairos.evaluation import extractors, metrics, weights
+from kairos.evaluation.evaluate import published_extractor
 from kairos.evaluation.moments import in_batches, measure
 
 
@@ -19,6 +20,41 @@ def test_inception_download_that_fails_says_where_the_file_goes(tmp_path, monkey
     monkeypatch.setattr("kairos.evaluation.inception.URL_INCEPTION_V3", (tmp_path / "no-6726825d.pth").as_uri())
     with pytest.raises(KairosError, match=r"checkpoints/weights-inception-2015-12-05-6726825d\.pth, but the download"):
         extractors.make({"name": "inception", "path": None}, None, tmp_path / "x")
+
+
+@pytest.fixture
+def cached_extractor(tmp_path, monkeypatch):
+    """The folder of Inception in the cache, as an earlier evaluation has left it; its weights are not opened here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    weights.place().parent.mkdir(parents=True)
+    weights.place().write_bytes(b"weights")
+    return published_extractor("inception")
+
+
+def test_an_evaluation_leaves_the_extractor_that_others_read_as_it_is(cached_extractor):
+    manifest = cached_extractor / "manifest.json"
+    before = manifest.stat()
+    assert published_extractor("inception") == cached_extractor
+    after = manifest.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_damaged_extractor_in_the_cache_is_replaced_at_once(cached_extractor, monkeypatch):
+    """Its manifest is there at any time, also while the weights are looked for."""
+    damaged = cached_extractor / weights.NAME
+    damaged.unlink()  # a hard link of the weights
+    damaged.write_bytes(b"other")
+    find, seen = weights.find, []
+
+    def observed(path):
+        seen.append((cached_extractor / "manifest.json").is_file())
+        return find(path)
+
+    monkeypatch.setattr(weights, "find", observed)
+    published_extractor("inception")
+    assert damaged.read_bytes() == b"weights" and seen == [True]
+    assert sorted(file.name for file in cached_extractor.iterdir()) == ["manifest.json", weights.NAME]
 
 
 def test_inception_with_weights_of_the_right_form(tmp_path):

@@ -16,7 +16,7 @@ from kairos.evaluation.moments import in_batches, measure
 from kairos.evaluation.reference import Reference, open_reference, outside_reference
 from kairos.evaluation.registries import METRICS, needs_of
 from kairos.evaluation.settings import LossSettings
-from kairos.files import read_json, write_json
+from kairos.files import atomic_folder, check_files, open_record, read_json, write_json
 from kairos.options import but_name
 from kairos.progress import say
 from kairos.sampling.drawn_conditions import check_conditions, told_of
@@ -76,8 +76,7 @@ def run(
             )
         extractor = Path(needed.pop())
     if str(extractor) in PUBLISHED and not Path(str(extractor)).exists():
-        name, extractor = str(extractor), metrics.CACHE / str(extractor)
-        make({"name": name}, None, extractor)
+        extractor = published_extractor(str(extractor))
     milestone = next((job.milestone for job in jobs if job.milestone), None)
     device = compute.setup(1, "auto") if milestone is None else setup_of(settings(milestone, {})[1])
     folder = reference if reference.is_dir() else reference.parent
@@ -87,6 +86,22 @@ def run(
     opened = replace(opened, precision=known[0]["precision"])
     for job in jobs:
         evaluate(job, known, opened, sets, latents)
+
+
+def published_extractor(name: str) -> Path:
+    """Return the folder of a published extractor in the cache.
+
+    Evaluations that run at the same time read the folder, so it is made only where it is missing or damaged, and then
+    replaced as a whole.
+    """
+    folder = metrics.CACHE / name
+    try:
+        manifest = open_record(folder, "evaluate")
+        check_files(folder, manifest["files"], "run the evaluation again")
+    except KairosError:
+        with atomic_folder(folder) as new_folder:
+            make({"name": name}, None, new_folder)
+    return folder
 
 
 def evaluate(job: EvaluationJob, reference: Reference, extractor: Extractor, sets: int, latents: Path | None) -> None:
