@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import grimp
@@ -87,6 +88,36 @@ def test_the_library_is_of_the_pipelines_version_and_takes_its_own_files_alone()
     needs = {other for name in inside for other in graph.find_modules_directly_imported_by(name)}
     assert needs <= inside and {"kairos.errors", "kairos.strategies.strategy"} <= inside < graph.modules
     assert (ROOT / "library/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+# packages that are imported and not declared: a declared one always brings them
+BROUGHT_BY = {
+    "huggingface-hub": "datasets",
+    "pyarrow": "datasets",
+    "snakemake-interface-common": "snakemake",
+    "snakemake-interface-executor-plugins": "snakemake",
+    "typing-extensions": "torch",
+}
+
+
+def requirement_name(requirement: str) -> str:
+    return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
+
+
+def test_every_package_that_the_code_imports_is_declared():
+    packages = ("kairos", "snakemake_executor_plugin_kairos")
+    graph = grimp.build_graph(*packages, include_external_packages=True, cache_dir=None)
+    outside = {module for module in graph.modules if graph.is_module_squashed(module)} - set(sys.stdlib_module_names)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    declared = {requirement_name(item) for item in requirements}
+    distributions = packages_distributions()
+    for module in outside:
+        names = {requirement_name(name) for name in distributions[module.split(".")[0]]}
+        assert names & (declared | BROUGHT_BY.keys()), f"{module} is imported, and pyproject.toml does not declare it"
+    for name, declared_name in BROUGHT_BY.items():
+        unconditional = [item for item in requires(declared_name) if "extra ==" not in item]
+        assert declared_name in declared and name in map(requirement_name, unconditional), name
 
 
 def test_the_oldest_set_is_the_least_that_the_library_allows():
