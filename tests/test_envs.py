@@ -109,8 +109,9 @@ def test_every_package_that_the_code_imports_is_declared():
     graph = grimp.build_graph(*packages, include_external_packages=True, cache_dir=None)
     outside = {module for module in graph.modules if graph.is_module_squashed(module)} - set(sys.stdlib_module_names)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
-    declared = {requirement_name(item) for item in requirements}
+    declared = {requirement_name(item) for item in project["dependencies"]}
+    for extra in project["optional-dependencies"].values():
+        declared.update(map(requirement_name, extra))
     distributions = packages_distributions()
     for module in outside:
         names = {requirement_name(name) for name in distributions[module.split(".")[0]]}
