@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import results_tree
+from scipy import stats
 
 from kairos.cli import main
 from kairos.config import load
@@ -76,10 +77,29 @@ def test_numbers_are_those_of_the_report(tree, compare):
         assert float(line["value"]) == row.curve.mean[-1] and float(line["spread"]) == row.curve.spread[-1]
         against = row.against or ranking.Ratio(*[np.nan] * 3)
         factors = [row.steps.value, row.time.value]
-        expected = [row.curve.mean[-1] - base, base * (against.low - 1), base * (against.high - 1), against.p, *factors]
+        ratios = [1 if method == "uniform" else against.value, against.low, against.high]
+        expected = [*(base * (ratio - 1) for ratio in ratios), against.p, *factors]
         np.testing.assert_allclose(numbers(line), expected)
     assert found["p2"]["steps_factor"] == ""  # some seeds never reach uniform's distance
     assert float(found["min_snr"]["p_value"]) < 0.05 and float(found["min_snr"]["high"]) < 0
+
+
+def test_a_difference_lies_inside_its_interval(tmp_path, compare):
+    """One seed with large distances dominates the arithmetic means, but not the mean of the ratios."""
+    _, results = results_tree.write(tmp_path, seeds=SEEDS, methods=("uniform", "min_snr"))
+    distances = {"uniform": [1, 1, 1, 1, 100], "min_snr": [0.5, 0.5, 0.5, 0.51, 90]}
+    for method, values in distances.items():
+        for seed, value in enumerate(values):
+            edit(
+                results,
+                f"{method}/seed{seed}/evaluation/0000400.json",
+                lambda record, value=value: record["metrics"].update({results_tree.METRIC: value}),
+            )
+    row = rows_of(compare(results, "--format", "csv"))["min_snr"]
+    difference, low, high = (float(row[name]) for name in ("difference", "low", "high"))
+    assert low < difference < high
+    ratios = np.array(distances["min_snr"]) / distances["uniform"]
+    assert difference == pytest.approx(np.mean(distances["uniform"]) * (stats.gmean(ratios) - 1))
 
 
 def test_an_experiment_file_is_its_results(tree, compare, monkeypatch):

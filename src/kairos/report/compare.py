@@ -1,7 +1,8 @@
 """Methods of experiments side by side: one table, with the tests and factors of the report; an index of all reports.
 
-All are compared at the last milestone that all have, over the seeds that all have there. Differences are in units of
-the metric; their interval is that of the ratio, which the test is of, times the baseline's value.
+All are compared at the last milestone that all have, over the seeds that all have there. A difference is in units of
+the metric: the geometric mean over seeds of the ratio to the baseline, less 1, times the baseline's value. The ends of
+its interval are those of the ratio on the same scale; the test is of the ratio too.
 """
 
 import math
@@ -27,6 +28,7 @@ _NO_PROTOCOL = ("identity", "accuracy")  # of one training; of the extractor, wh
 _LINKS = {"report": "report.html", "report of what is there": "report_unfinished.html", "summary.csv": "summary.csv"}
 _LINKS["picture"] = "figures/metric_vs_steps.svg"
 _NONE = Ratio(math.nan, math.nan, math.nan)
+_SAME = Ratio(1, math.nan, math.nan)  # the baseline against itself
 Sides = Sequence[tuple[Results, list[str]]]
 
 
@@ -78,11 +80,13 @@ def table(measured: Measured) -> pd.DataFrame:
     experiments = dict(zip(measured.table["method"], measured.table["experiment"]))
     records = []
     for row in rows:
-        own, ratio, value = row.curve, row.against or _NONE, row.curve.mean[-1]
+        own, value = row.curve, row.curve.mean[-1]
+        ratio = _SAME if row.method == measured.baseline else row.against or _NONE
+        differences = (base * (part - 1) for part in (ratio.value, ratio.low, ratio.high))
         factors = ((factor or _NONE).value for factor in (row.steps, row.time))
         where = (experiments[row.method], row.method.rpartition("/")[2], row.seeds, int(own.steps[-1]))
-        what = (measured.metric, value, own.spread[-1], measured.baseline, value - base)
-        records.append((*where, *what, base * (ratio.low - 1), base * (ratio.high - 1), ratio.p, *factors))
+        what = (measured.metric, value, own.spread[-1], measured.baseline)
+        records.append((*where, *what, *differences, ratio.p, *factors))
     return pd.DataFrame(records, columns=COLUMNS)
 
 
