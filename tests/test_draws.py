@@ -209,3 +209,26 @@ def test_infinite_weights_are_refused_with_the_strategy():
     table = torch.linspace(0.99, 1e-3, 10, dtype=torch.float64)
     with pytest.raises(ConfigError, match="weights are not finite at timesteps that it draws"):
         kairos.Strategy("uniform+snr", table, weighting={"power": -400.0})
+
+
+def largest_gap(draws):
+    """Largest distance between neighbouring fractions on the circle."""
+    fractions = torch.cat([draw.fractions for draw in draws]).sort().values
+    return torch.cat([fractions, fractions[:1] + 1]).diff().max()
+
+
+@pytest.mark.parametrize(("points", "even"), [("random", False), ("stratified", False), ("sobol", True)])
+def test_only_sobol_points_are_even_over_micro_batches_of_one_sample(points, even):
+    made = strategy("uniform", "flow", points=points)
+    for _ in range(4):
+        draws = [made.draw(BATCH[:1]) for _ in range(16)]
+        assert (largest_gap(draws) <= 2 / 16) == even
+        with made.observe(draws[-1]):
+            pass
+
+
+@pytest.mark.parametrize("points", ["stratified", "systematic", "sobol"])
+def test_micro_batches_with_indices_are_even_over_the_step(points):
+    made = strategy("uniform", "flow", points=points)
+    draws = [made.draw(BATCH[:1], index=range(number, number + 1), total=16) for number in range(16)]
+    assert largest_gap(draws) <= 2 / 16
