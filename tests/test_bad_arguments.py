@@ -166,3 +166,10 @@ def test_streams_that_take_nothing(streams):
     line = f"set -o pipefail; {sys.executable} -m kairos strategies show speed --format csv {streams}"
     ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert "Traceback" not in ended.stderr and ended.returncode == (0 if "&-" in streams else 1)
+
+
+@pytest.mark.parametrize(("command", "meant"), [("chek", "check"), ("evalute", "evaluate"), ("stats", "status")])
+def test_a_misspelt_command_gets_the_name_that_was_meant(command, meant, capsys):
+    assert main([command, "params.yaml"]) == 2
+    message = capsys.readouterr().err
+    assert repr(command) in message and f"did you mean '{meant}'" in message

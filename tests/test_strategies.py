@@ -330,7 +330,7 @@ def test_names_of_strategies(name, parts):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sped", "unknown strategy 'sped'. Allowed: a sampler .*speed.* a weighting .*p2"),
+        ("sped", "unknown strategy 'sped'.* Allowed: a sampler .*speed.* a weighting .*p2"),
         ("speed+minsnr", "unknown weighting 'minsnr'; did you mean 'min_snr'"),
         ("bs", "'bs' is not available: .*table 11"),
         ("bs+none", "'bs' is not available"),
@@ -338,6 +338,15 @@ def test_names_of_strategies(name, parts):
 )
 def test_names_that_are_none(name, message):
     with pytest.raises(ConfigError, match=message):
+        parse_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("sped", "speed"), ("min_snrr", "min_snr"), ("sped+none", "speed"), ("uniform+minsnr", "min_snr")],
+)
+def test_a_misspelt_strategy_gets_the_name_that_was_meant(name, meant):
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
         parse_name(name)
 
 

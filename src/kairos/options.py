@@ -79,11 +79,15 @@ def but_name(named: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in named.items() if key != "name"}
 
 
+def suggestion(key: str, allowed: Collection[str]) -> str:
+    """Return ``; did you mean 'x'?`` with the allowed name that is most similar to `key`; ``.`` if none is similar."""
+    similar = difflib.get_close_matches(key, allowed, n=1)
+    return f"; did you mean {similar[0]!r}?" if similar else "."
+
+
 def instead(key: str, allowed: Collection[str]) -> str:
-    """How a refusal of a name ends: the nearest one that exists, and all that do."""
-    near = difflib.get_close_matches(key, allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"{hint} Allowed: {', '.join(sorted(allowed)) or 'no options'}"
+    """End of the error for an unknown name: the most similar name that exists, and all names that exist."""
+    return f"{suggestion(key, allowed)} Allowed: {', '.join(sorted(allowed)) or 'no options'}"
 
 
 def unknown_key(key: str, allowed: Collection[str], where: str) -> ConfigError:

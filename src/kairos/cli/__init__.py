@@ -58,6 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     if sys.stdout is None or sys.stderr is None:  # closed, as with >&-
         sys.stdout, sys.stderr = (stream or _nowhere() for stream in (sys.stdout, sys.stderr))
     argv = sys.argv[1:] if argv is None else argv
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        from kairos.options import instead
+
+        return _fail(f"unknown command {argv[0]!r}{instead(argv[0], COMMANDS)}", 2)
     parser = argparse.ArgumentParser(prog="kairos", description="Train diffusion models on the timesteps that matter.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, help) in COMMANDS.items():

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kairos.errors import ConfigError
+from kairos.options import suggestion
 from kairos.strategies.base import NOTHING, Sampler, Weighting
 from kairos.strategies.numeric import Array
 from kairos.strategies.points import Place
@@ -27,8 +28,9 @@ def parse_name(name: str) -> tuple[str, str]:
         first = "uniform" if second == first not in SAMPLERS else first
     if not plus and first not in SAMPLERS and first not in SAMPLERS.refused:
         samplers, weightings = (", ".join(sorted(registry)) for registry in (SAMPLERS, WEIGHTINGS))
+        hint = suggestion(first, [*SAMPLERS, *WEIGHTINGS])
         raise ConfigError(
-            f"unknown strategy {name!r}. Allowed: a sampler ({samplers}), a weighting ({weightings}), or "
+            f"unknown strategy {name!r}{hint} Allowed: a sampler ({samplers}), a weighting ({weightings}), or "
             "sampler+weighting"
         )
     SAMPLERS.entry(first)
