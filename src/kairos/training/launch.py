@@ -37,6 +37,10 @@ _ADDRESS = "KAIROS_RENDEZVOUS"  # where the launchers of several machines meet
 _LOST = 76  # status of a rank that lost the others; one of those knows why
 _SAID = (1, 2)  # of one that has said why itself
 _PR_SET_PDEATHSIG = 1
+# beginnings of gloo's messages: a line of its transport, such as [.../gloo/gloo/transport/tcp/pair.cc:561]
+_GLOO_TEXT = re.compile(
+    r"\[\S*/gloo/transport/\S+:\d+\]|Gloo connectFullMesh failed|Application timeout caused pair closure"
+)
 
 
 def local_rank() -> int | None:
@@ -68,13 +72,22 @@ def fails_first(error: BaseException) -> bool:
     folder = os.environ.get(_FOLDER)
     if local_rank() is None or folder is None:
         return True
-    if "gloo" in str(error).lower() or type(error).__name__.startswith("Dist"):  # of torch.distributed
+    if _is_of_communication(error):
         return False
     with suppress(FileExistsError, FileNotFoundError), open(Path(folder) / "failed", "x") as file:
         file.write(str(local_rank()))
     with suppress(OSError):
         return (Path(folder) / "failed").read_text() == str(local_rank())
     return False
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    """Return True if torch.distributed or gloo raised the error, which then has its cause in another rank."""
+    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
+    if "torch.distributed.DistError" in names:
+        return True
+    # gloo has no error class: torch raises a plain RuntimeError with gloo's text
+    return type(error) is RuntimeError and _GLOO_TEXT.match(str(error)) is not None
 
 
 @contextmanager
