@@ -37,6 +37,21 @@ def test_committed_experiments_are_valid(path):
 
 
 @pytest.mark.parametrize(
+    ("path", "value"),
+    [("experiment", "demo\n"), ("training.device", "cpu\n"), ("training.milestones", ["5 steps\nmore"])],
+)
+def test_text_after_a_line_break_is_rejected(path, value):
+    with pytest.raises(ConfigError, match=path):
+        validate(changed(path, value))
+
+
+@pytest.mark.parametrize("name", ["a\n", "a=\n", "a/b", ".a", ""])
+def test_method_names_that_are_no_folder_names_are_rejected(name):
+    with pytest.raises(ConfigError, match=re.escape(f"method name {name!r}")):
+        validate(changed("methods", {name: {}}))
+
+
+@pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         ("bogus", 1, r"bogus: unknown field \(value 1\)\. Allowed: analyses, autoencoder, claim, dataset"),
@@ -127,6 +142,49 @@ def test_what_is_not_here_is_said_before_any_job(tmp_path, capsys):
     said = capsys.readouterr().out
     for what in (tmp_path / "held", tmp_path / "c.json", "/no/encoder", "openai/clip-vit-large-patch14"):
         assert re.search(rf"warning: .*{what}: not here; ", said), what
+
+
+NESTED = {"name": "range", "low": 0.25, "density": {"name": "shift", "alpha": 5, "density": "log_normal"}}
+
+
+def check_output(folder, capsys, *arguments, **changes):
+    methods = {
+        "uniform": {},
+        "log-normal": {"sampler": {"name": "log_normal", "s": 0.5}},
+        "nested": {"sampler": NESTED},
+    }
+    values = {"experiment": "x", "methods": methods, **changes}
+    (folder / "x.yaml").write_text(yaml.safe_dump(values))
+    assert main(["check", *arguments, str(folder / "x.yaml")]) == 0
+    return capsys.readouterr().out
+
+
+def test_check_shows_the_options_that_differ_from_their_defaults(tmp_path, capsys):
+    text = check_output(tmp_path, capsys)
+    row = next(line for line in text.splitlines() if line.startswith("log-normal"))
+    assert row.split() == ["log-normal", "log_normal", "(s", "0.5)", "none"]
+    nested = " ".join(text.partition("nested")[2].partition("process:")[0].split())
+    assert "range (density shift (density log_normal, alpha 5.0), low 0.25)" in nested
+    assert "high" not in nested and "floor" not in nested
+    everything = check_output(tmp_path, capsys, "--all-options")
+    assert "floor 0.0" in everything and "high 1.0" in everything
+
+
+@pytest.mark.parametrize("arguments", [[], ["--all-options"]])
+@pytest.mark.parametrize(
+    "file", ["experiments/digits_all_methods.yaml", "recipes/adaptive", "experiments/cifar10.yaml"]
+)
+def test_check_fits_a_terminal_of_100_columns(arguments, file, capsys):
+    files = [ROOT / file] if file.endswith(".yaml") else sorted((ROOT / file).glob("*.yaml"))[:2]
+    for path in files:
+        assert main(["check", *arguments, str(path)]) == 0
+        table = capsys.readouterr().out.partition("method")[2].partition("warning:")[0]
+        assert max(map(len, table.splitlines())) <= 100, path
+
+
+def test_check_shows_the_sets_of_samples(tmp_path, capsys):
+    assert "3 sets of 10,000" in check_output(tmp_path, capsys, evaluation={"num_samples": 10000})
+    assert "1 set of 500" in check_output(tmp_path, capsys, evaluation={"num_samples": 500, "sets": 1})
 
 
 @pytest.mark.parametrize(

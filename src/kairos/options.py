@@ -74,6 +74,15 @@ def public_name(field: dataclasses.Field[Any]) -> str:
     return field.metadata.get("alias") or field.name
 
 
+def defaults(cls: type) -> dict[str, Any]:
+    """Return the default of every option of an options class by its public name."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        has_factory = field.default_factory is not dataclasses.MISSING
+        found[public_name(field)] = field.default_factory() if has_factory else field.default  # type: ignore[misc]
+    return found
+
+
 def but_name(named: Mapping[str, Any]) -> dict[str, Any]:
     """What a named component has but its name: its options."""
     return {key: value for key, value in named.items() if key != "name"}

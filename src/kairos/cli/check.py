@@ -2,9 +2,16 @@
 
 import argparse
 import json
+import textwrap
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
+from kairos.options import but_name, defaults
 from kairos.progress import table
+from kairos.registry import Registry
+
+_WIDTH = 100  # columns of the output
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -16,14 +23,18 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, metavar="DIR", help="compare time limits with this cluster's profile")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of a GPU; default: of this machine's")
     parser.add_argument("--steps-per-second", type=float, metavar="R", help="of a training, for the time limits")
+    parser.add_argument("--all-options", action="store_true", help="also print options that have their default value")
     parser.add_argument("--folder", action="store_true", help="print the folder of its results only")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Check the file and print jobs, methods and milestones, or print the schema."""
     from kairos.config import Experiment, load
+    from kairos.diffusion.registries import PROCESSES
+    from kairos.evaluation.registries import EXTRACTORS
     from kairos.fetching import lacking
-    from kairos.report.text import component
+    from kairos.report.text import sample_sets
+    from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
     from kairos.workflow.layout import Layout
 
     if arguments.command == "schema":
@@ -42,20 +53,26 @@ def run(arguments: argparse.Namespace) -> None:
     layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
     print(_ruled([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())]) + "\n")
-    process, prediction = experiment.diffusion.process, experiment.diffusion.prediction
-    coupled = {its.coupling["name"] for its in experiment.methods.values()} != {"independent"}
-    parts = ["sampler", "weighting", *["coupling"] * coupled]
-    methods = [(name, *(component(getattr(its, part)) for part in parts)) for name, its in experiment.methods.items()]
-    print(_ruled([("method", *parts), *methods]))
+    coupled = any(method.coupling["name"] != "independent" for method in experiment.methods.values())
+    parts = {"sampler": SAMPLERS, "weighting": WEIGHTINGS} | ({"coupling": COUPLINGS} if coupled else {})
+    rows = [("method", *parts)]
+    for name, method in experiment.methods.items():
+        components = {part: getattr(method, part) for part in parts}
+        rows.append((name, *(_component(parts[part], components[part], arguments.all_options) for part in parts)))
+    print(_ruled(rows) + "\n")
+    prediction = f", prediction {experiment.diffusion.prediction}" if experiment.diffusion.prediction else ""
     steps = ", ".join(str(step) for step in experiment.milestones)
     segments = f", in {len(layout.segments)} segments" if len(layout.segments) > 1 else ""
-    images = experiment.evaluation.num_samples * experiment.evaluation.sets
-    print(f"\nprocess: {component(process)}" + (f", prediction {prediction}" if prediction else ""))
-    print(f"seeds: {', '.join(map(str, experiment.seeds))}")
-    print(f"milestones: {steps} (of {experiment.training.batch_size} images a step){segments}")
-    print(f"evaluated with {images} images a milestone, {experiment.evaluation.sets} sets")
+    facts = {
+        "process": _component(PROCESSES, experiment.diffusion.process, arguments.all_options) + prediction,
+        "seeds": ", ".join(map(str, experiment.seeds)),
+        "milestones": f"{steps} (of {experiment.training.batch_size} images a step){segments}",
+        "samples": f"{sample_sets(experiment.evaluation)} at each milestone",
+    }
     if given == experiment:
-        print(f"extractor: {component(experiment.evaluation.extractor)}")
+        facts["extractor"] = _component(EXTRACTORS, experiment.evaluation.extractor, arguments.all_options)
+    for name, fact in facts.items():
+        print(textwrap.fill(f"{name}: {fact}", _WIDTH, subsequent_indent="  "))
     said += [*remarks(experiment, arguments.profile, arguments.gpu_memory, arguments.steps_per_second)]
     said += lacking(experiment)
     print(*said, sep="\n", end="\n" if said else "")
@@ -86,6 +103,32 @@ def _folder(folder: Path) -> None:
         raise ConfigError("\n".join([f"{len(faults)} files cannot be used", *faults]))
 
 
+def _component(registry: Registry, named: Any, all_options: bool) -> str:
+    """Return a component's name with its options; without `all_options` only those that differ from their defaults."""
+    if isinstance(named, list):
+        return ", ".join(_component(registry, one, all_options) for one in named)
+    if not isinstance(named, dict):
+        return "null" if named is None else str(named)
+    if "name" not in named:
+        return str(named)
+    default = defaults(registry.entry(named["name"]).options)
+    shown = []
+    for option, value in but_name(named).items():
+        text = _component(registry, value, all_options)
+        is_default = option in default and text == _component(registry, default[option], all_options)
+        if not is_default or (all_options and value not in (None, [])):
+            shown.append(f"{option} {text}")
+    return str(named["name"]) + (f" ({', '.join(shown)})" if shown else "")
+
+
 def _ruled(rows: list[tuple[str, ...]]) -> str:
-    rule = ["-" * max(map(len, column)) for column in zip(*rows)]
-    return table([rows[0], rule, *rows[1:]], lambda *cell: False)
+    """Return a table with a rule below its header; cells are wrapped where it would be wider than `_WIDTH`."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    while sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
+        widths[widths.index(max(widths))] -= 1
+    lines = []
+    for row in rows:
+        cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths)]
+        lines += zip_longest(*cells, fillvalue="")
+    rule = tuple("-" * width for width in widths)
+    return table([lines[0], rule, *lines[1:]], lambda *cell: False)

@@ -75,6 +75,11 @@ def plural(count: int, unit: str, units: str | None = None) -> str:
     return f"{count:,} {unit if count == 1 else units or unit + 's'}"
 
 
+def sample_sets(evaluation: Any) -> str:
+    """Return the number of samples of section `evaluation`, such as ``3 sets of 10,000 images``."""
+    return f"{plural(evaluation.sets, 'set')} of {plural(evaluation.num_samples, 'image')}"
+
+
 def seconds(value: float | None) -> str:
     """A span of time: 0.4 s, 75 s, 12.5 min, 3.2 h."""
     if value is None or not math.isfinite(value):
