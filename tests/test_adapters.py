@@ -60,6 +60,30 @@ def test_a_linear_scheduler_has_speeds_closed_forms_and_our_weights(diffusers):
         assert as_process(diffusers.DDPMScheduler(beta_schedule=other)).schedule.name == "custom"
 
 
+@pytest.mark.parametrize("attribute", ["alphas_cumprod", "betas"])
+def test_a_scheduler_in_float64_is_not_modified_and_shares_no_memory(diffusers, attribute):
+    zero_terminal_snr = attribute == "alphas_cumprod"
+    scheduler = diffusers.DDPMScheduler(num_train_timesteps=10, rescale_betas_zero_snr=zero_terminal_snr)
+    values = getattr(scheduler, attribute).double()
+    if zero_terminal_snr:
+        values[-1] = 0
+    setattr(scheduler, attribute, values)
+    before = values.clone()
+    process = as_process(scheduler)
+    assert torch.equal(values, before)
+    betas = process.schedule.betas.copy()
+    values.fill_(0.5)  # later changes to the scheduler do not reach the process
+    np.testing.assert_array_equal(process.schedule.betas, betas)
+
+
+def test_numbers_in_float64_are_not_modified_and_share_no_memory():
+    for values in (np.linspace(0.9, 0.1, 10), torch.linspace(0.9, 0.1, 10, dtype=torch.float64)):
+        process = as_process(values)
+        betas = process.schedule.betas.copy()
+        values[:] = 0.5
+        np.testing.assert_array_equal(process.schedule.betas, betas)
+
+
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_diffusers_edm_scheduler(diffusers, prediction):
     made = diffusers.EDMEulerScheduler(sigma_min=0.01, sigma_max=50, sigma_data=0.7, prediction_type=prediction)

@@ -61,8 +61,8 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
 
 
 def _numbers(values: Any) -> Array:
-    """Numbers of any kind, on any device, as float64."""
-    return torch.as_tensor(values, dtype=torch.float64, device="cpu").detach().numpy()
+    """Copy numbers of any kind, on any device, to float64; changes to the copy do not reach the user's numbers."""
+    return torch.as_tensor(values, dtype=torch.float64, device="cpu").detach().numpy().copy()
 
 
 def _of_scheduler(scheduler: Any) -> NoiseSchedule:
