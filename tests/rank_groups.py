@@ -1,0 +1,80 @@
+"""One of four processes in a 2x2 mesh: the batch is split over one dimension, the other one holds equal samples.
+
+`run` starts the processes from a server that has imported torch once.
+"""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.device_mesh
+from torch import distributed
+
+RANKS = 4
+
+
+def run(function: Callable[..., Any], folder: Path, ranks: int, *arguments: Any) -> list[Any]:
+    """What ``function(*arguments)`` gives on each of several ranks of gloo, each a process; the results, by rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch", "kairos.strategies.strategy", "small_loop", "torch.distributed.device_mesh"]
+    )
+    processes = [
+        context.Process(target=_one, args=(function, folder, rank, ranks, arguments), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * ranks
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def _one(function: Callable[..., Any], folder: Path, rank: int, ranks: int, arguments: tuple[Any, ...]) -> None:
+    """Join the others, call the function and write what it returns."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    torch.save(function(*arguments), folder / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def train_in_mesh(specifications: list[Any]) -> dict[str, list[dict[str, Any]]]:
+    """Draws and states of short trainings on four ranks: two hold the first half of the batch, two the second.
+
+    The strategy is given the ranks over which the batch is split: as a process group, with `index` and `total` in each
+    draw; and as one dimension of a mesh, without.
+    """
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    half, group = mesh.get_local_rank("data"), mesh.get_group("data")
+    return {
+        "group": [train(each, half, indexed=True, process_group=group) for each in specifications],
+        "mesh": [train(each, half, indexed=False, process_group=mesh["data"]) for each in specifications],
+    }
+
+
+def train(specification: Any, half: int | None, indexed: bool = False, process_group: Any = None) -> dict[str, Any]:
+    """A training with one half of the batch on this rank; `half` None: with the whole batch in one process."""
+    from small_loop import BATCH, IMAGES, SmallLoop
+
+    loop = SmallLoop(specification, process_group=process_group)
+    count = BATCH if half is None else BATCH // 2
+    here = slice(count * (half or 0), count * (half or 0) + count)
+    arguments = {"index": range(here.start, here.stop), "total": BATCH} if indexed else {}
+    drawn = []
+    for step in range(4):
+        draw = loop.strategy.draw(IMAGES[here], **arguments)
+        drawn.append(draw.t)
+        noise = torch.randn(IMAGES.shape, generator=torch.Generator().manual_seed(step))[here]
+        loop.strategy.loss(draw, loop.errors(draw, noise)).backward()
+        if half is not None:
+            group = process_group.get_group() if hasattr(process_group, "get_group") else process_group
+            for parameter in loop.network.parameters():
+                distributed.all_reduce(parameter.grad, group=group)
+                parameter.grad /= 2
+        with loop.strategy.observe(draw, loop.network, loop.optimizer):
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    return {"t": torch.stack(drawn), "state": loop.state()}

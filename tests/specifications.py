@@ -1,0 +1,376 @@
+"""Random strategy specifications and random ways to call them, for tests with hypothesis.
+
+Values come from the options' own metadata (type, choices, bounds), so a new sampler, weighting or option is drawn
+without a change here. A specification differs from `Strategy("uniform+none", "linear", timesteps=20)` in one or two of
+sampler, weighting and process; a call differs from ``draw(x0)`` in one or two arguments.
+"""
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from kairos.options import but_name, public_name
+from kairos.registry import Registry
+from kairos.strategies import SAMPLERS, WEIGHTINGS, options
+from kairos.strategies.options import Fixed, asked
+from kairos.strategies.points import POINTS
+from kairos.strategies.strategy import Strategy
+
+FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed))
+COMBINED = ("range", "shift", "mixture", "by_group", "schedule")
+LEARNED = sorted(set(SAMPLERS) - set(FIXED))
+LOOKS_AT_IMAGES = ("adaptive", "adaptive_official")
+DISCRETE = ("linear", "cosine", "quadratic")
+CONTINUOUS = ("edm", "fdm", "flow", "vp")
+SMALLEST_T = 10  # options that are timesteps are below it
+
+# options whose default is too large for a test of a few steps; they are always part of a specification
+SMALL: dict[str, SearchStrategy[Any]] = {
+    "frequency": st.integers(1, 2),
+    "start": st.integers(1, 2),
+    "bins": st.sampled_from([2, 4]),
+    "samples": st.sampled_from([None, 2, 4]),
+    "history": st.integers(1, 2),
+    "queue": st.just(3),
+    "selected": st.integers(1, 3),
+    "width": st.sampled_from([4, 8]),
+    "depth": st.integers(1, 2),
+    "feature_timesteps": st.sampled_from([5, 10]),
+    "length": st.integers(1, 10),
+    "channels": st.just(8),
+}
+SMALL_IN = (options.LossSecondMoment, options.LossRms, options.Measured, options.Adaptive, options.Clts)
+SMALL_IN += (options.Uncertainty,)
+
+# options that several fields or the process restrict
+RESTRICTED: dict[tuple[type, str], SearchStrategy[Any]] = {
+    (options.Uniform, "start"): st.integers(0, 4),
+    (options.Uniform, "end"): st.sampled_from([None, 5, 7, SMALLEST_T]),
+    (options.LogNormal, "low"): st.sampled_from([0.0, 0.1, 0.4]),
+    (options.LogNormal, "high"): st.sampled_from([0.6, 0.9, 1.0]),
+    (options.Range, "low"): st.sampled_from([0.0, 0.13, 0.4]),
+    (options.Range, "high"): st.sampled_from([0.5, 0.77, 1.0]),
+    (options.Speed, "tau"): st.sampled_from([None, 1, 5, SMALLEST_T - 1]),
+    (options.SpeedOfficial, "tau"): st.sampled_from([None, 1, 5, SMALLEST_T - 1]),
+    (options.ChangeAwareOfficial, "tau"): st.sampled_from([None, 1, 5, SMALLEST_T - 1]),
+    (options.LossRms, "width"): st.sampled_from([0.02, 0.1, 0.5]),
+    (options.Edm, "warmup"): st.sampled_from([None, 1, 6]),
+    (options.Table, "values"): st.lists(st.sampled_from([0.0, 0.2, 1.0, 3.0]), min_size=2, max_size=5),
+    (options.TableWeights, "values"): st.lists(st.sampled_from([0.0, 0.2, 1.0, 3.0]), min_size=2, max_size=5),
+    (options.Listed, "times"): st.lists(st.sampled_from([0.0, 0.21, 0.5, 0.83, 1.0]), min_size=1, max_size=5),
+    (options.Table, "file"): st.none(),
+    (options.TableWeights, "file"): st.none(),
+    (options.Schedule, "ramp"): st.sampled_from([0.0, 0.3, 3.0]),
+}
+
+
+@dataclass(frozen=True)
+class Specification:
+    """What a strategy is built from; its ``repr`` is the call that builds the strategy.
+
+    Attributes:
+        sampler: name and options.
+        weighting: name and options.
+        process: name of a noise schedule or of a process in continuous time.
+        timesteps: T, for a noise schedule.
+        prediction: what the network predicts.
+    """
+
+    sampler: dict[str, Any] = field(default_factory=lambda: {"name": "uniform"})
+    weighting: dict[str, Any] = field(default_factory=lambda: {"name": "none"})
+    process: str = "linear"
+    timesteps: int = 20
+    prediction: str = "epsilon"
+
+    def __repr__(self) -> str:
+        name = f"{self.sampler['name']}+{self.weighting['name']}"
+        process = f"{self.process!r}, timesteps={self.timesteps}, prediction={self.prediction!r}"
+        return f"Strategy({name!r}, {process}, sampler={but_name(self.sampler)}, weighting={but_name(self.weighting)})"
+
+    def build(self, **more: Any) -> Strategy:
+        """The strategy; `more` are further arguments of `Strategy`."""
+        return Strategy(
+            f"{self.sampler['name']}+{self.weighting['name']}",
+            self.process,
+            timesteps=self.timesteps,
+            prediction=self.prediction,
+            sampler=but_name(self.sampler),
+            weighting=but_name(self.weighting),
+            **more,
+        )
+
+    @property
+    def discrete(self) -> bool:
+        """True for a noise schedule of T timesteps."""
+        return self.process in DISCRETE
+
+    @property
+    def learned(self) -> bool:
+        """True if the sampler follows what it observes."""
+        return self.sampler["name"] in LEARNED
+
+    @property
+    def needs(self) -> set[str]:
+        """Names of the context that a draw requires."""
+        by_epochs = self.sampler.get("points") == "epochs"
+        return asked(self.sampler) | ({"item", "items", "epoch"} if by_epochs else set())
+
+    def holds(self, key: str, value: Any) -> bool:
+        """True if the sampler, or a component of it, has this option."""
+        return any(component.get(key) == value for component in components_of(self.sampler))
+
+
+def components_of(sampler: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sampler and the samplers that it is made of, all levels."""
+    inner = [sampler["density"]] if "density" in sampler else sampler.get("parts", [])
+    found = [sampler]
+    for component in inner:
+        found += components_of({"name": component} if isinstance(component, str) else component)
+    return found
+
+
+def _numbers(bounds: dict[str, float], integer: bool) -> SearchStrategy[Any]:
+    """Numbers within the bounds of an option, on a coarse grid, so that a failing example is readable."""
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    if integer:
+        first = 0 if low is None else int(low) + ("gt" in bounds)
+        return st.integers(first, first + 8 if high is None else int(high) - ("lt" in bounds))
+    if low is not None and high is not None:
+        steps = st.integers(1 if "gt" in bounds else 0, 19 if "lt" in bounds else 20)
+        return steps.map(lambda step: round(low + (high - low) * step / 20, 6))
+    if low is None:
+        return st.sampled_from([-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0])
+    above = [low + step for step in (0.1, 0.5, 1.0, 4.0, 20.0)]
+    return st.sampled_from(above if "gt" in bounds else [low, *above])
+
+
+def _values(hint: Any, metadata: typing.Mapping[str, Any]) -> SearchStrategy[Any]:
+    """Values that an option's type, choices and bounds allow."""
+    if metadata["choices"]:
+        return st.sampled_from(list(metadata["choices"]))
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return st.one_of(*(_values(member, metadata) for member in typing.get_args(hint)))
+    if hint is type(None):
+        return st.none()
+    if hint is bool:
+        return st.booleans()
+    if hint in (int, float):
+        return _numbers(metadata["bounds"], hint is int)
+    raise TypeError(f"no values for an option of type {hint}: add it to RESTRICTED")
+
+
+def _restricted(kind: type, name: str) -> SearchStrategy[Any] | None:
+    """What a field that depends on other fields, or must be small, is drawn from; None for any other field."""
+    for base in kind.__mro__:
+        if (base, name) in RESTRICTED:
+            return RESTRICTED[base, name]
+    return SMALL.get(name) if issubclass(kind, SMALL_IN) else None
+
+
+@st.composite
+def options_of(draw: Any, registry: Registry, name: str, depth: int, top: bool) -> dict[str, Any]:
+    """Options of a component; those of a combination are drawn `depth` levels deep.
+
+    Importance weights and points belong to the whole sampler, so only the `top` one gets them.
+    """
+    kind, values = registry[name].options, {}
+    hints = typing.get_type_hints(kind)
+    for one in dataclasses.fields(kind):
+        key = public_name(one)
+        if key in ("importance", "points") and not top:
+            continue
+        small = issubclass(kind, SMALL_IN) and key in SMALL
+        combines = key in ("density", "parts")
+        if not (small or combines or draw(st.booleans())):
+            continue
+        if combines:
+            values[key] = draw(_density(depth - 1) if key == "density" else _parts(name, values, depth - 1))
+        else:
+            chosen = _restricted(kind, one.name)
+            values[key] = draw(_values(hints[one.name], one.metadata) if chosen is None else chosen)
+    if name == "schedule":  # what its starts count is known with the parts
+        values["of"] = "progress" if values["parts"][-1]["start"] < 1 and len(values["parts"]) > 1 else "steps"
+    return values
+
+
+@st.composite
+def _density(draw: Any, depth: int) -> dict[str, Any]:
+    """A fixed sampler with options, as a component of another one."""
+    name = draw(st.sampled_from(FIXED if depth > 0 else [name for name in FIXED if name not in COMBINED]))
+    return {"name": name, **draw(options_of(SAMPLERS, name, depth, top=False))}
+
+
+@st.composite
+def _parts(draw: Any, name: str, values: dict[str, Any], depth: int) -> list[dict[str, Any]]:
+    """The components of a mixture, of groups or of a schedule."""
+    count = draw(st.integers(1, 3))
+    if name == "mixture":
+        shares = st.sampled_from([0.0, 0.5, 1.0, 3.0])
+        keys = [*draw(st.lists(shares, min_size=count - 1, max_size=count - 1)), 1.0]
+    elif name == "by_group":
+        keys = ["a", "b", "c"][:count]
+    else:
+        keys = [0.0, *draw(st.sampled_from([[0.25, 0.75], [2.0, 5.0]]))][:count]
+    word = {"mixture": "share", "by_group": "group", "schedule": "start"}[name]
+    return [{**draw(_density(depth)), word: key} for key in keys]
+
+
+@st.composite
+def samplers(draw: Any, names: typing.Sequence[str] = tuple(sorted(SAMPLERS)), depth: int = 3) -> dict[str, Any]:
+    """A sampler's name and options, combinations up to `depth` levels deep."""
+    name = draw(st.sampled_from(list(names)))
+    return {"name": name, **draw(options_of(SAMPLERS, name, draw(st.integers(1, depth)), top=True))}
+
+
+@st.composite
+def weightings(draw: Any, names: typing.Sequence[str] = tuple(sorted(WEIGHTINGS))) -> dict[str, Any]:
+    """A weighting's name and options."""
+    name = draw(st.sampled_from(list(names)))
+    return {"name": name, **draw(options_of(WEIGHTINGS, name, 1, top=True))}
+
+
+PROCESSES = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "process": st.sampled_from(DISCRETE),
+            "timesteps": st.sampled_from([SMALLEST_T, 20, 40]),
+            "prediction": st.sampled_from(["epsilon", "x0", "v"]),
+        }
+    ),
+    st.fixed_dictionaries({"process": st.sampled_from(CONTINUOUS)}),
+)
+
+
+@st.composite
+def specifications(
+    draw: Any, sampler: str | None = None, weighting: str | None = None, discrete: bool = False
+) -> Specification:
+    """A specification in which one or two of sampler, weighting and process differ from the default.
+
+    Args:
+        sampler: name of the sampler; None: any.
+        weighting: name of the weighting; None: any.
+        discrete: only noise schedules with T timesteps.
+    """
+    named = {"sampler": sampler, "weighting": weighting}
+    fixed = [axis for axis, name in named.items() if name]
+    free = [axis for axis in ("sampler", "weighting", "process") if axis not in fixed]
+    more = draw(
+        st.lists(st.sampled_from(free), unique=True, min_size=0 if fixed else 1, max_size=max(2 - len(fixed), 0))
+    )
+    changed = {*fixed, *more}
+    values: dict[str, Any] = {}
+    if "sampler" in changed:
+        values["sampler"] = draw(samplers([sampler] if sampler else tuple(sorted(SAMPLERS))))
+    if "weighting" in changed:
+        values["weighting"] = draw(weightings([weighting] if weighting else tuple(sorted(WEIGHTINGS))))
+    if "process" in changed:
+        values |= draw(PROCESSES.filter(lambda chosen: chosen["process"] in DISCRETE) if discrete else PROCESSES)
+    return Specification(**values)
+
+
+@dataclass(frozen=True)
+class Call:
+    """How `Strategy.draw` is called.
+
+    Attributes:
+        split: ``whole``: the batch is drawn at once; ``range`` and ``tensor``: in two parts with `index` and `total`;
+            ``micro``: in four micro-batches of one step; ``ranks``: by two ranks of torch.distributed.
+        times: shape of one sample's times.
+        same: one time for the whole batch.
+        context: how tokens, frames, group and progress are given: ``number``, ``tensor`` or ``list``.
+        frames: whether the optional number of frames is given.
+    """
+
+    split: str = "whole"
+    times: tuple[int, ...] = ()
+    same: bool = False
+    context: str = "number"
+    frames: bool = False
+
+
+_CALLS: dict[str, SearchStrategy[Any]] = {
+    "split": st.sampled_from(["range", "tensor", "micro", "ranks"]),
+    "times": st.sampled_from([(3,), (2, 2)]),
+    "same": st.just(True),
+    "context": st.sampled_from(["tensor", "list"]),
+    "frames": st.just(True),
+}
+
+
+@st.composite
+def calls(draw: Any) -> Call:
+    """A call in which none, one or two arguments differ from the default."""
+    changed = draw(st.lists(st.sampled_from(sorted(_CALLS)), unique=True, max_size=2))
+    values = {axis: draw(_CALLS[axis]) for axis in changed}
+    if "same" in values:  # one time for all has one context
+        values.pop("context", None)
+    return Call(**values)
+
+
+# two contexts, of which each sample of a batch has one
+_CONTEXTS: tuple[dict[str, Any], dict[str, Any]] = (
+    {"tokens": 1024, "frames": 4, "group": "a", "progress": 0.3},
+    {"tokens": 300, "frames": 1, "group": "b", "progress": 0.9},
+)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The context of a batch: what `draw` is given, and which samples share a context.
+
+    Attributes:
+        arguments: of `draw`, for the whole batch.
+        scalars: the contexts that occur, as arguments of `table`.
+        member: of each sample, which of `scalars` is its own, int64 (batch,).
+    """
+
+    arguments: dict[str, Any]
+    scalars: list[dict[str, Any]]
+    member: torch.Tensor
+
+    def part(self, here: slice) -> dict[str, Any]:
+        """Arguments of `draw` for some samples of the batch."""
+        per_sample = (torch.Tensor, list)
+        return {name: value[here] if isinstance(value, per_sample) else value for name, value in self.arguments.items()}
+
+
+def context_of(specification: Specification, call: Call, batch: int, step: int = 0) -> Context:
+    """What the sampler of a specification requires, for a batch of images."""
+    needs = specification.needs | ({"frames"} if call.frames and "tokens" in specification.needs else set())
+    names = sorted(needs & set(_CONTEXTS[0]))
+    groups = min((len(c["parts"]) for c in components_of(specification.sampler) if c["name"] == "by_group"), default=1)
+    arguments: dict[str, Any] = {}
+    if {"item", "items", "epoch"} <= needs:
+        shuffled = torch.randperm(batch, generator=torch.Generator().manual_seed(step))
+        arguments = {"item": 0 if call.same else shuffled, "items": batch, "epoch": step}
+    if call.context == "number" or not names:
+        scalar = {name: _CONTEXTS[0][name] for name in names}
+        return Context({**arguments, **scalar}, [scalar], torch.zeros(batch, dtype=torch.int64))
+    member = torch.randint(2, (batch,), generator=torch.Generator().manual_seed(1))
+    scalars = [{name: context[name] for name in names} for context in _CONTEXTS]
+    if groups == 1:
+        scalars = [{**scalar, **({"group": "a"} if "group" in scalar else {})} for scalar in scalars]
+    for name in names:
+        pair = [("a", "b").index(scalar[name]) if name == "group" else scalar[name] for scalar in scalars]
+        values = torch.tensor(pair)[member]
+        arguments[name] = values.tolist() if call.context == "list" else values
+    return Context(arguments, scalars, member)
+
+
+def examples(count: int) -> settings:
+    """Settings of a test that runs a fixed set of examples."""
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    return settings(
+        max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=slow, print_blob=False
+    )
+
+
+NOT_RANDOM = [kind for kind in POINTS if kind != "random"]

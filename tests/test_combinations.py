@@ -1,0 +1,563 @@
+"""Random strategy specifications, called in random ways: draws follow the stated density, shapes and weights hold.
+
+A specification is either rejected with a `ConfigError` that names a field when it is built, or works.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_loop import BATCH, IMAGES, SmallLoop
+from specifications import (
+    DISCRETE,
+    FIXED,
+    LOOKS_AT_IMAGES,
+    Call,
+    Context,
+    Specification,
+    calls,
+    components_of,
+    context_of,
+    examples,
+    samplers,
+    specifications,
+    weightings,
+)
+from torch import Tensor, distributed
+
+import kairos
+from kairos.errors import ConfigError
+from kairos.options import public_name
+from kairos.strategies import SAMPLERS, WEIGHTINGS
+
+LARGE = 2048  # images of a batch whose draws are counted
+DRAWN = ("t", "fractions", "fixed_weights", "importance", "weights")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Random specifications
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def built(specification: Specification) -> kairos.Strategy | None:
+    """The strategy, after a few steps where it learns; None if it is rejected by the name of a field."""
+    try:
+        strategy = specification.build()
+    except ConfigError as error:
+        assert names_a_field(str(error), specification), f"no field is named: {error}"
+        return None
+    if specification.learned or strategy.weighting.learned:
+        loop = SmallLoop(specification)
+        for _ in range(4):
+            loop.step()
+        return loop.strategy
+    return strategy
+
+
+def may_be_rejected(specification: Specification, call: Call) -> bool:
+    """True if only a draw can tell that the call is not possible."""
+    by_image = specification.sampler["name"] in LOOKS_AT_IMAGES and (call.times or call.same)
+    alpha_by_tokens = specification.holds("law", "linear") or specification.holds("law", "root")
+    return bool(by_image or alpha_by_tokens)  # a line may fall below 0 at the number of tokens
+
+
+def names_a_field(message: str, specification: Specification) -> bool:
+    """True if a message contains the name of an option that was set, or of a component."""
+    components = [*components_of(specification.sampler), specification.weighting]
+    words = {word for component in components for word in [*component, component["name"]]} - {"name"}
+    return any(word in message for word in words)
+
+
+def images_for(specification: Specification, count: int) -> Tensor:
+    """A batch; samplers that look at images get different ones."""
+    if specification.sampler["name"] in LOOKS_AT_IMAGES:
+        return IMAGES.repeat(-(-count // BATCH), 1, 1, 1)[:count]
+    return torch.zeros(count, 1, 1, 1)
+
+
+@contextlib.contextmanager
+def rank_of(rank: int, ranks: int) -> Iterator[None]:
+    """Torch's fake process group: this process is one of several, which communicate nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def drawn(strategies: Any, x0: Tensor, call: Call, context: Context) -> dict[str, Tensor]:
+    """Draws of a whole batch, however the call cuts it; ``strategies()`` gives a strategy for each rank."""
+    count, more = len(x0), {"times": call.times, "same": call.same}
+    quarters = [slice(count * k // 4, count * (k + 1) // 4) for k in range(4)]
+    halves = [slice(0, count // 2), slice(count // 2, count)]
+    found = []
+    if call.split == "whole":
+        found = [strategies().draw(x0, **more, **context.arguments)]
+    elif call.split == "micro":
+        strategy = strategies()
+        for here in quarters:
+            found.append(
+                strategy.draw(x0[here], index=range(here.start, here.stop), total=count, **more, **context.part(here))
+            )
+    elif call.split == "ranks":
+        for rank, here in enumerate(halves):
+            with rank_of(rank, 2):
+                found.append(strategies().draw(x0[here], **more, **context.part(here)))
+    else:
+        for here in halves:
+            index = range(here.start, here.stop)
+            if call.split == "tensor":
+                index = torch.arange(here.start, here.stop)
+            found.append(strategies().draw(x0[here], index=index, total=count, **more, **context.part(here)))
+    return {name: torch.cat([getattr(draw, name) for draw in found]) for name in DRAWN}
+
+
+def check_values(values: dict[str, Tensor], strategy: kairos.Strategy, batch: int, call: Call) -> None:
+    """Shapes and types are those that `Draw` documents, values finite and within the process."""
+    discrete = isinstance(strategy.process, kairos.Discrete)
+    types = dict.fromkeys(DRAWN, torch.float32) | {"fractions": torch.float64}
+    types["t"] = torch.int64 if discrete else torch.float64
+    for name, value in values.items():
+        assert value.shape == (batch, *call.times), name
+        assert value.dtype == types[name], name
+        assert value.isfinite().all(), name
+    assert values["fractions"].min() >= 0 and values["fractions"].max() < 1
+    torch.testing.assert_close(values["t"], strategy.process.times(values["fractions"]))
+    assert values["importance"].min() >= 0
+    torch.testing.assert_close(values["weights"], values["fixed_weights"] * values["importance"])
+    if call.same:
+        assert (values["fractions"] == values["fractions"][:1]).all()
+
+
+def check_weights(values: dict[str, Tensor], strategy: kairos.Strategy) -> None:
+    """Weights of draws are those of the weighting now, also after it has learned; of a discrete process."""
+    weighting, step = strategy.weighting, strategy.step
+    by_timestep = torch.from_numpy(weighting.weights(step)).float()
+    at_draws = weighting.at(strategy.process, values["t"], step)
+    torch.testing.assert_close(at_draws, by_timestep[values["t"]], rtol=1e-5, atol=1e-7)
+    if not hasattr(weighting, "base"):  # the factor that edm2 learns is applied with the loss
+        torch.testing.assert_close(values["fixed_weights"], by_timestep[values["t"]], rtol=1e-5, atol=1e-7)
+
+
+def tolerance(p: Any, independent: float) -> float:
+    """Total variation that so many independent draws from p exceed with a probability of less than 1e-6."""
+    mean = 0.5 * np.sqrt(p * (1 - p) / independent).sum()  # or less
+    return float(mean + math.sqrt(math.log(1e6) / (2 * independent)))  # McDiarmid's inequality
+
+
+def pooled(p: Any, cells: int = 40) -> Any:
+    """Masses of at most `cells` neighbouring groups, (groups, ...)."""
+    return np.stack([part.sum(0) for part in np.array_split(p, min(cells, len(p)))])
+
+
+def check_draws(specification: Specification, call: Call) -> None:
+    """Everything that holds for any specification and any call."""
+    strategy = built(specification)
+    if strategy is None:
+        return
+    small = images_for(specification, BATCH)
+    context = context_of(specification, call, BATCH)
+    state = strategy.state_dict()
+
+    def copy() -> kairos.Strategy:
+        made = specification.build()
+        made.load_state_dict(state)
+        return made
+
+    whole_call = dataclasses.replace(call, split="whole")
+    try:
+        whole = drawn(copy, small, whole_call, context)
+    except ConfigError as error:
+        assert may_be_rejected(specification, call), error
+        return
+    check_values(whole, copy(), BATCH, call)
+    if specification.discrete:
+        check_weights(whole, strategy)
+    if call.split != "whole":
+        parts = drawn(copy, small, call, context)
+        for name in ("t", "fractions"):
+            torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-6)
+    check_density(specification, strategy, call)
+
+
+def check_density(specification: Specification, strategy: kairos.Strategy, call: Call) -> None:
+    """The histogram of many draws equals the stated density, and importance weights bring back uniform's objective."""
+    one_number = call.same or specification.holds("per", "batch")  # of a whole batch
+    batch, steps = (16, 256) if one_number else (LARGE, 8)
+    timesteps = strategy.sampler.schedule.timesteps
+    by_image = specification.sampler["name"] in LOOKS_AT_IMAGES
+    x0 = images_for(specification, batch)
+    counts, expected = np.zeros(timesteps), np.zeros(timesteps)
+    inverse, objective, variance = np.zeros(timesteps), np.zeros(timesteps), np.zeros(timesteps)
+    total, least = 0, np.ones(timesteps)
+    for step in range(steps):
+        context = context_of(specification, call, batch, step)
+        draw = strategy.draw(x0, times=call.times, same=call.same, **context.arguments)
+        cells = (draw.fractions * timesteps).long().clamp(0, timesteps - 1).reshape(batch, -1)
+        importance = draw.importance.double().reshape(batch, -1)
+        for number, scalar in enumerate(context.scalars):
+            here, weights = cells[context.member == number], importance[context.member == number]
+            p = strategy.table(IMAGES if by_image else None, **scalar)["p"]
+            assert p.min() >= 0 and p.sum() == pytest.approx(1, abs=1e-9)
+            reached = np.maximum(p, 1e-300)
+            counts += np.bincount(here.flatten(), minlength=timesteps)
+            expected += p * here.numel()
+            inverse += np.bincount(here.flatten(), weights.flatten(), timesteps)
+            objective += here.numel() / timesteps * (p > 0)
+            variance += here.numel() / (timesteps**2 * reached)
+            least = np.where(p > 0, np.minimum(least, p), least)
+            if strategy.sampler.corrected and not by_image:
+                stated = torch.from_numpy(1 / (timesteps * reached)).float()[here]
+                torch.testing.assert_close(weights.float(), stated, rtol=1e-3, atol=1e-6)
+        total += cells.numel()
+        state = strategy.state_dict()  # without `observe`, so that what has been learned stays
+        strategy.load_state_dict({**state, "step": state["step"] + 1, "drawn": [0, sum(state["drawn"])]})
+    independent = steps if one_number else total / 2  # SpeeD's public code draws the second half from the first
+    p, share = pooled(expected / total), pooled(counts / total)
+    variation = 0.5 * abs(share - p).sum()
+    assert variation <= tolerance(p, independent), f"total variation {variation:.3f} from the stated density"
+    if strategy.sampler.corrected:
+        off, error = pooled(inverse - objective), np.sqrt(pooled(variance) * total / independent)
+        often = np.array([part.min() for part in np.array_split(least, len(p))]) * independent > 30
+        spread = 3 if by_image else 1  # the density of an image is not constant within a cell
+        assert (abs(off) <= 6 * spread * error + 1e-3 * pooled(objective))[often].all(), "importance weights are biased"
+
+
+def draws_of_sampler(name: str, count: int) -> None:
+    @examples(count)
+    @given(specifications(sampler=name), calls())
+    def run(specification: Specification, call: Call) -> None:
+        check_draws(specification, call)
+
+    run()
+
+
+def draws_of_weighting(name: str, count: int) -> None:
+    @examples(count)
+    @given(specifications(weighting=name), calls())
+    def run(specification: Specification, call: Call) -> None:
+        check_draws(specification, call)
+
+    run()
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLERS))
+def test_draws_of_a_sampler(name):
+    draws_of_sampler(name, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(SAMPLERS))
+def test_draws_of_a_sampler_in_many_combinations(name):
+    draws_of_sampler(name, 30)
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHTINGS))
+def test_draws_with_a_weighting(name):
+    draws_of_weighting(name, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(WEIGHTINGS))
+def test_draws_with_a_weighting_in_many_combinations(name):
+    draws_of_weighting(name, 10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Specifications that are wrong in one option
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def wrong_values(draw: Any, kind: type) -> tuple[str, Any]:
+    """An option's public name and a value that its type, choices or bounds do not allow."""
+    one = draw(st.sampled_from(dataclasses.fields(kind)))
+    wrong = [{"no": "option"}, lambda: None]
+    bounds, choices = one.metadata["bounds"], one.metadata["choices"]
+    if bounds and not choices:
+        wrong += [math.nan, math.inf, "many"]
+        outside = {"ge": -1, "gt": 0, "le": 1, "lt": 0}
+        wrong += [bound + outside[side] for side, bound in bounds.items()]
+    if choices:
+        wrong += ["none of them"]
+    return public_name(one), draw(st.sampled_from(wrong))
+
+
+@st.composite
+def wrong_specifications(draw: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Sampler and weighting of which one option, perhaps of a component, is wrong; and the option's name."""
+    sampler, weighting = draw(samplers()), draw(weightings())
+    with_options = [c for c in components_of(sampler) if dataclasses.fields(SAMPLERS[c["name"]].options)]
+    chosen = draw(st.sampled_from([*with_options, weighting]))
+    registry = WEIGHTINGS if chosen is weighting else SAMPLERS
+    kind = registry[chosen["name"]].options
+    if not dataclasses.fields(kind) or draw(st.integers(0, 4)) == 0:
+        key, value = "no_such_option", 1
+    else:
+        key, value = draw(wrong_values(kind))
+    chosen[key] = value
+    return sampler, weighting, key
+
+
+def check_rejection(sampler: dict[str, Any], weighting: dict[str, Any], key: str) -> None:
+    """A wrong option is rejected when the strategy is built, by its name."""
+    with pytest.raises(ConfigError) as raised:
+        Specification(sampler, weighting).build()
+    assert key in str(raised.value)
+
+
+@examples(200)
+@given(wrong_specifications())
+def test_wrong_options_are_rejected_by_name(wrong):
+    check_rejection(*wrong)
+
+
+@pytest.mark.long
+@examples(2000)
+@given(wrong_specifications())
+def test_many_wrong_options_are_rejected_by_name(wrong):
+    check_rejection(*wrong)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights that follow what a weighting has learned
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", ["gradient_norm", "first_order", "gradient_variance", "auto"])
+def test_measurements_use_the_weights_that_the_weighting_has_learned(sampler):
+    options = {} if sampler == "auto" else {"frequency": 1, "start": 1, "bins": 4}
+    loop = SmallLoop(Specification({"name": sampler, **options}, {"name": "edm2", "lr": 0.1, "channels": 8}))
+    strategy, t = loop.strategy, torch.arange(20)
+    before = strategy.weighting.at(strategy.process, t).clone()
+    for _ in range(3):
+        loop.step()
+    after = strategy.weighting.at(strategy.process, t)
+    torch.testing.assert_close(after, torch.from_numpy(strategy.weighting.weights()).float())
+    assert (after - before).abs().max() > 0.01 * before.abs().max()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options of a component
+# ---------------------------------------------------------------------------------------------------------------------
+
+HALF_UNIFORM = {"name": "log_normal", "s": 0.5, "floor": 0.5}
+WITH_FLOOR = {
+    "mixture": {"parts": [{**HALF_UNIFORM, "share": 1.0}]},
+    "by_group": {"parts": [{**HALF_UNIFORM, "group": "a"}]},
+    "schedule": {"parts": [{**HALF_UNIFORM, "start": 0}]},
+    "range": {"density": HALF_UNIFORM},
+    "shift": {"density": HALF_UNIFORM, "alpha": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", WITH_FLOOR)
+def test_a_component_s_floor_is_part_of_density_and_draws(name):
+    specification = Specification({"name": name, **WITH_FLOOR[name]}, timesteps=10)
+    strategy = specification.build()
+    alone = Specification(HALF_UNIFORM, timesteps=10).build()
+    np.testing.assert_allclose(strategy.table()["p"], alone.table()["p"], atol=1e-6)
+    check_density(specification, strategy, Call())
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_range_of_a_density_with_a_floor(cut):
+    density = {"name": "uniform", "end": 5, "floor": 0.5}  # 0.75 of the draws in the first half
+    specification = Specification(
+        {"name": "range", "density": density, "low": 0.4, "high": 0.9, "cut": cut}, timesteps=10
+    )
+    strategy = specification.build()
+    wanted = [0, 0, 0, 0, 3, 1, 1, 1, 1, 0] if cut else [0, 0, 0, 0, 6, 6, 4, 2, 2, 0]
+    np.testing.assert_allclose(strategy.table()["p"], np.array(wanted) / sum(wanted), atol=1e-6)
+    check_density(specification, strategy, Call())
+
+
+@pytest.mark.parametrize("name", WITH_FLOOR)
+@pytest.mark.parametrize("points", ["stratified", "systematic", "sobol", "epochs"])
+def test_a_component_s_points_are_rejected(name, points):
+    options = WITH_FLOOR[name]
+    if "parts" in options:
+        options = {"parts": [{**options["parts"][0], "points": points}]}
+    else:
+        options = {**options, "density": {**options["density"], "points": points}}
+    with pytest.raises(ConfigError, match="points") as raised:
+        kairos.Strategy(name, "linear", sampler=options)
+    assert points in str(raised.value)
+
+
+@pytest.mark.parametrize("name", WITH_FLOOR)
+def test_a_component_s_default_points_may_be_written_out(name):
+    options = WITH_FLOOR[name]
+    if "parts" in options:
+        options = {"parts": [{**options["parts"][0], "points": "random"}]}
+    else:
+        options = {**options, "density": {**options["density"], "points": "random"}}
+    kairos.Strategy(name, "linear", sampler=options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ways to call `draw`
+# ---------------------------------------------------------------------------------------------------------------------
+
+X0 = IMAGES
+
+
+@pytest.mark.parametrize("name", LOOKS_AT_IMAGES)
+def test_adaptive_draws_the_samples_of_an_index(name):
+    whole = kairos.Strategy(name, "linear", timesteps=20).draw(X0)
+    parts = []
+    for index in (torch.tensor([0, 1, 2]), range(3, 5), torch.tensor([5, 6, 7])):
+        rows = X0[torch.tensor([*index])]
+        parts.append(kairos.Strategy(name, "linear", timesteps=20).draw(rows, index=index, total=8))
+    torch.testing.assert_close(torch.cat([part.fractions for part in parts]), whole.fractions)
+    shuffled = kairos.Strategy(name, "linear", timesteps=20).draw(X0[[6, 1]], index=torch.tensor([6, 1]), total=8)
+    torch.testing.assert_close(shuffled.fractions, whole.fractions[[6, 1]])
+
+
+@pytest.mark.parametrize("name", LOOKS_AT_IMAGES)
+@pytest.mark.parametrize("importance", [False, True])
+@pytest.mark.parametrize("arguments", [{"same": True}, {"times": (5,)}, {"same": True, "times": (5,)}])
+def test_adaptive_draws_one_time_for_all_and_several_times(name, importance, arguments):
+    strategy = kairos.Strategy(name, "linear", timesteps=20, sampler={"importance": importance, "floor": 0.2})
+    shape = (8, *arguments.get("times", ()))
+    try:
+        draw = strategy.draw(X0, **arguments)
+    except ConfigError as error:
+        assert any(word in str(error) for word in arguments)
+        return
+    assert draw.t.shape == draw.fractions.shape == draw.weights.shape == draw.importance.shape == shape
+    if "same" in arguments:
+        assert (draw.fractions == draw.fractions[:1]).all()
+    else:
+        assert len(draw.fractions.unique()) > 5
+    strategy.loss(draw, torch.ones(shape))
+    with strategy.observe(draw, SmallLoop(Specification()).network):
+        pass
+
+
+def test_listed_times_in_turn_have_the_shape_of_the_times():
+    options = {"times": [0.1, 0.4, 0.7], "in_turn": True}
+    draw = kairos.Strategy("listed", "flow", sampler=options).draw(X0, times=(8,))
+    assert draw.t.shape == draw.weights.shape == (8, 8)
+    assert draw.fractions.unique().tolist() == pytest.approx([0.1, 0.4, 0.7])
+
+
+@pytest.mark.parametrize("times", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("tokens", [1024, [1024] * 8, torch.full((8,), 1024)])
+@pytest.mark.parametrize("frames", [4, [4] * 8, torch.full((8,), 4)])
+def test_shift_takes_frames_and_tokens_as_number_list_or_tensor(frames, tokens, times):
+    options = {"law": "linear", "low": 1.0, "high": 3.0}
+    draws = [
+        kairos.Strategy("shift", "flow", sampler=options).draw(X0, times=times, frames=each, tokens=size)
+        for each, size in ((frames, tokens), (4, 1024))
+    ]
+    assert draws[0].t.shape == (8, *times)
+    torch.testing.assert_close(draws[0].t, draws[1].t)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradient accumulation
+# ---------------------------------------------------------------------------------------------------------------------
+
+FOLLOWERS = {
+    "loss_rms": {"start": 1, "frequency": 1},
+    "loss_mean": {"start": 1, "frequency": 1},
+    "info_rate": {"start": 1, "frequency": 1},
+    "loss_second_moment": {"history": 1},
+    "uniform+coarse_to_fine": {},
+}
+
+
+def followed(name: str, micro_batches: int, steps: int = 2) -> dict[str, Any]:
+    """The strategy's state after steps whose losses depend on the time alone, the batch cut into micro-batches."""
+    strategy = kairos.Strategy(name, "linear", timesteps=10, sampler=FOLLOWERS[name])
+    for _ in range(steps):
+        count = 4 // micro_batches
+        for _ in range(micro_batches):
+            draw = strategy.draw(X0[:count])
+            strategy.loss(draw, 1 + draw.t.float())
+        with strategy.observe(draw):
+            pass
+    return strategy.state_dict()
+
+
+@pytest.mark.parametrize("name", FOLLOWERS)
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_all_micro_batches_of_a_step_are_observed(name, micro_batches):
+    assert_close(followed(name, micro_batches), followed(name, 1))
+
+
+@pytest.mark.parametrize("name", FOLLOWERS)
+def test_micro_batches_cut_by_index_are_observed_once_each(name):
+    """Cut by index and total, and with `weighted` of the whole batch at the end, as the pipeline does."""
+    strategy = kairos.Strategy(name, "linear", timesteps=10, sampler=FOLLOWERS[name])
+    for _ in range(2):
+        for start in range(4):
+            draw = strategy.draw(X0[:1], index=range(start, start + 1), total=4)
+            strategy.loss(draw, 1 + draw.t.float())
+        with strategy.observe(draw):
+            pass
+    state, whole = strategy.state_dict(), followed(name, 1)
+    assert_close(state["sampler"], whole["sampler"])
+    assert_close(state["weighting"], whole["weighting"])
+
+
+@pytest.mark.parametrize("name", FOLLOWERS)
+def test_a_loss_that_is_computed_again_counts_once(name):
+    strategy = kairos.Strategy(name, "linear", timesteps=10, sampler=FOLLOWERS[name])
+    for _ in range(2):
+        draw = strategy.draw(X0[:4])
+        for _ in range(2):
+            strategy.loss(draw, 1 + draw.t.float())
+        with strategy.observe(draw):
+            pass
+    assert_close(strategy.state_dict(), followed(name, 1))
+
+
+def assert_close(one: Any, other: Any) -> None:
+    """Nested states are equal up to the order of sums."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_close(one[key], other[key])
+    else:
+        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors of the wrong shape
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["loss", "weighted"])
+@pytest.mark.parametrize("name", ["uniform+min_snr", "uniform+edm2", "uniform+robust", "loss_rms+p2"])
+@pytest.mark.parametrize("shape", [(), (1,), (8, 1), (4,), (8, 3, 4, 4), (1, 8)])
+def test_errors_of_another_shape_are_rejected(method, name, shape):
+    strategy = kairos.Strategy(name, "cosine", timesteps=20)
+    draw = strategy.draw(X0)
+    with pytest.raises(ConfigError) as raised:
+        getattr(strategy, method)(draw, torch.ones(shape))
+    assert str(tuple(shape)) in str(raised.value) and "(8,)" in str(raised.value)
+
+
+def test_errors_of_several_times_have_the_shape_of_the_times():
+    strategy = kairos.Strategy("uniform+min_snr", "cosine", timesteps=20)
+    draw = strategy.draw(X0, times=(3,))
+    assert strategy.loss(draw, torch.ones(8, 3)).shape == ()
+    with pytest.raises(ConfigError) as raised:
+        strategy.loss(draw, torch.ones(8))
+    assert "(8, 3)" in str(raised.value)
+
+
+def test_every_process_and_fixed_sampler_is_drawn_by_the_generator():
+    """The generator covers what is registered: it needs an entry for no new sampler."""
+    assert set(FIXED) < set(SAMPLERS) and set(DISCRETE) == {"linear", "cosine", "quadratic"}

@@ -1,0 +1,40 @@
+"""Ranks that hold equal samples, as in tensor, context and pipeline parallelism: they count once and draw alike."""
+
+import pytest
+import rank_groups
+import torch
+from specifications import Specification
+from test_ranks import close
+
+SMALL = {"frequency": 1, "start": 1}
+POLICY = {"frequency": 1, "queue": 3, "selected": 2, "feature_timesteps": 5, "width": 8}
+SPECIFICATIONS = [
+    Specification({"name": "uniform", "points": "stratified"}),
+    Specification({"name": "speed_official"}),
+    Specification({"name": "loss_rms", **SMALL}),
+    Specification({"name": "loss_second_moment", "history": 1}, timesteps=10),
+    Specification({"name": "info_rate", **SMALL}),
+    Specification({"name": "gradient_norm", "bins": 2, **SMALL}),
+    Specification({"name": "first_order", "bins": 2, **SMALL}),
+    Specification({"name": "adaptive", **POLICY}),
+    Specification({"name": "loss_rms", **SMALL}, {"name": "edm2", "channels": 8}),
+    Specification({"name": "uniform"}, {"name": "coarse_to_fine"}),
+]
+
+
+@pytest.fixture(scope="module")
+def in_mesh(tmp_path_factory):
+    """The trainings of four ranks in a 2x2 mesh, by rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return rank_groups.run(rank_groups.train_in_mesh, folder, rank_groups.RANKS, SPECIFICATIONS)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("way", ["group", "mesh"])
+@pytest.mark.parametrize("number", range(len(SPECIFICATIONS)), ids=[repr(each)[9:40] for each in SPECIFICATIONS])
+def test_four_ranks_in_a_mesh_draw_and_learn_what_one_process_does(in_mesh, number, way):
+    alone = rank_groups.train(SPECIFICATIONS[number], half=None)
+    for rank, results in enumerate(in_mesh):
+        found, first = results[way][number], 4 * (rank // 2)
+        assert torch.equal(found["t"], alone["t"][:, first : first + 4]), f"rank {rank} draws other timesteps"
+        close(found["state"], alone["state"])

@@ -1,0 +1,90 @@
+"""A training that is resumed at a random step equals an uninterrupted one, for random strategy specifications."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_loop import SmallLoop, equal_bits
+from specifications import Specification, examples, specifications
+
+from kairos.errors import ConfigError
+from kairos.strategies import SAMPLERS, WEIGHTINGS
+
+STEPS = 7
+LONGER = {"coarse_to_fine": 104}  # steps until the weighting has learned: it first changes at step 100
+
+
+def check_resume(specification: Specification, interrupted: int, micro_batches: int = 1, times: int = 0) -> None:
+    """Draws, weights, parameters and state after a resume at step `interrupted` equal those without it."""
+    steps = STEPS + LONGER.get(specification.weighting["name"], 0)
+    try:
+        whole = SmallLoop(specification, micro_batches, times)
+    except ConfigError:
+        return  # a combination that is rejected when it is built
+    for _ in range(steps - STEPS + interrupted):
+        whole.step()
+    resumed = SmallLoop(specification, micro_batches, times)
+    resumed.load(whole.saved())
+    for step in range(interrupted, STEPS):
+        drawn, again = whole.step(), resumed.step()
+        assert equal_bits(drawn, again), f"draws of step {step} differ after a resume at {interrupted}"
+    assert equal_bits(whole.state(), resumed.state()), f"state differs after a resume at {interrupted}"
+
+
+interruptions = st.integers(1, STEPS - 1)
+micro_batches = st.sampled_from([1, 1, 2, 4])
+
+
+def resume_of_sampler(name: str, count: int) -> None:
+    @examples(count)
+    @given(specifications(sampler=name), interruptions, micro_batches)
+    def run(specification: Specification, interrupted: int, parts: int) -> None:
+        check_resume(specification, interrupted, parts)
+
+    run()
+
+
+def resume_of_weighting(name: str, count: int) -> None:
+    @examples(count)
+    @given(specifications(weighting=name), interruptions, micro_batches)
+    def run(specification: Specification, interrupted: int, parts: int) -> None:
+        check_resume(specification, interrupted, parts)
+
+    run()
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLERS))
+def test_resume_of_a_sampler(name):
+    resume_of_sampler(name, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(SAMPLERS))
+def test_resume_of_a_sampler_in_many_combinations(name):
+    resume_of_sampler(name, 30)
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHTINGS))
+def test_resume_of_a_weighting(name):
+    resume_of_weighting(name, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(WEIGHTINGS))
+def test_resume_of_a_weighting_in_many_combinations(name):
+    resume_of_weighting(name, 30)
+
+
+MEASURING = ("gradient_norm", "first_order", "gradient_variance", "auto")
+
+
+@pytest.mark.parametrize("name", MEASURING)
+@pytest.mark.parametrize("interrupted", [1, 4])
+def test_samplers_that_measure_with_learned_weights_resume_exactly(name, interrupted):
+    options = {} if name == "auto" else {"frequency": 1, "start": 1, "bins": 4}
+    check_resume(Specification({"name": name, **options}, {"name": "edm2", "lr": 0.1, "channels": 8}), interrupted)
+
+
+@pytest.mark.parametrize("sampler", ["loss_rms", "loss_mean", "info_rate", "loss_second_moment"])
+def test_samplers_that_follow_losses_at_several_times_resume_exactly(sampler):
+    options = {"history": 1} if sampler == "loss_second_moment" else {"frequency": 1, "start": 1}
+    check_resume(Specification({"name": sampler, **options}, timesteps=10), interrupted=3, times=3)
