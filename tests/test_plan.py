@@ -17,6 +17,7 @@ from kairos.cli import main
 from kairos.config import load, validate
 from kairos.costs.estimate import estimate
 from kairos.costs.network import measure
+from kairos.costs.text import text, values
 from kairos.diffusion.processes import build_process
 from kairos.errors import ConfigError
 from kairos.options import but_name
@@ -186,6 +187,13 @@ def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     line = json.loads((results / "uniform/seed0/timing.jsonl").read_text().splitlines()[-1])
     assert found.methods["uniform"].seconds == pytest.approx(line["seconds"] / 40)
     assert found.methods["uniform"].lost == pytest.approx(line["seconds"] / 40 * 10)
+    assert found.unit == "CPU"  # on which the trainings were timed
+    seeds, threads = len(plain["seeds"]), plain["training"]["threads"]
+    steps = plain["training"]["milestones"][-1]
+    expected_hours = seeds * steps * line["seconds"] / 40 * threads / 3600
+    assert found.methods["uniform"].hours == pytest.approx(expected_hours)
+    assert values(found)["gpu_hours"] is None and values(found)["cpu_hours"]["uniform"] >= expected_hours
+    assert "CPU-hours" in text(found) and "GPU" not in text(found).replace("GPUs each", "")
 
 
 def _size(folder: Path) -> int:
@@ -194,9 +202,15 @@ def _size(folder: Path) -> int:
 
 def test_jobs_rate_and_sharing() -> None:
     """Numbers of jobs, and GPU-hours from a stated rate, by hand."""
-    changes = {"training__segments": 2, "training__trainings_per_gpu": 4, "seeds": [0, 1, 2], "dataset__color": "grey"}
-    values = experiment({"uniform": {}, "gradient_norm": {"sampler": "gradient_norm"}}, **changes)
-    found = estimate(validate({**values, "autoencoder": {"kind": "none"}}), steps_per_second=10.0)
+    changes = {
+        "training__device": "cuda",
+        "training__segments": 2,
+        "training__trainings_per_gpu": 4,
+        "seeds": [0, 1, 2],
+        "dataset__color": "grey",
+    }
+    plain = experiment({"uniform": {}, "gradient_norm": {"sampler": "gradient_norm"}}, **changes)
+    found = estimate(validate({**plain, "autoencoder": {"kind": "none"}}), steps_per_second=10.0)
     stages = {stage.name: (stage.jobs, stage.queued) for stage in found.stages}
     assert stages["train"] == (12, 4)  # 6 trainings in 2 segments; 4 and 2 of them in a job
     assert (stages["sample"], stages["evaluate"], stages["report"]) == ((12, 12), (12, 0), (1, 0))
@@ -206,7 +220,37 @@ def test_jobs_rate_and_sharing() -> None:
     assert other.seconds == pytest.approx(0.1 * (1 + 32 / 16 / 100))  # 2 in each of 16 bins, every 100 steps
     assert found.methods["uniform"].longest == pytest.approx(20 * 0.1 / 3600)
     with pytest.raises(ConfigError, match="allowed: one of them"):
-        estimate(validate({**values, "autoencoder": {"kind": "none"}}), steps_per_second=1.0, tflops=1.0)
+        estimate(validate({**plain, "autoencoder": {"kind": "none"}}), steps_per_second=1.0, tflops=1.0)
+
+
+@pytest.mark.parametrize(("device", "unit"), [("cuda", "GPU"), ("cpu", "CPU")])
+def test_hours_are_those_of_the_device(device: str, unit: str) -> None:
+    plain = experiment(training__device=device, training__threads=2, training__trainings_per_gpu=4)
+    changed = validate({**plain, "autoencoder": {"kind": "none"}})
+    found = estimate(changed, steps_per_second=10.0)
+    seconds = len(changed.seeds) * changed.milestones[-1] * 0.1
+    assert found.unit == unit
+    assert found.methods["uniform"].hours == pytest.approx(seconds / 3600 * (1 / 4 if unit == "GPU" else 2))
+    assert f"{unit}-hours" in text(found)
+    assert f"{unit}-hours: no training has been timed" in text(estimate(changed))
+    assert estimate(changed, tflops=100.0).unit == "GPU", "whose speed is given"
+
+
+def test_hours_on_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On such a machine `device: auto` means CPUs, unless its jobs go to a SLURM cluster."""
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
+    automatic = validate({**experiment(training__device="auto"), "autoencoder": {"kind": "none"}})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert estimate(automatic).unit == "CPU"
+    (tmp_path / "sinfo").write_text("#!/bin/sh\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    assert estimate(automatic).unit == "GPU"
+
+
+def test_the_sets_of_samples_are_shown() -> None:
+    plain = experiment(evaluation__num_samples=10000, evaluation__sets=3)
+    assert "3 sets of 10,000 images" in text(estimate(validate({**plain, "autoencoder": {"kind": "none"}})))
 
 
 def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,22 +263,30 @@ def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "give --shape C H W" in capsys.readouterr().err
     file.write_text(f"{rest}{dataset}, resolution: 16}}\n")
     assert main(["plan", str(file)]) == 0
-    text = capsys.readouterr().out
-    assert "unknown before kairos prepare" in text
-    assert "768 B" in text
-    assert "per image" in text
-    assert "GPU-hours: no training has been timed" in text
-    assert max(map(len, text.splitlines())) <= 120
+    output = capsys.readouterr().out
+    assert "unknown before kairos prepare" in output
+    assert "768 B" in output
+    assert "per image" in output
+    assert "U-hours: no training has been timed" in output
+    assert max(map(len, output.splitlines())) <= 120
     assert main(["plan", str(file), "--tflops", "100", "--format", "json"]) == 0
-    values = json.loads(capsys.readouterr().out)
-    assert list(values) == ["parameters", "flops_per_step", "jobs", "memory_bytes", "storage_bytes", "gpu_hours"]
-    assert values["jobs"]["train"] == 1
-    assert values["memory_bytes"] > 16 * values["parameters"]
-    assert values["storage_bytes"]["dataset"] is None
-    assert values["storage_bytes"]["checkpoints"] > 32 * values["parameters"]
-    assert values["gpu_hours"]["uniform"] > 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert list(numbers) == [
+        "parameters",
+        "flops_per_step",
+        "jobs",
+        "memory_bytes",
+        "storage_bytes",
+        "gpu_hours",
+        "cpu_hours",
+    ]
+    assert numbers["jobs"]["train"] == 1
+    assert numbers["memory_bytes"] > 16 * numbers["parameters"]
+    assert numbers["storage_bytes"]["dataset"] is None
+    assert numbers["storage_bytes"]["checkpoints"] > 32 * numbers["parameters"]
+    assert numbers["gpu_hours"]["uniform"] > 0
     assert main(["plan", str(file), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {**values, "gpu_hours": None}
+    assert json.loads(capsys.readouterr().out) == {**numbers, "gpu_hours": None}
     assert main(["plan", str(file), "--tflops", "0"]) == 2
 
 

@@ -36,7 +36,7 @@ COMMANDS = {
     "new": ("kairos.cli.new", "write an experiment file for a folder of images, with reasons and the time it takes"),
     "small": ("kairos.cli.new", "write the small form of a recipe: some minutes on a processor, real images at hand"),
     "check": ("kairos.cli.check", "check an experiment file and say what it will do"),
-    "plan": ("kairos.cli.plan", "what an experiment will cost: jobs, memory, storage, GPU-hours"),
+    "plan": ("kairos.cli.plan", "what an experiment will cost: jobs, memory, storage, hours of GPUs or CPUs"),
     "fetch": ("kairos.cli.fetch", "bring what jobs without a network need: data set, autoencoder, weights"),
     "status": ("kairos.cli.status", "how far every training is: queued, running, failed, complete"),
     "strategies": ("kairos.cli.strategies", "timestep strategies: list them, show what they train on"),

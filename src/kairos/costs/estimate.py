@@ -38,8 +38,8 @@ class Method:
         passes: what its sampler sends through the network beside the batch.
         operations: floating-point operations of a step.
         seconds: of a step; None without a rate.
-        hours: GPU-hours of its trainings, all seeds.
-        sampling: GPU-hours of drawing its images.
+        hours: GPU-hours of its trainings, all seeds; CPU-hours where CPUs compute.
+        sampling: GPU-hours or CPU-hours of drawing its images.
         longest: hours of its longest training job.
         lost: seconds of training that a killed job can lose.
     """
@@ -64,6 +64,7 @@ class Estimate:
         traffic: bytes that a step moves in a GPU.
         memory, storage: bytes by what they hold.
         rate: None where no training has been timed and nothing is given.
+        unit: ``GPU`` or ``CPU``, whose hours are counted.
     """
 
     experiment: Experiment
@@ -76,11 +77,12 @@ class Estimate:
     memory: dict[str, int]
     storage: dict[str, int | None]
     rate: Rate | None
+    unit: str
     methods: dict[str, Method]
 
     @property
     def hours(self) -> dict[str, float] | None:
-        """GPU-hours of every method's trainings and samples."""
+        """GPU-hours or CPU-hours of every method's trainings and samples."""
         if self.rate is None:
             return None
         return {name: (method.hours or 0) + (method.sampling or 0) for name, method in self.methods.items()}
@@ -126,8 +128,9 @@ def estimate(
         batch, network = 2 * batch, replace(network, activations=2 * network.activations, traffic=2 * network.traffic)
     forward, both = network.forward / samples, (network.forward + network.backward) / samples
     operations = {name: (batch + extra.gradient) * both + extra.forward * forward for name, extra in extras.items()}
-    rate = rates.given(operations, training.processes, steps_per_second, tflops, utilisation)
-    rate = rate or rates.measured(results, operations, training.processes)
+    unit = rates.unit_of(training.device)
+    rate = rates.given(operations, training.processes, steps_per_second, tflops, utilisation, unit)
+    rate = rate or rates.measured(results, operations, training.processes, unit)
     times = {name: _times(experiment, rate, name, forward) for name in extras} if rate else {}
     return Estimate(
         experiment=experiment,
@@ -141,6 +144,7 @@ def estimate(
         memory=memory(network, training.processes),
         storage=storage(experiment, data, network, [extra.state for extra in extras.values()]),
         rate=rate,
+        unit=rate.unit if rate else unit,
         methods={name: Method(extra, operations[name], **times.get(name, {})) for name, extra in extras.items()},
     )
 
@@ -148,14 +152,16 @@ def estimate(
 def _times(experiment: Experiment, rate: Rate, name: str, forward: float) -> dict[str, float]:
     """The times of a method."""
     training, seconds, seeds = experiment.training, rate.seconds[name], len(experiment.seeds)
-    shared = training.processes / training.trainings_per_gpu
+    on_cpus = rate.unit == "CPU"  # each process computes with `threads` of them, and trainings share none
+    of_training = training.processes * training.threads if on_cpus else training.processes / training.trainings_per_gpu
+    of_sampling = training.threads if on_cpus else 1
     guided = 2 if experiment.sampling.guidance_scale != 1 else 1
     images = experiment.evaluation.num_samples * experiment.evaluation.sets * len(experiment.milestones)
     ends = [0, *(segment[-1] for segment in experiment.segments)]
     return {
         "seconds": seconds,
-        "hours": seeds * experiment.milestones[-1] * seconds * shared / 3600,
-        "sampling": seeds * images * experiment.sampling.nfe * guided * forward / rate.operations / 3600,
+        "hours": seeds * experiment.milestones[-1] * seconds * of_training / 3600,
+        "sampling": seeds * images * experiment.sampling.nfe * guided * forward / rate.operations * of_sampling / 3600,
         "longest": max(end - start for start, end in pairwise(ends)) * seconds / 3600,
         "lost": training.checkpoint_every * seconds,
     }

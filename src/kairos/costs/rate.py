@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +19,31 @@ class Rate:
         seconds: of a step of each method.
         operations: floating-point operations per second and GPU that this amounts to.
         source: where the rate is from.
+        unit: ``GPU`` or ``CPU``, whose rate it is.
     """
 
     seconds: dict[str, float]
     operations: float
     source: str
+    unit: str
+
+
+def unit_of(device: str) -> str:
+    """Return ``GPU`` or ``CPU``, on which trainings will run by `training.device`.
+
+    With ``auto`` that is a GPU where this machine has one, or a SLURM cluster, whose jobs then ask for a GPU.
+    """
+    has_gpu = Path("/dev/nvidiactl").exists() or shutil.which("sinfo") is not None
+    return "CPU" if device == "cpu" or (device == "auto" and not has_gpu) else "GPU"
 
 
 def given(
-    operations: dict[str, float], gpus: int, steps_per_second: float | None, tflops: float | None, utilisation: float
+    operations: dict[str, float],
+    gpus: int,
+    steps_per_second: float | None,
+    tflops: float | None,
+    utilisation: float,
+    unit: str = "GPU",
 ) -> Rate | None:
     """The rate that a user states: of a step without further passes, or of the hardware.
 
@@ -36,6 +53,7 @@ def given(
         steps_per_second: of the cheapest method.
         tflops: 10^12 operations per second that a GPU is said to do.
         utilisation: share of these that is reached.
+        unit: ``GPU`` or ``CPU``, for `steps_per_second`.
 
     Raises:
         ConfigError: both are given, or one is not positive.
@@ -50,12 +68,15 @@ def given(
         least = min(operations.values())
         speed, source = least * steps_per_second / gpus, f"{steps_per_second:g} steps per second, as given"
     else:
-        speed, source = (tflops or 0) * 1e12 * utilisation, f"{tflops:g} TFLOP/s at {utilisation:.0%}, as given"
-    return Rate({method: each / (speed * gpus) for method, each in operations.items()}, speed, source)
+        unit, speed = "GPU", (tflops or 0) * 1e12 * utilisation
+        source = f"a GPU of {tflops:g} TFLOP/s at {utilisation:.0%}, as given"
+    return Rate({method: each / (speed * gpus) for method, each in operations.items()}, speed, source, unit)
 
 
-def measured(results: Path, operations: dict[str, float], gpus: int) -> Rate | None:
+def measured(results: Path, operations: dict[str, float], gpus: int, unit: str = "GPU") -> Rate | None:
     """The rate of the experiment's trainings so far; arguments as for `given`. None where none has left its time.
+
+    `unit` counts where no training has recorded its device.
 
     Of a method that has not been timed it is in proportion to its operations.
     """
@@ -76,7 +97,9 @@ def measured(results: Path, operations: dict[str, float], gpus: int) -> Rate | N
     seconds = {method: own.get(method, each / speed / gpus) for method, each in operations.items()}
     number = sum(map(len, found.values()))
     source = f"measured in {number} training{'s' * (number > 1)} of {results} ({', '.join(sorted(machines)) or '?'})"
-    return Rate(seconds, speed, source)
+    if machines - {"?"}:
+        unit = "CPU" if machines <= {"cpu", "?"} else "GPU"
+    return Rate(seconds, speed, source, unit)
 
 
 def _seconds(path: Path) -> float | None:

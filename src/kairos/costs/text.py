@@ -8,13 +8,14 @@ from typing import Any
 from kairos.costs.estimate import Estimate
 from kairos.costs.storage import checkpoint_bytes
 from kairos.progress import duration, table
-from kairos.report.text import template
-from kairos.workflow.resources import gpus, of_training
+from kairos.report.text import sample_sets, template
+from kairos.workflow.resources import of_training
 
 
 def values(found: Estimate) -> dict[str, Any]:
-    """What scripts rely on: bytes, floating-point operations of a step without what strategies add to it, GPU-hours of
-    every method's trainings and samples, None without a rate.
+    """Values for scripts: bytes, and floating-point operations of a step without what strategies add to it.
+
+    GPU-hours of every method (trainings and samples) are None without a rate and where CPUs compute; CPU-hours likewise.
     """
     return {
         "parameters": found.network.parameters + found.network.fixed,
@@ -22,7 +23,8 @@ def values(found: Estimate) -> dict[str, Any]:
         "jobs": {stage.name: stage.jobs for stage in found.stages},
         "memory_bytes": sum(found.memory.values()),
         "storage_bytes": found.storage,
-        "gpu_hours": found.hours,
+        "gpu_hours": found.hours if found.unit == "GPU" else None,
+        "cpu_hours": found.hours if found.unit == "CPU" else None,
     }
 
 
@@ -33,7 +35,7 @@ def text(found: Estimate) -> str:
         jobs=_jobs(found),
         storage=_storage(found),
         methods=_methods(found),
-        unit="GPU" if gpus(found.experiment) else "processor",
+        samples=sample_sets(found.experiment.evaluation),
         limit=of_training(found.experiment)["runtime"] / 60,
         size=in_bytes,
         duration=duration,
@@ -45,7 +47,10 @@ def text(found: Estimate) -> str:
 def _jobs(found: Estimate) -> str:
     elsewhere = {"evaluate": "with sample", "report": "here", "track": "here"}
     elsewhere |= {one.name: "here" for one in found.stages if one.name.startswith("analyse_")}
-    rows = [(one.name, one.jobs, elsewhere.get(one.name, one.queued), one.gpus or "") for one in found.stages]
+    rows = []
+    for one in found.stages:
+        gpus = one.gpus if found.unit == "GPU" and one.gpus else ""
+        rows.append((one.name, one.jobs, elsewhere.get(one.name, one.queued), gpus))
     totals = (sum(stage.jobs for stage in found.stages), sum(stage.queued for stage in found.stages))
     return table([("stage", "jobs", "in the queue", "GPUs each"), *rows, ("all", *totals, "")], _right)
 
@@ -75,7 +80,7 @@ def _storage(found: Estimate) -> str:
 def _methods(found: Estimate) -> str:
     least = min(method.operations for method in found.methods.values())
     times = ("seconds", "hours", "sampling", "longest") if found.rate else ()
-    heads = ("s/step", "training h", "sampling h", "longest job h")[: len(times)]
+    heads = ("s/step", f"training {found.unit}-h", f"sampling {found.unit}-h", "longest job h")[: len(times)]
     rows = [("method", "passes", "TFLOP/step", "cost", *heads)]
     for name, method in found.methods.items():
         extra = (method.passes.forward + 3 * method.passes.gradient) / found.experiment.training.batch_size
