@@ -15,7 +15,7 @@ from kairos.workflow.resources import of_training
 def values(found: Estimate) -> dict[str, Any]:
     """Values for scripts: bytes, and floating-point operations of a step without what strategies add to it.
 
-    GPU-hours of every method (trainings and samples) are None without a rate and where CPUs compute; CPU-hours likewise.
+    GPU-hours of every method (trainings and samples) are None without a rate or where CPUs compute; CPU-hours, too.
     """
     return {
         "parameters": found.network.parameters + found.network.fixed,
