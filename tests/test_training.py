@@ -10,14 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from specifications import Specification, examples, specifications
 from training_case import command, experiment, make_latents, train_command, write_experiment
 
 from kairos.data.batches import Batches
 from kairos.data.latents import open_latents
-from kairos.errors import DamagedError, KairosError
+from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import read_json, sha256_bytes, write_text
 from kairos.milestones import check_milestone, open_milestone
 from kairos.training import checkpoint
+from kairos.training.job import Leave, Left
 from kairos.training.run import train
 from kairos.training.store import Store
 
@@ -329,6 +333,57 @@ def test_bf16_conditions_and_dropout_of_labels_resume_exactly(latents, tmp_path)
     train(plain, "uniform", 0, tmp_path / "b", latents, [0, 3])
     train(plain, "uniform", 0, tmp_path / "b", latents, [6])
     assert components(tmp_path / "a") == components(tmp_path / "b")
+
+
+class LeaveAfter(Leave):
+    """Asks the training to leave after some steps, as a signal does."""
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self.steps = steps
+
+    def asked(self, saving: float) -> str:
+        self.steps -= 1
+        return "" if self.steps else "asked to leave"
+
+
+def check_interrupted(specification: Specification, interrupted: int, microbatch: int | None, latents, folder) -> None:
+    """A training that leaves after some steps and is started again ends in the bits of an uninterrupted one."""
+    method = {"sampler": specification.sampler, "weighting": specification.weighting}
+    process = {"name": specification.process}
+    prediction = specification.prediction if specification.process == "vp" else None
+    if specification.discrete:
+        process = {"name": "discrete", "schedule": specification.process, "timesteps": specification.timesteps}
+        prediction = specification.prediction
+    more = {"diffusion__process": process, "diffusion__prediction": prediction, "training__microbatch": microbatch}
+    try:
+        plain = experiment({"drawn": method}, **more)
+        specification.build()
+    except (ConfigError, ValueError) as error:
+        assert "got" in str(error)  # such as a sampler that requires the number of tokens
+        return
+    train(plain, "drawn", 0, folder / "whole", latents, [0, 8])
+    with pytest.raises(Left):
+        train(plain, "drawn", 0, folder / "parts", latents, [0, 8], leave=LeaveAfter(interrupted))
+    assert train(plain, "drawn", 0, folder / "parts", latents, [0, 8])["steps_run"] == 8 - interrupted
+    assert components(folder / "parts") == components(folder / "whole")
+
+
+interruptions = st.integers(1, 7)
+microbatches = st.sampled_from([None, 4, 5])
+
+
+@examples(8)
+@given(specifications(), interruptions, microbatches)
+def test_an_interrupted_training_of_any_strategy(latents, tmp_path_factory, specification, interrupted, microbatch):
+    check_interrupted(specification, interrupted, microbatch, latents, tmp_path_factory.mktemp("drawn"))
+
+
+@pytest.mark.long
+@examples(80)
+@given(specifications(), interruptions, microbatches)
+def test_interrupted_trainings_of_many_strategies(latents, tmp_path_factory, specification, interrupted, microbatch):
+    check_interrupted(specification, interrupted, microbatch, latents, tmp_path_factory.mktemp("drawn"))
 
 
 def test_checkpoint_files_that_are_none():
