@@ -264,6 +264,32 @@ def reference_of(chain, folder, **changes) -> dict:
     return json.loads((folder / "reference/reference.json").read_text())
 
 
+BIAS = "10 times the 32 features"
+
+
+def test_the_bias_of_few_samples_is_reported_by_the_stage_reference_alone(chain, tmp_path, capsys):
+    """Its evaluations keep the warning in their records, for the report."""
+    record = reference_of(chain, tmp_path, num_samples=200, sets=1)
+    assert capsys.readouterr().err.count(BIAS) == 1 and BIAS in record["warnings"][0]
+    jobs = [evaluate.EvaluationJob(chain / f"{k}.npz", tmp_path / f"{k}.json") for k in (0, 1)]
+    evaluate.run(jobs, tmp_path / "reference", chain / "extractor")
+    assert BIAS not in capsys.readouterr().err
+    for job in jobs:
+        assert any(BIAS in warning for warning in json.loads(job.out.read_text())["warnings"])
+
+
+def test_the_bias_of_several_files_is_reported_once(chain, tmp_path, capsys):
+    images = open_dataset(chain / "dataset").images
+    np.savez(tmp_path / "real.npz", images=images)
+    jobs = []
+    for k in range(3):
+        np.savez(tmp_path / f"{k}.npz", images=images[200 * k : 200 * (k + 1)])
+        jobs.append(evaluate.EvaluationJob(tmp_path / f"{k}.npz", tmp_path / f"{k}.json"))
+    evaluate.run(jobs, tmp_path / "real.npz", chain / "extractor")
+    warnings = [line for line in capsys.readouterr().err.splitlines() if BIAS in line]
+    assert len(warnings) == 1 and "0.npz" in warnings[0] and "2 other" in warnings[0]
+
+
 def test_more_samples_than_held_out_images(chain, tmp_path, capsys):
     """The rows of held-out images are of as many as there are."""
     record = reference_of(chain, tmp_path, num_samples=600, sets=1)

@@ -84,8 +84,15 @@ def run(
     clock.work_begins()
     known = outside_reference(reference, opened, wanted) if outside else open_reference(reference, opened)
     opened = replace(opened, precision=known[0]["precision"])
+    files: dict[str, list[str]] = {}  # by the warning about their numbers of images
     for job in jobs:
-        evaluate(job, known, opened, sets, latents)
+        for warning in evaluate(job, known, opened, sets, latents):
+            files.setdefault(warning, []).append(str(job.samples))
+    of_reference = " ".join(known[0].get("warnings", []))  # stage reference has printed them
+    for warning, (first, *others) in files.items():
+        if warning not in of_reference:
+            more = f" (and {len(others)} other files)" if others else ""
+            metrics.warn(first + more, warning)
 
 
 def published_extractor(name: str) -> Path:
@@ -104,12 +111,14 @@ def published_extractor(name: str) -> Path:
     return folder
 
 
-def evaluate(job: EvaluationJob, reference: Reference, extractor: Extractor, sets: int, latents: Path | None) -> None:
-    """Evaluate one samples file and write its record."""
+def evaluate(
+    job: EvaluationJob, reference: Reference, extractor: Extractor, sets: int, latents: Path | None
+) -> list[str]:
+    """Evaluate one samples file, write its record, and return the warnings about its number of images."""
     samples, (fixed, target) = open_samples(job.samples), reference
     protocol, needs, where = samples.protocol, target.needs, str(job.samples)
     parts, warnings = split(len(samples.images), fixed["num_samples"], sets, where)
-    warnings += metrics.check_number(len(parts[0]), extractor.width, where)
+    few_images = metrics.check_number(len(parts[0]), extractor.width, where)
     trained_on = None
     if job.milestone is not None and needs & {"pairs", "milestone"}:
         milestone = read_json(job.milestone / "milestone.json")
@@ -127,7 +136,7 @@ def evaluate(job: EvaluationJob, reference: Reference, extractor: Extractor, set
         "step": protocol.get("step"),
         "metrics": found,
         "protocol": _protocol(protocol, fixed, extractor, parts),
-        "warnings": warnings,
+        "warnings": warnings + few_images,
     }
     if "milestone" in needs and trained_on is not None and job.milestone is not None:
         from kairos.milestones import open_milestone
@@ -141,6 +150,7 @@ def evaluate(job: EvaluationJob, reference: Reference, extractor: Extractor, set
                 record["validation"] |= code(opened, trained_on, loss, extractor.device)
     write_json(job.out, record)
     say(f"evaluate {where}: {metrics.said(found, target.metric)}")
+    return few_images
 
 
 def _captioned(where: str, samples: Samples, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:
@@ -194,7 +204,9 @@ def split(images: int, num_samples: int | None, sets: int, where: str) -> tuple[
     if count == 0:
         raise KairosError(f"{where}: got {images} images, allowed: at least {num_samples or sets}, one full set")
     rest = images - count * size
-    warnings = metrics.warned(where, f"the last {rest} images fill no set of {size} and are not used") if rest else []
+    warnings = [f"the last {rest} images fill no set of {size} and are not used"] if rest else []
+    for warning in warnings:
+        metrics.warn(where, warning)
     return [range(k * size, (k + 1) * size) for k in range(count)], warnings
 
 

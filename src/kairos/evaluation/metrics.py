@@ -136,7 +136,7 @@ def cached(parts: Any, compute: Callable[[], Statistics]) -> Statistics:
 
 
 def check_number(count: int, width: int, what: str) -> list[str]:
-    """Whether `what`, so many images, are enough for the covariance of `width` features; the warnings that are said.
+    """Check that `what`, `count` images, are enough for the covariance of `width` features, and return the warnings.
 
     Raises:
         KairosError: as many images as features or fewer: the covariance has no full rank and the distance means little.
@@ -148,13 +148,12 @@ def check_number(count: int, width: int, what: str) -> list[str]:
         )
     if count >= 10 * width:
         return []
-    return warned(what, f"{count} images are fewer than 10 times the {width} features: distances are biased upwards")
+    return [f"{count} images are fewer than 10 times the {width} features: distances are biased upwards"]
 
 
-def warned(what: str, warning: str) -> list[str]:
-    """Say a warning of `what`, and give it to those that keep it."""
+def warn(what: str, warning: str) -> None:
+    """Print a warning about `what`."""
     say(f"warning: {what}: {warning}")
-    return [warning]
 
 
 def frechet(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:

@@ -66,7 +66,9 @@ def build(
     num, seed, warnings = evaluation.num_samples, evaluation.seed, []
     for what, number in {"evaluation.num_samples": num, "real images": target.statistics.count}.items():
         if number:  # published moments do not tell of how many images they are
-            warnings += [f"{what}: {warning}" for warning in metrics.check_number(number, opened.width, what)]
+            for warning in metrics.check_number(number, opened.width, what):
+                metrics.warn(what, warning)
+                warnings.append(f"{what}: {warning}")
     fitted, gaussian = _gaussian(encoded, codec, num, seed)
     drawn = {"gaussian": gaussian, "noise": _noise(images.images.shape[1:], num, seed)}
     rows = _rows(evaluation, images, codec, drawn, opened, target)
@@ -164,7 +166,8 @@ def outside_statistics(path: Path, extractor: Extractor, needs: set[str]) -> Sta
         return Statistics(moments)
     images = open_samples(path).images
     if "moments" in rest:
-        metrics.check_number(len(images), extractor.width, str(path))
+        for warning in metrics.check_number(len(images), extractor.width, str(path)):
+            metrics.warn(str(path), warning)
     own = _of_images(images, range(len(images)), extractor, rest, {"images": sha256_file(path)})
     return Statistics({**own.moments, **moments}, own.features, 0 if moments else own.count)
 
