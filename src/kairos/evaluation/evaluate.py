@@ -91,7 +91,7 @@ def run(
     of_reference = " ".join(known[0].get("warnings", []))  # stage reference has printed them
     for warning, (first, *others) in files.items():
         if warning not in of_reference:
-            more = f" (and {len(others)} other files)" if others else ""
+            more = f" (and {len(others)} other file{'s' * (len(others) > 1)})" if others else ""
             metrics.warn(first + more, warning)
 
 
