@@ -51,24 +51,29 @@ def train_in_mesh(specifications: list[Any]) -> dict[str, list[dict[str, Any]]]:
     half, group = mesh.get_local_rank("data"), mesh.get_group("data")
     return {
         "group": [train(each, half, indexed=True, process_group=group) for each in specifications],
-        "mesh": [train(each, half, indexed=False, process_group=mesh["data"]) for each in specifications],
+        "mesh": [train(each, half, process_group=mesh["data"]) for each in specifications],
+        "micro-batches": [train(each, half, process_group=group, micro_batches=2) for each in specifications],
     }
 
 
-def train(specification: Any, half: int | None, indexed: bool = False, process_group: Any = None) -> dict[str, Any]:
-    """A training with one half of the batch on this rank; `half` None: with the whole batch in one process."""
+def train(
+    specification: Any, half: int | None, indexed: bool = False, process_group: Any = None, micro_batches: int = 1
+) -> dict[str, Any]:
+    """A training with one half of each micro-batch on this rank; `half` None: with all of it in one process."""
     from small_loop import BATCH, IMAGES, SmallLoop
 
-    loop = SmallLoop(specification, process_group=process_group)
-    count = BATCH if half is None else BATCH // 2
-    here = slice(count * (half or 0), count * (half or 0) + count)
-    arguments = {"index": range(here.start, here.stop), "total": BATCH} if indexed else {}
-    drawn = []
+    loop, drawn = SmallLoop(specification, process_group=process_group), []
+    count = BATCH // micro_batches // (1 if half is None else 2)
     for step in range(4):
-        draw = loop.strategy.draw(IMAGES[here], **arguments)
-        drawn.append(draw.t)
-        noise = torch.randn(IMAGES.shape, generator=torch.Generator().manual_seed(step))[here]
-        loop.strategy.loss(draw, loop.errors(draw, noise)).backward()
+        noise = torch.randn(IMAGES.shape, generator=torch.Generator().manual_seed(step))
+        for number in range(micro_batches):
+            first = number * BATCH // micro_batches + count * (half or 0)
+            here = slice(first, first + count)
+            arguments = {"index": range(here.start, here.stop), "total": BATCH} if indexed else {}
+            draw = loop.strategy.draw(IMAGES[here], **arguments)
+            drawn.append(draw.t)
+            loss = loop.strategy.loss(draw, loop.errors(draw, noise[here])) / micro_batches
+            loss.backward()
         if half is not None:
             group = process_group.get_group() if hasattr(process_group, "get_group") else process_group
             for parameter in loop.network.parameters():

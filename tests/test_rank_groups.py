@@ -30,11 +30,13 @@ def in_mesh(tmp_path_factory):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("way", ["group", "mesh"])
+@pytest.mark.parametrize("way", ["group", "mesh", "micro-batches"])
 @pytest.mark.parametrize("number", range(len(SPECIFICATIONS)), ids=[repr(each)[9:40] for each in SPECIFICATIONS])
 def test_four_ranks_in_a_mesh_draw_and_learn_what_one_process_does(in_mesh, number, way):
-    alone = rank_groups.train(SPECIFICATIONS[number], half=None)
+    micro_batches = 2 if way == "micro-batches" else 1
+    alone = rank_groups.train(SPECIFICATIONS[number], half=None, micro_batches=micro_batches)
     for rank, results in enumerate(in_mesh):
-        found, first = results[way][number], 4 * (rank // 2)
-        assert torch.equal(found["t"], alone["t"][:, first : first + 4]), f"rank {rank} draws other timesteps"
+        found, count = results[way][number], 4 // micro_batches
+        here = slice(count * (rank // 2), count * (rank // 2) + count)
+        assert torch.equal(found["t"], alone["t"][:, here]), f"rank {rank} draws other timesteps"
         close(found["state"], alone["state"])
