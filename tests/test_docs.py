@@ -48,6 +48,17 @@ def built(folder: Path, **changed) -> Path:
     return folder
 
 
+def test_code_of_the_home_page_fits_its_column():
+    """A block shows 88 characters in a window of 1280 pixels; the button that copies it covers the last ones."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "docs/index.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks and max(len(line) for block in blocks for line in block.splitlines()) <= 80
+
+
+def test_long_lines_of_code_are_wrapped(site):
+    style = (site(index="```console\n$ make\n```\n") / "assets/site.css").read_text()
+    assert re.search(r"pre > code\s*{[^}]*white-space:\s*pre-wrap", style)
+
+
 @pytest.mark.parametrize("registry, name", NAMED, ids=[name for _, name in NAMED])
 def test_every_component_has_its_formula_and_its_options(registry, name):
     told = reference.described(reference.schema()["$defs"]["MethodConfig"]["properties"][registry.kind])
