@@ -265,7 +265,7 @@ def test_the_page_says_how_the_numbers_came_about(built):
     text = re.sub(r"<[^>]+>", "", re.sub(r"<style.*?</style>", "", page, flags=re.S))
     text = " ".join(text.split())
     for fact in (
-        "held-out accuracy 98.1%", "400 per set (12.5 per feature), 3 sets",
+        "held-out accuracy 98.1%", "3 sets of 400 images (12.5 per feature)",
         "20 intervals, 20 network evaluations, trailing spacing, x0 not clipped", "EMA weights",
             "eeeeeeeeeeee", "ffffffffffff",
         "Start-up (interpreter and imports) takes 51% of all CPU time",
