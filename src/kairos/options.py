@@ -78,8 +78,8 @@ def defaults(cls: type) -> dict[str, Any]:
     """Return the default of every option of an options class by its public name."""
     found = {}
     for field in dataclasses.fields(cls):
-        has_factory = field.default_factory is not dataclasses.MISSING
-        found[public_name(field)] = field.default_factory() if has_factory else field.default  # type: ignore[misc]
+        factory = field.default_factory
+        found[public_name(field)] = field.default if factory is dataclasses.MISSING else factory()
     return found
 
 

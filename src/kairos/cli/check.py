@@ -126,7 +126,7 @@ def _ruled(rows: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     while sum(widths) + 2 * (len(widths) - 1) > _WIDTH:
         widths[widths.index(max(widths))] -= 1
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for row in rows:
         cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths)]
         lines += zip_longest(*cells, fillvalue="")
