@@ -35,6 +35,7 @@ from kairos.errors import ConfigError
 from kairos.options import public_name
 from kairos.strategies import SAMPLERS, WEIGHTINGS
 
+X0 = IMAGES
 LARGE = 2048  # images of a batch whose draws are counted
 DRAWN = ("t", "fractions", "fixed_weights", "importance", "weights")
 
@@ -344,6 +345,32 @@ def test_measurements_use_the_weights_that_the_weighting_has_learned(sampler):
     assert (after - before).abs().max() > 0.01 * before.abs().max()
 
 
+@pytest.mark.parametrize("process", ["linear", "flow"])
+def test_draws_and_resumes_use_the_weights_that_coarse_to_fine_has_learned(process):
+    def strategy() -> kairos.Strategy:
+        return kairos.Strategy("uniform+coarse_to_fine", process, timesteps=20, prediction="epsilon")
+
+    made = strategy()
+    before = made.weighting.weights().copy()
+    for _ in range(100):
+        draw = made.draw(X0)
+        snr = made.process.snr(draw.t)
+        unpredicted = 0.2 + 0.6 * (1 - draw.fractions)  # of the error of a guess by the noise level alone
+        epsilon = unpredicted * snr / (1 + snr)
+        ratio = 1.0 if process == "linear" else (1 + snr**0.5) ** 2  # from the error of epsilon to that of the flow
+        made.loss(draw, (epsilon * ratio).float())
+        with made.observe(draw):
+            pass
+    after = made.weighting.weights()
+    assert abs(after / before - 1).max() > 0.1
+    resumed = strategy()
+    resumed.load_state_dict(made.state_dict())
+    draws = made.draw(X0), resumed.draw(X0)
+    assert torch.equal(draws[0].weights, draws[1].weights)
+    if process == "linear":
+        torch.testing.assert_close(draws[0].weights, torch.from_numpy(after)[draws[0].t].float())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Options of a component
 # ---------------------------------------------------------------------------------------------------------------------
@@ -405,8 +432,6 @@ def test_a_component_s_default_points_may_be_written_out(name):
 # ---------------------------------------------------------------------------------------------------------------------
 # Ways to call `draw`
 # ---------------------------------------------------------------------------------------------------------------------
-
-X0 = IMAGES
 
 
 @pytest.mark.parametrize("name", LOOKS_AT_IMAGES)
