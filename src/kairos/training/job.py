@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
+from kairos import distributed
 from kairos.files import glance
 from kairos.slurm import ask
 
@@ -20,6 +21,7 @@ STATUS = 75  # EX_TEMPFAIL: ended early by request; the same command goes on
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _MARGIN = 30.0  # seconds that a checkpoint may take longer than three times the longest one so far
 _EVERY = 5.0  # seconds between two words on the progress
+_EXCHANGE = 1.0  # seconds between two exchanges among ranks on whether to leave
 
 
 class Left(SystemExit):
@@ -81,6 +83,46 @@ class Leave:
         if not self.reason and self._end and (left := self._end - time.time()) < 3 * saving + _MARGIN:
             self.reason = f"{max(left, 0):.0f} s before the job's time is over"
         return self.reason
+
+
+class LeaveTogether:
+    """Decides whether to leave, such that all ranks leave after the same step.
+
+    One process decides after every step. Several exchange their requests about once a second and not in every step,
+    because an exchange is a collective. The number of steps until the next exchange is a function of what was exchanged
+    last, the mean time of a step over all ranks, so that all ranks agree on it. It at most doubles from one exchange to
+    the next.
+
+    Args:
+        leave: requests to this process.
+    """
+
+    def __init__(self, leave: Leave):
+        self._leave = leave
+        self._steps = 0  # since the last exchange
+        self._interval = 1  # steps from the last exchange to the next
+        self._exchanged = time.monotonic()
+
+    def after_step(self, saving: float) -> bool:
+        """Return True if any rank was asked to leave; every rank must call this after each of its steps.
+
+        Args:
+            saving: seconds that the longest checkpoint took.
+        """
+        asked = bool(self._leave.asked(saving))
+        ranks = distributed.ranks()
+        if ranks == 1:
+            return asked
+        self._steps += 1
+        if self._steps < self._interval:
+            return False
+        seconds = time.monotonic() - self._exchanged
+        requests, seconds_of_all = distributed.add([float(asked), seconds])
+        steps_in_time = int(_EXCHANGE * ranks * self._steps / max(seconds_of_all, 1e-9))
+        self._interval = max(1, min(steps_in_time, 2 * self._interval))
+        self._steps = 0
+        self._exchanged = time.monotonic()
+        return requests > 0
 
 
 def end_of_job() -> float:

@@ -21,7 +21,7 @@ from kairos.progress import Progress, duration, say
 from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
 from kairos.training.identity import code_roots, identity_of
-from kairos.training.job import Leave, Left, ProgressFile
+from kairos.training.job import Leave, LeaveTogether, Left, ProgressFile
 from kairos.training.loop import diverged, steps
 from kairos.training.memory import guarded
 from kairos.training.provenance import provenance, versions
@@ -175,6 +175,7 @@ class Run:
         distributed.meet()
         self.leave.begin()
         distributed.meet()  # who is asked to leave before leaves alone, after it all leave together
+        together = LeaveTogether(self.leave)
         bar = Progress(last, self.label, "step", start=training.step) if self.first else None
         facts, begun = "", time.perf_counter()
         with open(self.store.metrics if self.first else os.devnull, "a", encoding="utf-8") as metrics:
@@ -185,8 +186,7 @@ class Run:
                 if line is not None:
                     metrics.write(json.dumps(line) + "\n")
                     facts = f"loss {line['loss']:.4g}"
-                # whether any of the processes has been asked to
-                leaving = training.step < last and distributed.add([bool(self.leave.asked(self.saving))])[0] > 0
+                leaving = training.step < last and together.after_step(self.saving)
                 if training.step in milestones or training.step % every == 0 or training.step == last or leaving:
                     metrics.flush()
                     self._save(training.step in milestones)

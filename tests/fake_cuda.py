@@ -1,0 +1,238 @@
+"""A CUDA device on a machine without a GPU: where tensors are, and what waits for the device.
+
+Tensors on ``cuda:0`` are torch's fake tensors, with a shape, a type and a device but without values. Tensors on the CPU
+are real. An operation that mixes devices raises an error, and so does one whose shape depends on values (``nonzero``,
+boolean indexing). Synchronisations are recorded with the function of kairos that causes each of them: values that are
+read (``item``, ``tolist``, ``bool``), copies to the host, and copies to the device that are not asynchronous from
+pinned memory. Code that reads a value gets 1.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import kairos
+
+DEVICE = torch.device("cuda", 0)
+_PACKAGE = Path(kairos.__file__).parent
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+_READ = ("item", "_local_scalar_dense", "is_nonzero", "equal")
+_INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")
+
+
+@dataclass
+class Record:
+    """Synchronisations and collectives, each as ``kind in module.function``."""
+
+    waits: list[str] = field(default_factory=list)
+    collectives: list[str] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget what has been recorded."""
+        self.waits.clear()
+        self.collectives.clear()
+
+
+class _Mode(TorchDispatchMode):
+    """Run operations on the CPU for real and those on the device on fake tensors, and record synchronisations."""
+
+    def __init__(self, record: Record, pinned: set[int]):
+        super().__init__()
+        self.record = record
+        self.pinned = pinned
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        on_device = any(tensor.is_cuda for tensor in tensors)
+        if function.namespace == "c10d":
+            self.record.collectives.append(f"{function.__name__.split('.')[0]} in {caller()}")
+        if not on_device and not any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves):
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+        name = function.__name__.split(".")[0]
+        if name in _READ:
+            self.record.waits.append(f"value read in {caller()}")
+            with unset_fake_temporarily():
+                return True if name in ("is_nonzero", "equal") else torch.ones((), dtype=args[0].dtype).item()
+        if name in _INDEXED and any(not t.is_cuda for t in tree_leaves(args[1])):
+            self.record.waits.append(f"index copied to the device in {caller()}")
+        if function in _COPIES:
+            return self._copied(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def _copied(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Copy a tensor, in `function`'s way, between host and device."""
+        in_place = function is torch.ops.aten.copy_.default
+        source = args[1] if in_place else args[0]
+        to_device = args[0].is_cuda if in_place else kwargs.get("device", source.device).type == "cuda"
+        if source.is_cuda and not to_device:
+            self.record.waits.append(f"copy to the host in {caller()}")
+            with unset_fake_temporarily():
+                values = torch.ones(source.shape, dtype=kwargs.get("dtype", source.dtype))
+                return args[0].copy_(values) if in_place else values
+        asynchronous = kwargs.get("non_blocking", False) or (in_place and len(args) > 2 and args[2])
+        if not source.is_cuda and not (asynchronous and source.untyped_storage()._cdata in self.pinned):
+            self.record.waits.append(f"copy to the device in {caller()}")
+        return function(*args, **kwargs)
+
+
+def caller() -> str:
+    """The innermost function of kairos that is running, as ``module.function``."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_PACKAGE):
+            return f"{path.stem}.{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return "no function of kairos"
+
+
+class Replicated(nn.Module):
+    """Stands in for DistributedDataParallel, whose buckets are of real memory: the network alone."""
+
+    def __init__(self, module: nn.Module, **_: Any):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.module(*arguments)
+
+    def no_sync(self) -> Any:
+        return nullcontext()
+
+
+@contextmanager
+def process_group(ranks: int) -> Iterator[None]:
+    """Be rank 1 of `ranks` processes (rank 0 of one) in torch's fake process group, which talks to nobody."""
+    if ranks > 1:
+        distributed.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        if ranks > 1:
+            distributed.destroy_process_group()
+
+
+@contextmanager
+def fake_cuda() -> Iterator[Record]:
+    """Let tensors be on a CUDA device that does not exist; gives the record of synchronisations and collectives."""
+    record, pinned, kept = Record(), set(), []
+
+    def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
+        copy = tensor.clone()
+        kept.append(copy.untyped_storage())  # whose address must not be used again
+        pinned.add(kept[-1]._cdata)
+        return copy
+
+    def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
+        record.collectives.append(f"all_gather_object in {caller()}")
+        values[:] = [value] * len(values)
+
+    patches = {
+        "torch.distributed.all_gather_object": all_gather_object,  # pickles to tensors, which must not be fake
+        "torch.nn.parallel.DistributedDataParallel": Replicated,
+        "torch.cuda.is_current_stream_capturing": lambda: False,
+        "torch.Tensor.pin_memory": pin_memory,
+        "torch.Tensor.backward": _backward,
+        "torch.autograd.grad": _grad,
+        "torch._subclasses.fake_tensor.FakeTensor.tolist": lambda tensor: tensor.cpu().tolist(),
+        "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
+        "torch.cuda.is_bf16_supported": lambda *_: True,
+        "torch.cuda.get_device_name": lambda *_: "a device that does not exist",
+    }
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a fake tensor cannot replace a real one's data
+    try:
+        with ExitStack() as stack:
+            for name, replacement in patches.items():
+                stack.enter_context(mock.patch(name, replacement))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(_Mode(record, pinned))
+            yield record
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+def _gradients(output: Tensor) -> dict[Tensor, Tensor]:
+    """Gradients of a scalar by leaf tensor.
+
+    Torch's own engine asks for a CUDA context. The nodes of the graph are real, with torch's formulas.
+    """
+    with torch.no_grad():
+        order = _order(output.grad_fn)
+        pending = {output.grad_fn: [torch.ones_like(output)]}
+        found: dict[Tensor, Tensor] = {}
+        for node in order:
+            incoming = pending.pop(node, None)
+            if incoming is None or all(gradient is None for gradient in incoming):
+                continue
+            if hasattr(node, "variable"):
+                (found[node.variable],) = incoming
+                continue
+            outgoing = node(*incoming)
+            outgoing = outgoing if isinstance(outgoing, tuple) else (outgoing,)
+            for (following, number), gradient in zip(node.next_functions, outgoing, strict=True):
+                if following is not None and gradient is not None:
+                    _add(
+                        pending.setdefault(following, [None] * len(following._input_metadata)),
+                        following,
+                        number,
+                        gradient,
+                    )
+    return found
+
+
+def _order(root: Any) -> list[Any]:
+    """All nodes of a graph, each before those that it leads to."""
+    waiting: dict[Any, int] = {root: 0}
+    unseen = [root]
+    while unseen:
+        for following, _ in unseen.pop().next_functions:
+            if following is not None:
+                if following not in waiting:
+                    waiting[following] = 0
+                    unseen.append(following)
+                waiting[following] += 1
+    order = [root]
+    for node in order:
+        for following, _ in node.next_functions:
+            if following is not None:
+                waiting[following] -= 1
+                if not waiting[following]:
+                    order.append(following)
+    return order
+
+
+def _add(incoming: list[Any], node: Any, number: int, gradient: Tensor) -> None:
+    """Add a gradient to what a node gets, in the shape and type of the tensor that it is of."""
+    expected = node._input_metadata[number]
+    assert gradient.device == expected.device, f"gradient on {gradient.device} of a tensor on {expected.device}"
+    gradient = gradient.sum_to_size(expected.shape).to(expected.dtype)
+    incoming[number] = gradient if incoming[number] is None else incoming[number] + gradient
+
+
+def _backward(output: Tensor, *_: Any, **__: Any) -> None:
+    for leaf, gradient in _gradients(output).items():
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+def _grad(outputs: Tensor, inputs: Any, *_: Any, materialize_grads: bool = False, **__: Any) -> tuple[Any, ...]:
+    found = _gradients(outputs)
+    single = isinstance(inputs, Tensor)
+    result = [found.get(tensor) for tensor in ([inputs] if single else inputs)]
+    if materialize_grads:
+        result = [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, result, strict=True)]
+    return tuple(result)

@@ -1,0 +1,129 @@
+"""Collectives of a training step at 8 and 1,024 ranks: torch's fake process group, tensors on the CPU."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fake_cuda import Replicated, caller, process_group
+from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
+from training_case import experiment, make_latents
+
+from kairos import distributed
+from kairos.data.latents import open_latents
+from kairos.training.job import Leave, LeaveTogether, ProgressFile
+from kairos.training.run import Run
+from kairos.training.state import Training
+from kairos.training.store import Store
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier",
+               "broadcast", "broadcast_object_list", "gather", "reduce", "scatter")  # fmt: skip
+
+
+@contextmanager
+def counted() -> Iterator[Counter]:
+    """Count collectives by function and caller, those of DistributedDataParallel excepted."""
+    counts: Counter = Counter()
+
+    def counting(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            counts[f"{name} in {caller()}"] += 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            function = getattr(torch.distributed, name)
+            stack.enter_context(mock.patch.object(torch.distributed, name, counting(name, function)))
+        yield counts
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory):
+    return open_latents(make_latents(tmp_path_factory.mktemp("collectives")))
+
+
+def collectives_of_run(plain: dict, latents, folder, ranks: int, length: int, monkeypatch) -> Counter:
+    """Collectives of a run of `length` steps, checkpoints and milestone included."""
+    met = torch.distributed.HashStore()
+    met.add("met", 10**9)  # all other ranks have always come
+    monkeypatch.setattr(distributed, "_store", met)
+    # the reducer of DistributedDataParallel does not take the results of a fake process group
+    monkeypatch.setattr("torch.nn.parallel.DistributedDataParallel", Replicated)
+    with process_group(ranks):
+        training = Training(plain, next(iter(plain["methods"])), 0, latents, torch.device("cpu"))
+        store = Store(folder / "out", "identity")
+        store.start([length])
+        progress = ProgressFile(folder / "out" / ".state", length, often=False)
+        with counted() as found:
+            assert Run(store, training, "label", progress, Leave()).until([length], [length]) == length
+    return found
+
+
+@pytest.mark.parametrize("ranks", [8, 1024])
+def test_a_run_asks_whether_to_leave_now_and_then_and_not_in_every_step(ranks, latents, tmp_path, monkeypatch):
+    lengths, counts = (10, 60), []
+    for length in lengths:
+        plain = experiment(
+            {"uniform": {}}, training__batch_size=1024, training__log_every=1000, training__checkpoint_every=1000
+        )
+        counts.append(collectives_of_run(plain, latents, tmp_path / str(length), ranks, length, monkeypatch))
+    more = counts[1] - counts[0]
+    assert more.total() < (lengths[1] - lengths[0]) / 2, more
+
+
+def steps_until_all_leave(ranks: int, asked: int, request: int, seconds: list[float]) -> list[int]:
+    """Steps that each of several ranks, threads of this process, takes until it leaves.
+
+    Args:
+        ranks: number of ranks.
+        asked: rank that is asked to leave.
+        request: step at which it is asked.
+        seconds: of a step of each rank.
+    """
+    taken = [0] * ranks
+    store = torch.distributed.HashStore()
+
+    def run(rank: int) -> None:
+        torch.distributed.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+        leave = Leave()
+        leave.begin()
+        together = LeaveTogether(leave)
+        leaving = False
+        while not leaving:
+            time.sleep(seconds[rank])
+            taken[rank] += 1
+            if rank == asked and taken[rank] == request:
+                leave.reason = "SIGTERM"
+            leaving = together.after_step(0.0)
+        torch.distributed.destroy_process_group()
+
+    _install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        with ThreadPoolExecutor(ranks) as threads:
+            list(threads.map(run, range(ranks), timeout=60))
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        _uninstall_threaded_pg()
+    return taken
+
+
+@pytest.mark.timeout(60)
+def test_all_ranks_leave_after_the_same_step_within_seconds():
+    begun = time.monotonic()
+    taken = steps_until_all_leave(3, asked=2, request=100, seconds=[0.001, 0.002, 0.004])
+    assert len({*taken}) == 1 and 100 <= taken[0] < 1000
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.timeout(60)
+def test_slow_steps_leave_after_the_step_of_the_request():
+    taken = steps_until_all_leave(2, asked=0, request=3, seconds=[1.2, 1.1])
+    assert taken == [3, 3]
