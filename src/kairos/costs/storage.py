@@ -3,6 +3,7 @@
 from kairos.config import Experiment
 from kairos.costs.data import Data
 from kairos.costs.network import Network
+from kairos.training.lengths import log_interval
 
 _KEPT = 2  # checkpoints of a training, see `training.store`
 _RECORD = 250  # bytes around each tensor in torch's file, see tests/test_plan.py
@@ -45,7 +46,8 @@ def storage(experiment: Experiment, data: Data, network: Network, states: list[i
     evaluation, seeds, steps = experiment.evaluation, len(experiment.seeds), experiment.milestones
     milestones = len(states) * seeds * len(steps)
     pictures = evaluation.num_samples * evaluation.sets + round(_PICTURE * experiment.sampling.grid)
-    lines = len(states) * seeds * (steps[-1] // experiment.training.log_every)
+    device = "cuda" if experiment.training.device.startswith("cuda") else "cpu"  # which has more lines
+    lines = len(states) * seeds * (steps[-1] // log_interval(experiment.training.log_every, device))
     image, images, referred = data.image_bytes, data.images, experiment.dataset.store == "refer"
     return {
         "dataset": 0 if referred else None if image is None or images is None else image * images,

@@ -63,7 +63,7 @@ class Reporter(threading.Thread):
         self.experiment, self.method, self.seed, self.out = experiment, method, seed, out
         self.uri, self.ended = uri, threading.Event()
         self.begun = time.time()
-        self.stride = content.stride(experiment.milestones[-1] // experiment.training.log_every)
+        self.stride = 0  # lines of metrics.jsonl per point; 0: not known before the first line
         self.client: store.Client | None = None
         self.run_id: str | None = None  # of the run that takes the points
         self.lines = self.offset = 0  # of metrics.jsonl, already read
@@ -149,6 +149,9 @@ class Reporter(threading.Thread):
             for text in file:
                 if not text.endswith(b"\n"):
                     break
+                if not self.stride:  # the step of the first line is the number of steps between two lines
+                    lines = self.experiment.milestones[-1] // json.loads(text)["step"]
+                    self.stride = content.stride(lines)
                 if self.lines % self.stride == self.stride - 1:
                     line = json.loads(text)
                     if line["step"] > reached:

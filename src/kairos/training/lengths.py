@@ -37,3 +37,18 @@ def length_in_steps(length: int | str, batch_size: int, train_images: int | None
     if steps <= 0:
         raise ValueError(f"{where} got {length!r}, allowed: more than 0 steps (step 0 is always evaluated)")
     return math.ceil(steps)
+
+
+def log_interval(log_every: int | None, device: str) -> int:
+    """Return the number of steps between two lines of metrics.jsonl.
+
+    A line reads values, for which the training waits for its device. By default a CPU, which has nothing to wait for,
+    writes a line in every step, and a GPU in every 10th.
+
+    Args:
+        log_every: `training.log_every`; None: the default of the device.
+        device: type of the computing device, such as ``cpu`` or ``cuda``.
+    """
+    if log_every is not None:
+        return log_every
+    return 1 if device == "cpu" else 10

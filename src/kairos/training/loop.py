@@ -19,6 +19,7 @@ from kairos.diffusion.losses import Prediction, Samples
 from kairos.errors import DivergedError
 from kairos.randomness import Stream, derived_seed
 from kairos.strategies.strategy import Draw
+from kairos.training.lengths import log_interval
 from kairos.training.state import Training
 
 
@@ -29,7 +30,8 @@ def steps(training: Training, end: int) -> Iterator[dict[str, Any] | None]:
         DivergedError: the loss or the gradient of a step is not finite; where a device is not waited for, `sound` of
             the training says so later.
     """
-    seed, strategy, every = training.seed, training.strategy, training.settings["log_every"]
+    seed, strategy = training.seed, training.strategy
+    every = log_interval(training.settings["log_every"], training.device.type)
     for batch in training.batches.steps(training.step, end):
         step, shape = batch.step, batch.x0.shape[1:]
         logs = (step + 1) % every == 0
