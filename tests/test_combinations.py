@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from small_loop import BATCH, IMAGES, SmallLoop
 from specifications import (
@@ -231,44 +231,34 @@ def check_density(specification: Specification, strategy: kairos.Strategy, call:
         assert (abs(off) <= 6 * spread * error + 1e-3 * pooled(objective))[often].all(), "importance weights are biased"
 
 
-def draws_of_sampler(name: str, count: int) -> None:
-    @examples(count)
-    @given(specifications(sampler=name), calls())
-    def run(specification: Specification, call: Call) -> None:
-        check_draws(specification, call)
-
-    run()
-
-
-def draws_of_weighting(name: str, count: int) -> None:
-    @examples(count)
-    @given(specifications(weighting=name), calls())
-    def run(specification: Specification, call: Call) -> None:
-        check_draws(specification, call)
-
-    run()
-
-
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
-def test_draws_of_a_sampler(name):
-    draws_of_sampler(name, 3)
+@examples(3)
+@given(data=st.data())
+def test_draws_of_a_sampler(name, data):
+    check_draws(data.draw(specifications(sampler=name)), data.draw(calls()))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
-def test_draws_of_a_sampler_in_many_combinations(name):
-    draws_of_sampler(name, 30)
+@examples(30)
+@given(data=st.data())
+def test_draws_of_a_sampler_in_many_combinations(name, data):
+    check_draws(data.draw(specifications(sampler=name)), data.draw(calls()))
 
 
 @pytest.mark.parametrize("name", sorted(WEIGHTINGS))
-def test_draws_with_a_weighting(name):
-    draws_of_weighting(name, 1)
+@examples(1)
+@given(data=st.data())
+def test_draws_with_a_weighting(name, data):
+    check_draws(data.draw(specifications(weighting=name)), data.draw(calls()))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(WEIGHTINGS))
-def test_draws_with_a_weighting_in_many_combinations(name):
-    draws_of_weighting(name, 10)
+@examples(10)
+@given(data=st.data())
+def test_draws_with_a_weighting_in_many_combinations(name, data):
+    check_draws(data.draw(specifications(weighting=name)), data.draw(calls()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -295,6 +285,10 @@ def wrong_values(draw: Any, kind: type) -> tuple[str, Any]:
 def wrong_specifications(draw: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Sampler and weighting of which one option, perhaps of a component, is wrong; and the option's name."""
     sampler, weighting = draw(samplers()), draw(weightings())
+    try:
+        Specification(sampler, weighting).build()
+    except ConfigError:
+        reject()  # options that do not go together
     with_options = [c for c in components_of(sampler) if dataclasses.fields(SAMPLERS[c["name"]].options)]
     chosen = draw(st.sampled_from([*with_options, weighting]))
     registry = WEIGHTINGS if chosen is weighting else SAMPLERS
@@ -314,14 +308,14 @@ def check_rejection(sampler: dict[str, Any], weighting: dict[str, Any], key: str
     assert key in str(raised.value)
 
 
-@examples(200)
+@examples(100)
 @given(wrong_specifications())
 def test_wrong_options_are_rejected_by_name(wrong):
     check_rejection(*wrong)
 
 
 @pytest.mark.long
-@examples(2000)
+@examples(1000)
 @given(wrong_specifications())
 def test_many_wrong_options_are_rejected_by_name(wrong):
     check_rejection(*wrong)
@@ -609,6 +603,18 @@ def test_points_that_are_even_over_epochs_have_the_shape_of_the_times(times):
     assert draw.t.shape == (8, *times)
     cells = (draw.fractions * 8 % 8).reshape(8, -1)
     assert (cells.sort(0).values.diff(dim=0) - 1).abs().max() < 1e-6  # even over the items, at each time
+
+
+@pytest.mark.parametrize("arguments", [{}, {"same": True}, {"times": (3,)}])
+def test_points_that_are_even_over_epochs_take_the_item_as_a_number(arguments):
+    strategy, found = kairos.Strategy("uniform", "flow", sampler={"points": "epochs"}), []
+    for epoch in range(50):
+        draw = strategy.draw(X0, item=3, items=8, epoch=epoch, **arguments)
+        assert draw.t.shape == (8, *arguments.get("times", ()))
+        found.append(draw.fractions[0])
+        with strategy.observe(draw):
+            pass
+    assert (torch.stack(found).sort(0).values.diff(dim=0) < 3 / 50).all()  # even over the visits of the item
 
 
 @pytest.mark.parametrize("weight", [-100.0, -50.0, 50.0, 100.0])

@@ -34,44 +34,34 @@ interruptions = st.integers(1, STEPS - 1)
 micro_batches = st.sampled_from([1, 1, 2, 4])
 
 
-def resume_of_sampler(name: str, count: int) -> None:
-    @examples(count)
-    @given(specifications(sampler=name), interruptions, micro_batches)
-    def run(specification: Specification, interrupted: int, parts: int) -> None:
-        check_resume(specification, interrupted, parts)
-
-    run()
-
-
-def resume_of_weighting(name: str, count: int) -> None:
-    @examples(count)
-    @given(specifications(weighting=name), interruptions, micro_batches)
-    def run(specification: Specification, interrupted: int, parts: int) -> None:
-        check_resume(specification, interrupted, parts)
-
-    run()
-
-
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
-def test_resume_of_a_sampler(name):
-    resume_of_sampler(name, 3)
+@examples(3)
+@given(data=st.data())
+def test_resume_of_a_sampler(name, data):
+    check_resume(data.draw(specifications(sampler=name)), data.draw(interruptions), data.draw(micro_batches))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
-def test_resume_of_a_sampler_in_many_combinations(name):
-    resume_of_sampler(name, 30)
+@examples(30)
+@given(data=st.data())
+def test_resume_of_a_sampler_in_many_combinations(name, data):
+    check_resume(data.draw(specifications(sampler=name)), data.draw(interruptions), data.draw(micro_batches))
 
 
 @pytest.mark.parametrize("name", sorted(WEIGHTINGS))
-def test_resume_of_a_weighting(name):
-    resume_of_weighting(name, 3)
+@examples(2)
+@given(data=st.data())
+def test_resume_of_a_weighting(name, data):
+    check_resume(data.draw(specifications(weighting=name)), data.draw(interruptions), data.draw(micro_batches))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(WEIGHTINGS))
-def test_resume_of_a_weighting_in_many_combinations(name):
-    resume_of_weighting(name, 30)
+@examples(20)
+@given(data=st.data())
+def test_resume_of_a_weighting_in_many_combinations(name, data):
+    check_resume(data.draw(specifications(weighting=name)), data.draw(interruptions), data.draw(micro_batches))
 
 
 MEASURING = ("gradient_norm", "first_order", "gradient_variance", "auto")
