@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.config import Experiment, load
     from kairos.diffusion.registries import PROCESSES
     from kairos.evaluation.registries import EXTRACTORS
+    from kairos.evaluation.separation import expected
     from kairos.fetching import lacking
     from kairos.report.text import sample_sets
     from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
@@ -52,6 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
     experiment, said = given.settled()
     layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
+    if warning := expected(experiment.evaluation, experiment.dataset, Path(layout.results)):
+        print(textwrap.fill(f"warning: {warning}", _WIDTH, subsequent_indent="  ") + "\n")
     print(_ruled([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())]) + "\n")
     coupled = any(method.coupling["name"] != "independent" for method in experiment.methods.values())
     parts = {"sampler": SAMPLERS, "weighting": WEIGHTINGS} | ({"coupling": COUPLINGS} if coupled else {})

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the comparison, or write it, or the index."""
     from kairos.files import write_text
     from kairos.report.collect import collect
-    from kairos.report.compare import compare, index, join, remarks, table, written
+    from kairos.report.compare import compare, index, join, remarks, table, warnings, written
 
     if arguments.index:
         (root, *others), entries = arguments.paths, dict[Path, Any]()
@@ -43,6 +43,8 @@ def run(arguments: argparse.Namespace) -> None:
     sides = _sides(arguments.paths)
     measured = join(sides, arguments.baseline)
     found = written(table(measured), arguments.format)
+    for warning in warnings(sides):
+        print(f"warning: {warning}\n", file=sys.stderr, flush=True)
     if arguments.out:
         write_text(arguments.out, found)
     print("" if arguments.out else found, end="", flush=True)

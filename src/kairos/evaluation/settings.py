@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
 from kairos import options
 from kairos.errors import ConfigError, Refusal, demand
 from kairos.evaluation.registries import EXTRACTORS, FRECHET, METRICS, default_metrics, needs_of
@@ -15,6 +17,9 @@ class EvaluationConfig(Section):
     extractor: component(EXTRACTORS) = field("auto", "features of images")
     reference: str = field("train", "real images: train, all (with the held-out ones), or an npz's path")
     metrics: list[component(METRICS)] | None = field(None, "metrics; null: those usual for the extractor")
+    primary_metric: Literal["distance", "validation"] = field(
+        "distance", "metric that methods are ranked by: the Fréchet distance or the validation loss"
+    )
     num_samples: int = field(450, "images per set", ge=2)
     sets: int = field(3, "sets of samples; their spread is the uncertainty of a distance", ge=1)
     strata: int = field(32, "validation loss: strata of times between the two end points", ge=1)
@@ -29,6 +34,14 @@ class EvaluationConfig(Section):
         good = self.reference in ("train", "all") or self.reference.endswith(".npz")
         demand(good, "evaluation.reference", repr(self.reference), "train, all or the path of an npz")
 
+    @model_serializer(mode="wrap")
+    def _omit_default_primary_metric(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Keep the plain values, and so the hashes, of experiments that do not set `primary_metric`."""
+        values = values_of(self)
+        if self.primary_metric == "distance":
+            del values["primary_metric"]
+        return values
+
     def metrics_for(self, extractor: str, heldout: bool) -> list[dict[str, Any]]:
         """The metrics that are computed.
 
@@ -39,8 +52,14 @@ class EvaluationConfig(Section):
         Raises:
             ConfigError: a metric is asked for that has not what it needs.
         """
+        names = default_metrics(extractor, heldout) if self.metrics is None else [one["name"] for one in self.metrics]
+        if self.primary_metric == "validation" and "validation" not in names:
+            raise ConfigError(
+                f"evaluation.primary_metric: got validation, which is not among the metrics {', '.join(names)}; "
+                "add it to evaluation.metrics and hold images out (dataset.heldout), or set distance"
+            )
         if self.metrics is None:
-            return named_metrics(default_metrics(extractor, heldout))
+            return named_metrics(names)
         check_metrics(self.metrics, extractor)
         losses = [named["name"] for named in self.metrics if "milestone" in needs_of([named])]
         if losses and not heldout:

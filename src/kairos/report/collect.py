@@ -153,6 +153,11 @@ class Results:
     def baseline(self) -> str | None:
         """The method that differences and factors refer to, see `Experiment.baseline`."""
         return self.experiment.baseline
+    @property
+    def primary_metric(self) -> str:
+        """Column that methods are ranked by: the Fréchet distance, or ``val_loss``."""
+        return "val_loss" if self.experiment.evaluation.primary_metric == "validation" else self.metric
+
 
     @property
     def validated(self) -> bool:
@@ -173,7 +178,9 @@ class Results:
     @cached_property
     def measured(self) -> Measured:
         """What was measured of the methods, for their comparison."""
-        return Measured(self.table, self.methods, self.experiment.seeds, self.metric, self.baseline, self.missing)
+        return Measured(
+            self.table, self.methods, self.experiment.seeds, self.primary_metric, self.baseline, self.missing
+        )
 
     @property
     def evaluated(self) -> list[tuple[Training, Milestone]]:

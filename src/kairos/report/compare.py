@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from kairos.errors import KairosError, demand
+from kairos.evaluation.separation import ADVICE, cannot_rank
 from kairos.report import text
 from kairos.report.collect import Measured, Results
 from kairos.report.ranking import Ratio, Row, compare
@@ -46,13 +47,13 @@ def join(sides: Sides, baseline: str | None = None) -> Measured:
     tables, names = list[pd.DataFrame](), list[str]()
     for (found, methods), label in zip(sides, _labels(sides)):
         own = {method: f"{label}/{method}" if len(sides) > 1 else method for method in methods}
-        rows = found.table[found.table["method"].isin(methods)]
-        tables.append(rows.assign(experiment=label, method=rows["method"].map(own), metric=found.metric))
+        rows = found.table[found.table["method"].isin(methods)].assign(metric=found.primary_metric, **_of_losses(found))
+        tables.append(rows.assign(experiment=label, method=rows["method"].map(own)))
         names += own.values()
     rows = pd.concat(tables)
     protocol = dict.fromkeys(chain(*(found.trainings[0].final.evaluation["protocol"] for found, _ in sides)))
     differ = []
-    for name in ("metric", *(name for name in protocol if name not in _NO_PROTOCOL)):
+    for name in ("metric", *_of_losses(sides[0][0]), *(name for name in protocol if name not in _NO_PROTOCOL)):
         said = rows.assign(value=rows[name].astype(str)).drop_duplicates("value")
         if len(said) > 1:
             values = [f"{value[:12]} in {label}" for value, label in zip(said["value"], said["experiment"])]
@@ -62,7 +63,21 @@ def join(sides: Sides, baseline: str | None = None) -> Measured:
     wanted = baseline or sides[0][0].baseline
     chosen = next((name for name in names if wanted in (name, name.rpartition("/")[2])), None)
     demand(chosen or not baseline, "--baseline", baseline, ", ".join(names))
-    return Measured(rows, names, sorted({*rows["seed"]}), sides[0][0].metric, chosen or names[0])
+    return Measured(rows, names, sorted({*rows["seed"]}), sides[0][0].primary_metric, chosen or names[0])
+
+
+def _of_losses(found: Results) -> dict[str, str]:
+    """Settings that two validation losses must share to compare, where these rank methods; else nothing."""
+    if found.primary_metric == found.metric:
+        return {}
+    experiment = found.experiment
+    return {
+        "data": str(found.dataset.get("content_sha256")),
+        "autoencoder": str(found.autoencoder.get("sha256")),
+        "diffusion.process": str(experiment.diffusion.process),
+        "evaluation.strata": str(experiment.evaluation.strata),
+        "evaluation.loss_images": str(experiment.evaluation.loss_images),
+    }
 
 
 def table(measured: Measured) -> pd.DataFrame:
@@ -114,8 +129,16 @@ def index(entries: dict[Path, tuple[Results, list[Row]] | str], out: Path) -> st
     for folder, found in entries.items():
         there = {told: folder / name for told, name in _LINKS.items() if (folder / name).exists()}
         links = {told: os.path.relpath(path, out.parent) for told, path in there.items()}
-        shown.append((folder.name, found, links.pop("picture", None), links))
+        warned = [] if isinstance(found, str) else list(warnings([(found[0], [])]))
+        shown.append((folder.name, found, links.pop("picture", None), links, warned))
     return text.template(Path(__file__).with_suffix(".html.jinja")).render(text=text, experiments=shown)
+
+
+def warnings(sides: Sides) -> Iterator[str]:
+    """Report every distance that ranks methods although it cannot, see `separation.cannot_rank`."""
+    for (found, _), label in zip(sides, _labels(sides)):
+        if found.primary_metric == found.metric and (reason := cannot_rank(found.reference)):
+            yield f"{label}: {reason} {ADVICE}"
 
 
 def remarks(sides: Sides, measured: Measured) -> Iterator[str]:

@@ -14,6 +14,8 @@ _POINTS = 1500  # points of a drawn line; more are not visible
 
 def metric_label(name: str) -> str:
     """What an axis says about a metric."""
+    if name == "val_loss":
+        return "validation loss (lower is better)"
     if name == "fid":
         return "FID (lower is better)"
     return f"Fréchet distance, {name.removeprefix('frechet_')} features (lower is better)"
@@ -79,11 +81,11 @@ def metric(results: Results, looks: dict[str, Look], time: bool) -> Figure:
         right = max(right, x[-1])
         labels.append(Label(float(mean[-1]), method, look["color"], bold=True, x=float(x[-1])))
     for name, row in results.reference["rows"].items():
-        value = row.get(results.metric)
+        value = row.get(results.primary_metric)
         if value is not None and value > 0:
             axes.axhline(value, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1, label=name)
             labels.append(Label(float(value), "floor: real, held out" if name == "floor" else name, MUTED))
-    axes.set(yscale="log", ylabel=metric_label(results.metric))
+    axes.set(yscale="log", ylabel=metric_label(results.primary_metric))
     plain_log(axes)
     if time:
         axes.set_xlabel(f"training time in {unit}")

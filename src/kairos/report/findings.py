@@ -4,28 +4,35 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain, pairwise
 
+from kairos.evaluation.separation import ADVICE, cannot_rank
 from kairos.report.collect import Results
 from kairos.report.ranking import LEVEL, SEEDS, Curve, Ratio, Row, curve, moved, stands_still
 from kairos.report.text import change, listed, number, plural, plus_minus, times
 
 
 def verdict(results: Results, rows: list[Row]) -> list[str]:
-    """The outcome, in a few sentences that claim no more than the tests find."""
+    """The outcome, in a few sentences that claim no more than the tests find.
+
+    The first sentence reports a distance that ranks methods although it cannot.
+    """
+    measure = "Fréchet distance" if results.primary_metric == results.metric else "validation loss"
     best = [row for row in rows if row.like_best]
     ends = {row.method: plus_minus(row.curve.mean[-1], row.curve.spread[-1]) for row in rows}
     named = [f"{end} ({method})" for method, end in ends.items()]
     if not best:
         sentences = [
             f"Not ranked: methods are ranked from {SEEDS} seeds on, and this experiment has {rows[0].seeds}.",
-            f"Fréchet distances at the end: from {named[0]} to {named[-1]}; another seed may reorder them.",
+            f"Final values of the {measure}: from {named[0]} to {named[-1]}; another seed may reorder them.",
         ]
     elif len(best) == 1:
-        sentences = [f"{best[0].method} ends with the lowest Fréchet distance, {ends[best[0].method]}."]
+        sentences = [f"{best[0].method} ends with the lowest {measure}, {ends[best[0].method]}."]
     else:
         names = listed([row.method for row in best])
         sentences = [f"No test tells {names} apart or finds a method below them; the lowest mean is {named[0]}."]
     if results.missing:
         sentences.insert(0, f"So far, at step {rows[0].curve.steps[-1]:,.0f}, the last that all methods here have:")
+    if results.primary_metric == results.metric and (reason := cannot_rank(results.reference)):
+        sentences.insert(0, f"{reason} {ADVICE}")
     if results.baseline is None:
         return [*sentences, "No method samples uniformly without weights, so there is no baseline for factors."]
     found: dict[str, list[tuple[Row, Ratio]]] = {"Below": [], "Above": [], "Not told apart from": []}
@@ -51,7 +58,10 @@ def warnings(results: Results) -> Iterator[str]:
         off = f"has not moved from its start (total variation distance {number(moved(training))})"
         told = f"its sampler learns but {off}; its numbers are those of the distribution it started from."
         yield f"{training.method} seed {training.seed}: {told}"
-    gaussian = results.reference["rows"].get("gaussian", {}).get(results.metric)
+    reason = cannot_rank(results.reference)
+    if reason and results.primary_metric != results.metric:
+        yield reason
+    gaussian = results.reference["rows"].get("gaussian", {}).get(results.primary_metric)
     for method in results.methods:
         yield from _of_distances(method, curve(results.measured, method), gaussian)
     places: dict[str, list[str]] = defaultdict(list)

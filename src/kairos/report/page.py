@@ -38,8 +38,10 @@ def page(results: Results, figures: Path, live: dict[str, str] | None = None) ->
         still={method: all(map(stands_still, results.of(method))) for method in results.methods},
         stands_still=stands_still,
         final=lambda method, name: results.measured.common.values(method, name).iloc[:, -1].mean(skipna=False),
-        further_metrics=_further_metrics(results, (one.final.evaluation["metrics"] for one in results.trainings)),
-        reference_metrics=_further_metrics(results, results.reference["rows"].values()),
+        further_metrics=_further_metrics(
+            [one.final.evaluation["metrics"] for one in results.trainings], results.primary_metric
+        ),
+        reference_metrics=_further_metrics(results.reference["rows"].values(), results.metric),
         milestones=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
         losses=text.listed([text.component(loss) for loss in results.experiment.diffusion.losses]),
         costs=_costs(results.jobs),
@@ -55,10 +57,10 @@ def page(results: Results, figures: Path, live: dict[str, str] | None = None) ->
     )
 
 
-def _further_metrics(results: Results, records: Iterable[Iterable[str]]) -> list[str]:
-    """What was measured beside the distance."""
+def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
+    """Columns of the records other than the column `first`, standard deviations and values of single sets."""
     names = dict.fromkeys(name for record in records for name in record if name != "n_samples")
-    return [name for name in names if name != results.metric and not name.endswith(("_spread", "_sets"))]
+    return [name for name in names if name != first and not name.endswith(("_spread", "_sets"))]
 
 
 def _costs(jobs: tuple[Record, ...]) -> list[Any]:

@@ -40,7 +40,7 @@ def metric(results: Results, looks: dict[str, Look]) -> Figure:
             labels.append(Label(float(curve(results.measured, baseline).mean[-1]), baseline, MUTED))
             axes.axhline(labels[-1].y, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         wide = 0 < 20 * min(places.values()) < max(places.values())
-        axes.set(xscale="log" if wide else "linear", yscale="log", xlabel=option, ylabel=results.metric)
+        axes.set(xscale="log" if wide else "linear", yscale="log", xlabel=option, ylabel=results.primary_metric)
         axes.set_xticks(list(places.values()), values)
         axes.set_xticks([], minor=True)
         plain_log(axes)

@@ -50,8 +50,8 @@ def note(results: Results) -> str:
     value = [text.plus_minus(*pair) for pair in zip(found["value"], found["spread"])]
     first, *others = (f"{method} {distance}" for method, distance in zip(found["method"], value))
     limits = "" if rows[0].judged else f" (too few seeds to rank: {rows[0].seeds})"
-    head = f"{results.metric}, lowest first{limits}: {', '.join([f'**{first}**', *others[:4]])}"
-    shown = found.assign(value=value)[_COLUMNS].rename(columns={"value": results.metric})
+    head = f"{results.primary_metric}, lowest first{limits}: {', '.join([f'**{first}**', *others[:4]])}"
+    shown = found.assign(value=value)[_COLUMNS].rename(columns={"value": results.primary_metric})
     lines = compare.written(shown, "md").splitlines()
     kept = lines[: bisect([*accumulate(len(line) + 1 for line in lines)], _LIMIT)]
     more = f"\n\n{len(lines) - len(kept)} more are in the report." if kept != lines else ""

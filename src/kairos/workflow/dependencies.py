@@ -60,7 +60,7 @@ def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
     images = {"dataset": _without(dataset, "flips", "low_resolution")}
     encoded = {**_only(dataset, "flips", "low_resolution"), **batch, **computed}
     drawn = {"sampling": _without(plain["sampling"], "batch_size", "shards"), **samples, **computing}
-    compared = {"evaluation": _without(evaluation, "extractor"), **computing}
+    compared = {"evaluation": _without(evaluation, "extractor", "primary_metric"), **computing}
 
     model = MODELS.entry(plain["model"]["name"]).module
     process = PROCESSES.entry(plain["diffusion"]["process"]["name"]).module

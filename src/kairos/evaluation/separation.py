@@ -1,0 +1,69 @@
+"""Check that a distance can rank methods: real held-out images must score clearly below a fitted Gaussian.
+
+An extractor that was trained on few images gives its training images features that no other image has. Held-out real
+images are then as far from the training images as blurred noise is, and so is every method, however good it is.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kairos.data.settings import DatasetConfig
+from kairos.data.survey import survey
+from kairos.evaluation.settings import EvaluationConfig
+from kairos.files import glance
+
+CLEAR = 2.0  # standard deviations of the difference between both rows, from which on it counts
+ENOUGH_IMAGES = 1000  # training images; benchmarks/metric_can_rank.py measures 80, 320 and 1,600
+TRAINED = ("classifier", "selfsupervised")  # extractors that are trained on the experiment's images
+ADVICE = (
+    "Rank by the validation loss (evaluation.primary_metric: validation), add images, or set another "
+    "evaluation.extractor or fewer of its steps."
+)
+
+
+def cannot_rank(reference: Mapping[str, Any]) -> str | None:
+    """Return why the distance cannot rank methods, or None if it can or if a reference row is missing.
+
+    Args:
+        reference: content of reference.json; rows ``floor`` and ``gaussian`` are used. The standard deviation of a
+            Gaussian row with one set of samples is unknown; that of the real images, which are as many, replaces it.
+    """
+    metric, rows = reference["metric"], reference["rows"]
+    real, gaussian = rows.get("floor", {}), rows.get("gaussian", {})
+    if metric not in real or metric not in gaussian:
+        return None
+    real_error = real.get(f"{metric}_spread") or 0.0
+    gaussian_error = gaussian.get(f"{metric}_spread")
+    gaussian_error = real_error if gaussian_error is None else gaussian_error
+    if gaussian[metric] - real[metric] > CLEAR * math.hypot(real_error, gaussian_error):
+        return None
+    scores = [f"{row[metric]:.4g} ± {error:.2g}" for row, error in ((real, real_error), (gaussian, gaussian_error))]
+    images = f"{real['n_samples']} real held-out images score {scores[0]}" if "n_samples" in real else scores[0]
+    return (
+        f"{metric} cannot rank methods on these images: {images}, not clearly below the {scores[1]} of a Gaussian "
+        "fitted to the data."
+    )
+
+
+def expected(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
+    """Return why the distance of an experiment cannot rank methods, as far as is known before its jobs.
+
+    Args:
+        evaluation, dataset: sections of the experiment, with a definite extractor.
+        results: folder of the experiment's results. Rows there count if they were computed with equal settings.
+    """
+    record = glance(results / "reference/reference.json")
+    manifest = glance(results / "extractor/manifest.json")
+    recorded = (manifest.get("options"), record.get("num_samples"), record.get("reference"))
+    if record and recorded == (evaluation.extractor, evaluation.num_samples, evaluation.reference):
+        reason = cannot_rank(record)
+        return reason and f"{reason} {ADVICE}"
+    name, images = evaluation.extractor["name"], survey(dataset).train
+    if evaluation.primary_metric != "distance" or name not in TRAINED or images is None or images >= ENOUGH_IMAGES:
+        return None
+    return (
+        f"evaluation.extractor: {name} is trained on {images} images. From fewer than {ENOUGH_IMAGES:,} it may learn "
+        f"them by heart, and its distance cannot rank methods then. {ADVICE}"
+    )

@@ -1,0 +1,185 @@
+"""The distance cannot rank methods where real images do not score clearly below a fitted Gaussian: who reports it."""
+
+import json
+
+import pytest
+import results_tree
+import yaml
+
+from kairos.cli import main
+from kairos.config import load, validate
+from kairos.errors import ConfigError, KairosError
+from kairos.evaluation.separation import cannot_rank
+from kairos.files import read_json, write_json
+from kairos.report import findings
+from kairos.report.build import build
+from kairos.report.collect import collect
+from kairos.report.compare import join
+from kairos.report.ranking import compare
+
+METRIC = results_tree.METRIC
+
+
+def reference(real: float, real_error: float, gaussian: float, gaussian_error: float | None) -> dict:
+    rows = {"floor": (real, real_error), "gaussian": (gaussian, gaussian_error)}
+    return {
+        "metric": METRIC,
+        "features": 32,
+        "rows": {name: {"n_samples": 80, METRIC: row[0], f"{METRIC}_spread": row[1]} for name, row in rows.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("real", "real_error", "gaussian", "gaussian_error", "ranks"),
+    [
+        (652, 181, 367, 24, False),  # 400 images, as the issue measured them
+        (250, 80, 367, 24, False),  # below, but not clearly
+        (100, 20, 367, 24, True),
+        (100, 20, 367, None, True),  # one set of samples: no standard deviation of the Gaussian
+        (350, 20, 367, None, False),
+        (367, 0, 367, 0, False),
+    ],
+)
+def test_separation_takes_the_standard_deviations_into_account(real, real_error, gaussian, gaussian_error, ranks):
+    said = cannot_rank(reference(real, real_error, gaussian, gaussian_error))
+    assert (said is None) == ranks
+    if said:
+        assert METRIC in said and str(real) in said and str(gaussian) in said
+
+
+def test_nothing_is_claimed_without_both_rows():
+    record = reference(652, 181, 367, 24)
+    del record["rows"]["floor"]
+    assert cannot_rank(record) is None
+
+
+@pytest.fixture
+def poor(tmp_path, monkeypatch):
+    """An experiment whose real images score above the Gaussian; its file and its results."""
+    config, results = results_tree.write(tmp_path, methods=("uniform", "min_snr"))
+    file = results / "reference/reference.json"
+    record = read_json(file)
+    record["rows"]["floor"] |= {METRIC: 652.0, f"{METRIC}_spread": 181.0}
+    record["rows"]["gaussian"] |= {METRIC: 367.0, f"{METRIC}_spread": 24.0}
+    write_json(file, record)
+    manifest = {"options": load(config).evaluation.extractor}
+    (results / "extractor").mkdir()
+    write_json(results / "extractor/manifest.json", manifest)
+    monkeypatch.chdir(tmp_path)
+    return config, results
+
+
+def test_findings_lead_with_it(poor):
+    config, folder = poor
+    results = collect(load(config), folder)
+    verdict = findings.verdict(results, compare(results))
+    assert METRIC in verdict[0] and "652" in verdict[0] and "367" in verdict[0] and "primary_metric" in verdict[0]
+    good = results_tree.write(folder.parent.parent / "good", methods=("uniform", "min_snr"))
+    results = collect(load(good[0]), good[1])
+    assert "cannot rank" not in " ".join(findings.verdict(results, compare(results)))
+
+
+def test_compare_leads_with_it(poor, capsys):
+    _, folder = poor
+    assert main(["compare", str(folder)]) == 0
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert METRIC in first and "652" in first and "367" in first and "primary_metric" in first
+
+
+def test_the_index_shows_it(poor, tmp_path):
+    assert main(["compare", "--index", str(poor[1].parent)]) == 0
+    assert "652" in (poor[1].parent / "index.html").read_text()
+
+
+def test_check_reports_it_from_results_with_equal_settings(poor, capsys):
+    config, _ = poor
+    assert main(["check", str(config)]) == 0
+    told = capsys.readouterr().out
+    assert METRIC in told and "652" in told and told.index("652") < told.index("milestones")
+    values = yaml.safe_load(config.read_text())
+    values["evaluation"]["num_samples"] = 300  # the recorded rows are of other sets
+    config.write_text(yaml.safe_dump(values))
+    assert main(["check", str(config)]) == 0
+    assert "652" not in capsys.readouterr().out
+
+
+def test_check_warns_of_few_images_for_a_trained_extractor(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    values = results_tree.experiment() | {"dataset": {"source": "digits", "limit": 400, "heldout": 0.2}}
+    values["evaluation"] |= {"num_samples": 80}
+
+    def told() -> str:
+        (tmp_path / "few.yaml").write_text(yaml.safe_dump(values))
+        assert main(["check", "few.yaml"]) == 0
+        return capsys.readouterr().out
+
+    assert "primary_metric" in told() and "320" in told()
+    values["evaluation"]["primary_metric"] = "validation"
+    assert "320" not in told()
+    values["evaluation"]["primary_metric"] = "distance"
+    values["dataset"]["limit"] = None
+    assert "primary_metric" not in told()
+
+
+def with_validation(config) -> dict:
+    values = yaml.safe_load(config.read_text())
+    values["evaluation"]["primary_metric"] = "validation"
+    config.write_text(yaml.safe_dump(values, sort_keys=False))
+    return values
+
+
+def test_validation_loss_ranks_methods(poor, capsys):
+    config, folder = poor
+    by_distance = validate(yaml.safe_load(config.read_text())).plain()
+    with_validation(config)
+    results = collect(load(config), folder)
+    rows = compare(results)
+    losses = {method: results.measured.values(method, "val_loss").iloc[:, -1].mean() for method in results.methods}
+    assert [row.method for row in rows] == sorted(losses, key=losses.get)
+    assert [row.curve.mean[-1] for row in rows] == pytest.approx(sorted(losses.values()))
+    told = findings.verdict(results, rows)
+    assert not any("Fréchet" in sentence for sentence in told) and any(
+        "alidation loss" in sentence for sentence in told
+    )
+    assert any("652" in warning for warning in findings.warnings(results))
+    assert main(["compare", str(config), "--format", "json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert {row["metric"] for row in table} == {"val_loss"}
+    assert "primary_metric" not in by_distance["evaluation"], "files without it stay what they were, to the hash"
+
+
+def test_validation_losses_of_two_autoencoders_are_not_compared(poor, tmp_path):
+    config, folder = poor
+    with_validation(config)
+    other_config, other = results_tree.write(tmp_path / "other", methods=("uniform", "min_snr"))
+    with_validation(other_config)
+
+    def joined():
+        found = collect(load(config), folder), collect(load(other_config), other)
+        return join([(results, results.methods) for results in found])
+
+    assert len(joined().methods) == 4
+    manifest = read_json(other / "autoencoder/manifest.json") | {"sha256": "b" * 64}
+    write_json(other / "autoencoder/manifest.json", manifest)
+    for file in other.glob("*/seed*/milestones/*/milestone.json"):
+        write_json(file, read_json(file) | {"autoencoder_sha256": "b" * 64})
+    with pytest.raises(KairosError, match="autoencoder"):
+        joined()
+
+
+def test_the_page_of_an_experiment_that_the_validation_loss_ranks(poor):
+    config, folder = poor
+    with_validation(config)
+    html = build(load(config), folder).read_text()
+    assert "val_loss ↓" in html and METRIC in html
+
+
+def test_a_primary_metric_that_is_not_measured_is_rejected(tmp_path):
+    values = results_tree.experiment()
+    values["evaluation"] |= {"primary_metric": "validation", "metrics": ["frechet", "kid"]}
+    with pytest.raises(ConfigError, match=r"primary_metric.*validation"):
+        validate(values).settled()
+    del values["evaluation"]["metrics"]
+    values["dataset"] = {"heldout": 0}
+    with pytest.raises(ConfigError, match=r"primary_metric.*validation"):
+        validate(values).settled()
