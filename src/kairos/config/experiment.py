@@ -36,11 +36,11 @@ from kairos.training.settings import TrainingConfig
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
 _FOLDERS = ("dataset", "autoencoder", "text", "latents", "extractor", "reference", "figures", "timing", "sums", "logs")
 RESERVED = (*REFERENCE_ROWS, *_FOLDERS, "analyses")
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
 def _folder_name(value: str) -> str:
-    if not _NAME.match(value):
+    if not _NAME.fullmatch(value):
         raise ValueError("letters, digits and _ . + - only (it names a folder)")
     return value
 
@@ -53,7 +53,7 @@ def _distinct(seeds: list[int]) -> list[int]:
 
 def _method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
     for name in methods:
-        if not _NAME.match(name.replace("=", "")) or name in RESERVED:  # = is a sweep's
+        if not _NAME.fullmatch(name.replace("=", "")) or name in RESERVED:  # = is a sweep's
             reserved = ", ".join(RESERVED)
             raise ValueError(f"method name {name!r}: letters, digits and _ . + - only, and none of {reserved}")
     return methods
