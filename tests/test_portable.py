@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,29 @@ def test_what_contradicts_it_is_refused(field, value):
     settings = {"deterministic": "portable", "device": "cpu", field: value}
     with pytest.raises(ConfigError, match=rf"training\.{field}.*allowed"):
         validate({"experiment": "x", "training": settings, "methods": {"uniform": {}}})
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_files_that_extend_each_other_are_refused_in_one_message(tmp_path, capsys, command, length):
+    names = [f"{number}.yaml" for number in range(length)]
+    for name, base in zip(names, [*names[1:], names[0]]):
+        (tmp_path / name).write_text(f"extends: {base}\n")
+    words = [str(tmp_path / "0.yaml")]
+    if command == "train":
+        words = ["--config", *words, "--method", "uniform", "--seed", "0", "--out", str(tmp_path / "out")]
+    assert main([command, *words]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "extends" in message and "0.yaml" in message
+
+
+def test_a_setting_overrides_the_file_that_is_extended(tmp_path):
+    (tmp_path / "base.yaml").write_text("training: {deterministic: portable}\n")
+    (tmp_path / "middle.yaml").write_text("extends: base.yaml\n")
+    (tmp_path / "plain.yaml").write_text("extends: base.yaml\ntraining: {deterministic: true}\n")
+    found = [portable.asked(Namespace(config=tmp_path / f"{name}.yaml")) for name in ("base", "middle", "plain")]
+    assert found == [True, True, False]
 
 
 def case(folder: Path, steps: int = 4) -> tuple[Path, Path]:

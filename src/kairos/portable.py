@@ -56,7 +56,10 @@ def machine() -> dict[str, str]:
 
 
 def asked(arguments: "argparse.Namespace") -> bool:
-    """Whether the experiment file, or the milestone, that a command is given asks for it; what is damaged asks not."""
+    """Return True if the experiment file, or the milestone, of a command sets ``deterministic: portable``.
+
+    Returns False for a file that cannot be read, is damaged, or extends itself: the command reports what is wrong.
+    """
     import yaml
 
     config, milestones = getattr(arguments, "config", None), getattr(arguments, "milestone", None)
@@ -66,8 +69,12 @@ def asked(arguments: "argparse.Namespace") -> bool:
         else:
             path = Path(config or "")
             plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+            read = {path.resolve()}
             while "extends" in plain and "deterministic" not in plain.get("training", {}):
-                path = path.parent / plain["extends"]
+                path = (path.parent / plain["extends"]).resolve()
+                if path in read:  # files that extend each other
+                    return False
+                read.add(path)
                 plain = yaml.safe_load(path.read_text(encoding="utf-8"))
         return bool(plain["training"]["deterministic"] == "portable")
     except (OSError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
