@@ -132,6 +132,40 @@ def test_published_weights_have_a_card_too(milestone, tmp_path):
     assert "draws images of shape 4×4×4" in card and not (tmp_path / "model" / "autoencoder").exists()
 
 
+def test_hub_lists_the_milestones_of_results(tree, monkeypatch, capsys):
+    results, collected = tree
+    expected = sorted(
+        str(results / run.method / f"seed{run.seed}" / "milestones" / f"{one.step:07}")
+        for run in collected.trainings
+        for one in run.milestones
+    )
+    for path in (results, results.parent):
+        assert cli.main(["export", "hub", str(path)]) == 0
+        assert capsys.readouterr().out.splitlines() == expected
+    run = results / "uniform" / "seed0"
+    for path in (results / "uniform", run, run / "milestones"):
+        assert cli.main(["export", "hub", str(path)]) == 0
+        assert capsys.readouterr().out.splitlines() == [line for line in expected if line.startswith(str(run))]
+    monkeypatch.chdir(results.parents[1])
+    assert cli.main(["export", "hub", "tiny.yaml"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(expected)
+
+
+def test_hub_with_a_folder_to_write_lists_the_milestones_and_exports_nothing(tree, tmp_path, capsys):
+    results, _ = tree
+    out = tmp_path / "new"
+    assert cli.main(["export", "hub", str(results), "--out", str(out)]) == 2
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 8 and all("/milestones/" in line for line in said.out.splitlines())
+    assert "PATH" in said.err and str(results) in said.err and said.err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_out_is_needed_where_something_is_exported(tree, milestone, capsys):
+    for words in (("hub", milestone), ("tensorboard", tree[0])):
+        assert "--out" in refused(capsys, *words)
+
+
 def test_what_cannot_be_exported_is_refused_in_one_line(tree, milestone, tmp_path, capsys):
     folder, _ = tree
     new, there = tmp_path / "new", tmp_path / "there"
