@@ -15,28 +15,30 @@ from kairos.strategies.points import Place
 from kairos.strategies.registries import SAMPLERS
 
 
-def _part(named: dict[str, Any], schedule: NoiseSchedule, seed: int, *extra: str) -> Sampler:
-    made: Sampler = SAMPLERS.build(*split({k: v for k, v in named.items() if k not in extra}), schedule, seed)
-    return made
+def _component(named: dict[str, Any], schedule: NoiseSchedule, seed: int, *extra: str) -> Sampler:
+    """The sampler that a dictionary of name and options states, without the keys `extra`."""
+    sampler: Sampler = SAMPLERS.build(*split({k: v for k, v in named.items() if k not in extra}), schedule, seed)
+    return sampler
 
 
 class OfOne(Sampler):
-    """Base of what changes one density, `part`."""
+    """Base of samplers that change one density, `part`, whose uniform floor belongs to it."""
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.part = _part(options.density, schedule, seed)
-        self.moving, self.split, self.asks = self.part.moving, self.part.split, self.part.asks
+        self.part = _component(options.density, schedule, seed)
+        self.moving, self.asks = self.part.moving, self.part.asks
+        self.split = self.part.split or self.part.floor > 0  # `transform` draws the floor apart from the rest
 
     def uniforms(self, place: Place) -> Any:
-        """The part's, where these are not plain ones."""
-        plain = type(self.part).uniforms is Sampler.uniforms
-        return super().uniforms(place) if plain else self.part.uniforms(place)
+        """Uniform numbers of this sampler; of a mixture with ``per: batch`` the mixture's."""
+        per_batch = getattr(self.part.options, "per", "sample") == "batch"
+        return self.part.uniforms(place) if per_batch else super().uniforms(place)
 
     def inverse(self, probability: Values, place: Place) -> Values:
-        """The part's quantile, in order."""
-        if self.part.split:
-            return bisect(lambda u: self.part.cdf(u, place), probability)
+        """Inverse of the part's distribution function, floor included; it does not fall with the probability."""
+        if self.part.split or self.part.floor:
+            return bisect(lambda u: self.part.cdf_with_floor(u, place), probability)
         return self.part.quantile(probability, place)
 
 
@@ -55,7 +57,7 @@ class Range(OfOne):
         super().__init__(options, schedule, seed)
         self.split = self.split and not options.cut
         if options.cut and not self.asks:
-            first, last = self.part.cdf(np.array([options.low, options.high]))
+            first, last = self.part.cdf_with_floor(np.array([options.low, options.high]))
             if not last > first:
                 raise ValueError(
                     f"low and high: got {options.low:g} and {options.high:g}, where the density has no mass"
@@ -64,17 +66,18 @@ class Range(OfOne):
     def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
         """Of the density, cut off or scaled."""
         low, high = self.options.low, self.options.high
+        cdf = self.part.cdf_with_floor
         if not self.options.cut:
-            return self.part.cdf(((fraction - low) / (high - low)).clip(0, 1), place)
-        first, last = (self.part.cdf(0 * fraction + end, place) for end in (low, high))
-        return (self.part.cdf(fraction.clip(low, high), place) - first) / (last - first)
+            return cdf(((fraction - low) / (high - low)).clip(0, 1), place)
+        first, last = (cdf(0 * fraction + end, place) for end in (low, high))
+        return (cdf(fraction.clip(low, high), place) - first) / (last - first)
 
     def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
         """The inverse."""
         low, high = self.options.low, self.options.high
         if not self.options.cut:
-            return low + (high - low) * self.part.quantile(probability, place)
-        first, last = (self.part.cdf(0 * probability + end, place) for end in (low, high))
+            return low + (high - low) * self.part.transform(probability, place)
+        first, last = (self.part.cdf_with_floor(0 * probability + end, place) for end in (low, high))
         return self.inverse(first + (last - first) * probability, place).clip(low, high)
 
 
@@ -104,16 +107,19 @@ class Shift(OfOne):
             alpha = options.alpha * (tokens / options.last) ** 0.5
             return max(alpha, options.low) if isinstance(alpha, float) else alpha.clip(options.low, None)
         line = options.low + (options.high - options.low) * (tokens - options.first) / (options.last - options.first)
-        return math.e**line if options.law == "exponential" else line * place.context.get("frames", 1) ** 0.5
+        if options.law == "exponential":
+            return math.e**line
+        frames = 1 if place.context.get("frames") is None else place.said("frames", "shift")
+        return line * frames**0.5
 
     def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
         """The density's, with the shift taken back."""
         alpha = self.alpha(place)
-        return self.part.cdf(fraction / (alpha - (alpha - 1) * fraction), place)
+        return self.part.cdf_with_floor(fraction / (alpha - (alpha - 1) * fraction), place)
 
     def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
         """The density's, shifted."""
-        alpha, drawn = self.alpha(place), self.part.quantile(probability, place)
+        alpha, drawn = self.alpha(place), self.part.transform(probability, place)
         return alpha * drawn / (1 + (alpha - 1) * drawn)
 
 
@@ -130,7 +136,7 @@ class Mixture(Sampler):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.parts = [_part(part, schedule, seed, self.key) for part in options.parts]
+        self.parts = [_component(part, schedule, seed, self.key) for part in options.parts]
         self.numbers = [part[self.key] for part in options.parts]
         self.moving = self.moving or any(part.moving for part in self.parts)
         self.asks = self.asks or any(part.asks for part in self.parts)
@@ -140,8 +146,9 @@ class Mixture(Sampler):
         return [number / sum(self.numbers) for number in self.numbers]
 
     def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
-        """The parts' with their shares."""
-        return sum(share * part.cdf(fraction, place) for part, share in zip(self.parts, self.shares(place)))
+        """Sum of the components' distribution functions, floors included, times their shares."""
+        shares = self.shares(place)
+        return sum(share * part.cdf_with_floor(fraction, place) for part, share in zip(self.parts, shares))
 
     def uniforms(self, place: Place) -> Any:
         """Numbers whose first choice is one for the whole batch, where that is asked for."""
@@ -185,7 +192,8 @@ class ByGroup(Mixture):
             if group not in self.numbers:
                 raise ConfigError(f"group: got {group!r}, allowed: {', '.join(map(str, self.numbers))}")
             group = self.numbers.index(group)
-        return [1.0 * (group == number) for number in range(len(self.parts))]
+        chosen = [group == number for number in range(len(self.parts))]
+        return [float(one) if isinstance(one, bool) else one.double() for one in chosen]
 
 
 class Schedule(Mixture):
@@ -267,7 +275,7 @@ class Listed(Sampler):
         self._times = np.minimum(np.sort(options.times), 1 - 2**-53)
 
     def uniforms(self, place: Place) -> Any:
-        """With ``in_turn`` sample after sample the next of the list."""
+        """With ``in_turn`` each time of each sample is the next of the list."""
         if not self.options.in_turn:
             return super().uniforms(place)
         import torch
@@ -276,8 +284,10 @@ class Listed(Sampler):
         if isinstance(index, range):
             index = torch.arange(index.start, index.stop, device=place.device)
         before = place.steps * place.total if place.before is None else place.before
-        number = (before + index.reshape(-1, *[1] * len(place.shape))) % len(self._times)
-        return ((number + 0.5) / len(self._times)).double()
+        count = math.prod(place.shape)  # times of one sample
+        sample = before + index.reshape(-1, *[1] * len(place.shape))
+        number = sample * count + torch.arange(count, device=place.device).view(place.shape)
+        return ((number % len(self._times) + 0.5) / len(self._times)).double()
 
     def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
         """Steps at the times."""

@@ -156,9 +156,17 @@ class Slope(Sampler):
     """
 
     def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
-        """Differences of softplus over the weight; of a weight of 0, the fraction itself."""
-        weight = self.options.weight or 1e-9
-        start = 1 / (1 + math.exp(weight * (0.5 + self.options.bias)))
+        """Differences of softplus over the weight; of a weight of 0, the fraction itself.
+
+        A falling density is computed as the mirror image of a rising one, which does not round to 0.
+        """
+        weight, bias = self.options.weight or 1e-9, self.options.bias
+        if weight < 0:
+            return 1 - self._rising(1 - fraction, -weight, -bias)
+        return self._rising(fraction, weight, bias)
+
+    def _rising(self, fraction: Values, weight: float, bias: float) -> Values:
+        start = 1 / (1 + math.exp(weight * (0.5 + bias)))
         area = of(fraction).log1p(of(fraction).expm1(weight * fraction) * start)
         return area / math.log1p(math.expm1(weight) * start)
 

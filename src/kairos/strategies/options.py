@@ -118,7 +118,7 @@ class Slope(Fixed):
     """p in proportion to sigmoid(weight (t/T - 1/2 - bias))."""
 
     weight: float = option(4.0, "steepness; above 0 it prefers noise", ge=-100, le=100)
-    bias: float = option(0.0, "where the sigmoid is 1/2, from the middle")
+    bias: float = option(0.0, "where the sigmoid is 1/2, from the middle", ge=-5, le=5)
 
 
 class UShape(Fixed):
@@ -141,6 +141,9 @@ def one_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
     kept = {key: named[key] for key in extra}
     its = SAMPLERS.parse(named["name"], {k: v for k, v in but_name(dict(named)).items() if k not in extra}, where)
     demand(not its.importance, f"{where}.importance", "true", "false; the whole has one")
+    points = getattr(its, "points", "random")
+    demand(points == "random", f"{where}.points", points, "random; the whole sampler has points, its components do not")
+    demand(not getattr(its, "in_turn", False), f"{where}.in_turn", "true", "false; a component is drawn at random")
     return {"name": named["name"], **dump(its), **kept}
 
 
@@ -202,6 +205,15 @@ class Shift(Fixed):
     low: float = option(0.5, "mu (exponential) or alpha (linear) at `first` tokens; the least alpha (root)")
     high: float = option(1.15, "the same at `last` tokens")
 
+    def __post_init__(self) -> None:
+        if self.law in ("exponential", "linear"):
+            demand(self.first != self.last, "first and last", f"{self.first:g} and {self.last:g}", "different numbers")
+        if self.law == "linear":
+            slope = (self.high - self.low) / (self.last - self.first)
+            positive = slope >= 0 and self.low - slope * self.first > 0
+            allowed = "a line that rises and is above 0 at every number of tokens: it is alpha"
+            demand(positive, "low and high", f"{self.low:g} and {self.high:g}", allowed)
+
 
 class Mixture(Fixed):
     """Several densities, each with its share of the draws."""
@@ -240,6 +252,9 @@ class Listed(Fixed):
 
     times: list[float] = option([1.0, 0.75, 0.5, 0.25], "fractions t/T of the process")
     in_turn: bool = option(False, "whether sample after sample takes the next one")
+
+    def __post_init__(self) -> None:
+        demand(not (self.in_turn and self.floor), "floor", self.floor, "0 with in_turn, which leaves nothing to chance")
 
 
 class Clts(Fixed):

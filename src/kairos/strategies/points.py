@@ -47,13 +47,18 @@ class Place:
     device: Any = "cpu"
     context: Mapping[str, Any] = field(default_factory=dict)
 
-    def of(self, batch: "Tensor") -> "Place":
-        """The same for this rank's part of a global batch, to which each rank brings as many samples; or as it says."""
+    def of(self, batch: "Tensor", group: Any = None) -> "Place":
+        """Complete for a batch: its device and, unless they are known, sample indices and global batch size.
+
+        Args:
+            batch: this rank's part of the global batch, to which each rank brings equally many samples.
+            group: process group of the ranks over which the batch is split; None: all ranks.
+        """
         if self.index is not None:
             return self.but(device=batch.device)
         count = len(batch)
-        begin = distributed.rank() * count
-        index, total = range(begin, begin + count), distributed.ranks() * count
+        begin = distributed.rank(group) * count
+        index, total = range(begin, begin + count), distributed.ranks(group) * count
         return self.but(index=index, total=total, device=batch.device)
 
     def but(self, **changes: Any) -> "Place":
@@ -130,7 +135,7 @@ def points(kind: str, place: Place) -> "Tensor":
 
     if kind == "epochs":
         item, items, epoch = (place.said(name, "points: epochs") for name in ("item", "items", "epoch"))
-        shift = place.stream("sobol").uniform(0, range(1), (), place.device)
+        shift = place.stream("sobol").uniform(0, range(1), place.shape, place.device)  # (1, *shape)
         return (item / items + epoch * _GOLDEN + shift) % 1.0
     whole = place.but(index=range(place.total))
     keys, axis = whole.uniform("order of timesteps"), -1 - len(place.shape)
@@ -143,7 +148,7 @@ def points(kind: str, place: Place) -> "Tensor":
         shift = place.stream("sobol").uniform(0, range(1), (), place.device)
         return (van_der_corput(before + order) + shift) % 1.0
     if kind == "systematic":
-        return (order + place.but(first=0).uniform("timesteps", index=range(1))) / place.total
+        return (order + place.uniform("timesteps", index=range(1))) / place.total
     return (order + whole.uniform("timesteps").gather(axis, order)) / place.total
 
 

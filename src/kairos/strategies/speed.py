@@ -49,16 +49,19 @@ class Reflected(Tabled):
 
     Of n draws the first n//2 + 1 come from the density; draw i of the rest is the reflection of draw i at m, the first
     timestep where the central difference of sqrt(1 - alpha-bar) falls under 1e-4, plus 1: m - t before m, t - m from m
-    on. The density shown is that of the size of batch last drawn, and of a large batch before the first draw.
+    on. The density shown is that of the size of batch last drawn, and of a large batch before the first draw and as a
+    component of another sampler.
     """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self.batch: int | None = None
         self.m = meaningful_steps(schedule)
-        self.set_masses(self.drawn_half())
         t = np.arange(schedule.timesteps)
         self._reflection = np.where(t < self.m, self.m - t, t - self.m).clip(0, schedule.timesteps - 1)
+        self._half = Tabled(options, schedule, seed)
+        self._half.set_masses(self.drawn_half())
+        self.set_masses(self.masses())
 
     def drawn_half(self) -> Array:
         """Relative mass of every timestep in the half that is drawn, (T,)."""
@@ -66,7 +69,7 @@ class Reflected(Tabled):
 
     def masses(self, x0: "Tensor | None" = None, place: Place = NOTHING) -> Array:
         """Both halves together."""
-        drawn = super().masses()
+        drawn = self._half.masses()
         reflected = np.bincount(self._reflection, weights=drawn, minlength=len(drawn))
         share = 0.5 if self.batch is None else min((self.batch // 2 + 1) / self.batch, 1.0)
         return share * drawn + (1 - share) * reflected
@@ -81,7 +84,7 @@ class Reflected(Tabled):
             index = torch.arange(index.start, index.stop, device=place.device)
         second = (index >= half).view(-1, *[1] * len(place.shape))
         of_half = place.but(index=torch.where(index >= half, index - half, index), total=half)
-        position = self.quantile(self.uniforms(of_half)) * timesteps
+        position = self._half.quantile(self.uniforms(of_half)) * timesteps
         cell = position.long().clamp(max=timesteps - 1)
         both = torch.where(second, like(self._reflection, position)[cell] + (position - cell), position) / timesteps
         if self.floor:

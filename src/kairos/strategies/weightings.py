@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kairos.diffusion.schedule import NoiseSchedule
 from kairos.strategies.base import Weighting
 from kairos.strategies.combined import tabled
 from kairos.strategies.numeric import Array, Values, interp, of, sigmoid
@@ -117,12 +118,14 @@ class Edm(Weighting):
         return 1 / (self.options.sigma_data or 0.5) ** 2 + snr
 
     def __call__(self, snr: Values, step: Any = 0) -> Values:
-        """With its cap."""
+        """The formula and, in the warm-up, its cap; `step` is a number or a tensor that broadcasts with `snr`."""
         weight, warmup = self.of_snr(snr), self.options.warmup
-        if warmup is not None:
-            cap = 5 * 100 ** (step / warmup)
-            weight = of(weight).where(step >= warmup, weight, of(weight).minimum(weight, cap + 0 * weight))
-        return self.converted(weight, snr)
+        if warmup is None or (isinstance(step, int) and step >= warmup):
+            return self.converted(weight, snr)
+        capped = of(weight).minimum(weight, 5 * 100 ** (step / warmup) + 0 * weight)
+        if not isinstance(step, int):
+            capped = of(weight).where(step >= warmup, weight, capped)
+        return self.converted(capped, snr)
 
 
 class Sigmoid(Weighting):
@@ -254,12 +257,19 @@ class Table(Weighting):
     r"""Numbers evenly spread over the process, on the error of whatever is predicted.
 
     $$w(t) = f(t / T), \qquad f \text{ through the numbers}$$
+
+    Raises:
+        ValueError: the numbers are none, not finite, below 0 or all 0.
     """
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
+        super().__init__(options, schedule, prediction)
+        middles = (np.arange(schedule.timesteps) + 0.5) / schedule.timesteps
+        self._weights = tabled(options, middles)
 
     def weights(self, step: Any = 0) -> Array:
         """At the middles of the timesteps."""
-        timesteps = self.schedule.timesteps
-        return tabled(self.options, (np.arange(timesteps) + 0.5) / timesteps)
+        return self._weights
 
 
 class Robust(Weighting):
