@@ -48,7 +48,7 @@ class Bandit:
         self.gain = torch.where(fractions < 0.5, self.better[0], self.better[1]).float()
         self.after = False
         self.number = k
-        random = Place(step=1000 + k)
+        random = Place(step=1000 + k).of(self.x0)
         with self.sampler.observe(Observation(k, self.x0, fractions, None, self, random)):
             self.after = True
         return fractions
@@ -229,7 +229,7 @@ def test_the_policy_reaches_the_beta_nearest_to_the_optimum_for_fixed_rewards():
     for k in range(400):
         u = sampler.fractions(x0, Place(step=k))
         centred = reward(u) - reward(u).mean()
-        sampler._learn(Observation(k, x0, u, None, None, Place(step=k)), centred[:, None])
+        sampler._learn(Observation(k, x0, u, None, None, Place(step=k).of(x0)), centred[:, None])
     with torch.no_grad():
         a, b = (value.mean().item() for value in sampler.policy(x0))
     assert divergence(a, b) < best + 0.03 and divergence(0.974, 0.974) > best + 0.3

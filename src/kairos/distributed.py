@@ -1,14 +1,15 @@
 """One process or several: the global batch is the ranks' batches one after the other, in the order of the ranks.
 
 Everything here is exact and the same on all ranks, and does nothing where torch.distributed is not initialised, so that
-samplers are written once, for the global batch.
+samplers are written once, for the global batch. Functions that take a `group` are limited to the ranks of that process
+group: those over which the batch is split. None stands for all ranks.
 """
 
 import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kairos.errors import KairosError
+from kairos.errors import ConfigError, KairosError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -23,18 +24,39 @@ _store: Any = None  # torchrun's, which all ranks see
 _met = 0
 
 
-def ranks() -> int:
+def ranks(group: Any = None) -> int:
     """Number of processes that train together."""
     from torch import distributed
 
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def rank() -> int:
-    """Number of this process among them."""
+def rank(group: Any = None) -> int:
+    """Number of this process among those that train together, from 0."""
     from torch import distributed
 
-    return distributed.get_rank() if ranks() > 1 else 0
+    return distributed.get_rank(group) if ranks(group) > 1 else 0
+
+
+def batch_group(group: Any) -> Any:
+    """Process group of the ranks over which the batch is split; None: all ranks.
+
+    Args:
+        group: a process group, a one-dimensional `torch.distributed.DeviceMesh` such as ``mesh["dp"]``, or None.
+
+    Raises:
+        ConfigError: the mesh has several dimensions, or this process is not a member of the group.
+    """
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            names = ", ".join(map(str, group.mesh_dim_names or ()))
+            raise ConfigError(
+                f"process_group: got a mesh of {group.ndim} dimensions ({names}), allowed: one of them, mesh[name]"
+            )
+        group = group.get_group()
+    if group is not None and rank(group) < 0:
+        raise ConfigError("process_group: got a group without this process, allowed: a group that it is a member of")
+    return group
 
 
 def join(processes: int, device: "torch.device") -> None:
@@ -99,46 +121,39 @@ def on_first(function: "Callable[[], T]") -> "T":
     return _of_all(value)[0]  # type: ignore[return-value]
 
 
-def share(size: int) -> tuple[int, slice]:
-    """Size of the global batch, and this rank's part of it, for a batch of `size` samples here."""
-    sizes = _of_all(size)
-    begin = sum(sizes[: rank()])
-    return sum(sizes), slice(begin, begin + size)
-
-
-def gather(values: "Tensor") -> "Tensor":
+def gather(values: "Tensor", group: Any = None) -> "Tensor":
     """All ranks' values (n, ...), one after the other, on the CPU; gradients do not pass."""
     import torch
 
-    return torch.cat(_of_all(values.detach().cpu()))
+    return torch.cat(_of_all(values.detach().cpu(), group))
 
 
-def joined(values: "Tensor", index: Any, total: int) -> "Tensor":
+def joined(values: "Tensor", index: Any, total: int, group: Any = None) -> "Tensor":
     """All ranks' values (n, ...), which are rows `index` of `total`, where they are; nothing waits for a GPU."""
-    if ranks() == 1:
+    if ranks(group) == 1:
         return values
     rows = slice(index.start, index.stop) if isinstance(index, range) else index
     every = values.new_zeros(total, *values.shape[1:])
     every[rows] = values.detach()
-    sum_tensors([every])
+    sum_tensors([every], group)
     return every
 
 
-def _of_all(value: T) -> list[T]:
-    if ranks() == 1:
+def _of_all(value: T, group: Any = None) -> list[T]:
+    if ranks(group) == 1:
         return [value]
     from torch import distributed
 
-    values = [value] * ranks()
-    distributed.all_gather_object(values, value)
+    values = [value] * ranks(group)
+    distributed.all_gather_object(values, value, group=group)
     return values
 
 
-def sum_tensors(tensors: "Iterable[Tensor]") -> None:
+def sum_tensors(tensors: "Iterable[Tensor]", group: Any = None) -> None:
     """Add up all ranks' tensors, in place."""
-    if ranks() == 1:
+    if ranks(group) == 1:
         return
     from torch import distributed
 
     for tensor in tensors:
-        distributed.all_reduce(tensor)
+        distributed.all_reduce(tensor, group=group)

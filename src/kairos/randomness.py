@@ -87,24 +87,25 @@ class Stream:
         """Integers in [0, high), int64 (n, *shape), high up to 2**53; a probability is off by at most 2**-53."""
         return (self.uniform(step, index, shape, device) * high).long()
 
-    def beta(self, step: int, index: Index, a: Tensor, b: Tensor) -> Tensor:
-        """One draw of Beta(a_i, b_i) per sample, float64 (n,), on the device of a and b, which are positive (n,).
+    def beta(self, step: int, index: Index, a: Tensor, b: Tensor, shape: Shape = ()) -> Tensor:
+        """Draws of Beta(a_i, b_i) for each sample, float64 (n, *shape), on the device of a and b, positive (n,).
 
         From two Gamma variates of Marsaglia and Tsang 2000, each the first accepted of a fixed number of candidates, in
         logarithms; for small a and b the draw may round to exactly 0 or 1.
         """
         import torch
 
-        alpha = torch.stack((a, b), 1).detach().double()  # (n, 2)
-        words = self.words(step, index, 2 * (2 * _TRIES + 1), alpha.device).reshape(len(alpha), 2, -1)
+        count = math.prod(shape)  # draws of a sample
+        alpha = torch.stack((a, b), 1).detach().double().repeat_interleave(count, 0)  # (n count, 2)
+        words = self.words(step, index, count * 2 * (2 * _TRIES + 1), alpha.device).reshape(len(alpha), 2, -1)
         z, log_u = _normal(words[..., :_TRIES]), _open(words[..., _TRIES:]).log_()
         d = alpha[..., None] + 2 / 3  # of Gamma(a + 1), which times u^(1/a) is Gamma(a)
         log_v = (1 + z / (9 * d).sqrt()).clamp(min=1e-30).log_() * 3  # a clamped candidate is never accepted
         accepted = log_u[..., :_TRIES] < z**2 / 2 + d * (1 - log_v.exp() + log_v)
         first = (accepted * torch.arange(_TRIES, 0, -1, device=a.device)).argmax(-1, keepdim=True)
-        log_gamma = (d.log() + log_v.gather(-1, first))[..., 0] + log_u[..., -1] / alpha  # (n, 2)
+        log_gamma = (d.log() + log_v.gather(-1, first))[..., 0] + log_u[..., -1] / alpha  # (n count, 2)
         # not sigmoid, whose last bit depends on a number's place in the batch
-        return 1 / (1 + (log_gamma[:, 1] - log_gamma[:, 0]).exp())
+        return (1 / (1 + (log_gamma[:, 1] - log_gamma[:, 0]).exp())).view(-1, *shape)
 
     def permutation(self, count: int, epoch: int = 0) -> Tensor:
         """A permutation of 0 .. count - 1, int64 (count,) on the CPU: the order of 64-bit keys, one per position."""

@@ -25,15 +25,21 @@ from torch.distributions import Beta
 
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
+from kairos.errors import demand
 from kairos.randomness import derived_seed
 from kairos.strategies.base import NOTHING, Cost, Observation, Sampler
 from kairos.strategies.beta import beta_cdf
-from kairos.strategies.numeric import Array
+from kairos.strategies.numeric import Array, on_device
 from kairos.strategies.points import Place
 
 _EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
 
 _START = math.log1p(math.exp(0.5)) + 1e-5  # a and b of a new policy: softplus of the last layer's bias
+
+
+def _beta(a: Tensor, b: Tensor) -> Beta:
+    """Return the distribution without torch's check of its parameters and arguments, which waits for the device."""
+    return Beta(a, b, validate_args=False)
 
 
 class Policy(nn.Module):
@@ -86,9 +92,10 @@ class Adaptive(Sampler):
         ValueError: the feature vector has more timesteps than the process, or fewer than are selected from it.
     """
 
-    learned = measures = True
+    learned = measures = per_image = True
     dropout = False  # whether the network is measured in training mode
     noise_after = "measurement"  # the random stream of the noise after the step: the same as before it
+    stretch = 1.0  # du/df, where u is a draw of the policy and f = placed(u) its fraction of the process
     rows = 3  # of the queue, before S is selected from it: with fewer every F-statistic is 0
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
@@ -107,7 +114,6 @@ class Adaptive(Sampler):
         self.reward_mean = 0.0
         self.reward_scale = 0.0
         self._shape = torch.full((2, 1), _START, dtype=torch.float64)  # a and b of this rank's last batch
-        self._drawn = torch.empty(0)  # u of it, which the policy step looks back to
         self._reward = 0.0
 
     def _build(self, channels: int, device: torch.device, dtype: torch.dtype) -> Policy:
@@ -121,23 +127,32 @@ class Adaptive(Sampler):
         return self.policy
 
     def fractions(self, x0: Tensor, place: Place) -> Tensor:
-        """One draw from each image's Beta distribution, float64 (batch,), where the images are."""
-        if x0.ndim != 4:
-            raise ValueError(f"adaptive: got x0 of shape {tuple(x0.shape)}, allowed: (batch, channels, height, width)")
-        place = place.of(x0)
+        """Draws from each image's Beta distribution, float64 (batch, *times), where the images are.
+
+        Raises:
+            ConfigError: `x0` is not a batch of images.
+        """
+        allowed = "(batch, channels, height, width)"
+        demand(x0.ndim == 4, "adaptive: x0", f"shape {tuple(x0.shape)}", allowed)
+        self._build(x0.shape[1], x0.device, x0.dtype)
+        place = place.of(x0, self.group)
         with torch.no_grad():
-            self._shape = torch.stack(self._build(x0.shape[1], x0.device, x0.dtype)(x0)).double()  # (2, batch)
-        index = range(place.index.start + place.first, place.index.stop + place.first)
-        drawn = place.stream("timesteps").beta(place.step, index, *self._shape)
-        if self.floor:
-            even = place.uniform("floor", 2)
-            drawn = torch.where(even[:, 0] < self.floor, even[:, 1], drawn)
-        self._drawn = drawn.clamp(_EDGE, 1 - _EDGE)
-        return self.placed(self._drawn)
+            self._shape = torch.stack(self.policy(x0)).double()  # (2, batch)
+        a, b = self._shape
+        u = place.stream("timesteps").beta(place.step, place.numbers, a, b, place.shape)
+        fractions = self.placed(u.clamp(_EDGE, 1 - _EDGE))
+        if not self.floor:
+            return fractions
+        even = place.uniform("floor", 2)
+        return torch.where(even[..., 0] < self.floor, even[..., 1], fractions)
 
     def placed(self, u: Tensor) -> Tensor:
         """The fraction of the process that a draw u of the policy stands for, elementwise."""
         return u
+
+    def unplaced(self, fractions: Tensor) -> Tensor:
+        """The inverse of `placed`, elementwise."""
+        return fractions
 
     def borders(self) -> Array:
         """Where the cells of the timesteps begin and end in u, (T + 1,)."""
@@ -152,19 +167,22 @@ class Adaptive(Sampler):
         return np.diff(beta_cdf(self.borders()[None], a, b), axis=1).mean(0)
 
     def importance(self, x0: Tensor, fractions: Tensor, place: Place = NOTHING) -> Tensor | None:
-        """1 over the density of each draw given its image, relative to uniform, (batch,)."""
+        """1 over the density of each draw given its image, relative to uniform, float32 (batch, *times)."""
         if not self.corrected:
             return None
         with torch.no_grad():
-            return torch.exp(-self._log_density(x0))
+            a, b = self.policy(x0)
+            return torch.exp(-self._log_density(a, b, fractions)).float()
 
-    def _log_density(self, x0: Tensor) -> Tensor:
-        """Logarithm of the density of the last draws, floor included, (batch,), on the device of x0."""
-        a, b = self.policy(x0)
-        log = Beta(a, b).log_prob(self._drawn.to(a))
+    def _log_density(self, a: Tensor, b: Tensor, fractions: Tensor) -> Tensor:
+        """Logarithm of the density of fractions (batch, *times), floor included, given a and b, each (batch,)."""
+        u, per_time = self.unplaced(fractions), [1] * (fractions.ndim - 1)
+        policy = _beta(a.view(-1, *per_time), b.view(-1, *per_time))
+        log = policy.log_prob(u.clamp(_EDGE, 1 - _EDGE).to(a)) + math.log(self.stretch)
         if not self.floor:
             return log
-        return torch.logaddexp(log + math.log1p(-self.floor), torch.full_like(log, math.log(self.floor)))
+        log = torch.where((u >= 0) & (u <= 1), log + math.log1p(-self.floor), -math.inf)
+        return torch.logaddexp(log, torch.full_like(log, math.log(self.floor)))
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
@@ -189,10 +207,8 @@ class Adaptive(Sampler):
         """c_t-weighted losses, float64: of one image at the feature timesteps (count,), and of the batch at S,
         (global batch, |S|).
         """
-        size, _ = distributed.share(len(observation.x0))
-        count = len(self.features)
+        place, size, count = observation.place, observation.place.total, len(self.features)
         if self.options.feature_images == "one":
-            place = observation.place
             index = place.stream("measured image").integers(place.step, size, range(1)).expand(count)
         else:
             index = torch.arange(count) * size // count
@@ -219,13 +235,16 @@ class Adaptive(Sampler):
 
     def _learn(self, observation: Observation, change: Tensor) -> None:
         """One REINFORCE step (Kim et al. 2025, eq. 13); `change` is how far the losses fell, (global batch, |S|)."""
-        size, mine = distributed.share(len(observation.x0))
-        x0 = observation.x0
-        advantage = self.advantage(change)[mine].to(self.policy.last.weight)
+        place = observation.place
+        mine = slice(place.index.start, place.index.stop) if isinstance(place.index, range) else place.index.cpu()
+        advantage = on_device(self.advantage(change)[mine], observation.x0.device).to(self.policy.last.weight.dtype)
         self.optimizer.zero_grad(set_to_none=True)
-        entropy = Beta(*self.policy(x0)).entropy()
-        (-self.objective(self._log_density(x0), entropy, advantage).sum() / size).backward()
-        distributed.sum_tensors(each.grad for each in self.policy.parameters() if each.grad is not None)
+        a, b = self.policy(observation.x0)
+        log_density = self._log_density(a, b, observation.fractions).reshape(len(a), -1).sum(1)  # over times: (batch,)
+        entropy = _beta(a, b).entropy()
+        (-self.objective(log_density, entropy, advantage).sum() / place.total).backward()
+        gradients = [each.grad for each in self.policy.parameters() if each.grad is not None]
+        distributed.sum_tensors(gradients, self.group)
         nn.utils.clip_grad_norm_(self.policy.parameters(), self.options.grad_clip)
         self.optimizer.step()
         self.updates += 1
@@ -246,7 +265,7 @@ class Adaptive(Sampler):
 
     def statistics(self) -> dict[str, float]:
         """Mean a and b of the last batch, of all ranks; number of policy updates, last mean reward."""
-        a, b = distributed.gather(self._shape.T).mean(0).tolist()
+        a, b = distributed.gather(self._shape.T, self.group).mean(0).tolist()
         return {"a": a, "b": b, "reward": self._reward, "updates": self.updates}
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.strategies.adaptive import Adaptive, select
+from kairos.strategies.base import NOTHING
 from kairos.strategies.numeric import Array
+from kairos.strategies.points import Place
 
 
 class AdaptiveOfficial(Adaptive):
@@ -27,11 +29,25 @@ class AdaptiveOfficial(Adaptive):
 
     def __init__(self, options: object, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
+        self.stretch = schedule.timesteps / (schedule.timesteps - 1)
         self.selected = torch.arange(self.options.selected)
 
     def placed(self, u: Tensor) -> Tensor:
-        """The middle of timestep round(u (T - 1))."""
-        return ((u * (self.schedule.timesteps - 1)).round() + 0.5) / self.schedule.timesteps
+        """A fraction within timestep round(u (T - 1)), elementwise."""
+        return (u * (self.schedule.timesteps - 1) + 0.5) / self.schedule.timesteps
+
+    def unplaced(self, fractions: Tensor) -> Tensor:
+        """The inverse of `placed`, elementwise."""
+        return (fractions * self.schedule.timesteps - 0.5) / (self.schedule.timesteps - 1)
+
+    def importance(self, x0: Tensor, fractions: Tensor, place: Place = NOTHING) -> Tensor | None:
+        """1 over the density of each draw given its image, float32 (batch, *times); every timestep counts alike."""
+        weights = super().importance(x0, fractions, place)
+        if weights is None or self.floor:
+            return weights
+        timestep, last = (fractions * self.schedule.timesteps).floor(), self.schedule.timesteps - 1
+        half_drawn = (timestep == 0) | (timestep == last)  # the policy draws in the inner half of these alone
+        return torch.where(half_drawn, 2 * weights, weights)
 
     def borders(self) -> Array:
         """Half-way between the points."""

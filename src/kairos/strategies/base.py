@@ -24,17 +24,20 @@ NOTHING = Place()  # where the context of a call does not matter
 
 @dataclass(frozen=True)
 class Observation:
-    """What a sampler that learns may look at around one optimiser step. Batches are this rank's part of the global one.
+    """Everything a sampler that learns may use around one optimiser step.
+
+    Tensors hold this rank's samples of the step: those of all micro-batches, where gradients are accumulated.
 
     Attributes:
         step: number of the step, from 0.
-        x0: the batch, (batch, ...).
-        fractions: what the sampler drew for it, float64 (batch,) or (batch, times).
-        losses: per-sample loss of the step, times the weighting's weight but without importance weights, (batch,).
-        errors: the same without the weighting's weight.
-        prediction: what the network predicts, whose squared errors they are.
-        meter: a `Meter`, losses and gradients of the network as it now is, for samplers that measure.
-        place: where the step stands in everything random, for what is random in a measurement.
+        x0: the images, (batch, ...).
+        fractions: the sampler's draws for `x0`, float64 (batch,) or (batch, times).
+        losses: losses of the draws times the weighting's weights, without importance weights, shape of `fractions`;
+            None: `Strategy.loss` was not called.
+        errors: losses of the draws without any weight, shape of `fractions`; None: like `losses`.
+        prediction: prediction type of the network, whose squared errors they are.
+        meter: a `Meter`, losses and gradients of the network in its present state, for samplers that measure.
+        place: random coordinates of the step's samples: seed, step, their indices in the global batch and its size.
     """
 
     step: int
@@ -73,6 +76,7 @@ class Part:
     kept: tuple[str, ...] = ()
     learned = False  # whether it depends on what was observed
     moving = False  # whether it depends on the step
+    group: Any = None  # process group of the ranks over which the batch is split; None: all ranks
 
     def __init__(self, options: Any, schedule: NoiseSchedule):
         self.options = options
@@ -116,6 +120,7 @@ class Sampler(Part):
     measures = False  # whether observing needs a meter
     corrected: bool = False  # whether draws have importance weights, where it is no option
     asks = False  # whether it needs the context of a call
+    per_image = False  # whether each image has a density of its own
     split = False  # whether `quantile` gives each part of the probabilities to a part of the density, in no order
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
@@ -153,6 +158,10 @@ class Sampler(Part):
         """Draws without a training: float64 `shape` in [0, 1), a function of seed and step; see `Place`."""
         count, *times = (shape,) if isinstance(shape, int) else shape
         return self.drawn(Place(seed, step, 0, None, range(count), count, tuple(times), device, context))
+
+    def cdf_with_floor(self, fraction: Values, place: Place = NOTHING) -> Values:
+        """Probability of a draw below each fraction, the uniform floor included: what `transform` draws from."""
+        return (1 - self.floor) * self.cdf(fraction, place) + self.floor * fraction
 
     def masses(self, x0: "Tensor | None" = None, place: Place = NOTHING) -> Array:
         """Probability of every timestep without the floor, (T,): the exact mass F((t+1)/T) - F(t/T) of its cell."""
@@ -311,6 +320,10 @@ class Weighting(Part):
     def weights(self, step: Any = 0) -> Array:
         """The factor of every timestep, float64 (T,)."""
         return np.asarray(self(self.schedule.snr, step))
+
+    def restored(self) -> None:
+        """Forget the weights that `at` has cached. Weightings that learn call this after every change."""
+        self._tables.clear()
 
     def at(self, process: Any, t: "Tensor", step: Any = 0) -> "Tensor":
         """The factors at times of a process, float32, where the times are."""

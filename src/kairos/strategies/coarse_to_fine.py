@@ -47,6 +47,7 @@ class CoarseToFine(Auto):
         """Take in the step's errors, and every 50 steps follow them."""
         if observation.errors is None:
             return
+        self._errors.group = self.group
         with self._errors.observe(observation):
             pass
         if (observation.step + 1) % _EVERY == 0 and observation.step + 1 >= 2 * _EVERY:
@@ -56,10 +57,6 @@ class CoarseToFine(Auto):
             if gain[best] > 0:
                 self._share = np.where(snr > snr[best], (gain / gain[best]).clip(_LEAST, 1), 1.0)
                 self.restored()
-
-    def restored(self) -> None:
-        """Weights of a discrete process are computed anew."""
-        self._tables.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Shares, and the errors that they follow."""

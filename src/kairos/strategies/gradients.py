@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
 from kairos.strategies import options as every
 from kairos.strategies.base import Cost, Observation, Sampler, Tabled
@@ -72,11 +71,10 @@ class FromGradients(Tabled):
             self.set_masses(masses)
 
     def samples(self, observation: Observation, per_bin: int) -> tuple[Tensor, Tensor]:
-        """Images of the global batch and fractions, each (bins, per_bin)."""
-        size, _ = distributed.share(len(observation.x0))
+        """Indices of images in the global batch, and fractions, each (bins, per_bin)."""
         place, count = observation.place, self.bins * per_bin
-        start = place.stream("measured images").integers(place.step, size, range(1))
-        index = ((start + torch.arange(count)) % size).view(per_bin, self.bins).T
+        start = place.stream("measured images").integers(place.step, place.total, range(1))
+        index = ((start + torch.arange(count)) % place.total).view(per_bin, self.bins).T
         inside = place.stream("measured times").uniform(place.step, range(self.bins), (per_bin,))
         return index, self.prior.quantile((torch.arange(self.bins)[:, None] + inside) / self.bins)
 
@@ -125,7 +123,7 @@ class GradientNorm(FromGradients):
 
     def measure(self, observation: Observation) -> Array:
         """Mean squared norm of a sample's gradient in every bin."""
-        count = self.per_bin(distributed.share(len(observation.x0))[0])
+        count = self.per_bin(observation.place.total)
         roots = None
         if self.options.norm == "preconditioned":
             roots = [each.sqrt() for each in observation.meter.metric()]
@@ -168,7 +166,7 @@ class GradientVariance(FromGradients):
 
     def measure(self, observation: Observation) -> Array:
         """Unbiased: mean ||g||² less ||mean g||², times m/(m - 1)."""
-        count = self.per_bin(distributed.share(len(observation.x0))[0])
+        count = self.per_bin(observation.place.total)
         second = count * self.squares(observation, self.signs(observation, count))
         mean = self.squares(observation, torch.full((self.bins, count), 1 / count))
         return (second - mean) * count / (count - 1)
@@ -193,7 +191,7 @@ class FirstOrder(FromGradients):
 
     def measure(self, observation: Observation) -> Array:
         """The inner product of every bin."""
-        half = self.per_bin(distributed.share(len(observation.x0))[0]) // 2
+        half = self.per_bin(observation.place.total) // 2
         index, fractions = self.samples(observation, 2 * half)
         metric = observation.meter.metric()
         parts = (slice(0, half), slice(half, 2 * half))
@@ -203,10 +201,11 @@ class FirstOrder(FromGradients):
             flat, factors = (index[:, part].flatten(), fractions[:, part].flatten()), ones.repeat(self.bins) / self.bins
             found = observation.meter.gradient(*flat, f"measured target {number}", factors)
             targets.append([each.mul_(d).flatten() for each, d in zip(found, metric)])
-        values = np.zeros(self.bins)
+        inner_products = []
         for k in range(self.bins):
             for number, part in enumerate(parts):
                 mine = observation.meter.gradient(index[k, part], fractions[k, part], f"measurement {k} {number}", ones)
                 products = [torch.dot(g.flatten(), h) for g, h in zip(mine, targets[1 - number])]
-                values[k] += float(torch.stack(products).double().sum())
-        return values
+                inner_products.append(torch.stack(products).double().sum())
+        of_halves = torch.stack(inner_products).cpu().numpy().reshape(self.bins, 2)  # waits for the device once
+        return of_halves[:, 0] + of_halves[:, 1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule, error_ratio
 from kairos.strategies.base import Observation, Tabled
-from kairos.strategies.numeric import Array
+from kairos.strategies.numeric import Array, on_device
 
 
 class FromLosses(Tabled):
@@ -30,7 +30,7 @@ class FromLosses(Tabled):
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Take in the losses of the step, of all ranks."""
+        """Learn from the losses of all the step's micro-batches, of all ranks."""
         yield
         if observation.losses is None:
             raise ValueError(f"{type(self).__name__}: observe needs the step's per-sample losses")
@@ -38,11 +38,9 @@ class FromLosses(Tabled):
         for name in self.kept:
             if hasattr(value := getattr(self, name), "shape"):
                 setattr(self, name, torch.as_tensor(value, device=losses.device))
-        fractions = observation.fractions
-        if losses.ndim < fractions.ndim:  # of samples with several times
-            losses = losses.view(-1, *[1] * (fractions.ndim - 1)).expand_as(fractions)
-        both, place = torch.stack([fractions, losses], 1), observation.place
-        fractions, losses = distributed.joined(both, place.index, place.total).transpose(0, 1).flatten(1)
+        both, place = torch.stack([observation.fractions, losses], 1), observation.place
+        joined = distributed.joined(both, place.index, place.total, self.group)
+        fractions, losses = joined.transpose(0, 1).flatten(1)
         self.take((fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1), losses)
 
     def take(self, cells: Tensor, losses: Tensor) -> None:
@@ -122,7 +120,7 @@ class LossRms(FromLosses):
 
     def _smoothed(self) -> Tensor:
         """Mean power of the loss near every timestep, (T,); where there is none the next one's below, or above."""
-        self._kernel = self._kernel.to(self._sums.device)
+        self._kernel = on_device(self._kernel, self._sums.device)
         around = torch.nn.functional.conv1d(self._sums[:, None], self._kernel.view(1, 1, -1), padding="same")[:, 0]
         known = around[1] > 1e-12 * around[1].max()
         number = torch.arange(len(known), device=known.device)
@@ -166,10 +164,7 @@ class InfoRate(LossMean):
                 measure = -np.gradient(np.log(snr)) if self.by_level else 1.0
                 self._factor = torch.from_numpy(measure * ratio).to(observation.errors.device)
             cells = (observation.fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1)
-            errors = observation.errors.reshape(
-                *observation.errors.shape, *[1] * (cells.ndim - observation.errors.ndim)
-            )
-            observation = replace(observation, losses=errors * self._factor[cells])
+            observation = replace(observation, losses=observation.errors * self._factor[cells])
         with super().observe(observation):
             yield
 

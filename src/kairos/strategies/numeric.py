@@ -11,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from kairos.diffusion.schedule import NoiseSchedule
 
 Array = NDArray[np.float64]
@@ -35,7 +38,21 @@ def like(values: Any, other: Any) -> Any:
     """A table, of numpy or a tensor, as what `other` is and where it is."""
     if of(other) is np:
         return values if isinstance(values, np.ndarray) else values.cpu().numpy()
-    return of(other).as_tensor(values, device=other.device)
+    return on_device(of(other).as_tensor(values), other.device)
+
+
+def on_device(values: "Tensor", device: "torch.device") -> "Tensor":
+    """Move a tensor to a device; from the CPU to a GPU without synchronisation, from pinned memory.
+
+    A plain copy from the CPU waits until the GPU has done everything before it. Graphs do without pinned memory, which
+    must not be freed as long as they are replayed.
+    """
+    import torch
+
+    asynchronous = device.type == "cuda" and values.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not asynchronous or torch.cuda.is_current_stream_capturing():
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def normal_cdf(x: Values) -> Values:

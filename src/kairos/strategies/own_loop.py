@@ -25,16 +25,20 @@ class LossByLevel:
         bins: how many between `low` and `high`, or their edges, rising. The two at the ends take what lies beyond.
         low: ln SNR at which they begin.
         high: and end.
+        process_group: ranks over which the batch is split, as in `Strategy`; None: all ranks.
 
     Raises:
         ConfigError: these are no bins.
     """
 
-    def __init__(self, bins: int | Sequence[float] = 24, low: float = -12.0, high: float = 12.0):
+    def __init__(
+        self, bins: int | Sequence[float] = 24, low: float = -12.0, high: float = 12.0, process_group: Any = None
+    ):
         edges = np.linspace(low, high, max(bins, 0) + 1) if isinstance(bins, int) else np.array(bins, np.float64)
         rising = np.isfinite(edges).all() and (np.diff(edges) > 0).all()
         demand(len(edges) > 1 and rising, "bins", f"{bins} from {low:g} to {high:g}", "1 or more, or edges that rise")
         self.edges = torch.from_numpy(edges)
+        self.group = distributed.batch_group(process_group)
         self._sums = torch.zeros(3, len(edges) - 1, dtype=torch.float64)  # of 1, losses and their squares
 
     def update(self, snr: Tensor, losses: Tensor) -> None:
@@ -55,7 +59,7 @@ class LossByLevel:
         """``low`` and ``high`` in ln SNR, ``count``, ``mean`` and its standard ``error``, nan without losses, each
         (bins,); of all ranks, all of which ask or none.
         """
-        distributed.sum_tensors([sums := self._sums.clone()])
+        distributed.sum_tensors([sums := self._sums.clone()], self.group)
         count, total, squares = sums.cpu().numpy()
         edges = self.edges.cpu().numpy()
         with np.errstate(divide="ignore", invalid="ignore"):

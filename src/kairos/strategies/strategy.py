@@ -13,7 +13,7 @@ an uninterrupted one would have drawn. Under torch.distributed each rank passes 
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from kairos.diffusion.adapters import as_process
 from kairos.errors import ConfigError, demand
 from kairos.randomness import Stream
 from kairos.registry import split
-from kairos.strategies.base import Observation
+from kairos.strategies.base import Observation, Sampler, Weighting
 from kairos.strategies.meter import Meter
 from kairos.strategies.names import parse_name, parts, table
 from kairos.strategies.numeric import Array
@@ -70,6 +70,21 @@ class Draw:
         """What a sample's loss is multiplied with: weighting times importance."""
         return self.fixed_weights * self.importance
 
+    def rows(self, start: int, stop: int) -> "Draw":
+        """The samples `start` to `stop` - 1 of this draw: a micro-batch, with random coordinates of its own."""
+        index = self.place.index[start:stop]
+        tensors = (self.x0, self.fractions, self.t, self.fixed_weights, self.importance)
+        return Draw(self.place.but(index=index), *(values[start:stop] for values in tensors))
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """A draw of the present step with the losses that were computed for it."""
+
+    draw: Draw
+    losses: Tensor | None = None  # with the weighting's weights
+    errors: Tensor | None = None  # without any weight
+
 
 class Strategy:
     """A sampler and a weighting on a forward process, and a coupling of noise with images.
@@ -86,6 +101,9 @@ class Strategy:
         weighting: options of the weighting.
         coupling: name of the coupling, or its name and options, ``{"name": "nearest", "k": 8}``; see `couple`.
         seed: of everything random.
+        process_group: ranks of torch.distributed over which the batch is split: a process group, or one dimension of a
+            `DeviceMesh`, such as ``mesh["dp"]``; None: all ranks. With context, tensor or pipeline parallelism several
+            ranks hold the same samples; the errors given to `loss` are then those of whole samples.
 
     Raises:
         ConfigError: an unknown name or option, or a value that is not allowed; the message says what is.
@@ -102,6 +120,7 @@ class Strategy:
         weighting: Mapping[str, Any] | None = None,
         coupling: str | Mapping[str, Any] = "independent",
         seed: int = 0,
+        process_group: Any = None,
     ):
         self.name = name
         self.process = as_process(process, timesteps, prediction)
@@ -110,8 +129,12 @@ class Strategy:
         self.coupling = COUPLINGS.build(*split(named))
         self.seed = seed
         self.step = 0
+        self.group = distributed.batch_group(process_group)
+        self.sampler.group = self.weighting.group = self.group
         self._drawn = [0, 0]  # samples of all ranks: in this step so far, in the steps before it
-        self._losses: tuple[Any, Tensor, Tensor] | None = None
+        sampler_observes = type(self.sampler).observe is not Sampler.observe
+        self._learns = sampler_observes or type(self.weighting).step is not Weighting.step
+        self._micro_batches: list[_MicroBatch] = []  # of the present step, those with losses
         self._turns: dict[Any, tuple[int, list[Tensor]]] = {}  # of each part of a batch that is asked for
         if not (self.sampler.asks or np.isfinite(self.weighting.weights()[self.sampler.density() > 0]).all()):
             raise ConfigError(
@@ -133,14 +156,14 @@ class Strategy:
     ) -> Draw:
         """Timesteps and weights for a batch (batch, channels, height, width), or any shape for most samplers.
 
-        The number of the step goes on with each `observe`. Where gradients of several batches are accumulated for one
-        step, each has its own draw, and the last is observed. Ranks of torch.distributed share a global batch, to which
-        each brings as many samples; no rank asks another one.
+        Each `observe` ends a step. Where gradients of several micro-batches are accumulated for one step, each has its
+        own draw and its own call of `loss`; `observe` takes the last draw and sees them all. Ranks of torch.distributed
+        share a global batch, to which each brings equally many samples; no rank communicates with another one.
 
         Args:
             x0: the batch.
             times: shape of one sample's times, such as ``(frames,)``.
-            same: one time for the whole batch.
+            same: one time for the whole batch; not with samplers that give each image its own density.
             step: its number as a tensor on the device, for graphs that are replayed; None: `self.step`.
             index: numbers of the samples in the global batch, where the ranks' parts are not alike.
             total: size of the global batch, with `index`.
@@ -148,19 +171,23 @@ class Strategy:
                 ``epoch``, each a number or a tensor (batch,).
 
         Raises:
-            ConfigError: the sampler needs to be told something that was not said.
+            ConfigError: the sampler needs context that is missing, or gives each image its own density, with `same`.
         """
-        total = total or len(x0) * distributed.ranks()
+        sampler_name = self.name.partition("+")[0]
+        allowed = f"false: {sampler_name} gives each image a density of its own"
+        demand(not (same and self.sampler.per_image), "draw: same", "true", allowed)
+        total = total or len(x0) * distributed.ranks(self.group)
         now, (first, earlier) = self.step if step is None else step, self._drawn
         first = first if index is None else 0  # who says where the samples lie says it of the whole step
-        place = Place(self.seed, now, first, first + earlier, index, total, times, context=context).of(x0)
+        place = Place(self.seed, now, first, first + earlier, index, total, times, context=context).of(x0, self.group)
         if step is None:
             self._drawn[0] = first + total
         if step is not None:
             place = place.but(first=0, before=None)
         mine = place
-        if same:
-            place = place.but(index=range(1), total=1)
+        if same:  # one draw; Sobol points continue from the number of draws before, not of samples
+            draws_before = None if place.before is None else place.before // total
+            place = place.but(index=range(1), total=1, before=draws_before)
         made = self._ahead(place) if self._steady(place) else self._made(x0, place)
         return Draw(mine, x0, *(values.expand(len(x0), *times) if same else values for values in made))
 
@@ -219,10 +246,17 @@ class Strategy:
 
         Args:
             draw: of this batch.
-            losses: of the samples, (batch,), without any weight; (batch, times) where so many were drawn.
+            losses: errors of the samples without any weight, shape of ``draw.t``: (batch,), or (batch, times).
+
+        Raises:
+            ConfigError: `losses` have another shape.
         """
-        errors = losses.detach()
-        self._losses = draw.step, errors * draw.fixed_weights, errors
+        allowed = f"the shape of draw.t, {tuple(draw.t.shape)}: one unweighted error per sample"
+        demand(losses.shape == draw.t.shape, "losses", f"shape {tuple(losses.shape)}", allowed)
+        if self._learns:
+            errors = losses.detach()
+            others = [one for one in self._micro_batches if one.draw is not draw]
+            self._micro_batches = [*others, _MicroBatch(draw, errors * draw.fixed_weights, errors)]
         return self.weighting.apply(losses, draw.fixed_weights, draw.importance, draw.fractions)
 
     def loss(self, draw: Draw, losses: Tensor) -> Tensor:
@@ -238,32 +272,62 @@ class Strategy:
         conditions: dict[str, Tensor] | None = None,
         autocast: AbstractContextManager[Any] | None = None,
     ) -> Iterator[None]:
-        """Around the optimiser step: samplers that learn look at the network before and after it.
+        """Surround the optimiser step: samplers that learn look at the network before and after it.
+
+        The sampler learns from all draws since the last `observe` for which `loss` was called: those of the step's
+        micro-batches.
 
         Args:
-            draw: of this step.
+            draw: the last draw of this step.
             network: called as ``network(x_t, t)`` by the process (as ``network(x_t, t, conditions)`` with conditions);
                 needed by samplers that measure.
-            optimizer: of the network, for samplers that look at its state.
-            conditions: of the images, each (batch, ...).
+            optimizer: optimizer of the network, for samplers that look at its state.
+            conditions: conditions of the step's images, each (batch, ...), the micro-batches' one after the other.
             autocast: context that the network is called in.
 
         Raises:
-            ValueError: the sampler measures and there is no network, or it follows losses and `loss` was not called.
+            ConfigError: the sampler measures and there is no network, or conditions are not of the step's images.
+            ValueError: the sampler follows losses and `loss` was not called.
         """
-        meter, place = None, draw.place
+        seen = self._step_so_far(draw)
+        meter = None
         if self.sampler.measures:
-            if network is None:
-                raise ValueError(f"strategy {self.name}: its sampler measures the network: pass observe(..., network=)")
-            meter = Meter(self.process, network, draw.x0, place, conditions, self.weighting, optimizer, autocast)
-        seen = self._losses[1:] if self._losses is not None and self._losses[0] is draw.step else (None, None)
-        observation = Observation(
-            draw.step, draw.x0, draw.fractions, seen[0], meter, place, seen[1], self.process.prediction
-        )
+            allowed = "the network, which the sampler measures: pass observe(..., network=)"
+            demand(network is not None, f"strategy {self.name}: network", "none", allowed)
+            for name, values in (conditions or {}).items():
+                rows, allowed = f"{len(values)} rows", f"{len(seen.x0)}, one for each image of the step"
+                demand(len(values) == len(seen.x0), f"observe: conditions.{name}", rows, allowed)
+            meter = Meter(
+                self.process, network, seen.x0, seen.place, conditions, self.weighting, optimizer, autocast, self.group,
+                pass_size=len(draw.x0),
+            )  # fmt: skip
+        observation = replace(seen, meter=meter)
         with self.sampler.observe(observation):
             yield
         self.weighting.step(observation)
+        self._micro_batches = []
         self.step, self._drawn = self.step + 1, [0, sum(self._drawn)]
+
+    def _step_so_far(self, last: Draw) -> Observation:
+        """The draws of the present step whose losses are known as one batch; without any, the draw `last` alone."""
+        parts = self._micro_batches or [_MicroBatch(last)]
+        draws = [part.draw for part in parts]
+
+        def joined(values: list[Any]) -> Any:
+            if any(value is None for value in values):
+                return None
+            return values[0] if len(values) == 1 else torch.cat(values)
+
+        return Observation(
+            step=last.step,
+            x0=joined([draw.x0 for draw in draws]),
+            fractions=joined([draw.fractions for draw in draws]),
+            losses=joined([part.losses for part in parts]),
+            meter=None,
+            place=_joined_place([draw.place for draw in draws], distributed.ranks(self.group)),
+            errors=joined([part.errors for part in parts]),
+            prediction=self.process.prediction,
+        )
 
     def table(self, x0: Tensor | None = None, **context: Any) -> dict[str, Array]:
         """What the strategy trains on now: ``t``, ``p``, ``w`` and ``effective`` = p w, each (T,)."""
@@ -304,5 +368,32 @@ class Strategy:
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
         """Restore what `state_dict` gave, tensors on `device`."""
         self.step, self._drawn = state["step"], list(state["drawn"])
+        self._micro_batches = []
         self.sampler.load_state_dict(state["sampler"], device)
         self.weighting.load_state_dict(state["weighting"], device)
+
+
+def _joined_place(places: list[Place], ranks: int) -> Place:
+    """Random coordinates of a step's draws as one batch, samples numbered without gaps.
+
+    Draws whose numbers of samples before them differ are different micro-batches of all ranks; draws with equal numbers
+    are slices of one.
+    """
+    last = places[-1]
+    if ranks == 1:
+        count = sum(len(place.index) for place in places)
+        return last.but(first=0, index=range(count), total=count)
+    if len(places) == 1:
+        return last
+    offsets: dict[int, int] = {}
+    total = 0
+    for place in places:
+        if place.first not in offsets:
+            offsets[place.first] = total
+            total += place.total
+    indices = [_as_tensor(place.index, last.device) + offsets[place.first] for place in places]
+    return last.but(first=0, index=torch.cat(indices), total=total)
+
+
+def _as_tensor(index: "range | Tensor", device: Any) -> Tensor:
+    return torch.arange(index.start, index.stop, device=device) if isinstance(index, range) else index

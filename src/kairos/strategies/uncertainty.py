@@ -54,19 +54,27 @@ class Uncertainty(Weighting):
         """w/exp(u) of every timestep, float64 (T,)."""
         return self._base * np.exp(-self.expected().detach().double().cpu().numpy())
 
+    def uncertainty(self, fractions: Tensor) -> Tensor:
+        """u at fractions of the process, float32, shape and device of `fractions`."""
+        self._go(fractions.device)
+        cell = (fractions * len(self._features)).long().clamp_(0, len(self._features) - 1)
+        return self._features[cell] @ self.linear
+
+    def at(self, process: Any, t: Tensor, step: Any = 0) -> Tensor:
+        """w/exp(u) at times of a process, float32, for measurements; never cached, since u is trained."""
+        return self.base.at(process, t, step) * torch.exp(-self.uncertainty(process.fractions(t)).detach())
+
     def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
         """The sum above, times the importance; `weights` hold w, without exp(u)."""
-        self._go(losses.device)
-        cell = (fractions * len(self._features)).long().clamp_(0, len(self._features) - 1)
-        u = self._features[cell] @ self.linear
+        u = self.uncertainty(fractions)
         return importance * (weights * losses * torch.exp(-u) + u)
 
     def step(self, observation: Observation) -> None:
         """Take a step on u with the gradient that the backward pass has left."""
         if self.linear.grad is None:
             return
-        distributed.sum_tensors([self.linear.grad])
-        self.linear.grad /= distributed.ranks()
+        distributed.sum_tensors([self.linear.grad], self.group)
+        self.linear.grad /= distributed.ranks(self.group)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
