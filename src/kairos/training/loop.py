@@ -92,14 +92,11 @@ def _passes(training: Training, draw: Draw, noise: Tensor, conditions: dict[str,
     done, first, last = [], training.batches.index.start, training.passes[-1][0]
     for number, place in training.passes:
         here = slice(place.start - first, place.stop - first)
-        tensors = ("x0", "fractions", "t", "fixed_weights", "importance")
-        part = replace(draw, **{name: getattr(draw, name)[here] for name in tensors})
+        part = draw.rows(here.start, here.stop)
         chosen = {name: values[here] for name, values in conditions.items()}
         with nullcontext() if number == last or training.trained is training.network else training.trained.no_sync():
             done.append(_pass(training, number, place, part, noise[here], chosen))
     terms = {name: torch.cat([one.terms[name] for one in done]) for name in done[0].terms}
-    with torch.no_grad():  # what the strategy observes is the whole batch
-        training.strategy.weighted(draw, torch.stack(_scaled(training, terms, weighted=True)).sum(0))
     x_t, output = (torch.cat([getattr(one.prediction, name) for one in done]) for name in ("x_t", "output"))
     prediction = Prediction(training.process, draw.x0, noise, draw.t, x_t, output)
     return Computed(prediction, terms, torch.stack([one.objective for one in done]).sum())
