@@ -314,8 +314,6 @@ class Strategy:
         draws = [part.draw for part in parts]
 
         def joined(values: list[Any]) -> Any:
-            if any(value is None for value in values):
-                return None
             return values[0] if len(values) == 1 else torch.cat(values)
 
         return Observation(
