@@ -26,6 +26,7 @@ ENVIRONMENT = Path(os.environ.get("UV_PROJECT_ENVIRONMENT") or ROOT / ".venv")
 STAMP = ENVIRONMENT / ".kairos-stamp"
 PUBLIC_INDEX = "https://pypi.org/simple"
 EXTRAS = ("--extra", "remotes")
+CERTIFICATE_SETTINGS = {"UV_SYSTEM_CERTS", "UV_NATIVE_TLS"}  # whether uv uses the system's; the latter is the old name
 
 
 def main():
@@ -229,8 +230,7 @@ def sync(uv):
     python, index = sys.executable, replaced_index()
 
     def call(*arguments):
-        if subprocess.run([uv, *arguments], env=environment).returncode:
-            fail(f"uv {arguments[0]} failed, see above; the same command goes on from there")
+        run_uv(uv, arguments, environment)
 
     if not index:
         call("sync", "--frozen", "--quiet", *EXTRAS, "--python", python)
@@ -245,6 +245,26 @@ def sync(uv):
     environment["VIRTUAL_ENV"] = str(ENVIRONMENT)
     call("pip", "sync", "--quiet", "--require-hashes", requirements)
     call("pip", "install", "--quiet", "--no-deps", "--editable", ".", "--editable", "library")
+
+
+def run_uv(uv, arguments, environment):
+    """Run a command of uv; retry it with the system's certificates where uv does not trust a server.
+
+    uv brings its own certificates, while pip uses those of the system. A proxy that replaces certificates is known to
+    the system alone. `environment` keeps the setting for the commands that follow.
+    """
+    done = subprocess.run([uv, *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+    untrusted = done.returncode != 0 and "invalid peer certificate" in done.stderr
+    if untrusted and not CERTIFICATE_SETTINGS & environment.keys():
+        say("uv does not trust the server's certificate; trying again with the system's certificates (UV_SYSTEM_CERTS)")
+        environment["UV_SYSTEM_CERTS"] = "1"
+        run_uv(uv, arguments, environment)
+        return
+    sys.stderr.write(done.stderr)
+    if untrusted:
+        fail("no certificate here vouches for that server; set SSL_CERT_FILE=/path/to/ca.pem, your proxy's certificate")
+    if done.returncode:
+        fail(f"uv {arguments[0]} failed, see above; the same command goes on from there")
 
 
 def same_disk(uv, environment):
