@@ -49,7 +49,7 @@ def test_classes_and_sizes(written, tmp_path):
     assert "330 images in 2 folders, which are classes; the smallest has 165" in text
     assert "2 sizes; the shorter side is 28 in the middle" in text
     assert "30 are not square and lose 30 % of their area" in text
-    assert values["evaluation"]["extractor"] == {"name": "classifier", "features": 32}
+    assert values["evaluation"]["extractor"] == {"name": "classifier", "features": 32, "steps": 30}
     assert values["evaluation"]["num_samples"] == 66
 
 
@@ -67,6 +67,53 @@ def test_flat_coloured_and_few(written, tmp_path):
 def test_a_gpu_has_larger_images_and_networks(written, tmp_path):
     values, text = written(folder(tmp_path / "x", [(300, 300)] * 20), gpu="A100, 80 GiB")
     assert values["dataset"]["resolution"] == 256 and values["model"]["size"] == "s/2" and "A100, 80 GiB" in text
+
+
+def test_few_images_are_ranked_by_the_validation_loss_and_many_by_the_distance(written, tmp_path):
+    few, _ = written(folder(tmp_path / "few", [(8, 8)] * 20))
+    assert few["evaluation"]["primary_metric"] == "validation"
+    many, _ = written(folder(tmp_path / "many", [(8, 8)] * 130))
+    assert many["evaluation"].get("primary_metric", "distance") == "distance"
+    assert few["evaluation"]["extractor"]["steps"] < many["evaluation"]["extractor"]["steps"] < 600
+
+
+def test_a_proposal_that_takes_longer_than_wanted_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    images = folder(tmp_path / "x", [(8, 8)] * 4)
+
+    def told(seconds: float) -> list[str]:
+        monkeypatch.setattr(proposal, "_measured", lambda experiment, facts: (500, seconds))
+        (tmp_path / "mine.yaml").unlink(missing_ok=True)
+        assert main(["new", "mine.yaml", "--data", str(images), "--minutes", "30"]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "--minutes" in line]
+
+    assert told(29 * 60) == []
+    (line,) = told(50 * 60)
+    assert "30" in line and "50:00" in line and "500" in line
+
+
+def test_progress_of_the_short_run():
+    output = """Job stats:
+job            count
+-----------  -------
+prepare            1
+train              4
+total             10
+
+rule prepare:
+    output: x
+Finished jobid: 7 (Rule: prepare)
+1 of 10 steps (10%) done
+rule train:
+rule train:
+4 of 10 steps (40%) done
+rule evaluate:
+"""
+    times = iter([0.0, 0.0, 10.0, 40.0])
+    first, second, third = proposal.progress_lines(output.splitlines(), lambda: next(times))
+    assert "prepare" in first and "0 of 10" in first
+    assert "train" in second and "1 of 10" in second and "1:30 left" in second
+    assert "evaluate" in third and "4 of 10" in third and "0.1 jobs/s" in third and "1:00 left" in third
 
 
 def test_refusals(tmp_path, monkeypatch, capsys):
@@ -107,6 +154,8 @@ def test_the_time_that_it_says_is_the_time_that_it_takes(tmp_path):
     images = folder(tmp_path / "x", [(8, 8)] * 20)
     ended = copy.run("kairos", "new", "mine.yaml", "--data", str(images), "--minutes", "0.1")
     assert ended.returncode == 0, ended.stderr
+    for stage in ("prepare", "extractor", "train", "evaluate"):
+        assert re.search(rf"measures {stage}; \d+ of \d+ jobs", ended.stderr), ended.stderr
     minutes, seconds = re.search(r"about (\d+):(\d\d) on this machine", ended.stdout).groups()
     begun = time.monotonic()
     ended = copy.snakemake(config="mine.yaml")
