@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
 from kairos.errors import KairosError
 from kairos.files import read_json, read_lines
+from kairos.milestones import step_name
+from kairos.report.outdated import ExpectedSettings, listed
 
 Record = dict[str, Any]
 
@@ -79,6 +82,9 @@ class Training:
         return bool(self.final.record.get("learned"))
 
 
+_Found = tuple[Training, list[KairosError]]  # a training with its milestones that count, and why others do not
+
+
 @dataclass(frozen=True)
 class Measured:
     """Methods, of one experiment or of several, and what was measured of each.
@@ -127,7 +133,8 @@ class Results:
     """All results of an experiment: trainings in the order of the configuration, and what they are compared with.
 
     Of an unfinished one `experiment` has only methods and seeds that there are evaluations of, and `missing` a line per
-    training that lacks something.
+    training that lacks something. `outdated` lists the results that are left out because they were computed with other
+    settings, `notes` the trainings whose code or rounding differs; these count.
     """
 
     experiment: Experiment
@@ -138,11 +145,18 @@ class Results:
     autoencoder: Record
     jobs: tuple[Record, ...]
     missing: tuple[str, ...] = ()
+    outdated: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def metric(self) -> str:
         """Name of the Fréchet distance: ``frechet_<extractor>``, or ``fid`` with Inception features."""
         return str(self.reference["metric"])
+
+    @property
+    def primary_metric(self) -> str:
+        """Column that methods are ranked by: the Fréchet distance, or ``val_loss``."""
+        return "val_loss" if self.experiment.evaluation.primary_metric == "validation" else self.metric
 
     @property
     def methods(self) -> list[str]:
@@ -153,11 +167,6 @@ class Results:
     def baseline(self) -> str | None:
         """The method that differences and factors refer to, see `Experiment.baseline`."""
         return self.experiment.baseline
-    @property
-    def primary_metric(self) -> str:
-        """Column that methods are ranked by: the Fréchet distance, or ``val_loss``."""
-        return "val_loss" if self.experiment.evaluation.primary_metric == "validation" else self.metric
-
 
     @property
     def validated(self) -> bool:
@@ -195,13 +204,16 @@ class Results:
 def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False) -> Results:
     """Read the results of every method and seed of the experiment.
 
+    Milestones that were computed with settings other than the experiment's do not count.
+
     Args:
         experiment, folder: what is to be there, and where.
         unfinished: take what is there; a milestone counts whose every file is, of one training and one reference.
 
     Raises:
-        KairosError: something is missing or damaged (named, with the command that makes it), or an evaluation used
-            another extractor or other reference statistics than the reference rows; `unfinished`: so of all.
+        KairosError: something is missing, damaged or of other settings (named, with the command that makes it), or an
+            evaluation used another extractor or other reference statistics than the reference rows; `unfinished`: so
+            of all.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -209,24 +221,37 @@ def collect(experiment: Experiment, folder: Path | str, unfinished: bool = False
     reference = _read(folder / "reference" / "reference.json", "reference")
     dataset = _read(folder / "dataset" / "manifest.json", "prepare")
     autoencoder = _read(folder / "autoencoder" / "manifest.json", "autoencoder")
-    trainings, missing = [], []
-    for method, seed in product(experiment.methods, experiment.seeds):
-        training, lacks = _training(folder / method / f"seed{seed}", experiment, method, seed, reference, unfinished)
+    expected = ExpectedSettings(experiment, folder)
+    found = [
+        _training(expected, method, seed, reference, unfinished)
+        for method, seed in product(experiment.methods, experiment.seeds)
+    ]
+    found = _without_other_protocols(found, expected)
+    trainings, missing, outdated = list[Training](), list[str](), defaultdict[str, list[str]](list)
+    for training, lacks in found:
         if lacks and not unfinished:
             raise lacks[0]
+        name = f"{training.method} seed {training.seed}"
         last = max((own.step for own in training.milestones), default=0)
         far = f"evaluated up to step {last:,}" if last else "not evaluated yet"
         trainings += [training] if last else []
+        for changes in dict.fromkeys(fault.changes for fault in lacks if isinstance(fault, OutdatedError)):
+            outdated[changes].append(name)
         if lacks:
-            told = sorted((str(one).split(";")[0] for one in lacks), key=lambda line: "is missing" in line)[:2]
-            missing.append("; ".join([f"{method} seed {seed}: {far}", *told]))
+            reasons = sorted((str(one).split(";")[0] for one in lacks), key=lambda line: "is missing" in line)
+            missing.append("; ".join([f"{name}: {far}", *list(dict.fromkeys(reasons))[:2]]))
+    left_out = tuple(f"{changes} ({', '.join(names)})" for changes, names in outdated.items())
     if not trainings:
-        raise KairosError(f"{folder}: no training is evaluated past step 0 yet; `kairos status` says how far they are")
+        why = f"; left out, computed with other settings: {'; '.join(left_out)}" if left_out else ""
+        progress = "`kairos status` says how far they are"
+        raise KairosError(f"{folder}: no training is evaluated past step 0 yet; {progress}{why}")
     methods = {name: own for name, own in experiment.methods.items() if name in {one.method for one in trainings}}
     seeds = [seed for seed in experiment.seeds if seed in {one.seed for one in trainings}]
     experiment = experiment.model_copy(update={"methods": methods, "seeds": seeds})
-    jobs = _jobs(folder, experiment)
-    return Results(experiment, folder, tuple(trainings), reference, dataset, autoencoder, jobs, tuple(missing))
+    jobs, notes = _jobs(folder, experiment), _notes(trainings, expected)
+    return Results(
+        experiment, folder, tuple(trainings), reference, dataset, autoencoder, jobs, tuple(missing), left_out, notes
+    )
 
 
 def recorded(folder: Path) -> Experiment:
@@ -252,24 +277,35 @@ def real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
     return "real, trained on", dataset.images[dataset.train[:count]]
 
 
-def _training(
-    folder: Path, experiment: Experiment, method: str, seed: int, reference: Record, unfinished: bool
-) -> tuple[Training, list[KairosError]]:
-    """A training without what it lacks, and that."""
-    timing, plain = folder / "timing.jsonl", experiment.plain()
-    milestones, lacks = list[Milestone](), list[KairosError]()
+class OutdatedError(KairosError):
+    """A milestone or its evaluation was computed with settings that the experiment no longer has.
+
+    Attributes:
+        changes: the settings with the value in the record and the present value.
+    """
+
+    def __init__(self, changes: str):
+        super().__init__(f"computed with other settings ({changes}); run the experiment again")
+        self.changes = changes
+
+
+def _training(expected: ExpectedSettings, method: str, seed: int, reference: Record, unfinished: bool) -> _Found:
+    """A training with its milestones that count, and an error for each part that is missing or does not count."""
+    folder = expected.results / method / f"seed{seed}"
+    timing, milestones, lacks = folder / "timing.jsonl", list[Milestone](), list[KairosError]()
     metrics, record = pd.DataFrame(), Record()
-    for step in experiment.milestones:
+    for step in expected.experiment.milestones:
         with _noting(lacks):
-            milestones.append(_milestone(folder, step, reference))
+            milestone = _milestone(folder, step, reference)
+            if changes := expected.changes(method, seed, folder / "milestones" / step_name(step) / "milestone.json"):
+                raise OutdatedError(listed(changes))
+            milestones.append(milestone)
     if unfinished and milestones:
         record = milestones[-1].record | {"components": {}}
-        wanted = {name: plain[name] for name in ("model", "diffusion")}
-        wanted["methods"] = {method: plain["methods"][method]}
-        for own in [own.record for own in milestones]:
-            if own["identity"] != record["identity"] or not _alike(wanted, own["config"]):
-                milestones = [one for one in milestones if one.record is not own]
-                lacks.append(KairosError(f"step {own['step']:,} is of another training, or one with other settings"))
+        identity = record["identity"]
+        others = [own.step for own in milestones if own.record["identity"] != identity]
+        lacks += [KairosError(f"step {step:,} is of another training") for step in others]
+        milestones = [own for own in milestones if own.step not in others]
     with _noting(lacks):
         ended = _read(folder / "training.json", "train")
         logged = pd.json_normalize(_read(folder / "metrics.jsonl", "train", _lines))
@@ -281,6 +317,35 @@ def _training(
     return Training(method, seed, tuple(milestones), metrics, clock, started, record), lacks
 
 
+def _without_other_protocols(found: list[_Found], expected: ExpectedSettings) -> list[_Found]:
+    """Trainings without the evaluations whose settings of sampling and evaluation are not the experiment's.
+
+    Where no evaluation has the experiment's settings all stay: they do not mix, and a milestone's record of the
+    experiment may be older than its evaluation.
+    """
+    evaluated = [milestone for training, _ in found for milestone in training.milestones]
+    changes = {id(one): listed(expected.evaluation_changes(one.evaluation)) for one in evaluated}
+    if all(changes.values()):
+        return found
+    kept = []
+    for training, lacks in found:
+        milestones = tuple(one for one in training.milestones if not changes[id(one)])
+        errors = [OutdatedError(changes[id(one)]) for one in training.milestones if changes[id(one)]]
+        kept.append((replace(training, milestones=milestones), [*lacks, *errors]))
+    return kept
+
+
+def _notes(trainings: list[Training], expected: ExpectedSettings) -> tuple[str, ...]:
+    """A line per reason why trainings that count would differ in rounding if they were computed again."""
+    notes = defaultdict[str, list[str]](list)
+    for training in trainings:
+        record, identities = training.final.record, expected.identities(training.method, training.seed)
+        if identities and record["identity"] not in identities:
+            changes = listed(expected.rounding_changes(training.method, record))
+            notes[changes or "other code, or another kind of device"].append(f"{training.method} seed {training.seed}")
+    return tuple(f"Computed with {reason}: {', '.join(names)}." for reason, names in notes.items())
+
+
 @contextmanager
 def _noting(lacks: list[KairosError]) -> Iterator[None]:
     try:
@@ -289,15 +354,8 @@ def _noting(lacks: list[KairosError]) -> Iterator[None]:
         lacks.append(error)
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether what both say is the same; a field that one lacks is of another version of kairos."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return all(_alike(one[name], other[name]) for name in one.keys() & other.keys())
-    return bool(one == other)
-
-
 def _milestone(folder: Path, step: int, reference: Record) -> Milestone:
-    name = f"{step:07d}"
+    name = step_name(step)
     place, path = folder / "milestones" / name, folder / "evaluation" / f"{name}.json"
     record = _read(place / "milestone.json", "train")
     strategy = _read(place / "strategy.csv", "train", pd.read_csv)

@@ -147,6 +147,9 @@ def remarks(sides: Sides, measured: Measured) -> Iterator[str]:
         if found.missing:
             told = ", ".join(line.partition(";")[0] for line in found.missing[:3])
             yield f"{label} is unfinished, {text.plural(len(found.missing), 'training')}: {told}"
+        for changes in found.outdated:
+            yield f"{label}: results of other settings are left out: {changes}"
+        yield from (f"{label}: {note}" for note in found.notes)
     if left := [str(seed) for seed in measured.seeds if seed not in measured.common.seeds]:
         yield f"left out, since not all methods have them at the last common milestone: seeds {text.listed(left)}"
 

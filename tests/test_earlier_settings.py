@@ -1,0 +1,219 @@
+"""Results of earlier settings: the report and `kairos compare` leave them out and name the settings."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import results_tree
+import torch
+import yaml
+
+from kairos.cli import main
+from kairos.config import load
+from kairos.errors import KairosError
+from kairos.files import read_json, write_json
+from kairos.report.collect import collect
+
+TINY = Path(__file__).with_name("tiny.yaml")
+RESULTS = "results/tiny"
+METHODS = ("uniform", "adaptive")
+
+
+def kairos(*arguments: object) -> None:
+    torch.set_num_threads(1)
+    assert main([str(argument) for argument in arguments]) == 0, arguments
+
+
+def write_experiment(**autoencoder: object) -> None:
+    """Write tests/tiny.yaml, cut down to a few steps and images, with changed settings of the autoencoder."""
+    values = yaml.safe_load(TINY.read_text())
+    values["dataset"]["limit"] = 200
+    values["autoencoder"] |= {"steps": 3, **autoencoder}
+    values["training"] |= {"milestones": [1, 2], "segments": 1, "device": "cpu"}
+    values["sampling"] |= {"steps": 2, "grid": 4}
+    values["evaluation"] |= {"num_samples": 40, "sets": 1, "loss_images": 256}
+    values["evaluation"]["extractor"] |= {"steps": 3}
+    Path("tiny.yaml").write_text(yaml.safe_dump(values))
+
+
+def make_shared(*stages: str) -> None:
+    """Run some of the stages that all trainings share."""
+    shared = ("--config", "tiny.yaml", "--dataset", f"{RESULTS}/dataset")
+    latents = (*shared, "--autoencoder", f"{RESULTS}/autoencoder")
+    reference = (*latents, "--latents", f"{RESULTS}/latents", "--extractor", f"{RESULTS}/extractor")
+    options = {
+        "dataset": ("prepare", "--config", "tiny.yaml"),
+        "autoencoder": ("autoencoder", *shared),
+        "latents": ("encode", *latents),
+        "extractor": ("extractor", *shared),
+        "reference": ("reference", *reference),
+    }
+    for stage in stages:
+        kairos(*options[stage], "--out", f"{RESULTS}/{stage}")
+
+
+def train_and_evaluate(method: str) -> None:
+    """Train a method, sample its milestones and evaluate the samples."""
+    folder = f"{RESULTS}/{method}/seed0"
+    latents = ("--latents", f"{RESULTS}/latents")
+    kairos("train", "--config", "tiny.yaml", "--method", method, "--seed", 0, "--out", folder, *latents)
+    sample, evaluate = [], []
+    for step in ("0000000", "0000001", "0000002"):
+        milestone, images = f"{folder}/milestones/{step}", f"{folder}/samples/{step}"
+        sample += ["--milestone", milestone, "--out", f"{images}.npz", "--grid", f"{images}.png"]
+        evaluate += ["--milestone", milestone, "--samples", f"{images}.npz"]
+        evaluate += ["--out", f"{folder}/evaluation/{step}.json"]
+    kairos("sample", *sample, "--num", 40)
+    kairos("evaluate", *evaluate, "--reference", f"{RESULTS}/reference/reference.json")
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the complete tiny experiment; not to be changed."""
+    folder = tmp_path_factory.mktemp("complete")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_experiment()
+        make_shared("dataset", "autoencoder", "latents", "extractor", "reference")
+        for method in METHODS:
+            train_and_evaluate(method)
+    return folder
+
+
+@pytest.fixture
+def experiment(complete: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the complete tiny experiment as the working folder."""
+    copy = Path(shutil.copytree(complete, tmp_path / "copy"))
+    monkeypatch.chdir(copy)
+    monkeypatch.setenv("PATH", "/nowhere")  # no SLURM of the machine
+    return copy
+
+
+@pytest.fixture
+def interrupted(experiment: Path) -> Path:
+    """The experiment with another autoencoder, interrupted when only the method `uniform` had been trained anew."""
+    write_experiment(steps=4)
+    make_shared("autoencoder", "latents", "reference")
+    train_and_evaluate("uniform")
+    return experiment
+
+
+def test_compare_leaves_out_the_results_of_the_earlier_autoencoder(
+    interrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kairos("compare", "tiny.yaml", "--format", "csv")
+    printed = capsys.readouterr()
+    assert [line.split(",")[1] for line in printed.out.splitlines()[1:]] == ["uniform"]
+    (note,) = [line for line in printed.err.splitlines() if "autoencoder.steps" in line]
+    assert "adaptive seed 0" in note and "3" in note and "4" in note
+    assert "uniform seed 0" not in note
+
+
+def test_the_report_names_what_it_leaves_out(interrupted: Path) -> None:
+    kairos("report", "tiny.yaml")
+    page = Path(RESULTS, "report_unfinished.html").read_text()
+    missing = re.findall(r"<li>(adaptive seed 0: .*?)</li>", page)
+    assert len(missing) == 1 and "autoencoder.steps: 3 → 4" in missing[0]
+    assert main(["report", "--config", "tiny.yaml"]) == 1  # the complete report needs all results
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "field"),
+    [
+        ("dataset", {"heldout": 0.3}, "dataset.heldout: 0.1 → 0.3"),
+        ("dataset", {"color": "grey"}, "dataset.color: rgb → grey"),
+        ("autoencoder", {"seed": 1}, "autoencoder.seed: 0 → 1"),
+        ("model", {"name": "dit", "depth": 2}, "model.depth: 12 → 2"),
+        ("diffusion", {"process": {"name": "discrete", "timesteps": 50}}, "diffusion.process.timesteps: 100 → 50"),
+        ("methods", {"uniform": {"weighting": "p2"}}, "methods.uniform.weighting.name: none → p2"),
+        ("training", {"batch_size": 32}, "training.batch_size: 64 → 32"),
+        ("training", {"optimizer": {"lr": 0.5}}, "training.optimizer.lr: 0.0002 → 0.5"),
+    ],
+)
+def test_a_setting_that_changes_results_excludes_them(tmp_path: Path, section: str, setting: dict, field: str) -> None:
+    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
+    values = yaml.safe_load(config.read_text())
+    values[section] = {**values[section], **setting} if isinstance(values.get(section), dict) else setting
+    config.write_text(yaml.safe_dump(values))
+    for unfinished in (False, True):
+        with pytest.raises(KairosError, match=re.escape(field)):
+            collect(load(config), results, unfinished)
+
+
+@pytest.mark.parametrize(
+    ("record", "name"), [("dataset/manifest.json", "content_sha256"), ("autoencoder/manifest.json", "sha256")]
+)
+def test_other_data_exclude_results_though_no_setting_differs(tmp_path: Path, record: str, name: str) -> None:
+    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform",))
+    write_json(results / record, read_json(results / record) | {name: "0" * 64})
+    with pytest.raises(KairosError, match=f"{Path(record).parent} .*[ad]{{12}} → 0{{12}}"):
+        collect(load(config), results, unfinished=True)
+
+
+def test_results_of_another_seed_do_not_count(tmp_path: Path) -> None:
+    config, results = results_tree.write(tmp_path, seeds=(0, 1), methods=("uniform",))
+    shutil.rmtree(results / "uniform/seed1")
+    shutil.copytree(results / "uniform/seed0", results / "uniform/seed1")
+    found = collect(load(config), results, unfinished=True)
+    assert [training.seed for training in found.trainings] == [0]
+    assert found.outdated == ("seed: 0 → 1 (uniform seed 1)",)
+
+
+def test_evaluations_with_other_sampling_do_not_mix(tmp_path: Path) -> None:
+    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "min_snr"))
+
+    def sample_with(steps: int, method: str) -> None:
+        for path in (results / method).glob("seed0/evaluation/*.json"):
+            record = read_json(path)
+            record["protocol"]["steps"] = steps
+            write_json(path, record)
+
+    sample_with(10, "min_snr")
+    found = collect(load(config), results, unfinished=True)
+    assert found.methods == ["uniform"] and found.outdated == ("sampling.steps: 10 → 20 (min_snr seed 0)",)
+    sample_with(10, "uniform")  # all alike: made so on purpose
+    assert collect(load(config), results, unfinished=True).methods == ["uniform", "min_snr"]
+
+
+def test_results_count_again_when_the_setting_is_back(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_experiment(steps=4)
+    assert main(["compare", "tiny.yaml"]) == 1
+    assert "autoencoder.steps: 3 → 4" in capsys.readouterr().err
+    write_experiment()
+    kairos("compare", "tiny.yaml")
+    assert capsys.readouterr().err == ""
+
+
+def test_results_of_other_code_count_with_a_warning(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    identity = read_json(Path(RESULTS, "adaptive/seed0/training.json"))["identity"]
+    for path in Path(RESULTS, "adaptive/seed0").rglob("*.json"):
+        path.write_text(path.read_text().replace(identity, "0" * 64))
+    kairos("compare", "tiny.yaml", "--format", "csv")
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 1 + len(METHODS)
+    (note,) = [line for line in printed.err.splitlines() if "other code" in line]
+    assert "adaptive seed 0" in note and "uniform seed 0" not in note
+
+
+def test_settings_that_change_no_result_leave_results_as_they_are(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load(Path("tiny.yaml").read_text())
+    values["training"] |= {"checkpoint_every": 7, "log_every": 2, "threads": 2}
+    values["sampling"] |= {"batch_size": 13, "shards": 2}
+    Path("tiny.yaml").write_text(yaml.safe_dump(values))
+    kairos("compare", "tiny.yaml", "--format", "csv")
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 1 + len(METHODS)
+    assert "left out" not in printed.err
+    assert "training.threads: 1 → 2" in printed.err  # rounding alone: a warning
+
+
+def test_data_that_have_moved_are_the_same_data(experiment: Path) -> None:
+    """Preparing the data again, with settings that give equal images, leaves trainings valid."""
+    values = yaml.safe_load(Path("tiny.yaml").read_text())
+    values["dataset"] |= {"resample": "lanczos"}  # digits are not resized
+    Path("tiny.yaml").write_text(yaml.safe_dump(values))
+    make_shared("dataset")
+    assert main(["report", "--config", "tiny.yaml"]) == 0
