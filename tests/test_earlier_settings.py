@@ -1,4 +1,4 @@
-"""Results of earlier settings: the report and `kairos compare` leave them out and name the settings."""
+"""Results of earlier settings: the report and `kairos compare` leave them out, `kairos status` does not count them."""
 
 import re
 import shutil
@@ -14,6 +14,9 @@ from kairos.config import load
 from kairos.errors import KairosError
 from kairos.files import read_json, write_json
 from kairos.report.collect import collect
+from kairos.status import views
+from kairos.status.outline import outline
+from kairos.status.trainings import trainings
 
 TINY = Path(__file__).with_name("tiny.yaml")
 RESULTS = "results/tiny"
@@ -176,13 +179,48 @@ def test_evaluations_with_other_sampling_do_not_mix(tmp_path: Path) -> None:
     assert collect(load(config), results, unfinished=True).methods == ["uniform", "min_snr"]
 
 
+def test_status_counts_results_of_the_earlier_autoencoder_as_outdated(
+    interrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kairos("status", "tiny.yaml")
+    printed = capsys.readouterr().out
+    assert "samples 3 of 6 (3 outdated), evaluations 3 of 6 (3 outdated)" in printed
+    assert "1 outdated, 1 complete" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("adaptive seed 0")]
+    assert "0/2" in line and "autoencoder.steps: 3 → 4" in line
+
+
+def test_the_status_page_shows_no_distance_of_the_earlier_autoencoder(interrupted: Path) -> None:
+    page = views.page(Path("tiny.yaml"), 5.0, 0.0)
+    shown = {method: f"/{method}/seed0/evaluation/0000002.json" in page for method in METHODS}
+    assert shown == {"uniform": True, "adaptive": False}
+    assert "/uniform/seed0/samples/0000002.png" in page and "/adaptive/seed0/samples" not in page
+    assert "<title>50 % tiny</title>" in page and page.count("<polyline") == 1
+
+
+def test_status_does_not_take_an_earlier_training_for_the_present_one(experiment: Path) -> None:
+    """A training that has begun again with other settings is not complete by the record of the earlier one."""
+    write_experiment(steps=4)
+    make_shared("autoencoder", "latents")
+    folder = f"{RESULTS}/adaptive/seed0"
+    options = ("--method", "adaptive", "--seed", 0, "--out", folder, "--latents", f"{RESULTS}/latents")
+    kairos("train", "--config", "tiny.yaml", *options, "--milestones", 0, 1, "--part")
+    assert read_json(Path(folder, "training.json"))["steps"] == 2
+    (training,) = [one for one in trainings(outline(Path("tiny.yaml")), []) if one.method == "adaptive"]
+    assert (training.state, training.step, training.of) == ("waiting", 1, 2)
+
+
 def test_results_count_again_when_the_setting_is_back(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_experiment(steps=4)
+    kairos("status", "tiny.yaml")
+    printed = capsys.readouterr().out
+    assert "samples 0 of 6 (6 outdated)" in printed and "2 outdated" in printed
     assert main(["compare", "tiny.yaml"]) == 1
     assert "autoencoder.steps: 3 → 4" in capsys.readouterr().err
     write_experiment()
-    kairos("compare", "tiny.yaml")
-    assert capsys.readouterr().err == ""
+    kairos("status", "tiny.yaml")
+    printed = capsys.readouterr().out
+    assert "samples 6 of 6, evaluations 6 of 6" in printed and "outdated" not in printed
 
 
 def test_results_of_other_code_count_with_a_warning(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,12 +246,18 @@ def test_settings_that_change_no_result_leave_results_as_they_are(
     assert len(printed.out.splitlines()) == 1 + len(METHODS)
     assert "left out" not in printed.err
     assert "training.threads: 1 → 2" in printed.err  # rounding alone: a warning
+    kairos("status", "tiny.yaml")
+    assert "samples 6 of 6, evaluations 6 of 6" in capsys.readouterr().out
 
 
-def test_data_that_have_moved_are_the_same_data(experiment: Path) -> None:
+def test_data_that_have_moved_are_the_same_data(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Preparing the data again, with settings that give equal images, leaves trainings valid."""
     values = yaml.safe_load(Path("tiny.yaml").read_text())
     values["dataset"] |= {"resample": "lanczos"}  # digits are not resized
     Path("tiny.yaml").write_text(yaml.safe_dump(values))
+    kairos("status", "tiny.yaml")
+    assert "samples 0 of 6 (6 outdated)" in capsys.readouterr().out  # nobody knows yet that the images are equal
     make_shared("dataset")
+    kairos("status", "tiny.yaml")
+    assert "samples 6 of 6" in capsys.readouterr().out
     assert main(["report", "--config", "tiny.yaml"]) == 0

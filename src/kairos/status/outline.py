@@ -2,10 +2,14 @@
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from kairos.config import Experiment, load
 from kairos.errors import KairosError
+from kairos.files import glance
+from kairos.report.outdated import ExpectedSettings
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,16 @@ class Outline:
     trainings: list[tuple[str, int]]
     milestones: tuple[int, ...] = ()
     experiment: Experiment | None = None
+
+    @cached_property
+    def expected(self) -> ExpectedSettings | None:
+        """Settings that results must have to count; None where only a folder of results is known."""
+        return None if self.experiment is None else ExpectedSettings(self.experiment, self.results)
+
+    @cached_property
+    def reference(self) -> dict[str, Any]:
+        """The record of the reference statistics; empty where there is none."""
+        return glance(self.results / "reference" / "reference.json")
 
 
 def outline(path: Path) -> Outline:

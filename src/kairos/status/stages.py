@@ -1,6 +1,7 @@
-"""The other stages of an experiment: whether their records are there."""
+"""The other stages of an experiment: which records are there, and how many samples and evaluations are valid."""
 
 from kairos.status.outline import Outline
+from kairos.status.products import Products
 
 _RECORDS = {
     "prepared": "dataset/manifest.json",
@@ -13,14 +14,23 @@ _RECORDS = {
 }
 
 
-def stages(outline: Outline) -> str:
-    """What is there and what is not yet, and how many samples and evaluations of how many there will be."""
+def stages(outline: Outline, products: list[Products]) -> str:
+    """Return two lines: the records that are there, and the numbers of samples and evaluations, with the outdated ones.
+
+    Args:
+        outline: the experiment.
+        products: the samples and evaluations of every training.
+    """
     there = {name: (outline.results / file).is_file() for name, file in _RECORDS.items()}
     done, open_ = (", ".join(name for name in there if there[name] is which) or "nothing" for which in (True, False))
-    number = len(outline.trainings) * len(outline.milestones)
-    counts = []
-    for what, suffix in (("samples", ".npz"), ("evaluation", ".json")):
-        folders = [outline.results / method / f"seed{seed}" / what for method, seed in outline.trainings]
-        found = sum(not path.name.startswith(".") for folder in folders for path in folder.glob(f"*{suffix}"))
-        counts.append(f"{what.removesuffix('s')}s {found}" + (f" of {number}" if number else ""))
-    return f"there: {done}; not yet: {open_}\n{', '.join(counts)}"
+    wanted = len(outline.trainings) * len(outline.milestones)
+    samples = _counted("samples", [each.samples for each in products], wanted)
+    evaluations = _counted("evaluations", [each.evaluations for each in products], wanted)
+    return f"there: {done}; not yet: {open_}\n{samples}, {evaluations}"
+
+
+def _counted(name: str, files: list[dict[str, bool]], wanted: int) -> str:
+    valid = [is_valid for of_training in files for is_valid in of_training.values()]
+    of_all = f" of {wanted}" if wanted else ""
+    outdated = f" ({valid.count(False)} outdated)" if False in valid else ""
+    return f"{name} {valid.count(True)}{of_all}{outdated}"

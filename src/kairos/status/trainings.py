@@ -17,11 +17,13 @@ from typing import Any
 
 from kairos.files import glance
 from kairos.progress import duration
+from kairos.report.outdated import listed
 from kairos.slurm import Job
 from kairos.status.outline import Outline
 from kairos.training.job import last_word
 
-STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "complete")
+STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "outdated", "complete")
+_AT_WORK = ("running", "starting", "queued")
 _TROUBLE = ("failed", "dead", "stopped")
 _FRESH = 30.0  # seconds for which a word from another machine is taken without a lock that tells of it
 _LOG = re.compile(r"train_(.+_seed\d+?)(?:_\d+)?\.log")
@@ -33,8 +35,9 @@ class Training:
     """A training as it stands.
 
     Attributes:
-        state: one of `STATES`; ``dead`` said that it runs, and no process holds its lock.
-        step: steps done, as far as is known.
+        state: one of `STATES`; ``dead`` said that it runs, and no process holds its lock; ``outdated``: all that there
+            is of the training was computed with earlier settings.
+        step: steps done, as far as is known; 0 of an outdated one.
         of: its last milestone.
         rate: steps per second; None where it does not run.
         where: host and job.
@@ -62,16 +65,18 @@ def trainings(outline: Outline, jobs: list[Job]) -> list[Training]:
     """All trainings of an experiment in its order."""
     queued = {training: job for job in jobs for training in job.trainings}
     numbers = {job.number: job for job in jobs}
-    of, logs = outline.milestones[-1] if outline.milestones else None, Logs(outline.results)
-    return [_look(outline.results, *each, of, queued.get(each), numbers, logs) for each in outline.trainings]
+    logs = Logs(outline.results)
+    return [_look(outline, *each, queued.get(each), numbers, logs) for each in outline.trainings]
 
 
-def _look(
-    results: Path, method: str, seed: int, of: int | None, job: Job | None, jobs: dict[str, Job], written: "Logs"
-) -> Training:
-    folder = results / method / f"seed{seed}"
+def _look(outline: Outline, method: str, seed: int, job: Job | None, jobs: dict[str, Job], written: "Logs") -> Training:
+    folder = outline.results / method / f"seed{seed}"
     record, progress = glance(folder / "training.json"), last_word(folder)
-    done = record.get("steps", -1)
+    begun = progress.get("identity")
+    if begun and record.get("identity", begun) != begun:  # the training has begun again with other settings
+        record = {}
+    last, done = outline.milestones[-1] if outline.milestones else None, record.get("steps", -1)
+    of = last
     of = progress.get("of", done if record else None) if of is None else max(of, done)
     said = progress.get("state", "")
     job = job or jobs.get(str(progress.get("job") or ""))
@@ -83,6 +88,8 @@ def _look(
         state = "complete"
     else:
         state = {"running": "dead", "complete": "waiting", "": "waiting"}.get(said, said)
+    if state not in _AT_WORK and (changes := _changes(outline, method, seed, begun)):
+        return Training(method, seed, "outdated", 0, last, None, "", f"changed settings: {changes}")
     published = () if progress or record else folder.glob("milestones/[0-9]*/milestone.json")
     step = max(progress.get("step", 0), done, 0, *(int(path.parent.name) for path in published))
     wanted = state in _TROUBLE or (state == "waiting" and not progress)
@@ -93,6 +100,27 @@ def _look(
         state = "starting" if silent else "failed"
     rate = (progress.get("rate") or None) if state == "running" else None
     return Training(method, seed, state, step, of, rate, _where(state, progress, job), note, logs)
+
+
+def _changes(outline: Outline, method: str, seed: int, begun: str | None) -> str:
+    """The settings that changed since a training was computed; empty where none did or its settings are not known.
+
+    Args:
+        outline: the experiment.
+        method, seed: the training.
+        begun: identity of the state that the training has written last, where there is a state.
+    """
+    if outline.expected is None:
+        return ""
+    record = first_milestone(outline.results / method / f"seed{seed}")
+    if begun and (record is None or outline.expected.milestone(record).get("identity") != begun):
+        record = first_milestone(outline.results / method / f"seed{seed}" / ".state" / begun[:16])
+    return listed(outline.expected.changes(method, seed, record)) if record else ""
+
+
+def first_milestone(folder: Path) -> Path | None:
+    """The record of the milestone with the lowest step in a training's folder; a new training replaces it first."""
+    return min(folder.glob("milestones/[0-9]*/milestone.json"), default=None)
 
 
 def _note(state: str, progress: dict[str, Any], job: Job | None, logs: tuple[str, ...]) -> str:

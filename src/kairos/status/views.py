@@ -15,6 +15,7 @@ from kairos.files import glance
 from kairos.progress import duration
 from kairos.report import text
 from kairos.status.outline import outline
+from kairos.status.products import Products
 from kairos.status.stages import stages
 from kairos.status.trainings import STATES, Logs, Training, last_line, trainings
 from kairos.status.unclaimed import freed, remove, unclaimed
@@ -56,8 +57,8 @@ def page(experiment: Path, every: float, moment: float) -> str:
     facts: dict[str, Any] = {"title": experiment.stem, "every": every, "text": text, "glance": glance, "url": _url}
     try:
         facts |= _look(experiment)
-        results, logs = facts["wanted"].results, Logs(facts["wanted"].results)
-        facts["rows"] = [_row(results, each, logs) for each in facts["found"]]
+        logs = Logs(facts["wanted"].results)
+        facts["rows"] = [_row(*both, logs) for both in zip(facts["found"], facts["products"])]
     except Exception as error:  # whatever is being written or damaged now, a later look may be better
         facts |= {"wanted": None, "fault": f"{type(error).__name__}: {error}"}
     return _TEMPLATES.get_template("page.html.jinja").render(facts)
@@ -70,25 +71,26 @@ def _look(experiment: Path) -> dict[str, Any]:
     found, queue = trainings(wanted, jobs), slurm.summary(jobs) if jobs else fault
     counts = {state: sum(training.state == state for training in found) for state in STATES}
     told = ", ".join(f"{number} {state}" for state, number in counts.items() if number)
-    shown = {"wanted": wanted, "found": found, "stages": stages(wanted), "queue": queue}
-    return shown | {"summary": told, "duration": duration}
+    products = [Products(wanted, *training) for training in wanted.trainings]
+    shown = {"wanted": wanted, "found": found, "products": products, "queue": queue}
+    return shown | {"stages": stages(wanted, products), "summary": told, "duration": duration}
 
 
-def _row(results: Path, each: Training, logs: Logs) -> dict[str, Any]:
-    """What the template shows of a training beside what it says itself."""
-    folder = results / each.method / f"seed{each.seed}"
-    metrics = (*folder.glob(".state/*/metrics.jsonl"), *folder.glob("metrics.jsonl"))
+def _row(each: Training, products: Products, logs: Logs) -> dict[str, Any]:
+    """The facts about a training that the template shows, beside those of the training itself."""
+    folder, outdated = products.folder, each.state == "outdated"
+    metrics = () if outdated else (*folder.glob(".state/*/metrics.jsonl"), *folder.glob("metrics.jsonl"))
     newest = max(((file.stat().st_mtime_ns, file.stat().st_size, file) for file in metrics), default=None)
     written = each.logs or logs.of(each.method, each.seed, None)
     note = each.note or (last_line(written) if each.state == "running" else "")
-    evaluation, grid = _last(folder, "evaluation/[0-9]*.json"), _last(folder, "samples/[0-9]*.png")
-    own = {"training": each, "note": note, "logs": written, "evaluation": evaluation, "grid": grid}
-    return own | {"losses": _losses(*newest) if newest else None}
-
-
-def _last(folder: Path, what: str) -> Path | None:
-    """The file of the last step."""
-    return max(folder.glob(what), key=lambda path: (len(path.name), path.name), default=None)
+    return {
+        "training": each,
+        "note": note,
+        "logs": written,
+        "evaluation": products.last_evaluation,
+        "grid": products.last_grid,
+        "losses": _losses(*newest) if newest else None,
+    }
 
 
 @lru_cache(maxsize=4096)
