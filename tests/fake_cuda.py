@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -87,6 +88,15 @@ class _Mode(TorchDispatchMode):
         if not source.is_cuda and not (asynchronous and source.untyped_storage()._cdata in self.pinned):
             self.record.waits.append(f"copy to the device in {caller()}")
         return function(*args, **kwargs)
+
+
+class _Assignments(TorchFunctionMode):
+    """Assign data of a tensor on another device: torch cannot do so between real and fake tensors."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == Tensor.data.__set__ and args[0].device != args[1].device:
+            return torch.utils.swap_tensors(args[0], nn.Parameter(args[1].detach(), args[0].requires_grad))
+        return function(*args, **(kwargs or {}))
 
 
 def caller() -> str:
@@ -161,6 +171,7 @@ def fake_cuda() -> Iterator[Record]:
                 stack.enter_context(mock.patch(name, replacement))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(_Mode(record, pinned))
+            stack.enter_context(_Assignments())
             yield record
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(before)

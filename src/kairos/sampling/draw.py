@@ -118,7 +118,8 @@ class Estimate:
     def both(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
         """x0, and the channels behind it, which tell of the variance."""
         x_t = place.scale * x  # (batch, c, h, w)
-        t = torch.as_tensor(place.t, device=x.device).expand(len(x))
+        time = torch.as_tensor(place.t)
+        t = torch.full((len(x),), time.item(), dtype=time.dtype, device=x.device)  # a copy of `time` would wait
         with compute.precision(self.precision, x.device):
             output = self.predict(x_t.float(), t).to(x.dtype)
         x0: Tensor = self.process.estimate(self.process.mean(output, x), x_t, t)

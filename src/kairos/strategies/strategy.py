@@ -14,6 +14,7 @@ an uninterrupted one would have drawn. Under torch.distributed each rank passes 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -389,8 +390,21 @@ def _joined_place(places: list[Place], ranks: int) -> Place:
         if place.first not in offsets:
             offsets[place.first] = total
             total += place.total
-    indices = [_as_tensor(place.index, last.device) + offsets[place.first] for place in places]
-    return last.but(first=0, index=torch.cat(indices), total=total)
+    indices = [_shifted(place.index, offsets[place.first]) for place in places]
+    return last.but(first=0, index=_joined_index(indices, last.device), total=total)
+
+
+def _shifted(index: "range | Tensor", offset: int) -> "range | Tensor":
+    return range(index.start + offset, index.stop + offset) if isinstance(index, range) else index + offset
+
+
+def _joined_index(indices: "list[range | Tensor]", device: Any) -> "range | Tensor":
+    """Sample indices one after the other: a range where ranges adjoin, which no measurement must copy to the CPU."""
+    ranges = [index for index in indices if isinstance(index, range)]
+    adjoin = all(before.stop == after.start for before, after in pairwise(ranges))
+    if len(ranges) == len(indices) and adjoin:
+        return range(ranges[0].start, ranges[-1].stop)
+    return torch.cat([_as_tensor(index, device) for index in indices])
 
 
 def _as_tensor(index: "range | Tensor", device: Any) -> Tensor:
