@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import event, given, reject
 from hypothesis import strategies as st
 from small_loop import BATCH, IMAGES, SmallLoop
 from specifications import (
@@ -162,6 +162,7 @@ def check_draws(specification: Specification, call: Call) -> None:
     """Everything that holds for any specification and any call."""
     strategy = built(specification)
     if strategy is None:
+        event("rejected when it is built")
         return
     small = images_for(specification, BATCH)
     context = context_of(specification, call, BATCH)
@@ -177,6 +178,7 @@ def check_draws(specification: Specification, call: Call) -> None:
         whole = drawn(copy, small, whole_call, context)
     except ConfigError as error:
         assert may_be_rejected(specification, call), error
+        event("rejected when it is called")
         return
     check_values(whole, copy(), BATCH, call)
     if specification.discrete:
@@ -186,6 +188,19 @@ def check_draws(specification: Specification, call: Call) -> None:
         for name in ("t", "fractions"):
             torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-6)
     check_density(specification, strategy, call)
+
+
+def stated_densities(
+    specification: Specification, strategy: kairos.Strategy, context: Context
+) -> Iterator[tuple[Tensor, Any]]:
+    """Samples of a batch that share a density, as a mask (batch,), and the density that the strategy's table states."""
+    if specification.sampler["name"] in LOOKS_AT_IMAGES:
+        image = torch.arange(len(context.member)) % BATCH
+        for number in range(BATCH):
+            yield image == number, strategy.table(IMAGES[number : number + 1])["p"]
+    else:
+        for number, scalar in enumerate(context.scalars):
+            yield context.member == number, strategy.table(**scalar)["p"]
 
 
 def check_density(specification: Specification, strategy: kairos.Strategy, call: Call) -> None:
@@ -203,9 +218,8 @@ def check_density(specification: Specification, strategy: kairos.Strategy, call:
         draw = strategy.draw(x0, times=call.times, same=call.same, **context.arguments)
         cells = (draw.fractions * timesteps).long().clamp(0, timesteps - 1).reshape(batch, -1)
         importance = draw.importance.double().reshape(batch, -1)
-        for number, scalar in enumerate(context.scalars):
-            here, weights = cells[context.member == number], importance[context.member == number]
-            p = strategy.table(IMAGES if by_image else None, **scalar)["p"]
+        for mine, p in stated_densities(specification, strategy, context):
+            here, weights = cells[mine], importance[mine]
             assert p.min() >= 0 and p.sum() == pytest.approx(1, abs=1e-6)
             reached = np.maximum(p, 1e-300)
             counts += np.bincount(here.flatten(), minlength=timesteps)

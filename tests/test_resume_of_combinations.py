@@ -1,7 +1,7 @@
 """A training that is resumed at a random step equals an uninterrupted one, for random strategy specifications."""
 
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 from small_loop import SmallLoop, equal_bits
 from specifications import Specification, examples, specifications
@@ -19,7 +19,8 @@ def check_resume(specification: Specification, interrupted: int, micro_batches: 
     try:
         whole = SmallLoop(specification, micro_batches, times)
     except ConfigError:
-        return  # a combination that is rejected when it is built
+        event("rejected when it is built")
+        return
     for _ in range(steps - STEPS + interrupted):
         whole.step()
     resumed = SmallLoop(specification, micro_batches, times)
@@ -78,3 +79,10 @@ def test_samplers_that_measure_with_learned_weights_resume_exactly(name, interru
 def test_samplers_that_follow_losses_at_several_times_resume_exactly(sampler):
     options = {"history": 1} if sampler == "loss_second_moment" else {"frequency": 1, "start": 1}
     check_resume(Specification({"name": sampler, **options}, timesteps=10), interrupted=3, times=3)
+
+
+@pytest.mark.parametrize("interrupted", range(1, STEPS))
+@pytest.mark.parametrize("name", ["gradient_variance", "first_order"])
+def test_resume_where_no_measured_value_is_above_zero(name, interrupted):
+    """The density then stays what it was, which values alone do not tell."""
+    check_resume(Specification({"name": name, "bins": 2, "frequency": 1, "decay": 0.0, "start": 1}), interrupted)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 from specifications import Specification, examples, specifications
 from training_case import command, experiment, make_latents, train_command, write_experiment
@@ -361,6 +361,7 @@ def check_interrupted(specification: Specification, interrupted: int, microbatch
         specification.build()
     except (ConfigError, ValueError) as error:
         assert "got" in str(error)  # such as a sampler that requires the number of tokens
+        event("rejected when it is checked")
         return
     train(plain, "drawn", 0, folder / "whole", latents, [0, 8])
     with pytest.raises(Left):
