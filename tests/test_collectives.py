@@ -11,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 from fake_cuda import Replicated, caller, process_group
+from test_fake_cuda import DEFAULTS, LOGGING, MEASURING, ORDINARY, STEPS, plain_experiment
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 from training_case import experiment, make_latents
 
 from kairos import distributed
 from kairos.data.latents import open_latents
 from kairos.training.job import Leave, LeaveTogether, ProgressFile
+from kairos.training.loop import steps
 from kairos.training.run import Run
 from kairos.training.state import Training
 from kairos.training.store import Store
@@ -127,3 +129,45 @@ def test_all_ranks_leave_after_the_same_step_within_seconds():
 def test_slow_steps_leave_after_the_step_of_the_request():
     taken = steps_until_all_leave(2, asked=0, request=3, seconds=[1.2, 1.1])
     assert taken == [3, 3]
+
+
+def collectives_by_step(chosen: dict, latents) -> list[Counter]:
+    """Collectives of each of four steps: the set-up, an ordinary, a measuring and a logging one."""
+    plain, found = plain_experiment(chosen), []
+    with process_group(chosen["ranks"]), mock.patch("torch.nn.parallel.DistributedDataParallel", Replicated):
+        training = Training(plain, "method", 0, latents, torch.device("cpu"))
+        running = steps(training, STEPS)
+        for _ in range(STEPS):
+            with counted() as counts:
+                next(running)
+            found.append(counts)
+        running.close()
+    return found
+
+
+# Upper bounds of the collectives of an ordinary, a measuring and a logging step, next to the sums of gradients by
+# DistributedDataParallel. With the options of the test: 2 bins of gradients, and rewards at 2 timesteps.
+BOUNDS = {
+    ("uniform", "none"): (0, 0, 1),
+    ("speed_official", "min_snr"): (0, 0, 1),
+    ("loss_second_moment", "none"): (1, 1, 2),
+    ("loss_rms", "none"): (1, 1, 2),
+    ("info_rate", "none"): (1, 1, 2),
+    ("gradient_norm", "none"): (0, 2, 1),
+    ("gradient_variance", "none"): (0, 4, 1),
+    ("first_order", "none"): (0, 6, 1),
+    ("adaptive", "none"): (0, 7, 2),
+    ("adaptive_official", "none"): (0, 7, 2),
+    ("uniform", "edm2"): (1, 1, 2),
+    ("uniform", "coarse_to_fine"): (1, 1, 2),
+}
+
+
+@pytest.mark.parametrize("ranks", [8, 1024])
+@pytest.mark.parametrize(("sampler", "weighting"), BOUNDS, ids=["+".join(names) for names in BOUNDS])
+def test_collectives_of_a_step_are_few_and_do_not_grow_with_the_ranks(sampler, weighting, ranks, latents):
+    chosen = DEFAULTS | {"sampler": sampler, "weighting": weighting, "ranks": ranks}
+    found = collectives_by_step(chosen, latents)
+    counts = tuple(found[step].total() for step in (ORDINARY, MEASURING, LOGGING))
+    bounds = BOUNDS[sampler, weighting]
+    assert all(count <= bound for count, bound in zip(counts, bounds, strict=True)), (counts, bounds, found)

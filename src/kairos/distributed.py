@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LONGEST_WAIT = 600.0  # seconds that ranks wait for each other in a step; where one may be longer they `meet`
 _PATIENCE = 0.02  # seconds between two looks whether all have come
+_BUCKET = 2**25  # bytes that are exchanged at a time
 _store: Any = None  # torchrun's, which all ranks see
 _met = 0
 
@@ -150,10 +151,33 @@ def _of_all(value: T, group: Any = None) -> list[T]:
 
 
 def sum_tensors(tensors: "Iterable[Tensor]", group: Any = None) -> None:
-    """Add up all ranks' tensors, in place."""
+    """Add up all ranks' tensors, in place; many small tensors take few collectives."""
     if ranks(group) == 1:
         return
+    import torch
     from torch import distributed
 
+    for bucket in _buckets(tensors):
+        if len(bucket) == 1:
+            distributed.all_reduce(bucket[0], group=group)
+            continue
+        joined = torch.cat([tensor.flatten() for tensor in bucket])
+        distributed.all_reduce(joined, group=group)
+        for tensor, summed in zip(bucket, joined.split([tensor.numel() for tensor in bucket])):
+            tensor.copy_(summed.view_as(tensor))
+
+
+def _buckets(tensors: "Iterable[Tensor]") -> "list[list[Tensor]]":
+    """Group tensors of a device and type that follow each other, up to `_BUCKET` bytes a group."""
+    buckets: list[list[Tensor]] = []
+    held = 0  # bytes in the last bucket
     for tensor in tensors:
-        distributed.all_reduce(tensor, group=group)
+        last = buckets[-1][0] if buckets else None
+        alike = last is not None and (last.device, last.dtype) == (tensor.device, tensor.dtype)
+        if alike and held + tensor.nbytes <= _BUCKET:
+            buckets[-1].append(tensor)
+            held += tensor.nbytes
+        else:
+            buckets.append([tensor])
+            held = tensor.nbytes
+    return buckets
