@@ -355,9 +355,9 @@ def check_interrupted(specification: Specification, interrupted: int, microbatch
     if specification.discrete:
         process = {"name": "discrete", "schedule": specification.process, "timesteps": specification.timesteps}
         prediction = specification.prediction
-    more = {"diffusion__process": process, "diffusion__prediction": prediction, "training__microbatch": microbatch}
+    more = {"diffusion__process": process, "diffusion__prediction": prediction, "sampling__steps": 5}
     try:
-        plain = experiment({"drawn": method}, **more)
+        plain = experiment({"drawn": method}, training__microbatch=microbatch, **more)
         specification.build()
     except (ConfigError, ValueError) as error:
         assert "got" in str(error)  # such as a sampler that requires the number of tokens
@@ -374,14 +374,14 @@ interruptions = st.integers(1, 7)
 microbatches = st.sampled_from([None, 4, 5])
 
 
-@examples(8)
+@examples(5)
 @given(specifications(), interruptions, microbatches)
 def test_an_interrupted_training_of_any_strategy(latents, tmp_path_factory, specification, interrupted, microbatch):
     check_interrupted(specification, interrupted, microbatch, latents, tmp_path_factory.mktemp("drawn"))
 
 
 @pytest.mark.long
-@examples(80)
+@examples(50)
 @given(specifications(), interruptions, microbatches)
 def test_interrupted_trainings_of_many_strategies(latents, tmp_path_factory, specification, interrupted, microbatch):
     check_interrupted(specification, interrupted, microbatch, latents, tmp_path_factory.mktemp("drawn"))
