@@ -1,0 +1,131 @@
+"""Measure whether the primary metric that `kairos new` proposes can tell a better generator from a worse one.
+
+    python benchmarks/metric_can_rank.py --data ../shared/data
+
+For each number of images of CIFAR-10: the proposed experiment is prepared up to its reference rows, with the proposed
+extractor and with one of 600 steps, the default. Distances separate if real held-out images score clearly below a
+fitted Gaussian (`kairos.evaluation.separation`). The validation loss separates if it is lower after the last step than
+after a quarter of the steps by two standard errors over seeds. The primary metric is the proposed one.
+"""
+
+import argparse
+import math
+import os
+import statistics
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import yaml
+
+from kairos.cli import main as kairos
+from kairos.costs import proposal
+from kairos.data.latents import open_latents
+from kairos.evaluation.registries import ClassifierOptions
+from kairos.evaluation.separation import cannot_rank
+from kairos.evaluation.settings import LossSettings
+from kairos.evaluation.validation import validation_loss
+from kairos.files import read_json
+from kairos.milestones import open_milestone, step_name
+
+CIFAR10 = "cifar10/train-00000-of-00001.parquet"
+
+
+def write_images(table: Any, folder: Path) -> None:
+    """Write the images of a table as PNG files, a folder per class."""
+    for number, (image, label) in enumerate(zip(table["img"].to_pylist(), table["label"].to_pylist())):
+        file = folder / str(label) / f"{number:05d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(image["bytes"])
+
+
+def run(*words: object) -> None:
+    """Run a command of kairos in this process."""
+    if kairos([str(word) for word in words]) != 0:
+        raise SystemExit(f"kairos {words[0]} failed")
+
+
+def proposed(images: Path, file: Path, steps: int) -> dict[str, Any]:
+    """Write the experiment that `kairos new` proposes for the images, without measuring its time."""
+    text = proposal.text(proposal.look_at(images, file.stem, 10, ""), steps=steps, seconds=0)
+    values: dict[str, Any] = yaml.safe_load(text)
+    file.write_text(yaml.safe_dump(values))
+    return values
+
+
+def reference_rows(file: Path, results: Path) -> tuple[str, bool]:
+    """Train the extractor, score the reference rows; returns both rows as text, and True if the distance can rank."""
+    folders = {name: results / name for name in ("dataset", "autoencoder", "latents", "extractor")}
+    run("extractor", "--config", file, "--dataset", folders["dataset"], "--out", folders["extractor"])
+    named = [word for name, folder in folders.items() for word in (f"--{name}", folder)]
+    run("reference", "--config", file, *named, "--out", results / "reference")
+    record = read_json(results / "reference/reference.json")
+    metric, rows = record["metric"], record["rows"]
+    shown = [
+        f"{name} {rows[name][metric]:.4g} ± {rows[name][f'{metric}_spread']:.2g}" for name in ("floor", "gaussian")
+    ]
+    return ", ".join(shown), cannot_rank(record) is None
+
+
+def loss_differences(file: Path, results: Path, first: int, last: int, seeds: int) -> list[tuple[float, float]]:
+    """Validation loss of uniform timesteps after `first` and after `last` steps, for each seed."""
+    latents, losses = open_latents(results / "latents"), []
+    settings = LossSettings(images=256, strata=32, seed=0)
+    for seed in range(seeds):
+        folder = results / "uniform" / f"seed{seed}"
+        run("train", "--config", file, "--method", "uniform", "--seed", seed, "--out", folder)
+        milestones = [open_milestone(folder / "milestones" / step_name(step), "ema", "cpu") for step in (first, last)]
+        early, late = (validation_loss(milestone, latents, settings)["loss"] for milestone in milestones)
+        losses.append((early, late))
+    return losses
+
+
+def measure(table: Any, work: Path, steps: int, seeds: int) -> None:
+    """Print the reference rows of both extractors, the validation losses, and what separates."""
+    count = len(table)
+    images, file = work / f"images{count}", work / f"cifar{count}.yaml"
+    results = Path("results") / file.stem
+    write_images(table, images)
+    values = proposed(images, file, steps)
+    primary, extractor = values["evaluation"]["primary_metric"], values["evaluation"]["extractor"]
+    print(f"{count} images: primary metric {primary}, extractor {extractor}", flush=True)
+    for stage in ("prepare", "autoencoder", "encode"):
+        run(stage, "--config", file)
+    separates = {}
+    for kind, length in (("default", ClassifierOptions().steps), ("proposed", extractor["steps"])):
+        changed = values | {"evaluation": values["evaluation"] | {"extractor": extractor | {"steps": length}}}
+        file.write_text(yaml.safe_dump(changed))
+        rows, separates["distance"] = reference_rows(file, results)
+        print(f"  distance, {kind} extractor ({length} steps): {rows}; separates: {separates['distance']}", flush=True)
+    losses = loss_differences(file, results, steps // 4, steps, seeds)
+    early, late = (statistics.fmean(column) for column in zip(*losses))
+    falls = [first - last for first, last in losses]
+    error = statistics.stdev(falls) / math.sqrt(seeds)
+    separates["validation"] = statistics.fmean(falls) > 2 * error
+    print(f"  validation loss: {early:.4f} after {steps // 4} steps, {late:.4f} after {steps}, fall ", end="")
+    print(f"{statistics.fmean(falls):.4f} ± {error:.4f} (standard error); separates: {separates['validation']}")
+    print(f"  the primary metric separates: {separates[primary]}", flush=True)
+
+
+def main() -> None:
+    """Draw nested subsets of CIFAR-10 and measure each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with cifar10/")
+    parser.add_argument("--images", type=int, nargs="+", default=[100, 400, 2000], metavar="N", help="data set sizes")
+    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="training steps for the validation loss")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of the training, 2 or more")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    table = pq.read_table(arguments.data / CIFAR10)
+    order = np.random.default_rng(0).permutation(len(table))
+    with TemporaryDirectory() as work:
+        os.chdir(work)
+        for count in arguments.images:
+            measure(table.take(order[:count]), Path(work), arguments.steps, arguments.seeds)
+
+
+if __name__ == "__main__":
+    main()
