@@ -46,7 +46,10 @@ OF_LOGGING = {
     "copy to the host in distributed.gather": 1,  # a and b of a policy
 }
 OF_MEASURING = {
-    "adaptive": {"copy to the host in meter.Meter.errors": 6},  # before and after: features, and 2 timesteps of S
+    "adaptive": {
+        "copy to the host in meter.Meter.errors": 6,  # before and after: features, and 2 timesteps of S
+        "value read in adaptive.Adaptive._learn": 1,  # whether the policy's gradient is finite
+    },
     "gradients": {"copy to the host in gradients.FromGradients.squares": 2},
     "first_order": {"copy to the host in gradients.FirstOrder.measure": 1},
     "coarse_to_fine": {"copy to the host in history.Predicted.mean": 1},

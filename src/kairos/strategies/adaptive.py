@@ -25,7 +25,7 @@ from torch.distributions import Beta
 
 from kairos import distributed
 from kairos.diffusion.schedule import NoiseSchedule
-from kairos.errors import demand
+from kairos.errors import DivergedError, demand
 from kairos.randomness import derived_seed
 from kairos.strategies.base import NOTHING, Cost, Observation, Sampler
 from kairos.strategies.beta import beta_cdf
@@ -245,7 +245,12 @@ class Adaptive(Sampler):
         (-self.objective(log_density, entropy, advantage).sum() / place.total).backward()
         gradients = [each.grad for each in self.policy.parameters() if each.grad is not None]
         distributed.sum_tensors(gradients, self.group)
-        nn.utils.clip_grad_norm_(self.policy.parameters(), self.options.grad_clip)
+        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.options.grad_clip)
+        if not math.isfinite(norm.item()):
+            raise DivergedError(
+                f"step {observation.step + 1}: the gradient of the adaptive sampler's policy is not finite; a lower lr of "
+                f"the sampler may help (got {self.options.lr:g})"
+            )
         self.optimizer.step()
         self.updates += 1
 

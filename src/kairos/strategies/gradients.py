@@ -67,8 +67,7 @@ class FromGradients(Tabled):
         centres = (np.arange(self.bins) + 0.5) / self.bins
         shares = self.prior.cdf((np.arange(self.schedule.timesteps) + 0.5) / self.schedule.timesteps)
         masses = self.relative(np.interp(shares, centres, smooth)) * self.prior.masses()
-        if masses.sum() > 0:
-            self.set_masses(masses)
+        self.set_masses(masses if masses.sum() > 0 else self.prior.masses())
 
     def samples(self, observation: Observation, per_bin: int) -> tuple[Tensor, Tensor]:
         """Indices of images in the global batch, and fractions, each (bins, per_bin)."""

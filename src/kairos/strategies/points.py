@@ -136,7 +136,8 @@ def points(kind: str, place: Place) -> "Tensor":
     if kind == "epochs":
         item, items, epoch = (place.said(name, "points: epochs") for name in ("item", "items", "epoch"))
         shift = place.stream("sobol").uniform(0, range(1), place.shape, place.device)  # (1, *shape)
-        return (item / items + epoch * _GOLDEN + shift) % 1.0
+        even = (item / items + epoch * _GOLDEN + shift) % 1.0
+        return even.expand(len(place.index), *place.shape)
     whole = place.but(index=range(place.total))
     keys, axis = whole.uniform("order of timesteps"), -1 - len(place.shape)
     order = keys.argsort(dim=axis, stable=True)  # of the global batch, which every rank computes

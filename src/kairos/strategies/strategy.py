@@ -201,6 +201,8 @@ class Strategy:
         """Whether the draws of a step depend on its number alone: they can be made before it."""
         if isinstance(place.step, Tensor) or torch.compiler.is_compiling():
             return False
+        if getattr(self.sampler.options, "points", "") == "epochs":  # which depend on the epoch
+            return False
         regular = not place.first and place.before == place.step * place.total and isinstance(place.index, range)
         said = all(isinstance(value, (int, str)) for value in place.context.values())
         return regular and said and isinstance(self.sampler.options, Fixed) and not self._drawn_weighting.learned
