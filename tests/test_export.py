@@ -97,6 +97,8 @@ def test_a_milestone_with_its_card_opens_in_diffusers_and_samples(milestone, tmp
     record = read_json(milestone / "milestone.json")
     for told in ("# case: adaptive, seed 0, 40 steps", "| fid | 12.34 | 0.50 |", "scheduler: ddim", record["identity"]):
         assert told in card
+    model = next(yaml.safe_load(block)["model"] for block in re.findall("```yaml\n(.*?)```", card, re.DOTALL))
+    assert model["channels"] == 8 and "size" not in model  # the published size has 128 channels
     assert record["dataset_sha256"] in card and "frequency: 4" in card and "None" not in card
     for block in re.findall("```yaml\n(.*?)```", card, re.DOTALL):
         assert isinstance(yaml.safe_load(block), dict)

@@ -5,6 +5,8 @@ import torch
 
 from kairos.errors import KairosError
 from kairos.models import build, load, save
+from kairos.models.registries import MODELS, effective
+from kairos.options import dump
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
 
@@ -25,6 +27,22 @@ def test_dit_has_the_published_sizes(name, options, millions):
     with torch.device("meta"):
         model = build({"name": "dit", "conditions": ["class"], **options}, (4, 32, 32), classes)
     assert parameters(model) / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kept"),
+    [
+        ("dit", {}, True),
+        ("dit", {"size": "b/4", "conditions": ["class"], "mlp_ratio": 2.0}, True),
+        ("dit", {"width": 64, "depth": 2, "heads": 4}, False),
+        ("unet", {"channels": 128}, True),
+        ("unet", {"channels": 64}, False),
+        ("ddpmpp", {"multipliers": [2, 2]}, False),
+    ],
+)
+def test_a_published_size_is_named_only_where_the_model_has_it(name, options, kept):
+    model = {"name": name, **dump(MODELS.parse(name, options, "model"))}
+    assert effective(model) == {key: value for key, value in model.items() if kept or key != "size"}
 
 
 def test_dit_has_the_published_parameter_names():

@@ -330,6 +330,29 @@ def test_no_image_held_out(small, built):
     assert {row["method"] for row in table} >= {"gaussian", "noise"} and all(row["val_loss"] == "" for row in table)
 
 
+def test_the_page_prints_what_was_used_where_settings_say_otherwise(small, built):
+    """Settings are upper bounds, or names of published sizes that other options change."""
+    config, results = small
+    values = yaml.safe_load(config.read_text())
+    values["model"] = {"name": "dit", "size": "s/2", "width": 64, "depth": 2, "heads": 4}
+    values["sampling"]["guidance_scale"] = 1.0
+    config.write_text(yaml.safe_dump(values))
+    experiment = load(config)
+    for path in results.glob("*/seed*/milestones/*/milestone.json"):
+        write_json(path, read_json(path) | {"config": experiment.plain()})
+    for path in results.glob("*/seed*/evaluation/*.json"):
+        record = read_json(path)
+        record["validation"]["images"] = 20
+        record["protocol"] |= {"n_samples": 390, "scheduler": "heun", "guidance_scale": 1.5}
+        write_json(path, record)
+    facts = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", page_of(small, built), re.DOTALL))
+    assert (experiment.evaluation.loss_images, experiment.evaluation.strata) == (256, 32)
+    assert "20 held-out images" in facts["Validation loss"] and "18 strata" in facts["Validation loss"]
+    assert "width 64" in facts["Model"] and "depth 2" in facts["Model"] and "s/2" not in facts["Model"]
+    assert "3 sets of 390 images (12.2\nper feature)" in facts["Images"]
+    assert facts["Sampling"].startswith("heun") and "guidance 1.50" in facts["Sampling"]
+
+
 @pytest.mark.parametrize("told", [["text"], ["text", "low_resolution"]])
 def test_what_models_were_told_is_shown_beside_their_images(small, told):
     values = yaml.safe_load(small[0].read_text())
@@ -342,7 +365,8 @@ def test_what_models_were_told_is_shown_beside_their_images(small, told):
         images = np.zeros((20, 8, 8, 1), np.uint8)
         write_samples(path.with_suffix(".npz"), images, {"labels": "balanced", "seed": 0}, {"text": [texts]}, 20)
     for path in small[1].glob("*/seed*/milestones/*/milestone.json"):
-        write_json(path, read_json(path) | {"conditions": {name: {"kind": name} for name in told}})
+        conditions = {name: {"kind": name} for name in told}
+        write_json(path, read_json(path) | {"conditions": conditions, "config": load(small[0]).plain()})
     results = collect(load(small[0]), small[1])
     drawn = told_samples(results, {})
     columns = ["told"] * (len(told) - 1) + ["real", *results.methods]

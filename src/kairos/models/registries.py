@@ -1,10 +1,11 @@
 """Backbones by name."""
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from kairos.errors import demand
-from kairos.options import Options, option
+from kairos.options import Options, dump, option, public_name
 from kairos.registry import Registry
 
 
@@ -198,3 +199,15 @@ _dit("dit", "kairos.models.dit:DiT", DiTOptions, "diffusion transformer in its p
 _dit("mdt", "kairos.models.mdt:MDT", MDTOptions, "masked diffusion transformer", masks=True)
 MODELS.add("uvit", "kairos.models.uvit:UViT", UViTOptions, "U-ViT, long skips", takes=_TAKES, text="tokens")
 MODELS.add("vit", "kairos.models.vit:ViT", ViTOptions, "Min-SNR's vision transformer", takes=_TAKES[::2])
+
+
+def effective(model: dict[str, Any]) -> dict[str, Any]:
+    """Return a `model` section without the name of a published size of which other options change a field."""
+    if "size" not in model:
+        return model
+    options = MODELS.entry(model["name"]).options
+    published = dump(MODELS.parse(model["name"], {"size": model["size"]}, "model"))
+    of_size = [public_name(field) for field in fields(options) if field.default is None]
+    if all(model.get(name) == published[name] for name in of_size):
+        return model
+    return {name: value for name, value in model.items() if name != "size"}

@@ -9,11 +9,15 @@ import pandas as pd
 from PIL import Image
 
 from kairos.analyses.registries import ANALYSES
+from kairos.models.registries import effective
+from kairos.options import dump
 from kairos.report import findings, interactive, published, text
 from kairos.report.canvas import DPI, looks
 from kairos.report.collect import Record, Results
 from kairos.report.figures import figures_of
 from kairos.report.ranking import compare, curve, stands_still
+from kairos.sampling.registries import SCHEDULERS
+from kairos.sampling.settings import GUIDANCE
 
 _STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
 
@@ -26,10 +30,18 @@ def page(results: Results, figures: Path, live: dict[str, str] | None = None) ->
     provenance = pd.DataFrame(words).fillna(text.NONE)
     same = provenance.nunique() == 1
     shared = provenance.loc[:, same].iloc[0]
+    final = results.trainings[0].final
+    protocol, config = final.evaluation["protocol"], final.record["config"]
     return text.template(Path(__file__).with_suffix(".html.jinja")).render(
         text=text,
         results=results,
         rows=rows,
+        protocol=protocol,
+        scheduler=_scheduler(protocol),
+        guidance={name: protocol.get(name, getattr(results.experiment.sampling, name)) for name in GUIDANCE},
+        model=effective(config["model"]),
+        validation=_validation(results),
+        last_step=max(milestone.step for _, milestone in results.evaluated),
         ranked=rows[0].judged,
         looks=looks(results.methods, results.baseline),
         verdict=findings.verdict(results, rows),
@@ -55,6 +67,26 @@ def page(results: Results, figures: Path, live: dict[str, str] | None = None) ->
         live=live or {},
         library=interactive.LIBRARY.js_raw,
     )
+
+
+def _scheduler(protocol: Record) -> Record:
+    """The sampling scheme of an evaluation's protocol with its options."""
+    if protocol["scheduler"] not in SCHEDULERS:
+        return {"name": protocol["scheduler"]}
+    options = dump(SCHEDULERS.parse(protocol["scheduler"], {}, "scheduler"))
+    return {"name": protocol["scheduler"], **{name: protocol[name] for name in options if name in protocol}}
+
+
+def _validation(results: Results) -> tuple[int, int] | None:
+    """The number of held-out images and of strata between the end points that the validation losses were measured on.
+
+    None where a training has no validation loss. Records of earlier versions do not have the number of images.
+    """
+    if not results.validated:
+        return None
+    measured = results.trainings[0].final.evaluation["validation"]
+    held_out = min(results.experiment.evaluation.loss_images, results.dataset["heldout_count"])
+    return measured.get("images", held_out), len(measured["per_timestep"]) - 2
 
 
 def _further_metrics(records: Iterable[Iterable[str]], first: str) -> list[str]:
