@@ -113,6 +113,19 @@ def test_compare_leaves_out_the_results_of_the_earlier_autoencoder(
     assert "uniform seed 0" not in note
 
 
+def test_a_changed_setting_is_named_before_its_consequences(interrupted: Path) -> None:
+    """An evaluation that is missing, or has another extractor, too, does not hide the setting that changed."""
+    folder = Path(RESULTS, "adaptive/seed0/evaluation")
+    (folder / "0000001.json").unlink()
+    record = read_json(folder / "0000002.json")
+    record["protocol"]["extractor_hash"] = "0" * 64
+    write_json(folder / "0000002.json", record)
+    found = collect(load("tiny.yaml"), Path(RESULTS), unfinished=True)
+    assert found.missing == (
+        "adaptive seed 0: not evaluated yet; computed with other settings (autoencoder.steps: 3 → 4)",
+    )
+
+
 def test_the_report_names_what_it_leaves_out(interrupted: Path) -> None:
     kairos("report", "tiny.yaml")
     page = Path(RESULTS, "report_unfinished.html").read_text()

@@ -296,10 +296,10 @@ def _training(expected: ExpectedSettings, method: str, seed: int, reference: Rec
     metrics, record = pd.DataFrame(), Record()
     for step in expected.experiment.milestones:
         with _noting(lacks):
-            milestone = _milestone(folder, step, reference)
-            if changes := expected.changes(method, seed, folder / "milestones" / step_name(step) / "milestone.json"):
+            path = folder / "milestones" / step_name(step) / "milestone.json"
+            if changes := expected.changes(method, seed, path):
                 raise OutdatedError(listed(changes))
-            milestones.append(milestone)
+            milestones.append(_milestone(folder, step, reference))
     if unfinished and milestones:
         record = milestones[-1].record | {"components": {}}
         identity = record["identity"]
