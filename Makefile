@@ -6,6 +6,8 @@ FLAGS ?=
 CORES ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ "$$n" -gt 1 ] && echo "$$n" || echo 2)
 TESTS ?= tests
 CLUSTER_TESTS ?= tests/cluster
+# a process without tests left takes some of another's
+PYTEST = $(BIN)/python -m pytest -n $(CORES) --dist worksteal
 
 UV_PROJECT_ENVIRONMENT ?= .venv
 BIN := $(abspath $(UV_PROJECT_ENVIRONMENT))/bin
@@ -18,10 +20,10 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run cluster test test-long test-cluster systems recipes gpu ui record adopt reproduce docs lint format clean
+.PHONY: help setup demo run cluster test test-long test-all test-nightly test-cluster systems recipes gpu ui record adopt reproduce docs lint format clean
 
 help:  ## what there is
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo '  EXPERIMENT=experiments/x.yaml names another experiment, CORES=N the processors to use.'
 
 setup:  ## the locked environment, in .venv (all others bring it themselves)
@@ -39,11 +41,16 @@ cluster: setup  ## on a SLURM cluster, from its login node; PROFILE=profiles/slu
 	  && exec $(BIN)/snakemake --workflow-profile $(PROFILE) --configfile $(EXPERIMENT) $(FLAGS)
 
 test: setup  ## the quick tests
-	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile -m "not long and not cluster" $(TESTS)
+	@$(PYTEST) -m "not long and not cluster and not nightly" $(TESTS)
 
-# in the order of names: the largest files first would leave the longest test alone at the end
 test-long: setup  ## the tests that take longer
-	@$(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m "long and not cluster" $(TESTS)
+	@$(PYTEST) -m "long and not cluster and not nightly" $(TESTS)
+
+test-all: setup  ## the quick tests and those that take longer, in one run
+	@$(PYTEST) -m "not cluster and not nightly" $(TESTS)
+
+test-nightly: setup  ## the tests with more inputs, and with services and pages of other projects
+	@$(PYTEST) -m nightly $(TESTS)
 
 test-cluster: setup  ## the tests on a SLURM that they start on this machine: Debian's packages, as root
 	@$(BIN)/python -m pytest -p no:xdist -v -rs --durations 0 --durations-min 5 -m cluster $(CLUSTER_TESTS)

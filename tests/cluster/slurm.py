@@ -141,7 +141,9 @@ def start(owner: int | None = None) -> Path:
 
 
 def stop() -> None:
-    """Cancel all jobs, end the daemons by their process ids, and remove the cluster's folder."""
+    """Cancel all jobs, end the daemons by their process ids, and remove the cluster's folder; nothing without one."""
+    if not _ours():
+        return
     folder = _folder()
     pids = _read(folder).get("pids", {})
     if _alive(pids.get("slurmctld"), "slurmctld"):
