@@ -1,43 +1,10 @@
-"""Runs kairos command lines in processes that SIGKILL themselves at an exact point; see `Mother`.
+"""Points at which a kairos command kills itself with SIGKILL; see `commands.Commands.start`.
 
-A process dies for real, at the N-th passage of the point; nothing is caught, flushed or cleaned up. All are forks of
-one process that has imported what a training needs and computed nothing: importing would take most of the time.
+A process dies for real, at the N-th passage of the point; nothing is caught, flushed or cleaned up.
 """
 
-import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
-
-
-class Mother:
-    """The process that forks; children are given its order in turn."""
-
-    def __enter__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return self
-
-    def __exit__(self, *_):
-        self.process.stdin.close()
-        self.process.wait()
-
-    def start(self, arguments: list[str], log: Path, point: str = "never", passage: int = 0) -> int:
-        """Start a kairos command line in a child that dies at the point; returns its process id."""
-        order = {"arguments": arguments, "log": str(log), "point": point, "passage": passage}
-        print(json.dumps(order), file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
-
-    def wait(self) -> int:
-        """The exit status of the child, minus the signal where one killed it."""
-        return int(self.process.stdout.readline())
 
 
 def die_at(count, function):
@@ -107,32 +74,3 @@ def half_written(path):
             raise AssertionError("was to be dead by now")
 
     return Half()
-
-
-def child(order: dict) -> None:
-    from kairos.cli import main
-
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, sys.stderr.fileno())
-    prepare(order["point"], order["passage"])
-    status = main(order["arguments"])
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def mother() -> None:
-    from training_case import experiment
-
-    from kairos.training.run import import_components
-
-    import_components(experiment(), "adaptive")
-    for line in sys.stdin:
-        number = os.fork()
-        if number == 0:
-            child(json.loads(line))
-        print(number, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), flush=True)
-
-
-if __name__ == "__main__":
-    mother()

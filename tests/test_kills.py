@@ -3,14 +3,14 @@
 import json
 import os
 import random
+import re
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from kill_at import Mother
+from commands import Commands
 from training_case import experiment, make_latents, train_command, write_experiment
 
 from kairos.files import read_json
@@ -36,56 +36,51 @@ def case() -> dict:
     return experiment(training__milestones=list(STEPS), training__segments=2, training__checkpoint_every=25)
 
 
-def killed(mother: Mother, line: list[str], log: Path, point: str, passage: int) -> None:
+def killed(commands: Commands, line: list[str], log: Path, point: str, passage: int) -> None:
     """Run the line until it dies at the point; it must have died by SIGKILL."""
-    mother.start(line[3:], log, point, passage)
-    assert mother.wait() == -signal.SIGKILL, (point, passage, log.read_text())
+    process = commands.start(line, log, point, passage)
+    assert commands.wait(process) == -signal.SIGKILL, (point, passage, log.read_text())
 
 
-def killed_after(mother: Mother, line: list[str], log: Path, lock: Path, seconds: float) -> bool:
+def killed_after(commands: Commands, line: list[str], log: Path, lock: Path, seconds: float) -> bool:
     """SIGKILL the line some time after it has taken the training's lock; False if it had finished."""
-    process = mother.start(line[3:], log)
+    process = commands.start(line, log)
     while not lock.read_text().startswith(f"pid {process} "):
         time.sleep(0.01)
     time.sleep(seconds)
     with suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
-    status = mother.wait()
+    status = commands.wait(process)
     assert status in (0, -signal.SIGKILL), log.read_text()
     return status != 0
 
 
-def run(line: list[str]) -> str:
-    return subprocess.run(line, capture_output=True, text=True, check=True).stderr
-
-
-def test_twenty_kills_change_nothing(tmp_path):
+def test_twenty_kills_change_nothing(tmp_path, commands):
     latents = make_latents(tmp_path / "data")
     config = write_experiment(tmp_path / "x.yaml", case())
     alone, out = tmp_path / "alone", tmp_path / "killed"
+    log, lock = tmp_path / "log", out / ".state" / "lock"
     segments = (("--milestones", 0, STEPS[0]), ("--milestones", STEPS[1]))
     for segment in segments:
-        run(train_command(config, "adaptive", alone, latents, *segment))
+        assert commands.run(train_command(config, "adaptive", alone, latents, *segment), log) == 0, log.read_text()
     first, second = (train_command(config, "adaptive", out, latents, *segment) for segment in segments)
-    log, lock = tmp_path / "log", out / ".state" / "lock"
     kills, moments = 0, random.Random(0)
-    with Mother() as mother:
-        for point, passage in BEFORE_FIRST_CHECKPOINT + INSIDE_CHECKPOINT_WRITE[:3] + BETWEEN_STEP_AND_SAMPLER[:2]:
-            killed(mother, first, log, point, passage)
-            kills += 1
-        for _ in range(3):
-            kills += killed_after(mother, first, log, lock, moments.uniform(0.0, 0.6))
-        said = run(first)
-        assert "goes on from step" in said or "0 steps to do" in said  # one checkpoint at least is whole by now
-        for point, passage in INSIDE_CHECKPOINT_WRITE[3:] + BETWEEN_STEP_AND_SAMPLER[2:]:
-            killed(mother, second, log, point, passage)
-            kills += 1
-        for attempt in range(20):
-            if kills >= 20:
-                break
-            kills += killed_after(mother, second, log, lock, moments.uniform(0.0, 0.5) / (1 + attempt / 4))
+    for point, passage in BEFORE_FIRST_CHECKPOINT + INSIDE_CHECKPOINT_WRITE[:3] + BETWEEN_STEP_AND_SAMPLER[:2]:
+        killed(commands, first, log, point, passage)
+        kills += 1
+    for _ in range(3):
+        kills += killed_after(commands, first, log, lock, moments.uniform(0.0, 0.6))
+    assert commands.run(first, log) == 0
+    assert re.search("goes on from step|0 steps to do", log.read_text())  # one checkpoint at least is whole by now
+    for point, passage in INSIDE_CHECKPOINT_WRITE[3:] + BETWEEN_STEP_AND_SAMPLER[2:]:
+        killed(commands, second, log, point, passage)
+        kills += 1
+    for attempt in range(20):
+        if kills >= 20:
+            break
+        kills += killed_after(commands, second, log, lock, moments.uniform(0.0, 0.5) / (1 + attempt / 4))
     assert kills >= 20
-    run(second)
+    assert commands.run(second, log) == 0, log.read_text()
 
     assert read_json(out / "training.json") == read_json(alone / "training.json")
     for name in ("checkpoint.pt", "metrics.jsonl", *(f"milestones/{step:07d}/milestone.json" for step in (0, *STEPS))):

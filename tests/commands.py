@@ -1,0 +1,98 @@
+"""Kairos commands in processes of their own, without the seconds that imports take: see `Commands`."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Commands:
+    """Start kairos commands as forks of one process, which has imported what a training needs and computed nothing."""
+
+    _process: "subprocess.Popen[str] | None" = field(default=None, init=False)
+
+    def __enter__(self) -> "Commands":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait()
+
+    def start(self, line: list[str], log: Path, point: str = "never", passage: int = 0, **environment: str) -> int:
+        """Start a command line of `training_case.command`; returns the process id.
+
+        Args:
+            log: file for what the command writes to standard error.
+            point: where the process kills itself, at the `passage`-th time; see `kill_at.prepare`.
+            environment: variables beside those of the tests.
+        """
+        assert line[1:3] == ["-m", "kairos"]
+        order = {"arguments": line[3:], "log": str(log), "point": point, "passage": passage}
+        return self._ask(order | {"environment": environment})
+
+    def wait(self, process: int) -> int:
+        """Wait until a command ends; returns its exit status, minus the signal if a signal killed it."""
+        return self._ask({"wait": process})
+
+    def run(self, line: list[str], log: Path, **environment: str) -> int:
+        """Run a command to its end; returns its exit status."""
+        return self.wait(self.start(line, log, **environment))
+
+    def _ask(self, order: dict) -> int:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+
+def run_command(order: dict) -> None:
+    """Run a command in this process, a fork, and end the process."""
+    from kill_at import prepare
+
+    from kairos.cli import main
+    from kairos.training.launch import die_with_parent
+
+    die_with_parent()
+    os.environ.update(order["environment"])
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, sys.stderr.fileno())
+    os.dup2(log, sys.stdout.fileno())
+    prepare(order["point"], order["passage"])
+    try:
+        status = main(order["arguments"])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def serve() -> None:
+    """Read orders from standard input until it is closed; answer with process ids and exit statuses."""
+    from training_case import experiment
+
+    from kairos.training.run import import_components
+
+    import_components(experiment(), "adaptive")
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            answer = os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                run_command(order)
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    serve()
