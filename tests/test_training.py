@@ -4,17 +4,18 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 from specifications import Specification, examples, specifications
-from training_case import command, experiment, make_latents, train_command, write_experiment
+from training_case import experiment, make_latents, train_command, write_experiment
 
+from kairos.cli import main
 from kairos.data.batches import Batches
 from kairos.data.latents import open_latents
 from kairos.errors import ConfigError, DamagedError, KairosError
@@ -37,6 +38,14 @@ def finished(latents, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
     done = train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
     assert done["steps_run"] == 40
+    return out
+
+
+@pytest.fixture(scope="module")
+def half(latents, tmp_path_factory) -> Path:
+    """The first half of that training."""
+    out = tmp_path_factory.mktemp("half") / "run"
+    assert train(experiment(), "adaptive", 0, out, latents, [0, 20])["steps_run"] == 20
     return out
 
 
@@ -69,18 +78,16 @@ def test_two_trainings_are_equal_to_the_last_byte(finished, latents, tmp_path):
         assert (tmp_path / "run" / name).read_bytes() == (finished / name).read_bytes(), name
 
 
-def test_segments_equal_one_training(finished, latents, tmp_path):
-    out = tmp_path / "run"
-    assert train(experiment(), "adaptive", 0, out, latents, [0, 20])["steps_run"] == 20
+def test_segments_equal_one_training(half, finished, latents, tmp_path):
+    out = shutil.copytree(half, tmp_path / "run")
     assert train(experiment(), "adaptive", 0, out, latents, [40])["steps_run"] == 20
     assert components(out) == components(finished)
     for name in ("checkpoint.pt", "metrics.jsonl"):
         assert (out / name).read_bytes() == (finished / name).read_bytes(), name
 
 
-def test_raising_the_last_milestone_computes_only_the_new_steps(finished, latents, tmp_path):
-    out = tmp_path / "run"
-    train(experiment(), "adaptive", 0, out, latents, [0, 20])
+def test_raising_the_last_milestone_computes_only_the_new_steps(half, finished, latents, tmp_path):
+    out = shutil.copytree(half, tmp_path / "run")
     mark_to_start_over(out)
     shutil.rmtree(out / "milestones")  # as dvc and snakemake do before they run a job again
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 20
@@ -99,8 +106,7 @@ def test_a_first_segment_is_given_out_again_though_its_checkpoint_is_gone(finish
 
 
 def test_a_finished_training_whose_books_were_not_written_computes_nothing_again(finished, latents, tmp_path):
-    out = tmp_path / "run"
-    train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
+    out = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(out / "milestones")
     (out / "training.json").unlink()
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 0
@@ -108,18 +114,18 @@ def test_a_finished_training_whose_books_were_not_written_computes_nothing_again
 
 
 @pytest.mark.parametrize("length", [30, 10])
-def test_lowering_the_last_milestone_gives_the_shorter_training(latents, tmp_path, length):
+def test_lowering_the_last_milestone_gives_the_shorter_training(finished, latents, tmp_path, length):
+    """The checkpoint at step 30 is kept, the one at step 10 is not."""
     shorter, longer = tmp_path / "shorter", tmp_path / "longer"
     train(experiment(), "adaptive", 0, shorter, latents, [0, length])
-    train(experiment(), "adaptive", 0, longer, latents, [0, 40])
+    shutil.copytree(finished, longer)
     train(experiment(), "adaptive", 0, longer, latents, [0, length])
     for name in ("checkpoint.pt", "metrics.jsonl", "training.json"):
         assert (longer / name).read_bytes() == (shorter / name).read_bytes()
 
 
 def test_a_marked_training_asked_for_again_starts_over(finished, latents, tmp_path):
-    out = tmp_path / "run"
-    train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])
+    out = shutil.copytree(finished, tmp_path / "run")
     mark_to_start_over(out)
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 40
     assert components(out) == components(finished)
@@ -184,9 +190,10 @@ def test_batches_visit_every_image_once_an_epoch_on_any_number_of_ranks(latents)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "head"])
-def test_a_damaged_checkpoint_is_recognised_and_the_one_before_it_used(finished, latents, tmp_path, damage, capsys):
-    out = tmp_path / "run"
-    train(experiment(), "adaptive", 0, out, latents, [0, 20])
+def test_a_damaged_checkpoint_is_recognised_and_the_one_before_it_used(
+    half, finished, latents, tmp_path, damage, capsys
+):
+    out = shutil.copytree(half, tmp_path / "run")
     last = max(out.glob(".state/*/checkpoints/*.ckpt"))
     content = bytearray(last.read_bytes())
     content[len(content) // 2] ^= 1
@@ -199,9 +206,8 @@ def test_a_damaged_checkpoint_is_recognised_and_the_one_before_it_used(finished,
     assert components(out) == components(finished)
 
 
-def test_metrics_that_do_not_belong_to_the_checkpoint_are_not_trusted(finished, latents, tmp_path):
-    out = tmp_path / "run"
-    train(experiment(), "adaptive", 0, out, latents, [0, 20])
+def test_metrics_that_do_not_belong_to_the_checkpoint_are_not_trusted(half, finished, latents, tmp_path):
+    out = shutil.copytree(half, tmp_path / "run")
     metrics = next(out.glob(".state/*/metrics.jsonl"))
     write_text(metrics, metrics.read_text().replace('"loss": 0', '"loss": 9', 1))
     assert train(experiment(), "adaptive", 0, out, latents, [0, 20, 40])["steps_run"] == 40
@@ -234,70 +240,57 @@ def test_a_milestone_opens_and_a_damaged_one_does_not(finished, tmp_path):
         open_milestone(tmp_path / "nothing")
 
 
-def test_verify_prints_components_and_finds_damage(finished, tmp_path):
-    done = subprocess.run(command("verify", finished), capture_output=True, text=True, check=True)
-    assert dict(line.split() for line in done.stdout.splitlines()) == components(finished)
+def test_verify_prints_components_and_finds_damage(finished, tmp_path, capsys):
+    assert main(["verify", str(finished)]) == 0
+    assert dict(line.split() for line in capsys.readouterr().out.splitlines()) == components(finished)
     for name in ("checkpoint.pt", "metrics.jsonl", "milestones/0000020/raw/config.json"):
         copy = tmp_path / "copy"
         shutil.copytree(finished, copy, ignore=shutil.ignore_patterns(".state"))
         content = bytearray((copy / name).read_bytes())
         content[len(content) // 2] ^= 4
         (copy / name).write_bytes(content)
-        damaged = subprocess.run(command("verify", copy), capture_output=True, text=True, check=False)
-        assert damaged.returncode == 1 and "Traceback" not in damaged.stderr, name
+        assert main(["verify", str(copy)]) == 1, name
+        assert str(copy) in capsys.readouterr().err
         shutil.rmtree(copy)
 
 
-def test_two_processes_cannot_train_at_once_and_a_kill_frees_the_lock(latents, tmp_path):
-    config = write_experiment(tmp_path / "x.yaml", experiment({"uniform": {}}, training__milestones=[100_000]))
-    line = train_command(config, "uniform", tmp_path / "run", latents)
-    first = subprocess.Popen(line, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        lock = tmp_path / "run" / ".state" / "lock"
-        for _ in range(600):
-            if lock.exists() and lock.read_text():
-                break
-            time.sleep(0.1)
-        second = subprocess.run(line, capture_output=True, text=True, check=False)
-        assert second.returncode == 1 and "another process" in second.stderr and "Traceback" not in second.stderr
-    finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+def test_two_processes_cannot_train_at_once_and_a_kill_frees_the_lock(latents, tmp_path, commands, capsys):
     plain = experiment({"uniform": {}}, training__milestones=[100_000])
+    line = train_command(write_experiment(tmp_path / "x.yaml", plain), "uniform", tmp_path / "run", latents)
+    first = commands.start(line, tmp_path / "log")
+    lock = tmp_path / "run" / ".state" / "lock"
+    while not (lock.exists() and lock.read_text()):
+        assert psutil.Process(first).status() != psutil.STATUS_ZOMBIE, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    assert main(line[3:]) == 1
+    rejected = capsys.readouterr().err
+    assert "another process" in rejected and f"pid {first}" in rejected
+    os.kill(first, signal.SIGKILL)
+    assert commands.wait(first) == -signal.SIGKILL
     assert train(plain, "uniform", 0, tmp_path / "run", latents, [0, 2])["step"] == 2
 
 
-def test_other_versions_do_not_go_on_with_a_state_unless_they_are_accepted(latents, tmp_path, monkeypatch):
+def test_other_versions_resume_a_training_only_if_they_are_accepted(latents, tmp_path, monkeypatch):
     out, plain, here = tmp_path / "run", experiment({"uniform": {}}), torch.__version__
     monkeypatch.setattr(torch, "__version__", "2.0.1")
     train(plain, "uniform", 0, out, latents, [0, 20])
     monkeypatch.undo()
     before = {path: path.read_bytes() for path in out.rglob("*.*") if path.name != "progress.json" and path.is_file()}
-    with pytest.raises(KairosError) as refused:
+    with pytest.raises(KairosError) as rejected:
         train(plain, "uniform", 0, out, latents, [0, 20, 40])
-    for said in (
-        ".state",
-        "0000020.ckpt",
-        "torch 2.0.1",
-        f"torch {here}",
-        "diffusers",
-        "--accept-versions",
-        "--restart",
-    ):
-        assert said in str(refused.value), said
+    for named in ("0000020.ckpt", "torch 2.0.1", f"torch {here}", "--accept-versions", "--restart"):
+        assert named in str(rejected.value), named
     assert all(path.read_bytes() == content for path, content in before.items())
 
     assert train(plain, "uniform", 0, out, latents, [0, 20])["steps_run"] == 0  # published again, nothing computed
     assert read_json(out / "training.json")["provenance"]["torch"] == "2.0.1"
     config = write_experiment(tmp_path / "x.yaml", plain)
-    line = train_command(config, "uniform", out, latents, "--accept-versions")
-    subprocess.run(line, check=True, capture_output=True)
+    assert main(train_command(config, "uniform", out, latents, "--accept-versions")[3:]) == 0
     for record in (out / "training.json", out / "milestones/0000040/milestone.json"):
-        told = read_json(record)["provenance"]
-        assert told["torch"] == here and [(one["torch"], one["steps"]) for one in told["resumed_under"]] == [
-            ("2.0.1", 20)
-        ]
-        assert not told["exact"] and "torch 2.0.1" in told["inexact_because"][0]
+        provenance = read_json(record)["provenance"]
+        earlier = [(versions["torch"], versions["steps"]) for versions in provenance["resumed_under"]]
+        assert provenance["torch"] == here and earlier == [("2.0.1", 20)]
+        assert not provenance["exact"] and "torch 2.0.1" in provenance["inexact_because"][0]
     assert read_json(out / "milestones/0000020/milestone.json")["provenance"]["resumed_under"] == []
     raised = experiment({"uniform": {}}, training__milestones=[20, 40, 41])
     train(raised, "uniform", 0, out, latents, [0, 20, 40, 41])  # of the same versions by now
@@ -380,7 +373,7 @@ def test_an_interrupted_training_of_any_strategy(latents, tmp_path_factory, spec
     check_interrupted(specification, interrupted, microbatch, latents, tmp_path_factory.mktemp("drawn"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @examples(50)
 @given(specifications(), interruptions, microbatches)
 def test_interrupted_trainings_of_many_strategies(latents, tmp_path_factory, specification, interrupted, microbatch):
