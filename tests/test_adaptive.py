@@ -93,24 +93,25 @@ def test_adaptive_counts_one_network_pass_per_loss():
 
 
 def test_adaptive_moves_towards_timesteps_whose_step_lowers_the_loss():
-    """On average: where a single policy ends is luck, between 0.1 and 0.7 for what is early."""
+    """Four seeds end at 0.03 to 0.14 where early steps help, and at 0.81 to 0.87 where late ones do."""
 
-    def ends(seed, better):
-        bandit = Bandit(make_sampler({"name": "adaptive", "frequency": 1}, make_schedule("linear", 50), seed), better)
-        for k in range(200):
+    def mean_fraction(better):
+        bandit = Bandit(adaptive(lr=2e-3), better, batch=16)
+        for k in range(80):
             bandit.step(k)
         return (bandit.sampler.density(bandit.x0) * np.arange(50)).sum() / 50
 
-    assert np.mean([ends(seed, (0.1, 0.0)) for seed in range(3)]) < 0.4 and ends(0, (0.0, 0.1)) > 0.65
+    assert mean_fraction((0.1, 0.0)) < 0.3 and mean_fraction((0.0, 0.1)) > 0.7
 
 
 def test_adaptive_density_with_images_matches_its_draws():
-    bandit = Bandit(adaptive(), (0.1, 0.0))
+    bandit = Bandit(adaptive(), (0.1, 0.0), batch=16)
     for k in range(30):
         bandit.step(k)
     p = bandit.sampler.density(bandit.x0)
     assert p.sum() == pytest.approx(1)
-    draws = torch.cat([bandit.sampler.fractions(bandit.x0, Place(step=k)) for k in range(2000)])
+    repeated = bandit.x0.repeat(250, 1, 1, 1)
+    draws = torch.cat([bandit.sampler.fractions(repeated, Place(step=k)) for k in range(30)])
     share = np.bincount((draws * 50).long().numpy(), minlength=50) / len(draws)
     np.testing.assert_allclose(share, p, atol=4 * np.sqrt(p.max() / len(draws)) + 1e-3)
 
@@ -222,11 +223,11 @@ def test_the_policy_reaches_the_beta_nearest_to_the_optimum_for_fixed_rewards():
         density = beta(a, b).pdf(grid)
         return (density * np.log(np.maximum(density, 1e-300) / optimum)).mean()
 
-    best = min(divergence(a, b) for a in np.linspace(0.5, 6, 23) for b in np.linspace(0.5, 8, 31))
-    sampler = adaptive(entropy=weight, lr=2e-3, reward_decay=0.0)
+    best = min(divergence(a, b) for a in np.linspace(0.5, 6, 12) for b in np.linspace(0.5, 8, 16))
+    sampler = adaptive(entropy=weight, lr=1e-2, reward_decay=0.0)
     sampler.advantage = lambda change: change.mean(1)  # unscaled, so that the weight means what it says
     x0 = torch.randn(64, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    for k in range(400):
+    for k in range(100):
         u = sampler.fractions(x0, Place(step=k))
         centred = reward(u) - reward(u).mean()
         sampler._learn(Observation(k, x0, u, None, None, Place(step=k).of(x0)), centred[:, None])
@@ -238,12 +239,12 @@ def test_the_policy_reaches_the_beta_nearest_to_the_optimum_for_fixed_rewards():
 def test_a_floor_keeps_every_timestep_alive_and_importance_weights_fit_each_image():
     sampler = adaptive(floor=0.2, importance=True)
     bandit = Bandit(sampler, (0.1, 0.0))
-    for k in range(60):
+    for k in range(30):
         bandit.step(k)
     p = sampler.density(bandit.x0)
     assert p.min() >= 0.2 / 50 * 0.999 and p.sum() == pytest.approx(1)
     means = []
-    for k in range(400):
+    for k in range(200):
         u = sampler.fractions(bandit.x0, Place(step=k))
         means.append((sampler.importance(bandit.x0, u).double() * u).mean().item())
-    assert np.mean(means) == pytest.approx(0.5, abs=4 * np.std(means) / 20)
+    assert np.mean(means) == pytest.approx(0.5, abs=4 * np.std(means) / 200**0.5)

@@ -56,9 +56,11 @@ def test_speed_masses_are_those_of_equation_6():
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
-@pytest.mark.parametrize("timesteps", [10, 37, 1000])
-def test_density_sums_to_one_and_matches_its_histogram(name, timesteps):
-    check_histogram(make_sampler({"name": name}, make_schedule("linear", timesteps)))
+def test_density_sums_to_one_and_matches_its_histogram(name):
+    check_histogram(make_sampler({"name": name}, make_schedule("linear", 37)), draws=50_000)
+    for timesteps in (10, 1000):
+        density = make_sampler({"name": name}, make_schedule("linear", timesteps)).density()
+        assert density.sum() == pytest.approx(1, abs=1e-12) and (density >= 0).all()
 
 
 @pytest.mark.parametrize("points", ["random", "stratified", "sobol"])
@@ -212,10 +214,9 @@ def test_speed_official_has_half_the_papers_tail_and_depends_on_the_batch():
     check_histogram(sampler, batch=32, draws=20_000)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 7])
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["speed_official", "speed_v1"])
 def test_reflected_halves_fill_odd_and_tiny_batches(name, batch):
-    check_histogram(make_sampler({"name": name}, make_schedule("linear", 50)), batch=10_000)
     sampler = make_sampler({"name": name}, make_schedule())
     assert sampler.fractions(torch.zeros(batch, 1), Place()).shape == (batch,)
 
