@@ -5,12 +5,15 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from commands import Commands
 from training_case import difference, experiment, hashes, make_latents, started, train_command, write_experiment
 
 from kairos.cli import main
@@ -54,6 +57,26 @@ def here(line: list[str]) -> None:
     assert main(line[3:]) == 0
 
 
+@pytest.fixture
+def two_ranks(commands: Commands, tmp_path: Path) -> Callable[[list[str]], str]:
+    """Run the two ranks of a training without torchrun, whose imports take seconds; returns what rank 0 wrote."""
+
+    def run(line: list[str]) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [
+            commands.start(line, log, RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank, log in enumerate(logs)
+        ]
+        statuses = [commands.wait(rank) for rank in ranks]
+        assert statuses == [0, 0], "\n".join(log.read_text() for log in logs)
+        return logs[0].read_text()
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def alone(folder) -> Path:
     """One process, whole batches: a folder per method."""
@@ -74,17 +97,25 @@ def same(one: Path, other: Path) -> None:
     assert max(found.values()) < TOLERANCE, found
 
 
-@pytest.mark.parametrize("method", ["uniform", "adaptive"])
-def test_two_processes_equal_one(method, folder, alone, tmp_path, monkeypatch):
+def check_two(out: Path, alone: Path, updates: int | None) -> None:
+    same(out, alone)
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["sampler"].get("updates") == updates
+    assert read_json(out / "training.json")["identity"] == read_json(alone / "training.json")["identity"]
+
+
+def test_two_processes_of_torchrun_equal_one(folder, alone, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    out = folder / "two" / method
-    said = run(line(folder, method, out, processes=2))
+    out = tmp_path / "two"
+    said = run(line(folder, "adaptive", out, processes=2))
     assert "2 processes" in said and said.count("steps computed") == 1
     assert not [*tmp_path.glob("kairos-*"), *tmp_path.glob("torchelastic*")]  # logs of ranks, which are empty
-    same(out, alone / method)
-    updates = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["sampler"].get("updates")
-    assert updates == {"uniform": None, "adaptive": 10}[method]  # 13 measurements, S selected after the third
-    assert read_json(out / "training.json")["identity"] == read_json(alone / method / "training.json")["identity"]
+    check_two(out, alone / "adaptive", updates=10)  # 13 measurements, S selected after the third
+
+
+def test_two_processes_equal_one_with_a_fixed_sampler(folder, alone, tmp_path, two_ranks):
+    two_ranks(line(folder, "uniform", tmp_path / "two", processes=2))
+    check_two(tmp_path / "two", alone / "uniform", updates=None)
 
 
 @pytest.mark.parametrize("method", ["uniform", "adaptive"])
@@ -104,8 +135,7 @@ def test_a_learned_weighting_takes_microbatches_too(folder, tmp_path):
     same(*outs)
 
 
-@pytest.mark.long
-def test_coupled_noise_on_two_processes(folder, tmp_path):
+def test_coupled_noise_on_two_processes(folder, tmp_path, two_ranks):
     """The nearest of several is that of one process; an assignment is of each process' own part: another training."""
     for processes in (1, 2):
         case = experiment({"nearest": {"coupling": "nearest"}, "assignment": {"coupling": "assignment"}},
@@ -114,7 +144,7 @@ def test_coupled_noise_on_two_processes(folder, tmp_path):
         config = write_experiment(tmp_path / f"{processes}.yaml", case)
         for method in case["methods"]:
             command = train_command(config, method, tmp_path / f"{method} {processes}", folder / "latents")
-            here(command) if processes == 1 else run(command)
+            here(command) if processes == 1 else two_ranks(command)
     same(tmp_path / "nearest 1", tmp_path / "nearest 2")
     identities = {
         method: {read_json(tmp_path / f"{method} {processes}" / "training.json")["identity"] for processes in (1, 2)}
@@ -125,10 +155,10 @@ def test_coupled_noise_on_two_processes(folder, tmp_path):
         same(tmp_path / "assignment 1", tmp_path / "assignment 2")
 
 
-def test_a_checkpoint_of_one_process_resumes_on_two(folder, alone):
+def test_a_checkpoint_of_one_process_resumes_on_two(folder, alone, two_ranks):
     out = folder / "one_then_two"
     here(line(folder, "adaptive", out, "--milestones", 0, 23))
-    said = run(line(folder, "adaptive", out, processes=2))
+    said = two_ranks(line(folder, "adaptive", out, processes=2))
     assert "goes on from step 23" in said and "27 steps computed" in said
     same(out, alone / "adaptive")
 
@@ -223,7 +253,7 @@ def test_settings_that_do_not_go_together(settings, message):
         experiment(**{f"training__{name}": value for name, value in settings.items()})
 
 
-def test_dropout_depends_on_the_microbatch_alone(folder, tmp_path):
+def test_dropout_depends_on_the_microbatch_alone(folder, tmp_path, two_ranks):
     unet = {"name": "unet", "channels": 8, "multipliers": [1], "blocks": 1, "norm_groups": 4, "dropout": 0.3}
     outs = []
     for processes in (1, 2):
@@ -232,7 +262,7 @@ def test_dropout_depends_on_the_microbatch_alone(folder, tmp_path):
         config = write_experiment(tmp_path / f"{processes}.yaml", case)
         outs.append(tmp_path / str(processes))
         command = train_command(config, "uniform", outs[-1], folder / "latents")
-        here(command) if processes == 1 else run(command)
+        here(command) if processes == 1 else two_ranks(command)
     states = [checkpoint.read(out / "checkpoint.pt") for out in outs]
     assert difference(*(state["model"] for state in states)) < TOLERANCE
     assert all(read_json(out / "training.json")["provenance"]["exact"] for out in outs)
