@@ -26,6 +26,7 @@ preload.start(Path(sys.argv[1]), 1, ["train", "train"])
 print(os.environ["KAIROS_PRELOADED"], preload._held[0].pid, flush=True)
 sys.stdin.read()
 """
+HAND_OVER = "import sys; from kairos.workflow import preload; print(preload.hand_over(sys.argv[1:]))"
 no_server = sys.platform != "linux" or Path("/dev/nvidiactl").exists()
 pytestmark = pytest.mark.skipif(no_server, reason="no server here: a GPU, or not Linux")
 
@@ -110,7 +111,7 @@ def test_two_trainings_at_once_have_the_bits_of_one_that_starts_by_itself(run):
         assert own["peak_rss_bytes"] > 2**27  # what it has imported counts
 
 
-@pytest.mark.parametrize("more", [["--seed", "-1"], ["--until", "7"], ["--nonsense"], ["--latents", "nowhere"]])
+@pytest.mark.parametrize("more", [["--seed", "-1"], ["--nonsense"], ["--latents", "nowhere"]])
 def test_what_fails_says_the_same_with_the_same_status(run, more):
     ended = [run.start(run.line("wrong", *more), environment) for environment in (run.environment, run.alone)]
     said = [(*process.communicate(), process.returncode) for process in ended]
@@ -167,31 +168,37 @@ def test_what_a_shell_has_its_command_ignore_is_ignored(run):
     assert run.word("ignoring")["message"].startswith("SIGUSR1")
 
 
-@pytest.mark.parametrize("change", ["socket", "environment", "folder", "stdin"])
-def test_where_the_server_does_not_fit_the_command_runs_by_itself(run, change, tmp_path):
-    environment, how = dict(run.environment), {}
-    if change == "socket":
-        environment["KAIROS_PRELOADED"] = str(tmp_path / "nobody")
-    elif change == "environment":
-        environment["OMP_NUM_THREADS"] = "2"
-    line = run.line(f"other {change}")
-    if change == "folder":
-        line = ["bash", "-c", 'cd /; exec "$@"', "bash", *line]
-    elif change == "stdin":
-        line = ["bash", "-c", 'exec "$@" <&-', "bash", *line]
-    client = run.start(line, environment, **how)
+def test_a_command_without_a_server_runs_by_itself(run, tmp_path):
+    environment = {**run.environment, "KAIROS_PRELOADED": str(tmp_path / "nobody")}
+    client = run.start(run.line("without"), environment)
     assert client.wait() == 0, client.communicate()[1]
-    assert not forked(run, client, f"other {change}")
+    assert not forked(run, client, "without")
 
 
-def test_changed_code_is_imported_anew_and_a_killed_controller_leaves_nothing_behind(tmp_path):
+def handed_over(run: Run, out: str, environment: dict[str, str], shell: str = 'exec "$@"') -> str:
+    """Return the exit status of a training if the server takes it, None otherwise; nothing is imported then."""
+    command = [sys.executable, "-c", HAND_OVER, *run.line(out, "--milestones", 0)[3:]]
+    client = run.start(["bash", "-c", shell, "bash", *command], environment)
+    written, errors = client.communicate()
+    assert client.returncode == 0, errors
+    return written.strip()
+
+
+@pytest.mark.parametrize("change", ["nothing", "environment", "folder", "stdin"])
+def test_the_server_takes_commands_of_its_environment_and_folder_with_a_standard_input(run, change):
+    environment = run.environment | ({"OMP_NUM_THREADS": "2"} if change == "environment" else {})
+    shells = {"folder": 'cd /; exec "$@"', "stdin": 'exec "$@" <&-'}
+    status = handed_over(run, f"other {change}", environment, shells.get(change, 'exec "$@"'))
+    assert status == ("0" if change == "nothing" else "None")
+
+
+def test_changed_code_is_not_taken_from_the_server_and_a_killed_controller_leaves_nothing_behind(tmp_path):
     source = shutil.copytree(SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     run = Run(tmp_path, source)
     client, job = run.computing("before")
     assert forked(run, client, "before")
     os.utime(source / "kairos" / "files.py")
-    changed = run.start(run.line("changed"))
-    assert changed.wait() == 0 and not forked(run, changed, "changed")
+    assert handed_over(run, "changed", run.environment) == "None"
     socket = Path(run.environment["KAIROS_PRELOADED"])
     guardian = job.parent()
     assert socket.exists() and guardian.parent() == run.server
@@ -202,6 +209,7 @@ def test_changed_code_is_imported_anew_and_a_killed_controller_leaves_nothing_be
     assert not socket.parent.exists()
 
 
+@pytest.mark.long
 def test_portable_kernels_come_with_the_server(tmp_path):
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("no AVX2 here")
