@@ -224,7 +224,7 @@ def experiment(
         raise Skipped(no_unet())
     defaults: dict[str, Any] = {
         "batch_size": 128, "microbatch": None, "processes": 1, "nodes": 1, "trainings_per_gpu": 1,
-        "milestones": [1000], "segments": 1, "checkpoint_every": 500, "log_every": 1,
+        "milestones": [1000], "segments": 1, "checkpoint_every": 500, "log_every": None,
         "optimizer": named(OPTIMIZERS, "adam"), "schedule": named(SCHEDULES, "constant"),
         "ema": named(AVERAGES, "decay"), "precision": "fp32", "compile": False, "deterministic": True, "threads": 1,
         "device": "auto", "condition_dropout": 0.0, "augment": None, "start_from": None, "probes": [],
