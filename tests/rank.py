@@ -1,14 +1,9 @@
-"""One of several processes that train a small network together, for each strategy named.
-
-python rank.py RANK RANKS FILE OUT NAME...
-"""
-
-import sys
+"""Short trainings of a small network on one rank or several that share the batch, for each strategy named."""
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
-from kairos.distributed import gather
+from kairos.distributed import gather, rank, ranks
 from kairos.strategies import SAMPLERS
 from kairos.strategies.strategy import Strategy
 
@@ -24,18 +19,23 @@ class Network(nn.Module):
         return self.body(x)
 
 
-def train(name, rank, ranks):
+def train_all(names):
+    """Timesteps, state of the strategy and network after a short training by strategy."""
+    return {name: train(name) for name in names}
+
+
+def train(name):
     torch.manual_seed(0)
     network = Network().double()
-    module = nn.parallel.DistributedDataParallel(network) if ranks > 1 else network
+    module = nn.parallel.DistributedDataParallel(network) if ranks() > 1 else network
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     wanted = {"frequency": 2, "start": 1, "history": 1, "length": 10, "feature_timesteps": 10, "floor": 0.1}
     known = SAMPLERS[name.split("+")[0]].options.__dataclass_fields__
     options = {key: value for key, value in wanted.items() if key in known}
     strategy = Strategy(name, "cosine", timesteps=20, sampler=options)
     images = torch.randn(GLOBAL_BATCH, 2, 4, 4, dtype=torch.float64)
-    borders = [0, 3, GLOBAL_BATCH] if ranks == 2 else [0, GLOBAL_BATCH]  # unequal parts
-    mine = slice(borders[rank], borders[rank + 1])
+    borders = [0, 3, GLOBAL_BATCH] if ranks() == 2 else [0, GLOBAL_BATCH]  # unequal parts
+    mine = slice(borders[rank()], borders[rank() + 1])
     drawn = []
     for k in range(STEPS):
         draw = strategy.draw(images[mine], index=range(mine.start, mine.stop), total=GLOBAL_BATCH)
@@ -45,21 +45,7 @@ def train(name, rank, ranks):
         losses = ((module(x_t, draw.t) - noise) ** 2).mean((1, 2, 3))
         optimizer.zero_grad()
         # DistributedDataParallel averages over ranks: the sum over the global batch is what it should be the mean of
-        (strategy.weighted(draw, losses).sum() * ranks / GLOBAL_BATCH).backward()
+        (strategy.weighted(draw, losses).sum() * ranks() / GLOBAL_BATCH).backward()
         with strategy.observe(draw, module, optimizer):
             optimizer.step()
     return {"t": drawn, "state": strategy.state_dict(), "network": network.state_dict()}
-
-
-def main():
-    rank, ranks, file, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    if ranks > 1:
-        distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    torch.save({name: train(name, rank, ranks) for name in sys.argv[5:]}, out)
-    if ranks > 1:
-        distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

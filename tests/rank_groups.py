@@ -1,10 +1,10 @@
-"""One of four processes in a 2x2 mesh: the batch is split over one dimension, the other one holds equal samples.
-
-`run` starts the processes from a server that has imported torch once.
-"""
+"""Ranks as forks of a server process that has imported torch once; trainings of four ranks in a 2x2 mesh."""
 
 import multiprocessing
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,25 @@ import torch.distributed.device_mesh
 from torch import distributed
 
 RANKS = 4
+# what every rank would import, torch's optimisers import torch._dynamo
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "kairos.strategies.strategy", "small_loop"]
 
 
-def run(function: Callable[..., Any], folder: Path, ranks: int, *arguments: Any) -> list[Any]:
-    """What ``function(*arguments)`` gives on each of several ranks of gloo, each a process; the results, by rank."""
+def run(function: Callable[..., Any], folder: Path, ranks: int, *arguments: Any, join: bool = True) -> list[Any]:
+    """Call ``function(*arguments)`` on several ranks, each a process; returns the results by rank.
+
+    Args:
+        function: a function of a module; what it returns is saved by ``torch.save``.
+        folder: folder for the results.
+        ranks: number of processes.
+        arguments: arguments of the function.
+        join: False if the function itself joins the process group, by the variables that torchrun sets.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "kairos.strategies.strategy", "small_loop", "torch.distributed.device_mesh"]
-    )
+    context.set_forkserver_preload(PRELOADED)
+    port = None if join else free_port()
     processes = [
-        context.Process(target=_one, args=(function, folder, rank, ranks, arguments), daemon=True)
+        context.Process(target=_one, args=(function, folder, rank, ranks, port, arguments), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:
@@ -33,12 +42,36 @@ def run(function: Callable[..., Any], folder: Path, ranks: int, *arguments: Any)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
-def _one(function: Callable[..., Any], folder: Path, rank: int, ranks: int, arguments: tuple[Any, ...]) -> None:
-    """Join the others, call the function and write what it returns."""
+def free_port() -> int:
+    """A port of this machine that no process listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def case(name: str) -> Iterator[None]:
+    """Add the name of the case to an assertion that fails within."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"case: {name}")
+        raise
+
+
+def _one(
+    function: Callable[..., Any], folder: Path, rank: int, ranks: int, port: int | None, arguments: tuple[Any, ...]
+) -> None:
+    """Join the other ranks unless a port is given, call the function and save what it returns."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    if port is None:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    else:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+        os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
     torch.save(function(*arguments), folder / f"{rank}.pt")
-    distributed.destroy_process_group()
+    if port is None:
+        distributed.destroy_process_group()
 
 
 def train_in_mesh(specifications: list[Any]) -> dict[str, list[dict[str, Any]]]:

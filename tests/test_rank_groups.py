@@ -22,21 +22,16 @@ SPECIFICATIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def in_mesh(tmp_path_factory):
-    """The trainings of four ranks in a 2x2 mesh, by rank."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return rank_groups.run(rank_groups.train_in_mesh, folder, rank_groups.RANKS, SPECIFICATIONS)
-
-
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("way", ["group", "mesh", "micro-batches"])
-@pytest.mark.parametrize("number", range(len(SPECIFICATIONS)), ids=[repr(each)[9:40] for each in SPECIFICATIONS])
-def test_four_ranks_in_a_mesh_draw_and_learn_what_one_process_does(in_mesh, number, way):
-    micro_batches = 2 if way == "micro-batches" else 1
-    alone = rank_groups.train(SPECIFICATIONS[number], half=None, micro_batches=micro_batches)
-    for rank, results in enumerate(in_mesh):
-        found, count = results[way][number], 4 // micro_batches
-        here = slice(count * (rank // 2), count * (rank // 2) + count)
-        assert torch.equal(found["t"], alone["t"][:, here]), f"rank {rank} draws other timesteps"
-        close(found["state"], alone["state"])
+def test_four_ranks_in_a_mesh_draw_and_learn_what_one_process_does(tmp_path):
+    in_mesh = rank_groups.run(rank_groups.train_in_mesh, tmp_path, rank_groups.RANKS, SPECIFICATIONS)
+    for number, specification in enumerate(SPECIFICATIONS):
+        for way in ("group", "mesh", "micro-batches"):
+            micro_batches = 2 if way == "micro-batches" else 1
+            alone = rank_groups.train(specification, half=None, micro_batches=micro_batches)
+            for rank, results in enumerate(in_mesh):
+                with rank_groups.case(f"{specification}, {way}, rank {rank}"):
+                    found, count = results[way][number], 4 // micro_batches
+                    here = slice(count * (rank // 2), count * (rank // 2) + count)
+                    assert torch.equal(found["t"], alone["t"][:, here]), "other timesteps are drawn"
+                    close(found["state"], alone["state"])

@@ -1,44 +1,29 @@
 """Two processes (gloo): the same sampler state on both, and the timesteps that one process draws."""
 
 import io
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
+import time
 
 import pytest
+import rank
+import rank_groups
 import torch
 
 from kairos import distributed
 from kairos.strategies import SAMPLERS
 
-SCRIPT = Path(__file__).with_name("rank.py")
 NAMES = [*sorted(SAMPLERS), "adaptive+min_snr", "uniform+coarse_to_fine", "uniform+edm2"]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What one process computes, and each of two that share its batch."""
-    folder = tmp_path_factory.mktemp("ranks")
-    started = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, str(rank), str(ranks), folder / "group", folder / f"{ranks}.{rank}", *NAMES]
-        )
-        for ranks in (1, 2)
-        for rank in range(ranks)
-    ]  # fmt: skip
-    assert [process.wait(timeout=240) for process in started] == [0, 0, 0]
-    return [torch.load(folder / name, weights_only=True) for name in ("1.0", "2.0", "2.1")]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_processes_draw_what_one_draws_and_hold_the_same_state(results, name):
-    alone, first, second = (result[name] for result in results)
-    assert first["t"] == second["t"] == alone["t"]
-    assert content(first["state"]) == content(second["state"])
-    close(first["state"], alone["state"])
-    close(first["network"], alone["network"])
+def test_two_processes_draw_what_one_draws_and_hold_the_same_state(tmp_path):
+    both = rank_groups.run(rank.train_all, tmp_path, 2, NAMES)
+    whole = rank.train_all(NAMES)
+    for name in NAMES:
+        alone, first, second = whole[name], both[0][name], both[1][name]
+        with rank_groups.case(name):
+            assert first["t"] == second["t"] == alone["t"]
+            assert content(first["state"]) == content(second["state"])
+            close(first["state"], alone["state"])
+            close(first["network"], alone["network"])
 
 
 def content(state):
@@ -68,36 +53,23 @@ def close(one, other):
         assert one == other
 
 
-PATIENT = """
-import faulthandler
-import time
-import torch
-from kairos import distributed
-
-faulthandler.dump_traceback_later(80)  # says where one hangs
-distributed.LONGEST_WAIT = 4.0  # a busy machine's processes meet within that
-if distributed.os.environ["RANK"] == "0":
-    time.sleep(7)  # as one that queues for a lock
-distributed.join(2, torch.device("cpu"))
-print(distributed.on_first(lambda: time.sleep(6) or "read"), flush=True)
-if distributed.rank() == 0:
-    time.sleep(6)  # as one that writes a checkpoint
-distributed.meet()
-assert distributed.add([1.0]) == [2.0]
-distributed.part()
-"""
+def meet_late():
+    """Join, read and meet while rank 0 takes longer than a collective may; returns what `on_first` gives."""
+    distributed.LONGEST_WAIT = 3.0  # a busy machine's processes meet within that
+    late = distributed.os.environ["RANK"] == "0"
+    if late:
+        time.sleep(4)  # as a rank that waits for a lock
+    distributed.join(2, torch.device("cpu"))
+    read = distributed.on_first(lambda: time.sleep(4) or "read")
+    if late:
+        time.sleep(4)  # as a rank that writes a checkpoint
+    distributed.meet()
+    assert distributed.add([1.0]) == [2.0]
+    distributed.part()
+    return read
 
 
 @pytest.mark.timeout(120)
-def test_ranks_wait_for_one_that_takes_longer_than_a_step_may():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen([sys.executable, "-c", PATIENT], env={**os.environ, **where, "RANK": str(rank)}, stdout=-1)
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=120)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0] and said == [b"read\n"] * 2
-    assert distributed.LONGEST_WAIT <= 600
+def test_ranks_wait_for_one_that_takes_longer_than_a_step_may(tmp_path):
+    assert rank_groups.run(meet_late, tmp_path, 2, join=False) == ["read", "read"]
+    assert 60 <= distributed.LONGEST_WAIT <= 600
