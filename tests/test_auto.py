@@ -54,7 +54,7 @@ def test_its_density_follows_the_gradient_and_its_weights_keep_the_objective():
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-9)
     strategy = kairos.Strategy("auto", "cosine", timesteps=T, prediction="v")
     weights, found = strategy.weighting.weights(), []
-    for k in range(300):
+    for k in range(120):
         strategy.step = 100 * k  # it measures every 100 steps
         draw = strategy.draw(torch.randn(64, 1, 2, 2))
         strategy.loss(draw, torch.ones(64))

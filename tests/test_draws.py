@@ -28,11 +28,11 @@ def agree(first, second):
     return all(torch.equal(getattr(first, name), getattr(second, name)) for name in ("t", "weights", "fractions"))
 
 
-@pytest.mark.parametrize("name", FIXED)
-def test_a_draw_is_one_graph_and_the_same_numbers(name):
+def check_one_graph(name, backend):
+    """A draw compiles to one graph, which gives the numbers of a draw without it, at any step."""
     torch._dynamo.reset()
     made = strategy(name, weighting="min_snr", floor=0.1, points="random")
-    compiled = torch.compile(lambda x0, step: made.draw(x0, step=step), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x0, step: made.draw(x0, step=step), fullgraph=True, backend=backend)
     made.draw(BATCH)  # tables go to the device once
     for number in (0, 5, 2**33):
         step = torch.tensor(number)
@@ -41,6 +41,17 @@ def test_a_draw_is_one_graph_and_the_same_numbers(name):
         by_number = strategy(name, weighting="min_snr", floor=0.1)
         by_number.step, by_number._drawn = number, [0, number * len(BATCH)]
         assert agree(plain, by_number.draw(BATCH)), number
+
+
+@pytest.mark.parametrize("name", sorted({SAMPLERS[name].module: name for name in FIXED}.values()))
+def test_a_draw_of_a_sampler_of_each_module_is_one_graph_with_the_same_numbers(name):
+    check_one_graph(name, "eager")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FIXED)
+def test_a_draw_of_every_sampler_is_one_graph_with_the_same_numbers(name):
+    check_one_graph(name, "aot_eager")
 
 
 @pytest.mark.parametrize("points", ["random", "stratified", "systematic", "sobol"])

@@ -158,8 +158,7 @@ def main():
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_command(main, process, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_command_prints_columns_and_boundaries(main, process, capsys):
     line = ["strategies", "increments", "--process", process, "--timesteps", "200", "--r", "20"]
     found = increments(process, make_schedule("linear", 200), 200, 20)
     assert main([*line, "--format", "csv"]) == 0
@@ -173,7 +172,11 @@ def test_command(main, process, capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     assert f"t = {found.convergence:.6g}, where the magnitude exceeds r = 20" in out
     assert all(f"{name} " in out for name in AREAS if name in found.area())
-    assert main([*line, "--format", "png"]) == 0
+
+
+def test_command_writes_a_picture(main, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["strategies", "increments", "--process", "vp", "--timesteps", "200", "--format", "png"]) == 0
     (picture,) = tmp_path.glob("increments_*.png")
     assert picture.name in capsys.readouterr().err
     with pytest.importorskip("PIL.Image").open(picture) as image:
