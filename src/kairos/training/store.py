@@ -102,6 +102,7 @@ class Store:
         A request that was fulfilled before and is marked, and that is made again, is meant to be computed again.
         Where all milestones are there, the last one's checkpoint is needed too, but not for a `part` of a training.
         """
+        self._report_other_states()
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.rglob(".tmp-*"):  # of killed writers; the lock says that none is at work
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -113,6 +114,13 @@ class Store:
         if missing or part or (self.newest(milestones[-1]) or {}).get("step") == milestones[-1]:
             return missing
         return milestones[-1:]
+
+    def _report_other_states(self) -> None:
+        """Say that a new run begins where there are states of other settings, data or code and none of this run."""
+        others = [path for path in self.folder.parent.glob("*/checkpoints") if any(path.iterdir())]
+        if others and not self.folder.exists():
+            what = "settings, data or code differ from those of the state that is here, which is kept"
+            say(f"{self.out}: starts a new run from step 0: {what}")
 
     def newest(self, at_most: int | None = None, device: Any = "cpu") -> dict[str, Any] | None:
         """The newest whole checkpoint (up to step `at_most`) that goes with the metrics; damaged ones are said."""
