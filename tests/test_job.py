@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from training_case import experiment, hashes, make_latents, started, train_command, write_experiment
+from training_case import experiment, hashes, make_latents, train_command, wait_for_steps, write_experiment
 
 from kairos.errors import KairosError
 from kairos.files import read_json, write_json
@@ -26,19 +25,25 @@ def latents(tmp_path_factory) -> Path:
 
 
 @pytest.mark.long
-def test_signals_end_a_training_after_its_step_and_it_goes_on(latents, tmp_path):
+def test_signals_end_a_training_after_its_step_and_it_resumes(latents, tmp_path, commands):
     case = experiment(training__milestones=[600], training__checkpoint_every=100)
     whole, out = tmp_path / "whole", tmp_path / "out"
     train(case, "adaptive", 0, whole, latents, [0, 600])
-    command = train_command(write_experiment(tmp_path / "x.yaml", case), "adaptive", out, latents)
+    command, log = (
+        train_command(write_experiment(tmp_path / "x.yaml", case), "adaptive", out, latents),
+        tmp_path / "log",
+    )
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
-        process = started(command, out)
+        begun = time.time()
+        process = commands.start(command, log)
+        wait_for_steps(out, begun)
         time.sleep(0.3)
-        process.send_signal(getattr(signal, name))
-        said = process.communicate(timeout=600)[1]
-        assert process.returncode == 75 and f"{name}: stopped after step" in said, said
-        assert said.count("the same command goes on") == 1 and "Traceback" not in said
-    subprocess.run(command, check=True)
+        os.kill(process, getattr(signal, name))
+        assert commands.wait(process) == 75
+        written = log.read_text()
+        assert f"{name}: stopped after step" in written and "Traceback" not in written, written
+        assert written.count("the same command goes on") == 1
+    assert commands.run(command, log) == 0
     assert hashes(out) == hashes(whole)
 
 

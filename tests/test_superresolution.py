@@ -278,7 +278,7 @@ def test_cifar_in_pixels(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
-    source = {"source": "parquet", "path": str(SHARED / "cifar10" / "*.parquet"), "limit": 200, "heldout": 0.2}
+    source = {"source": "parquet", "path": str(SHARED / "cifar10" / "*.parquet"), "limit": 100, "heldout": 0.4}
     found = run_chain(tmp_path, sections(dataset=source), report=True)
     for metrics in found.values():
         assert 0 < metrics["psnr"] < 40 and len(metrics["psnr_sets"]) == 2
@@ -303,10 +303,10 @@ def test_cifar_in_pixels(tmp_path, monkeypatch):
 @pytest.mark.skipif(not (SHARED / "taesd").is_dir(), reason="taesd is not in ../shared/data")
 @pytest.mark.timeout(300)
 def test_coco_in_latents(tmp_path, monkeypatch):
-    """Images of side 64 through taesd, with COCO's own held-out images."""
+    """Images of side 32 through taesd, with COCO's own held-out images."""
     monkeypatch.chdir(tmp_path)
     coco = SHARED / "coco_mini"
-    source = {"path": str(coco / "train2017"), "heldout": str(coco / "val2017"), "resolution": 64, "crop": "adm"}
+    source = {"path": str(coco / "train2017"), "heldout": str(coco / "val2017"), "resolution": 32, "crop": "adm"}
     values = sections(dataset=source, model={"patch": 2})
     values["autoencoder"] = {"kind": "pretrained", "path": str(SHARED / "taesd")}
     values["methods"] = {"uniform": {}}
@@ -315,4 +315,4 @@ def test_coco_in_latents(tmp_path, monkeypatch):
     latents = open_latents(tmp_path / "results" / "sr" / "latents")
     assert set(latents.moments) == {"mean", "low_mean", "mean_flipped", "low_mean_flipped"}
     record = read_json(tmp_path / "results" / "sr" / "uniform" / "seed0" / "milestones" / "0000020" / "milestone.json")
-    assert record["conditions"] == {"low_resolution": {"kind": "image", "shape": [4, 8, 8], "factor": 4}}
+    assert record["conditions"] == {"low_resolution": {"kind": "image", "shape": [4, 4, 4], "factor": 4}}

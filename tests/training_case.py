@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,19 @@ def train_command(config: Path, method: str, out: Path, latents: Path, *more: An
 
 def started(line: list[str], out: Path) -> subprocess.Popen:
     """A training that is about to take its first step, or has."""
-    begun, word = time.time(), out / ".state" / "progress.json"
+    begun = time.time()
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
-    while not (word.exists() and read_json(word)["updated"] > begun and read_json(word)["state"] == "running"):
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.02)
+    wait_for_steps(out, begun, lambda: process.poll() is None)
     return process
+
+
+def wait_for_steps(out: Path, begun: float, runs: Callable[[], bool] = lambda: True) -> None:
+    """Wait until a training that was started at `begun` is about to take its first step, or has; it must run on."""
+    word = out / ".state" / "progress.json"
+    while not (word.exists() and read_json(word)["updated"] > begun and read_json(word)["state"] == "running"):
+        assert runs(), f"the training in {out} ended before its first step"
+        assert time.time() < begun + 120, f"the training in {out} took no step in two minutes"
+        time.sleep(0.02)
 
 
 def hashes(out: Path) -> dict[str, str]:
