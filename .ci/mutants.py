@@ -1,0 +1,400 @@
+"""Mutation test of the modules that decide correctness: ``python .ci/mutants.py``.
+
+A mutant is a copy of the source with one changed operator, constant, condition, return value or statement. The script
+runs the quick tests that execute the changed line. A mutant that no test detects "survives": a check is missing, or the
+change makes no difference. Mutants are the same for the same seed, count and source.
+"""
+
+import argparse
+import ast
+import collections
+import importlib
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "src/kairos/"
+
+MODULES = [
+    *(f"training/{name}" for name in ("checkpoint", "store", "state", "passes", "lengths", "identity")),
+    *(f"strategies/{name}" for name in ("fixed", "laws", "combined", "base", "points", "speed", "history")),
+    *(f"strategies/{name}" for name in ("weightings", "beta", "numeric")),
+    *("report/ranking", "report/compare", "evaluation/moments", "evaluation/metrics"),
+    *("diffusion/schedule", "diffusion/processes", "data/batches", "randomness", "files"),
+]
+
+# Test files with quick tests. A first run without a mutant measures which test executes which lines, and for how long.
+TESTS = [
+    *("adaptive", "analyses", "augment", "bad_arguments", "compare", "couplings", "data", "disk", "distances"),
+    *("distributed", "draws", "files", "identity", "interrupts", "job", "lengths", "measured", "metric_can_rank"),
+    *("own_loop", "processes", "published", "published_diffusion", "published_sampling", "randomness", "ranking"),
+    *("report", "sampling", "strategies", "strategies_checkpoints", "training", "unfinished"),
+]
+
+SECONDS_A_MUTANT = 20  # tests are added, quickest first, until their CPU time without a mutant exceeds this
+LIBRARIES = ["torch", "numpy", "scipy.stats", "scipy.linalg", "PIL.Image", "yaml", "pytest", "hypothesis"]
+
+COMPARISONS = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn}
+COMPARISONS |= {new: old for old, new in COMPARISONS.items()}
+ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+ARITHMETIC |= {ast.Mod: ast.Mult, ast.Pow: ast.Mult}
+CALLS = {"min": "max", "minimum": "maximum", "floor": "ceil", "any": "all", "argmin": "argmax", "zeros": "ones"}
+CALLS |= {new: old for old, new in CALLS.items()}
+ONLY_MESSAGES = {"print", "warn", "info", "warning", "debug", "log", "say"}
+
+Line = tuple[str, int]  # module and line number
+Record = tuple[set[Line], dict[str, set[Line]], dict[str, float]]  # lines that imports execute; lines, seconds by test
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replacement of the bytes from ``start`` to ``end`` in the source of a module; any of ``lines`` executes it."""
+
+    module: str
+    line: int
+    lines: frozenset[Line]
+    start: int
+    end: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        """Location and change on one line."""
+        before, after = (" ".join(text.split()) for text in (self.before, self.after))
+        return f"{PACKAGE}{self.module}.py:{self.line}: {before} -> {after}"
+
+
+def replacements(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Yield the replacements of one node: the node whose source text goes, and the text that takes its place."""
+    match node:
+        case ast.Compare():
+            for index, operator in enumerate(node.ops):
+                operators = [*node.ops]
+                operators[index] = COMPARISONS[type(operator)]()
+                yield node, f"({ast.unparse(ast.Compare(node.left, operators, node.comparators))})"
+        case ast.BinOp() if type(node.op) in ARITHMETIC:
+            yield node, f"({ast.unparse(ast.BinOp(node.left, ARITHMETIC[type(node.op)](), node.right))})"
+        case ast.AugAssign() if type(node.op) in ARITHMETIC:
+            yield node, ast.unparse(ast.AugAssign(node.target, ARITHMETIC[type(node.op)](), node.value))
+        case ast.BoolOp():
+            other = ast.And() if isinstance(node.op, ast.Or) else ast.Or()
+            yield node, f"({ast.unparse(ast.BoolOp(other, node.values))})"
+        case ast.UnaryOp(op=ast.Not()):
+            yield node, f"({ast.unparse(node.operand)})"
+        case ast.Constant(value=bool()):
+            yield node, str(not node.value)
+        case ast.Constant(value=int()):
+            yield node, str(node.value + 1)
+        case ast.Constant(value=float()):
+            yield node, repr(node.value * 1.1 or 1.0)
+        case ast.Call(func=ast.Name() | ast.Attribute() as function):
+            text = ast.unparse(function)
+            owner, _, name = text.rpartition(".")
+            if name in CALLS:
+                yield function, f"{owner}.{CALLS[name]}" if owner else CALLS[name]
+        case ast.Expr(value=ast.Call(func=function)) if ast.unparse(function).split(".")[-1] not in ONLY_MESSAGES:
+            yield node, "pass"
+        case ast.Raise():
+            yield node, "pass"
+        case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
+            yield node, "return None"
+        case ast.If(test=test) | ast.IfExp(test=test) if isinstance(test, ast.Name | ast.Attribute | ast.Call):
+            yield test, f"(not {ast.unparse(test)})"
+
+
+def parts(node: ast.AST) -> list[ast.AST]:
+    """Return the children of a node that can change behaviour: no annotations, decorators, messages or texts."""
+    match node:
+        case ast.FunctionDef(name="__repr__" | "__str__") | ast.Raise() | ast.JoinedStr() | ast.Assert():
+            return []
+        case ast.FunctionDef():
+            defaults = [default for default in node.args.kw_defaults if default is not None]
+            return [*node.args.defaults, *defaults, *node.body]
+        case ast.AnnAssign():
+            return [node.value] if node.value is not None else []
+        case ast.ClassDef():
+            return [*node.body]
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return [*node.orelse]
+        case ast.Call() if ast.unparse(node.func).split(".")[-1] in ONLY_MESSAGES:
+            return []
+    return list(ast.iter_child_nodes(node))
+
+
+def mutants_of(module: str, root: Path) -> list[Mutant]:
+    """List all mutants of a module."""
+    source = (root / PACKAGE / f"{module}.py").read_bytes()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found: list[Mutant] = []
+
+    def visit(node: ast.AST, statement: ast.stmt | None) -> None:
+        if isinstance(node, ast.stmt):
+            statement = node
+        for old, text in replacements(node):
+            start = starts[old.lineno - 1] + old.col_offset
+            end = starts[old.end_lineno - 1] + old.end_col_offset
+            numbers = {statement.lineno, *range(old.lineno, old.end_lineno + 1)}
+            lines = frozenset((module, number) for number in numbers)
+            found.append(Mutant(module, old.lineno, lines, start, end, source[start:end].decode(), text))
+        for part in parts(node):
+            visit(part, statement)
+
+    visit(ast.parse(source), None)
+    return found
+
+
+def sample(modules: list[str], count: int, seed: int, root: Path) -> list[Mutant]:
+    """Draw mutants without repetition; a module has as large a share of them as of all possible mutants."""
+    everything = [mutant for module in modules for mutant in mutants_of(module, root)]
+    return random.Random(seed).sample(everything, min(count, len(everything)))
+
+
+def copy_repository(root: Path) -> None:
+    """Copy what git lists (with changes that are not committed) and link the environment."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0"):
+        if name and (ROOT / name).is_file():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, root / name)
+    if (ROOT / ".venv").exists():
+        (root / ".venv").symlink_to(ROOT / ".venv")
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its ended children."""
+    return sum(os.times()[:4])
+
+
+class Recorder:
+    """Pytest plugin: records for each test the executed lines of MODULES and the CPU seconds.
+
+    What a fixture of a module or session executes counts for every test that uses the fixture.
+    """
+
+    def __init__(self, root: Path, path: Path) -> None:
+        self.path = path
+        self.modules = {str(root / PACKAGE / f"{module}.py"): module for module in MODULES}
+        self.imported: set[Line] = set()
+        self.executed: dict[str, set[Line]] = {}
+        self.seconds: dict[str, float] = {}
+        self.current: set[Line] = set()
+        self.calls: collections.Counter[CodeType] = collections.Counter()
+        self.fixtures: list[tuple[str, str, set[Line], float]] = []
+        self.fixture_seconds = 0.0
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> object:
+        """Record a line; Python calls this at each call of a function, and at each line of functions of MODULES."""
+        module = self.modules.get(frame.f_code.co_filename)
+        if module is None:
+            return None
+        if event == "call":
+            self.calls[frame.f_code] += 1
+            if self.calls[frame.f_code] > 100:  # a loop: further calls would only cost time
+                return None
+        self.current.add((module, frame.f_lineno))
+        return self.trace
+
+    def pytest_sessionstart(self) -> None:
+        """Start to trace, and import all modules so that no test is the one that executes their top level."""
+        sys.settrace(self.trace)
+        for module in MODULES:
+            importlib.import_module(f"kairos.{module.replace('/', '.')}")
+        self.imported = self.current
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef) -> Iterator[None]:
+        """Record a fixture that several tests share."""
+        if fixturedef.scope == "function":
+            return (yield)
+        test_lines, self.current = self.current, set()
+        self.calls.clear()
+        begun = cpu_seconds()
+        try:
+            return (yield)
+        finally:
+            seconds = cpu_seconds() - begun
+            self.fixtures.append((fixturedef.argname, fixturedef.baseid, self.current, seconds))
+            self.fixture_seconds += seconds
+            self.current = test_lines
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Record a test, without what earlier tests left in caches."""
+        for module in MODULES:
+            for value in vars(sys.modules[f"kairos.{module.replace('/', '.')}"]).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+        self.current = set()
+        self.calls.clear()
+        sys.settrace(self.trace)  # again, because hypothesis and errors of recursion end it
+        begun, self.fixture_seconds = cpu_seconds(), 0.0
+        result = yield
+        self.executed[item.nodeid] = self.current
+        self.seconds[item.nodeid] = cpu_seconds() - begun - self.fixture_seconds
+        for name, base, lines, seconds in self.fixtures:
+            if name in item.fixturenames and item.nodeid.startswith(base):
+                self.executed[item.nodeid] |= lines
+                self.seconds[item.nodeid] += seconds
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the record to a file, for the parent process."""
+        sys.settrace(None)
+        self.path.write_bytes(pickle.dumps((self.imported, self.executed, self.seconds)))
+
+
+class Selection:
+    """Pytest plugin: runs the given tests only, in the order of their files."""
+
+    def __init__(self, tests: set[str]) -> None:
+        self.tests = tests
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Drop all other tests."""
+        items[:] = [item for item in items if item.nodeid in self.tests]
+
+
+def run_tests(root: Path, files: list[str], plugin: object, limit: float) -> str:
+    """Run test files in a forked process, which imports kairos anew: "survived", "killed" or "timeout"."""
+    child = os.fork()
+    if child == 0:
+        code = pytest.ExitCode.INTERNAL_ERROR
+        try:
+            os.setsid()
+            output = os.open(root.parent / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.chdir(root)
+            sys.path.insert(0, str(root / "src"))
+            options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not long and not cluster"]
+            options += ["--hypothesis-seed=0", f"--basetemp={root.parent / 'temporary'}"]
+            code = pytest.main([*options, *files], plugins=[plugin])
+        finally:
+            sys.stdout.flush()
+            os._exit(int(code))
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        finished, status = os.waitpid(child, os.WNOHANG)
+        if finished:
+            code = os.waitstatus_to_exitcode(status)
+            return "survived" if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) else "killed"
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timeout"
+
+
+def try_mutant(mutant: Mutant, root: Path, tests: list[str], seconds: dict[str, float]) -> str:
+    """Run tests with a mutant in place of the source."""
+    path = root / PACKAGE / f"{mutant.module}.py"
+    source = path.read_bytes()
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()
+    path.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.end :])
+    limit = 60 + 10 * sum(seconds[test] for test in tests)
+    files = list(dict.fromkeys(test.split("::")[0] for test in tests))
+    outcome = run_tests(root, files, Selection(set(tests)), limit)
+    path.write_bytes(source)
+    return outcome
+
+
+def tests_of(mutant: Mutant, record: Record) -> tuple[list[str], int]:
+    """Choose the tests of a mutant, quickest first; also returns how many tests execute the mutant."""
+    imported, executed, seconds = record
+    every = [test for test, lines in executed.items() if not lines.isdisjoint(mutant.lines)]
+    if not every and not imported.isdisjoint(
+        mutant.lines
+    ):  # the top level of a module: each test of the module uses it
+        every = [test for test, lines in executed.items() if any(module == mutant.module for module, _ in lines)]
+    every.sort(key=lambda test: seconds[test])
+    chosen: list[str] = []
+    left = SECONDS_A_MUTANT
+    for test in every:
+        left -= seconds[test]
+        if left < 0 and chosen:
+            break
+        chosen.append(test)
+    return chosen, len(every)
+
+
+def try_mutants(options: argparse.Namespace, root: Path) -> list[str]:
+    """Run the tests without a mutant, then with each mutant of the sample; returns the printed lines."""
+    printed: list[str] = []
+
+    def report(line: str) -> None:
+        print(line, flush=True)
+        printed.append(line)
+
+    copy_repository(root)
+    os.environ["PYTHONPATH"] = str(root / "src")
+    mutants = sample(options.modules, options.count, options.seed, root)
+    path = root.parent / "record"
+    if run_tests(root, [f"tests/test_{name}.py" for name in TESTS], Recorder(root, path), 1800) != "survived":
+        sys.exit(f"The tests fail without a mutant:\n{(root.parent / 'log.txt').read_text()[-5000:]}")
+    record = pickle.loads(path.read_bytes())
+    report(f"{len(record[1])} tests pass without a mutant; {cpu_seconds():.0f} CPU seconds")
+    sys.dont_write_bytecode = True  # a mutant is as long as the source may be, and as new: bytecode would look current
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    survivors: list[str] = []
+    for mutant in mutants:
+        if cpu_seconds() > options.seconds:
+            report(f"stopped after {options.seconds:.0f} CPU seconds")
+            break
+        begun = cpu_seconds()
+        chosen, number = tests_of(mutant, record)
+        outcome = "not executed" if not chosen else try_mutant(mutant, root, chosen, record[2])
+        line = f"{outcome}, {len(chosen)} of {number} tests, {cpu_seconds() - begun:.1f} s: {mutant}"
+        report(line)
+        counts[mutant.module][outcome] += 1
+        if outcome in ("survived", "not executed"):
+            survivors.append(line)
+    outcomes = ["killed", "timeout", "survived", "not executed"]
+    report("\n".join(["", "Survivors:", *survivors, ""]))
+    report(f"{'module':28}" + "".join(f"{outcome:>14}" for outcome in outcomes))
+    for module in options.modules:
+        report(f"{module:28}" + "".join(f"{counts[module][outcome]:14}" for outcome in outcomes))
+    sums = [sum(count[outcome] for count in counts.values()) for outcome in outcomes]
+    report(f"{'all':28}" + "".join(f"{number:14}" for number in sums))
+    report(f"{cpu_seconds():.0f} CPU seconds")
+    return printed
+
+
+def main() -> None:
+    """Measure the tests, try the mutants, print the survivors and a table by module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=300, help="number of mutants")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample of mutants")
+    parser.add_argument("--seconds", type=float, default=3600, help="CPU seconds after which no mutant is started")
+    parser.add_argument(
+        "--modules", nargs="+", default=MODULES, choices=MODULES, metavar="MODULE", help="such as files"
+    )
+    parser.add_argument("--report", type=Path, help="also write the output to this file")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    with tempfile.TemporaryDirectory() as folder:
+        lines = try_mutants(options, Path(folder).resolve() / "repository")
+    if options.report:
+        options.report.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
