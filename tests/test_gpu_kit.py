@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -25,46 +26,61 @@ sys.meta_path[:] = map(Bare, sys.meta_path)
 """
 
 
-def run(part, folder, *arguments, bare=True):
-    """The JSON of a part's short form; `bare`: as on a machine that lacks what is not torch or numpy."""
-    path = [str(KIT.parents[1] / "src")]
+def run(parts, folder, *arguments, bare=True):
+    """Run short forms of parts, each with its arguments, in one process; returns their JSON files.
+
+    Args:
+        parts: arguments of each part.
+        folder: of the JSON files.
+        arguments: of all parts.
+        bare: as on a machine that lacks what is not torch or numpy.
+    """
+    path = [str(KIT), str(KIT.parents[1] / "src")]
     if bare:
         (folder / "sitecustomize.py").write_text(BLOCK)
         path.insert(0, str(folder))
-    command = [sys.executable, str(KIT / f"{part}.py"), "--short", "--device", "cpu", *arguments]
+    lines = [[str(KIT / f"{part}.py"), "--short", "--device", "cpu", *more, *arguments] for part, more in parts.items()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OUT": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN, json.dumps(lines)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads((folder / f"{part}.json").read_text())
+    return {part: json.loads((folder / f"{part}.json").read_text()) for part in parts}
 
 
+RUN = """
+import json, runpy, sys
+for line in json.loads(sys.argv[1]):
+    sys.argv = line
+    try:
+        runpy.run_path(line[0], run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, (line, end.code)
+"""
 SOME = {
     "correct": ["dit fp32", "unet fp32", "flow", "sampler loss", "edm2", "microbatch"], "step": ["peak", "bf16"],
     "strategies": ["uniform", "adaptive", "gradient_norm", "edm2"], "sample": ["unet", "dit"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", SOME)
-def test_a_part_runs_where_there_is_little_more_than_torch(part, tmp_path):
-    """Rows with a U-Net say why they are skipped, no other row is."""
-    found = run(part, tmp_path, "--only", *SOME[part])
-    assert found["complete"] and not found["not_reached"]
-    rows = {row["row"]: row for row in found["rows"]}
-    unet = {name for name in rows if name.startswith("unet")}
-    assert all("diffusers" in rows[name]["skipped"] for name in unet)
-    assert len(rows) > len(unet) and not any("skipped" in rows[name] for name in rows.keys() - unet)
+def test_parts_run_where_there_is_little_more_than_torch(tmp_path):
+    """Rows with a U-Net name the reason why they are skipped, no other row is skipped."""
+    found = run({part: ["--only", *rows] for part, rows in SOME.items()}, tmp_path)
+    for part, content in found.items():
+        assert content["complete"] and not content["not_reached"], part
+        rows = {row["row"]: row for row in content["rows"]}
+        unet = {name for name in rows if name.startswith("unet")}
+        assert all("diffusers" in rows[name]["skipped"] for name in unet)
+        assert len(rows) > len(unet) and not any("skipped" in rows[name] for name in rows.keys() - unet)
 
 
-def test_systems_run_where_there_is_all_they_need(tmp_path):
-    found = run("systems", tmp_path, "--only", "dit_coco", "edm", bare=False)
-    assert found["complete"] and {row["row"] for row in found["rows"]} == {"dit_coco", "edm_cifar10"}
-    assert not any("skipped" in row or "failed" in row for row in found["rows"])
-
-
-def test_a_part_ends_within_its_budget(tmp_path):
-    """What was not reached is named, and the file is whole."""
-    found = run("strategies", tmp_path, "--budget", "0.2")
-    assert not found["complete"] and "speed" in found["not_reached"]
+def test_systems_run_where_there_is_all_they_need_and_a_part_ends_within_its_budget(tmp_path):
+    """Rows that were not reached are named, and the file is whole."""
+    parts = {"systems": ["--only", "dit_coco", "edm"], "strategies": ["--budget", "0.2"]}
+    found = run(parts, tmp_path, bare=False)
+    systems = found["systems"]
+    assert systems["complete"] and {row["row"] for row in systems["rows"]} == {"dit_coco", "edm_cifar10"}
+    assert not any("skipped" in row or "failed" in row for row in systems["rows"])
+    assert not found["strategies"]["complete"] and "speed" in found["strategies"]["not_reached"]
 
 
 def test_a_row_that_fails_stops_no_other(tmp_path, monkeypatch):
@@ -81,6 +97,19 @@ def test_a_row_that_fails_stops_no_other(tmp_path, monkeypatch):
     assert Part("part", "a test", arguments("A test.")).run(rows) == 1
     bad, skipped, good = json.loads((tmp_path / "part.json").read_text())["rows"]
     assert (bad["failed"], skipped["skipped"], good["a"]) == ("ValueError: why", "no", 1)
+
+
+def test_time_that_runs_out_between_rows_ends_the_part_in_good_order(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(KIT))
+    import common
+
+    monkeypatch.setattr(sys, "argv", ["part", "--device", "cpu", "--out", str(tmp_path)])
+    monkeypatch.setattr(common, "free", lambda device: signal.raise_signal(signal.SIGALRM))
+    part = common.Part("part", "a test", common.arguments("A test."))
+    assert part.run({"first": lambda: {"a": 1}, "second": lambda: {"a": 2}}) == 0
+    content = json.loads((tmp_path / "part.json").read_text())
+    assert [row["row"] for row in content["rows"]] == ["first"] and content["not_reached"] == ["second"]
+    assert not content["complete"]
 
 
 def test_wheels_are_carried_along(tmp_path):
@@ -112,13 +141,13 @@ def test_what_the_kit_trains_is_a_checked_experiment(monkeypatch):
 @pytest.mark.parametrize("part", SOME)
 def test_all_rows_that_a_cpu_can_run(part, tmp_path):
     """With the U-Net."""
-    found = run(part, tmp_path, "--budget", "240", bare=False)
-    assert found["complete"]
-    assert [row["row"] for row in found["rows"] if "skipped" in row] == ["out of memory"] * (part == "correct")
+    content = run({part: ["--budget", "240"]}, tmp_path, bare=False)[part]
+    assert content["complete"]
+    assert [row["row"] for row in content["rows"] if "skipped" in row] == ["out of memory"] * (part == "correct")
 
 
 @pytest.mark.long
 def test_a_training_is_resumed_where_there_is_little_more_than_torch(tmp_path):
     """A whole training, with its provenance."""
-    (row,) = run("correct", tmp_path, "--only", "resume after a kill")["rows"]
+    (row,) = run({"correct": ["--only", "resume after a kill"]}, tmp_path)["correct"]["rows"]
     assert row["bit_exact"]

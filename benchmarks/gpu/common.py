@@ -22,6 +22,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Skipped(Exception):
 
 
 class _OutOfTime(BaseException):
-    """The budget is over in the middle of a row."""
+    """The budget is used up, in a row or between two rows."""
 
 
 class Part:
@@ -81,6 +82,18 @@ class Part:
         faulthandler.dump_traceback_later(self._budget + SPARE, exit=True)  # a call that hangs ends the process
         signal.signal(signal.SIGALRM, _out_of_time)
         signal.setitimer(signal.ITIMER_REAL, max(self.left, 0.01))
+        with suppress(_OutOfTime):  # in a row, or between two of them
+            self._run_rows(names, rows)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self.content["complete"] = not self.content["not_reached"]
+        self._write()
+        faulthandler.cancel_dump_traceback_later()
+        failed = [row["row"] for row in self.content["rows"] if "failed" in row]
+        told = [f"{len(failed)} failed", f"{len(self.content['not_reached'])} not reached", str(self.path)]
+        print(f"{self.content['part']}: {len(self.content['rows'])} rows, {', '.join(told)}", flush=True)
+        return int(bool(failed))
+
+    def _run_rows(self, names: list[str], rows: dict[str, Callable[[], dict[str, Any]]]) -> None:
         for number, name in enumerate(names):
             self.content["not_reached"] = names[number:]
             if self.left <= 0:
@@ -90,8 +103,6 @@ class Part:
                 row |= rows[name]()
             except Skipped as reason:
                 row["skipped"] = str(reason)
-            except _OutOfTime:
-                break
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}"[:2000]
             row["seconds"] = round(time.monotonic() - begun, 2)
@@ -100,14 +111,6 @@ class Part:
             self._write()
             print(f"{self.content['part']} {json.dumps(row)}", flush=True)
             free(self.device)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        self.content["complete"] = not self.content["not_reached"]
-        self._write()
-        faulthandler.cancel_dump_traceback_later()
-        failed = [row["row"] for row in self.content["rows"] if "failed" in row]
-        told = [f"{len(failed)} failed", f"{len(self.content['not_reached'])} not reached", str(self.path)]
-        print(f"{self.content['part']}: {len(self.content['rows'])} rows, {', '.join(told)}", flush=True)
-        return int(bool(failed))
 
     def _write(self) -> None:
         self.content["seconds"] = round(time.monotonic() - self._begun, 1)
