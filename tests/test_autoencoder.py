@@ -119,7 +119,7 @@ def test_killed_training_goes_on(digits, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(training, "_CHECKPOINT_EVERY", 4)
     expected = make_autoencoder(settings(steps=10), digits, tmp_path / "whole", CPU)
-    job = multiprocessing.get_context("spawn").Process(
+    job = multiprocessing.get_context("fork").Process(
         target=_train_until_killed, args=(settings(steps=10), digits, tmp_path / "killed")
     )
     job.start()
@@ -206,7 +206,7 @@ def test_taesd_gives_enlarged_cifar_images_back(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     files = str(SHARED / "cifar10" / "*.parquet")
-    config = DatasetConfig(source="parquet", path=files, limit=8, resolution=256, heldout=0.5)
+    config = DatasetConfig(source="parquet", path=files, limit=4, resolution=256, heldout=0.5)
     prepare(config, tmp_path / "data")
     manifest = make_autoencoder(TAESD, open_dataset(tmp_path / "data"), tmp_path / "out", CPU)
     assert manifest["class"] == "AutoencoderTiny" and manifest["latent_shape"] == [4, 32, 32]

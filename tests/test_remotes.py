@@ -148,6 +148,7 @@ def test_a_folder(repository, tmp_path):
     comes_back(repository)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_ssh(repository, sftp):
     repository.remote(f"ssh://me@127.0.0.1:{sftp.port}/kairos", keyfile=str(sftp.key))
@@ -155,11 +156,13 @@ def test_ssh(repository, sftp):
     assert list((sftp.folder / "kairos").rglob("*.dir"))
 
 
+@pytest.mark.nightly
 def test_s3(repository, s3):
     repository.remote("s3://kairos/store", **s3)
     comes_back(repository)
 
 
+@pytest.mark.nightly
 def test_a_remote_that_cannot_be_reached_says_so_and_loses_nothing(repository, sftp):
     sftp.stop()
     repository.remote(f"ssh://me@127.0.0.1:{sftp.port}/kairos", keyfile=str(sftp.key))
