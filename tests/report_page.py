@@ -1,0 +1,32 @@
+"""The page of a report without the files of its figures, which take most of a report's time to write."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import matplotlib
+from PIL import Image
+
+from kairos.config import load
+from kairos.report import canvas
+from kairos.report.collect import Results, collect
+from kairos.report.figures import figures_of
+from kairos.report.page import page
+
+
+def page_of(config: Path, folder: Path, unfinished: bool = False) -> str:
+    """Draw every figure of the results in `folder`, and return the page with blank pictures in place of the figures."""
+    results = collect(load(config), folder, unfinished)
+    draw_figures(results)
+    with TemporaryDirectory() as pictures:
+        for name in figures_of(results):
+            Image.new("L", (1, 1)).save(Path(pictures, f"{name}.png"))
+            Path(pictures, f"{name}.svg").write_text("<svg/>")
+        return page(results, Path(pictures))
+
+
+def draw_figures(results: Results) -> None:
+    """Draw every figure that the results have numbers for, and write none."""
+    looks = canvas.looks(results.methods, results.baseline)
+    for draw in figures_of(results).values():
+        with matplotlib.rc_context(canvas.STYLE):
+            draw(results, looks)
