@@ -252,7 +252,7 @@ def test_draws_of_a_sampler(name, data):
     check_draws(data.draw(specifications(sampler=name)), data.draw(calls()))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
 @examples(30)
 @given(data=st.data())
@@ -267,7 +267,7 @@ def test_draws_with_a_weighting(name, data):
     check_draws(data.draw(specifications(weighting=name)), data.draw(calls()))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(WEIGHTINGS))
 @examples(10)
 @given(data=st.data())
@@ -328,7 +328,7 @@ def test_wrong_options_are_rejected_by_name(wrong):
     check_rejection(*wrong)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @examples(1000)
 @given(wrong_specifications())
 def test_many_wrong_options_are_rejected_by_name(wrong):

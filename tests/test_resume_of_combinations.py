@@ -42,7 +42,7 @@ def test_resume_of_a_sampler(name, data):
     check_resume(data.draw(specifications(sampler=name)), data.draw(interruptions), data.draw(micro_batches))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
 @examples(30)
 @given(data=st.data())
@@ -57,7 +57,7 @@ def test_resume_of_a_weighting(name, data):
     check_resume(data.draw(specifications(weighting=name)), data.draw(interruptions), data.draw(micro_batches))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(WEIGHTINGS))
 @examples(20)
 @given(data=st.data())

@@ -95,6 +95,7 @@ def test_one_method_that_is_no_baseline_is_imported(tmp_path, monkeypatch):
     assert read_json(results / "tracking.json")["imported"] is True
 
 
+@pytest.mark.nightly
 def test_a_fresh_browsers_first_page_shows_methods_with_their_distances(tree, tmp_path):
     if CHROMIUM is None:
         pytest.skip("no Chromium here (Debian: apt-get install chromium)")
