@@ -24,63 +24,90 @@ def done(tmp_path_factory):
 
 
 GROUPS = """
-import json, sys
+import json, os, sys
 from pathlib import Path
+import smart_open
+import kairos.workflow.layout
+from kairos.fingerprint import fingerprint
 from snakemake.api import SnakemakeApi
 from snakemake.settings.types import ConfigSettings, OutputSettings, ResourceSettings
 
-with SnakemakeApi(OutputSettings(dryrun=True)) as api:
-    workflow = api.workflow(ResourceSettings(cores=64), ConfigSettings(configfiles=[Path(sys.argv[1])]))
-    workflow.dag().execute_workflow(executor="dryrun")
-    dag = workflow._workflow.dag
-    jobs = {dag.get_job_group(job) or job for job in dag.jobs}  # all are needed
-    rules = [sorted(one.rule.name for one in (job if job.is_group() else [job])) for job in jobs]
-    asked = [dict(job.resources.items()) for job in jobs]
-Path("sent.json").write_text(json.dumps(list(zip(rules, asked))))
+def write_jobs(name):
+    with SnakemakeApi(OutputSettings(dryrun=True)) as api:
+        workflow = api.workflow(ResourceSettings(cores=64), ConfigSettings(configfiles=[Path(f"{name}.yaml")]))
+        workflow.dag().execute_workflow(executor="dryrun")
+        dag = workflow._workflow.dag
+        jobs = {dag.get_job_group(job) or job for job in dag.jobs}  # all are needed
+        rules = [sorted(one.rule.name for one in (job if job.is_group() else [job])) for job in jobs]
+        asked = [dict(job.resources.items()) for job in jobs]
+    Path(f"{name}.json").write_text(json.dumps(list(zip(rules, asked))))
+
+fingerprint(["kairos.cli"])  # hashes the modules once for all forks
+for name in sys.argv[1:]:  # each in a fork: a process has one experiment
+    child = os.fork()
+    if child == 0:
+        write_jobs(name)
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0, name
 """
+Jobs = list[tuple[list[str], dict]]  # jobs that a scheduler gets: their rules and resources
 
 
-def sent(copy: Copy, shards: int = 1, **training: str) -> list[tuple[list[str], dict]]:
-    """The jobs that a scheduler would get for tests/tiny.yaml with other fields of a training: rules, resources."""
+def write(copy: Copy, name: str, shards: int = 1, **training: str) -> None:
+    """Write tests/tiny.yaml with other fields of the section `training` as experiment `name`."""
     lines = "".join(f"\n  {field}: {value}" for field, value in training.items())
     text = (copy.folder / "tests/tiny.yaml").read_text().replace("\n  segments: 2", lines)
     text = text.replace("sampling:\n", f"sampling:\n  batch_size: 50\n  shards: {shards}\n")
     text = text.replace("autoencoder: {", f"autoencoder: {{shards: {shards}, ")
-    (copy.folder / "sent.yaml").write_text(text.replace("experiment: tiny", "experiment: sent"))
-    ended = copy.run(sys.executable, "-c", GROUPS, "sent.yaml")
+    (copy.folder / f"{name}.yaml").write_text(text.replace("experiment: tiny", f"experiment: {name}"))
+
+
+@pytest.fixture(scope="module")
+def jobs(done) -> dict[str, Jobs]:
+    """The jobs of four experiments."""
+    write(done, "plain")
+    write(done, "sharded", shards=3)
+    write(done, "shared", trainings_per_gpu="3")
+    write(done, "diverged", trainings_per_gpu="3")
+    state = done.folder / "results/diverged/uniform/seed0/.state/progress.json"
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps({"state": "failed", "again": False}))
+    names = ("plain", "sharded", "shared", "diverged")
+    ended = done.run(sys.executable, "-c", GROUPS, *names)
     assert ended.returncode == 0, ended.stderr
-    return [(rules, resources) for rules, resources in json.loads((copy.folder / "sent.json").read_text())]
+    return {name: json.loads((done.folder / f"{name}.json").read_text()) for name in names}
 
 
-def test_jobs_as_a_scheduler_gets_them(done):
-    jobs = sent(done)
-    assert sorted(rules for rules, _ in jobs if "sample" in rules) == [["evaluate", "sample"]] * 2
-    on_gpu = {rule for rules, resources in jobs if resources.get("gpu") for rule in rules}
-    assert on_gpu == {"autoencoder", "encode", "reference", "train", "sample", "evaluate"}
-    assert all(resources["mem_mb"] and resources["runtime"] for rules, resources in jobs if rules != ["all"])
+def on_gpu(jobs: Jobs) -> set[str]:
+    """Rules of the jobs that request a GPU."""
+    return {rule for rules, resources in jobs if resources.get("gpu") for rule in rules}
 
 
-def test_shards_are_jobs_of_their_own_and_what_joins_images_evaluates_them(done):
-    jobs = sent(done, shards=3)
-    assert sorted(rules for rules, _ in jobs if "sample" in rules) == [["evaluate", "sample"]] * 2
-    assert [rules for rules, _ in jobs if "sample_parts" in rules] == [["sample_parts"]] * 6
-    assert [rules for rules, _ in jobs if "encode_parts" in rules] == [["encode_parts"]] * 3
-    on_gpu = {rule for rules, resources in jobs if resources.get("gpu") for rule in rules}
-    assert on_gpu == {"autoencoder", "encode_parts", "reference", "train", "sample", "sample_parts", "evaluate"}
+def test_jobs_as_a_scheduler_gets_them(jobs):
+    plain = jobs["plain"]
+    assert sorted(rules for rules, _ in plain if "sample" in rules) == [["evaluate", "sample"]] * 2
+    assert on_gpu(plain) == {"autoencoder", "encode", "reference", "train", "sample", "evaluate"}
+    assert all(resources["mem_mb"] and resources["runtime"] for rules, resources in plain if rules != ["all"])
 
 
-def test_trainings_that_share_a_gpu_are_one_job_that_asks_for_one(done):
-    [(rules, resources)] = [job for job in sent(done, trainings_per_gpu="3") if "train" in job[0]]
+def test_shards_are_jobs_of_their_own_and_what_joins_images_evaluates_them(jobs):
+    sharded = jobs["sharded"]
+    assert sorted(rules for rules, _ in sharded if "sample" in rules) == [["evaluate", "sample"]] * 2
+    assert [rules for rules, _ in sharded if "sample_parts" in rules] == [["sample_parts"]] * 6
+    assert [rules for rules, _ in sharded if "encode_parts" in rules] == [["encode_parts"]] * 3
+    wanted = {"autoencoder", "encode_parts", "reference", "train", "sample", "sample_parts", "evaluate"}
+    assert on_gpu(sharded) == wanted
+
+
+def test_trainings_that_share_a_gpu_are_one_job_that_asks_for_one(jobs):
+    [(rules, resources)] = [job for job in jobs["shared"] if "train" in job[0]]
     assert rules == ["train", "train"]
     asked = {name: resources.get(name) for name in ("gpu", "gres", "_cores", "mem_mb", "runtime")}
     assert asked == {"gpu": None, "gres": "gpu:1", "_cores": 2, "mem_mb": 12000, "runtime": 1440}
 
 
-def test_a_training_that_has_diverged_takes_no_others_down(done):
-    word = done.folder / "results/sent/uniform/seed0/.state/progress.json"
-    word.parent.mkdir(parents=True)
-    word.write_text(json.dumps({"state": "failed", "again": False}))
-    assert [rules for rules, _ in sent(done, trainings_per_gpu="3") if "train" in rules] == [["train"], ["train"]]
+def test_a_training_that_has_diverged_takes_no_others_down(jobs):
+    assert [rules for rules, _ in jobs["diverged"] if "train" in rules] == [["train"], ["train"]]
 
 
 @pytest.mark.parametrize(
@@ -141,9 +168,10 @@ def test_profile_of_slurm_is_read_with_every_line_that_can_be_edited(done):
     (done.folder / "profiles/edited").mkdir()
     edited = "\n".join(examples[line][1] if line in examples else line for line in lines)
     (done.folder / "profiles/edited/profile.yaml").write_text(edited)
-    for name in ("slurm", "edited"):
-        ended = done.snakemake("--dry-run", "--workflow-profile", f"profiles/{name}")
-        assert ended.returncode == 0, ended.stderr
-        assert f"profile profiles/{name}" in ended.stderr
+    ended = done.snakemake(
+        "--dry-run", "--workflow-profile", "profiles/edited"
+    )  # tests/cluster runs the profile itself
+    assert ended.returncode == 0, ended.stderr
+    assert "profile profiles/edited" in ended.stderr
     path = done.folder / "profiles/slurm/partitions.yaml"
     assert [part.name for part in read_partition_file(path)] == [*yaml.safe_load(path.read_text())["partitions"]]
