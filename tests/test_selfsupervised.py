@@ -53,6 +53,7 @@ def test_turns():
     assert np.array_equal(turned[1, 0].numpy(), np.rot90(images[0, 0].numpy()))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not (DATA / "fashion_mnist").is_dir(), reason="shared/data beside the project is absent")
 def test_known_damage_is_in_order(monkeypatch):
     """A third of the steps, and none of the weakest blur, which takes all of them; the benchmark has the whole."""

@@ -464,8 +464,7 @@ def test_a_low_resolution_image_comes_by_channels(name):
     assert one.shape == (3, 8, 8, 12) and (one - other).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize(("name", "precision"), [*((name, "fp32") for name in NAMES), ("dit", "bf16"), ("dit", "fp64")])
 def test_the_plan_counts_them(name, precision):
     found = measure({"name": name, **SMALL, "conditions": ["class"]}, (4, 8, 8), CLASS, 8, precision)
     model = build({"name": name, **SMALL, "conditions": ["class"]}, (4, 8, 8), CLASS)
@@ -518,8 +517,9 @@ def latents(tmp_path_factory):
     return make_latents(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize("name", ["mdt", "uvit", "vit"])
-@pytest.mark.parametrize("sampler", ["speed", "adaptive"])
+@pytest.mark.parametrize(
+    ("name", "sampler"), [("mdt", "adaptive"), ("uvit", "adaptive"), ("vit", "adaptive"), ("mdt", "speed")]
+)
 def test_training(name, sampler, latents, tmp_path):
     methods = {"m": {"sampler": {"name": "adaptive", "frequency": 4, "feature_timesteps": 20}, "weighting": "min_snr"}}
     if sampler == "speed":
