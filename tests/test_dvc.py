@@ -84,14 +84,14 @@ def test_each_stage_depends_on_its_own_fields_and_on_what_it_reads(copy):
     assert not any(a.startswith("train@log_normal") and b.startswith("train@") for a, b in edges)
 
 
-def test_a_method_added_to_params_is_a_stage(copy):
-    with copy.edited("params.yaml", "methods:\n", "methods:\n  vlb: {weighting: vlb}\n"):
-        assert "train@vlb-1" in listed(copy)["stages"]
-
-
-def test_segments_need_no_edit_either(copy):
-    with copy.edited("params.yaml", "training:\n", "training:\n  segments: 2\n"):
-        outs = listed(copy)["stages"]["train@log_normal-1"]["outs"]
+def test_a_method_and_segments_added_to_params_need_no_edit_of_stages(copy):
+    with (
+        copy.edited("params.yaml", "methods:\n", "methods:\n  vlb: {weighting: vlb}\n"),
+        copy.edited("params.yaml", "training:\n", "training:\n  segments: 2\n"),
+    ):
+        stages = listed(copy)["stages"]
+        assert "train@vlb-1" in stages
+        outs = stages["train@log_normal-1"]["outs"]
         for output, rule in copy.outputs("params.yaml").items():
             if rule.startswith("train_") and "log_normal/seed1/" in output:
                 assert any(output == out or output.startswith(out + "/") for out in outs), output

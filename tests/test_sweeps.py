@@ -83,12 +83,15 @@ def copy(tmp_path_factory):
     return copy
 
 
-def test_snakemake_and_the_command_line_see_the_methods(copy):
+def test_snakemake_and_the_command_line_see_the_methods(copy, monkeypatch, capsys):
     assert copy.to_do(config="params.yaml")["train"] == 4
     assert copy.to_do("results/demo/speed-k=2.5/seed0/training.json", config="params.yaml")["train"] == 1
-    said = copy.run("kairos", "check", "params.yaml").stdout
-    assert "speed-k=2.5" in said and "speed-k=5" in said
-    planned = json.loads(copy.run("kairos", "plan", "params.yaml", "--tflops", "1", "--format", "json").stdout)
+    monkeypatch.chdir(copy.folder)
+    assert main(["check", "params.yaml"]) == 0
+    checked = capsys.readouterr().out
+    assert "speed-k=2.5" in checked and "speed-k=5" in checked
+    assert main(["plan", "params.yaml", "--tflops", "1", "--format", "json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
     assert list(planned["gpu_hours"]) == ["uniform", "speed-k=1", "speed-k=2.5", "speed-k=5"]
 
 

@@ -7,12 +7,15 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from workflow_copy import Copy, finished
 
+from kairos.cli import main
 from kairos.files import read_json
+from kairos.workflow import controller
 
 TRAININGS = 2  # of tests/tiny.yaml: two methods, one seed, in two segments
 AFTER = {"report": 1, "track": 1}
@@ -32,41 +35,32 @@ def jobs(stages: list[str], count: int = TRAININGS) -> dict[str, int]:
     return {f"{stage}_{segment}": count for stage in stages for segment in (1, 2)}
 
 
-def test_demo_has_one_job_per_stage_and_training(tmp_path):
-    counts = Copy(tmp_path).to_do(config="params.yaml")
+def test_demo_has_one_job_per_stage_and_training(done):
+    counts = done.to_do(config="params.yaml")
     shared = dict.fromkeys(("prepare", "autoencoder", "encode", "extractor", "reference", "report", "track"), 1)
     assert counts == {**shared, "train": 15, "sample": 15, "evaluate": 15}
 
 
 @pytest.mark.long
-def test_an_experiment_file_stands_alone(tmp_path):
-    copy = Copy(tmp_path)
-    (tmp_path / "own.yaml").write_text("experiment: own\nmethods: {only: {}}\ndataset: {source: digits}\n")
-    counts = copy.to_do(config="own.yaml")
+def test_an_experiment_file_stands_alone(done):
+    (done.folder / "own.yaml").write_text("experiment: own\nmethods: {only: {}}\ndataset: {source: digits}\n")
+    counts = done.to_do(config="own.yaml")
     assert counts["train"] == 1  # params.yaml has three methods
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("experiment: x\nmethod: {}\n", "did you mean 'methods'?"),
-        ("experiment: x\nmethods: {a: {}}\ndiffusion: {process: {name: discrete, timesteps: -5}}\n", "got -5"),
-    ],
-)
-def test_wrong_config_is_one_message(done, text, message):
-    (done.folder / "wrong.yaml").write_text(text)
+def test_an_experiment_that_is_wrong_is_one_message(done):
+    (done.folder / "wrong.yaml").write_text("experiment: x\nmethod: {}\n")
     ended = done.snakemake("--dry-run", config="wrong.yaml")
     assert ended.returncode != 0
-    assert message in ended.stderr
+    assert "method" in ended.stderr and "methods" in ended.stderr
     assert "Traceback" not in ended.stderr + ended.stdout
     assert len([line for line in ended.stderr.splitlines() if "wrong.yaml" in line]) == 1
 
 
-def test_missing_experiment_is_one_message(done):
-    ended = done.run("kairos", "check", "experiments/missing.yaml")
-    assert ended.returncode == 2
-    assert "experiments/missing.yaml: cannot be read" in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_a_missing_experiment_is_one_message(capsys):
+    assert main(["check", "experiments/missing.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "experiments/missing.yaml" in line
 
 
 def test_comments_and_formatting_rerun_nothing(done):
@@ -83,12 +77,13 @@ def test_an_expression_of_the_training_loop_reruns_all_trainings(done):
         assert done.to_do() == {**jobs(["train", "sample", "evaluate"]), **AFTER}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("file", "stages"),
     [
-        pytest.param("report/ranking.py", [], marks=pytest.mark.long),
+        ("report/ranking.py", []),
         ("evaluation/validation.py", ["evaluate"]),
-        pytest.param("sampling/draw.py", ["sample", "evaluate"], marks=pytest.mark.long),
+        ("sampling/draw.py", ["sample", "evaluate"]),
     ],
 )
 def test_code_after_training_reruns_no_training(done, file, stages):
@@ -113,20 +108,17 @@ def test_a_new_method_runs_alone(done):
         assert done.to_do() == {**jobs(["train", "sample", "evaluate"], 1), **AFTER}
 
 
+@pytest.mark.long
 def test_a_later_last_milestone_reruns_only_the_last_segment(done):
     with done.edited("tests/tiny.yaml", "[20, 40]", "[20, 60]"):
         assert done.to_do() == {"train_2": TRAININGS, "sample_2": TRAININGS, "evaluate_2": TRAININGS, **AFTER}
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("checkpoint_every: 20", "checkpoint_every: 10"),
-        ("steps: 5\n", "steps: 5\n  batch_size: 7\n"),
-    ],
-)
-def test_what_changes_no_result_reruns_the_report_at_most(done, old, new):
-    with done.edited("tests/tiny.yaml", old, new):
+def test_settings_that_change_no_result_rerun_the_report_at_most(done):
+    with (
+        done.edited("tests/tiny.yaml", "checkpoint_every: 20", "checkpoint_every: 10"),
+        done.edited("tests/tiny.yaml", "steps: 5\n", "steps: 5\n  batch_size: 7\n"),
+    ):
         assert done.to_do() == AFTER
 
 
@@ -157,27 +149,13 @@ def test_a_failed_import_is_tried_again(done):
         record.write_text(before)
 
 
-def test_a_second_controller_is_refused_while_one_works(done, tmp_path):
-    code = (
-        "import sys, time; from pathlib import Path; from kairos.workflow import controller;"
-        "held = controller._lock(Path('results/tiny')); print('held', flush=True); time.sleep(600)"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=done.folder,
-        env=done.environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert holder.stdout.readline() == "held\n"
+def test_a_second_controller_is_rejected_while_one_works(done, monkeypatch):
+    monkeypatch.chdir(done.folder)
+    with closing(controller._lock(Path("results/tiny"))):
         ended = done.snakemake("--forcerun", "report")
         assert ended.returncode == 2
-        assert f"another run (pid {holder.pid} on {socket.gethostname()}) is at work" in ended.stderr
+        assert f"pid {os.getpid()} on {socket.gethostname()}" in ended.stderr
         assert done.to_do() == {}  # a dry run may look on
-    finally:
-        holder.kill()
-        holder.wait()
 
 
 # ------------------------------------------------------------------------------------------- with real computations
