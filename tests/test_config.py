@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -252,27 +251,40 @@ def test_segments_share_out_all_milestones():
     ("arguments", "status"),
     [(["--help"], 0), (["train", "--help"], 0), ([], 2), (["trane"], 2), (["train"], 2), (["verify", "/nowhere"], 1)],
 )
-def test_exit_statuses_and_no_traceback(arguments, status):
-    done = subprocess.run([sys.executable, "-m", "kairos", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == status and "Traceback" not in done.stderr
-    assert (done.stdout if status == 0 else done.stderr).strip()
+def test_exit_statuses_and_no_traceback(arguments, status, capsys):
+    try:
+        found = main(arguments)
+    except SystemExit as end:  # of argparse
+        found = end.code
+    printed = capsys.readouterr()
+    assert found == status and "Traceback" not in printed.err
+    assert (printed.out if status == 0 else printed.err).strip()
+
+
+def test_the_exit_status_of_the_process_is_that_of_the_command():
+    command = [sys.executable, "-m", "kairos", "verify", "/nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "/nowhere" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_help_of_every_subcommand_imports_nothing_heavy():
-    code = "import sys; from kairos.cli import main; main([{!r}, '--help']); "
-    code += "heavy = {{'torch', 'diffusers', 'mlflow', 'sklearn', 'pandas', 'matplotlib'}} & set(sys.modules); "
-    code += "assert not heavy, heavy"
-    from kairos.cli import COMMANDS
+    code = """
+import contextlib, sys
+from kairos.cli import COMMANDS, main
+assert len(COMMANDS) > 20
+for name in COMMANDS:
+    with contextlib.suppress(SystemExit):
+        main([name, "--help"])
+    heavy = {"torch", "diffusers", "mlflow", "sklearn", "pandas", "matplotlib"} & set(sys.modules)
+    assert not heavy, (name, heavy)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
-    for name in COMMANDS:
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", code.format(name)], check=True, capture_output=True)
-        assert time.perf_counter() - start < 10  # a hang, not a measurement
 
-
-def test_a_bad_file_stops_a_command_before_any_work(tmp_path):
+def test_a_bad_file_stops_a_command_before_any_work(tmp_path, capsys):
     path = tmp_path / "x.yaml"
     path.write_text(yaml.safe_dump(changed("diffusion.process.timesteps", -1)))
-    line = [sys.executable, "-m", "kairos", "train", "--config", path, "--method", "uniform", "--seed", "0", "--out"]
-    done = subprocess.run([*line, tmp_path / "out"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "timesteps: got -1" in done.stderr and not (tmp_path / "out").exists()
+    line = ["train", "--config", str(path), "--method", "uniform", "--seed", "0", "--out", str(tmp_path / "out")]
+    assert main(line) == 2
+    assert "timesteps: got -1" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -32,7 +32,7 @@ def milestone(tmp_path_factory):
     unet = {"name": "unet", "channels": 8, "multipliers": [1, 1], "blocks": 1, "attention": [], "norm_groups": 4}
     config = training_case.write_experiment(root / "case.yaml", training_case.experiment(model=unet))
     out = root / "results" / "case" / "adaptive" / "seed0"
-    subprocess.run(training_case.train_command(config, "adaptive", out, latents), check=True, capture_output=True)
+    assert cli.main(training_case.train_command(config, "adaptive", out, latents)[3:]) == 0
     path = root / "results" / "case" / "dataset" / "manifest.json"
     facts = {"source": "digits", "width": 8, "height": 8, "channels": 1, "train_count": 150, "heldout_count": 50}
     write_json(path, read_json(path) | facts)

@@ -73,13 +73,13 @@ def test_inception_with_weights_of_the_right_form(tmp_path):
     manifest = extractors.make({"name": "inception", "path": str(tmp_path / "weights.pth")}, None, tmp_path / "x")
     assert manifest["metric"] == "fid" and manifest["features"] == 2048
     opened = extractors.open_extractor(tmp_path / "x")
-    grey = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 1), dtype=np.uint8)
+    grey = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 1), dtype=np.uint8)
     layers = opened.layers_of(grey)
     torch.testing.assert_close(layers["features"], opened.layers_of(grey.repeat(3, axis=3))["features"])
     shapes = {name: tuple(values.shape) for name, values in layers.items()}
-    assert shapes == {"features": (12, 2048), "logits": (12, 1008), "spatial": (12, 17 * 17 * 7)}
+    assert shapes == {"features": (4, 2048), "logits": (4, 1008), "spatial": (4, 17 * 17 * 7)}
     assert layers["spatial"].min() == 0 < layers["spatial"].max(), "after the rectifier"
-    measured = measure(opened, in_batches(grey, range(12), 5), {"moments", "spatial", "logits"})
+    measured = measure(opened, in_batches(grey, range(4), 3), {"moments", "spatial", "logits"})
     isc = isc_features_to_metric(layers["logits"], splits=1, shuffle=False)["inception_score_mean"]
     torch.testing.assert_close(measured.moments["spatial"][0], layers["spatial"].double().mean(0).numpy())
     real = metrics.statistics_of(measured)

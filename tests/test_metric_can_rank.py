@@ -5,6 +5,7 @@ import json
 import pytest
 import results_tree
 import yaml
+from report_page import page_of
 
 from kairos.cli import main
 from kairos.config import load, validate
@@ -12,7 +13,6 @@ from kairos.errors import ConfigError, KairosError
 from kairos.evaluation.separation import cannot_rank
 from kairos.files import read_json, write_json
 from kairos.report import findings
-from kairos.report.build import build
 from kairos.report.collect import collect
 from kairos.report.compare import join
 from kairos.report.ranking import compare
@@ -170,7 +170,7 @@ def test_validation_losses_of_two_autoencoders_are_not_compared(poor, tmp_path):
 def test_the_page_of_an_experiment_that_the_validation_loss_ranks(poor):
     config, folder = poor
     with_validation(config)
-    html = build(load(config), folder).read_text()
+    html = page_of(config, folder)
     assert "val_loss ↓" in html and METRIC in html
 
 

@@ -1,8 +1,7 @@
 """``kairos plan``: what it counts is what models, strategies and files really are."""
 
 import json
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +43,10 @@ SMALL = {
 
 @pytest.mark.parametrize(
     ("model", "shape", "conditions", "millions", "gflop"),
-    [
-        (UNET, (3, 32, 32), {}, 35.7, 12.4),
-        (DIT_S, (4, 32, 32), CLASS, 32.9, 12.1),
-        (DIT_XL, (4, 32, 32), CLASS, 674.8, 237.3),
-    ],
+    [(UNET, (3, 32, 32), {}, 35.7, 12.4), (DIT_XL, (4, 32, 32), CLASS, 674.8, 237.3)],
 )
 def test_published_sizes(model: Any, shape: Any, conditions: Any, millions: float, gflop: float) -> None:
-    """DDPM's U-Net for CIFAR-10; DiT-S/2 and XL/2 at 256x256, of 6.06 and 118.64 Gflops of two operations each."""
+    """DDPM's U-Net for CIFAR-10; DiT-XL/2 at 256x256, of 118.64 Gflops of two operations each."""
     found = measure(model, shape, conditions, 2)
     assert found.parameters / 1e6 == pytest.approx(millions, abs=0.06)
     assert found.forward / found.samples / 1e9 == pytest.approx(gflop, rel=0.01)
@@ -301,9 +296,9 @@ def test_texts_of_an_encoder_that_is_not_here(tmp_path: Path, capsys: pytest.Cap
         assert "675,895,712 parameters" in capsys.readouterr().out
 
 
-def test_a_large_recipe_in_seconds(tmp_path: Path) -> None:
-    """100 methods, 5 seeds, the largest published DiT: without computing anything."""
-    methods = {f"adaptive_{k}": {"sampler": {"name": "adaptive", "lr": 1e-4 * (k + 1)}} for k in range(100)}
+def test_a_large_recipe_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """30 methods, 5 seeds, the largest published DiT: without computing anything."""
+    methods = {f"adaptive_{k}": {"sampler": {"name": "adaptive", "lr": 1e-4 * (k + 1)}} for k in range(30)}
     values = {
         "experiment": "large", "seeds": [0, 1, 2, 3, 4], "model": DIT_XL | {"conditions": []}, "methods": methods,
         "dataset": {"source": "parquet", "path": "x", "resolution": 256, "train_images": 1_281_167, "flips": True},
@@ -312,13 +307,10 @@ def test_a_large_recipe_in_seconds(tmp_path: Path) -> None:
     }  # fmt: skip
     file = tmp_path / "large.yaml"
     file.write_text(json.dumps(values))
-    code = (
-        "import sys, time; from kairos.cli import main; main(['plan', sys.argv[1]]);"
-        "print(round(time.process_time(), 1))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, check=True)
-    assert float(done.stdout.splitlines()[-1]) < 30, "7 to 10 s of CPU time on an idle processor"
-    assert "500 trainings of 400000 steps" in done.stdout
+    begun = time.process_time()
+    assert main(["plan", str(file)]) == 0
+    assert time.process_time() - begun < 20, "2 s on an idle processor"
+    assert "150 trainings of 400000 steps" in capsys.readouterr().out
 
 
 def test_the_recipes_can_be_planned() -> None:

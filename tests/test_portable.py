@@ -125,7 +125,7 @@ def case(folder: Path, steps: int = 4) -> tuple[Path, Path]:
     return write_experiment(folder / "x.yaml", values), make_latents(folder / "data")
 
 
-def trained(folder: Path, out: Path, config: Path, latents: Path, *before: str, **variables: str) -> dict[str, str]:
+def trained(out: Path, config: Path, latents: Path, *before: str, **variables: str) -> dict[str, str]:
     ended = run(train_command(config, "adaptive", out, latents, "--timing", f"{out}.json"), before, **variables)
     assert ended.returncode == 0, ended.stderr
     assert read_json(f"{out}.json")["machine"]["instruction_set"] == "AVX2 (portable)"
@@ -144,24 +144,31 @@ def test_what_killed_writers_left_does_not_count(tmp_path):
     assert digest(tmp_path) != before
 
 
-def test_a_training_is_the_same_under_other_caps(tmp_path):
-    config, latents = case(tmp_path)
-    one = trained(tmp_path, tmp_path / "one", config, latents)
-    assert trained(tmp_path, tmp_path / "other", config, latents, **OTHER) == one
+@pytest.fixture(scope="module")
+def native(tmp_path_factory) -> tuple[Path, Path, dict[str, str]]:
+    """An experiment file, its latents, and the hashes of its training on this processor."""
+    folder = tmp_path_factory.mktemp("native")
+    config, latents = case(folder)
+    return config, latents, trained(folder / "one", config, latents)
+
+
+@pytest.mark.long
+def test_a_training_is_the_same_under_other_caps(tmp_path, native):
+    config, latents, hashes_here = native
+    assert trained(tmp_path / "other", config, latents, **OTHER) == hashes_here
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processor", ["Haswell", "EPYC"])
-def test_on_an_emulated_processor(tmp_path, here, processor):
+def test_on_an_emulated_processor(tmp_path, here, native, processor):
     """Of Intel and of AMD, both without AVX-512: other vendor, other caches, approximations (rsqrtps) of its own."""
     if not shutil.which("qemu-x86_64"):
         pytest.skip("no qemu-x86_64 here: Debian's package qemu-user")
     emulated = ("qemu-x86_64", "-cpu", processor)
     assert probed(*emulated)[0]["digests"] == here["digests"]
-    config, latents = case(tmp_path)
-    one = trained(tmp_path, tmp_path / "one", config, latents)
-    assert trained(tmp_path, tmp_path / "other", config, latents, *emulated) == one
+    config, latents, hashes_here = native
+    assert trained(tmp_path / "other", config, latents, *emulated) == hashes_here
 
 
 def test_verify_against_a_lock(tmp_path, capsys):

@@ -244,7 +244,7 @@ def test_small_forms_are_the_same_experiment(tmp_path, capsys, file):
     assert made.read_text().startswith(f"# the small form of {file}\n")
 
 
-@pytest.mark.parametrize("name", ["adaptive/table1_linear", "adaptive/table2", "adaptive/table3", "speed/table1_ffhq"])
+@pytest.mark.parametrize("name", ["adaptive/table2", "speed/table1_ffhq"])
 def test_small_forms_have_under_a_million_parameters(tmp_path, name):
     assert main(["small", str(ROOT / f"recipes/{name}.yaml"), str(tmp_path / "small.yaml"), "--steps", "20"]) == 0
     small = load(tmp_path / "small.yaml")

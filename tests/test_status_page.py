@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 import results_tree
+from commands import Commands
 from training_case import experiment as case
-from training_case import make_latents, write_experiment
+from training_case import make_latents, train_command, write_experiment
 
 from kairos.cli import main
 from kairos.cli.common import listen
@@ -284,22 +285,23 @@ def test_it_ends_when_told_to(results: Path, number: signal.Signals, host: str) 
         assert process.stdout.read() == "Ctrl-C ends it\n"
 
 
-def test_a_training_that_runs() -> None:
+def test_a_training_that_runs(commands: Commands) -> None:
     latents = make_latents(Path("results/case"))
-    values = case({"uniform": {}}, training__milestones=[100], training__checkpoint_every=10)
+    values = case({"uniform": {}}, training__milestones=[100], training__checkpoint_every=10, training__threads=1)
     write_experiment(Path("case.yaml"), values)
     out = Path("results/case/uniform/seed0")
-    command = [sys.executable, "-m", "kairos", "train", "--config", "case.yaml", "--method", "uniform", "--seed", "0"]
-    command += ["--latents", str(latents), "--out", str(out)]
-    with served(Path("case.yaml")) as port, subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        seen = {shown(port).count("<polyline")}
-        states = set()
-        while process.poll() is None:
+    line = train_command(Path("case.yaml").absolute(), "uniform", out.absolute(), latents.absolute())
+    with served(Path("case.yaml")) as port:
+        text = shown(port)
+        states, seen = set(re.findall(r'<td class="state (\w+)"', text)), {text.count("<polyline")}
+        process, end = commands.start(line, Path("train.log").absolute()), time.monotonic() + 120
+        while not (out / "training.json").exists():
+            assert time.monotonic() < end, Path("train.log").read_text()
             text = shown(port)
             states |= set(re.findall(r'<td class="state (\w+)"', text))
             seen.add(text.count("<polyline"))
-            time.sleep(0.2)
-        assert process.returncode == 0
+            time.sleep(0.05)
+        assert commands.wait(process) == 0
         assert {"waiting", "running"} <= states and seen == {0, 1}
         text = shown(port)
         assert ">100 / 100<" in text and "1 complete" in text and "<polyline" in text

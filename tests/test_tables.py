@@ -128,8 +128,8 @@ def test_hub_without_network_says_what_to_do(tmp_path, hub_cache, monkeypatch):
 @pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="CIFAR-10 is not in ../shared/data")
 def test_cifar10(tmp_path, hub_cache):
     path = str(SHARED / "cifar10" / "*.parquet")
-    manifest = prepare(config(source="parquet", path=path, limit=3000), tmp_path)
-    assert (manifest["count"], manifest["height"], manifest["channels"]) == (3000, 32, 3)
+    manifest = prepare(config(source="parquet", path=path, limit=500), tmp_path)
+    assert (manifest["count"], manifest["height"], manifest["channels"]) == (500, 32, 3)
     assert manifest["classes"][3] == "cat" and manifest["conditions"]["class"]["num_classes"] == 10
     assert manifest["channel_mean"] == pytest.approx([0.4914, 0.4822, 0.4465], abs=0.02)
 

@@ -88,13 +88,14 @@ def test_a_note_of_many_methods_stays_below_the_limit_of_older_servers(tree, mon
     assert len(note) < 4700 and re.search(r"\d+ more are in the report\.$", note)
 
 
-def test_one_method_that_is_no_baseline_is_imported(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+def test_one_method_that_is_no_baseline_is_imported(tree, tmp_path):
     config, results = results_tree.write(tmp_path, methods=("speed",))
+    config.write_text(config.read_text() + "tracking: {experiment: alone}\n")
     track(load(config), results, results / "tracking.json")
     assert read_json(results / "tracking.json")["imported"] is True
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly
 def test_a_fresh_browsers_first_page_shows_methods_with_their_distances(tree, tmp_path):
     if CHROMIUM is None:
