@@ -8,6 +8,7 @@ import kairos
 from kairos.diffusion.schedule import make_schedule
 from kairos.errors import ConfigError
 from kairos.strategies import SAMPLERS, make_sampler
+from kairos.strategies.numeric import spline
 from kairos.strategies.options import Fixed
 from kairos.strategies.points import Place
 
@@ -179,6 +180,14 @@ def test_tables_and_lists():
     assert drawn.float().unique().tolist() == pytest.approx(sorted(times), abs=1e-6)
     turn = sampler("listed", times=times, in_turn=True)
     assert turn.sample(6).tolist() == pytest.approx([0.5, 0.9, 1.0] * 2)
+
+
+@pytest.mark.parametrize("knots", [[0.2, 1.0, 0.4, 0.0, 0.7], [0.0, 1.0, 1.5, 1.6], [3.0, 1.0, 2.0, 2.0, 0.1]])
+def test_a_spline_through_knots_is_scipys_monotone_cubic(knots):
+    from scipy.interpolate import PchipInterpolator
+
+    wanted = PchipInterpolator(np.linspace(0, 1, len(knots)), knots)
+    np.testing.assert_allclose(spline(U, np.array(knots)), wanted(U), atol=1e-9)
 
 
 def test_epochs_are_even_over_items_and_over_visits():

@@ -53,6 +53,21 @@ def test_loss_rms_finds_a_smooth_profile_with_few_losses():
     assert sampler.density().min() >= 0.1 / T
 
 
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+def test_info_rate_follows_the_error_of_epsilon_per_log_signal_to_noise_ratio(prediction):
+    noise = make_schedule("linear", T)
+    options = {"name": "info_rate", "start": 1, "frequency": 1, "width": 1e-6}
+    sampler = make_sampler(options, noise)
+    u = (torch.arange(T, dtype=torch.float64) + 0.5) / T
+    errors = 1 + u
+    x0 = torch.zeros(T, 1)
+    with sampler.observe(Observation(0, x0, u, errors, None, Place().of(x0), errors, prediction)):
+        pass
+    of_epsilon = errors.numpy() * (noise.alphas_cumprod if prediction == "v" else 1)
+    wanted = of_epsilon * -np.gradient(np.log(noise.snr))
+    np.testing.assert_allclose(sampler.masses(), wanted / wanted.sum(), rtol=1e-6)
+
+
 class Known(nn.Module):
     """A network whose parameters' gradients have known sizes: epsilon = scale(t) x w, with w at 0."""
 

@@ -90,6 +90,28 @@ def check_histogram(sampler, batch=10_000, step=0, draws=100_000):
     assert statistic < degrees + 5 * np.sqrt(2 * degrees) + 5
 
 
+def test_a_log_normal_cut_at_two_quantiles_is_stretched_to_the_whole_process():
+    sampler = make_sampler({"name": "log_normal", "m": 0.5, "low": 0.1, "high": 0.7}, make_schedule("linear", 37))
+    check_histogram(sampler)
+    probabilities = np.linspace(0, 1, 101)
+    fractions = sampler.quantile(probabilities)
+    assert fractions[[0, -1]] == pytest.approx([0, 1])
+    np.testing.assert_allclose(sampler.cdf(fractions), probabilities, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["uniform", "log_normal", "speed", "mode", "beta"])
+def test_the_probability_density_is_the_slope_of_the_distribution_function(name):
+    sampler = make_sampler({"name": name}, make_schedule("linear", 10))
+    fractions = np.linspace(0.05, 0.95, 50)
+    slope = (sampler.cdf(fractions + 1e-4) - sampler.cdf(fractions - 1e-4)) / 2e-4
+    np.testing.assert_allclose(sampler.pdf(fractions), slope, rtol=1e-3)
+
+
+def test_the_probability_density_of_uniform_is_1_at_the_ends_too():
+    sampler = make_sampler({"name": "uniform"}, make_schedule("linear", 10))
+    assert sampler.pdf(np.array([0.0, 0.5, 1.0])) == pytest.approx(1)
+
+
 def test_fixed_draws_depend_on_the_generator_alone():
     sampler = make_sampler({"name": "log_normal"}, make_schedule())
     first = sampler.fractions(torch.zeros(7, 3, 4, 4), Place(step=3))
@@ -280,7 +302,7 @@ def test_uniform_on_a_range_draws_nothing_else():
     assert found == ["timestep is never drawn (p = 0) at 900 of 1000 timesteps between t = 0 and 999"]
 
 
-@pytest.mark.parametrize("name", ["log_normal", "speed", "beta", "uniform"])
+@pytest.mark.parametrize("name", ["log_normal", "speed", "speed_official", "beta", "uniform"])
 def test_importance_weights_bring_back_uniforms_objective(name):
     noise = make_schedule("cosine", 50)
     sampler = make_sampler({"name": name, "importance": True, "floor": 0.2}, noise)
