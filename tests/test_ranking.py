@@ -73,6 +73,18 @@ def test_crossing():
     assert ranking.crossing(steps, values, 100) == 0
 
 
+def test_a_factor_of_training_time_needs_a_clock_in_every_seed():
+    steps, values = np.array([0.0, 10, 20]), np.array([[4.0, 2, 1], [4.0, 2, 1]])
+
+    def curve(clock):
+        empty = np.full(3, np.nan)
+        return ranking.Curve(steps, empty, values.mean(0), empty, empty, empty, values, np.array(clock))
+
+    baseline, method = curve([[0.0, 8, 16]] * 2), curve([[0.0, 2, 4], [0.0, 1, 1]])
+    assert ranking.factor(method, baseline, "clock").value == pytest.approx(8)
+    assert ranking.factor(curve([[0.0, 2, 4], [np.nan] * 3]), baseline, "clock") is None
+
+
 def test_acceleration_counts_values_just_below_a_minimum_that_a_curve_leaves_again():
     steps = np.array([1.0, 2, 3, 4])
     baseline, method = np.array([10.0, 5, 8, 2]), np.array([10.0, 4, 3, 2])
