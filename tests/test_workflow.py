@@ -26,7 +26,6 @@ def done(tmp_path_factory):
     """A copy whose ledger says that everything is computed; only dry runs make sense in it."""
     copy = Copy(tmp_path_factory.mktemp("done"))
     copy.pretend()
-    assert copy.to_do() == {}
     return copy
 
 
