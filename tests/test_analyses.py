@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import results_tree
 import torch
+from report_page import page_of
 from torch import nn
 from training_case import experiment, make_latents, write_experiment
 from workflow_copy import Copy
@@ -96,14 +97,14 @@ class Constant(nn.Module):
 def test_estimates_are_unbiased():
     theta = torch.tensor([0.3, -0.2, 0.1, 0.2])
     norm, found = float((theta**2).sum()), []
-    for seed in range(300):
+    for seed in range(150):
         found.append(
             gradients(Constant(theta), as_process("linear"), torch.zeros(8, 4), [(0, 0.5), (0.5, 1)], seed=seed)
         )
     for values, truth in (([its.variance for its in found], 1.0), ([its.products for its in found], norm / 4)):
-        values = np.array(values).reshape(300, -1)
-        error = values.std(0) / 300**0.5
-        assert (abs(values.mean(0) - truth) < 4 * error).all() and (error < 0.2).all()
+        values = np.array(values).reshape(150, -1)
+        error = values.std(0) / 150**0.5
+        assert (abs(values.mean(0) - truth) < 4 * error).all() and (error < 0.3).all()
     many = gradients(Constant(theta), as_process("linear"), torch.zeros(3000, 4), [(0, 1)])
     assert many.noise_scale[0] == pytest.approx(4 / norm, rel=0.25)  # tr Sigma / ||G||²
     assert many.cosines[0, 0] == 1
@@ -234,7 +235,7 @@ def test_a_table_needs_all_its_parts(trained):
         write(named, own, folder)
 
 
-@pytest.mark.parametrize("process", [{"name": "edm"}, {"name": "flow"}, {"name": "vp"}])
+@pytest.mark.parametrize("process", [{"name": "edm"}, {"name": "flow"}])
 def test_every_process_is_measured_and_drawn(process, tmp_path):
     latents = make_latents(tmp_path)
     asked = [{"name": "interdependence", "steps": 2, "images": 8, "parts": 3}, {"name": "areas", "images": 2}]
@@ -259,22 +260,23 @@ def test_every_process_is_measured_and_drawn(process, tmp_path):
         ).all(axis=None)
 
 
-@pytest.fixture
-def tree(tmp_path, monkeypatch):
-    """Made-up results of uniform and three sizes of S, and their experiment."""
-    for size, distance in ((1, 25.0), (3, 20.0), (10, 22.0)):
-        sampler = {"name": "adaptive", "frequency": 4, "selected": size}
-        monkeypatch.setitem(results_tree.METHODS, f"adaptive-selected={size}", ({"sampler": sampler}, distance, 1.4))
-    methods = ("uniform", "min_snr", *(name for name in results_tree.METHODS if "=" in name))
-    config, results = results_tree.write(tmp_path, (0, 1), methods)
-    asked = ["density", "relative_time", "subset_size", "increments"]
-    config.write_text(config.read_text() + f"analyses: [{', '.join(asked)}]\n")
-    for name in asked:
-        assert main(["analyse", "--config", str(config), "--results", str(results), "--analysis", name]) == 0
-    return config, results
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """Made-up results of uniform and three sizes of S, and their experiment; not to be changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for size, distance in ((1, 25.0), (3, 20.0), (10, 22.0)):
+            sampler = {"name": "adaptive", "frequency": 4, "selected": size}
+            patch.setitem(results_tree.METHODS, f"adaptive-selected={size}", ({"sampler": sampler}, distance, 1.4))
+        methods = ("uniform", "min_snr", *(name for name in results_tree.METHODS if "=" in name))
+        config, results = results_tree.write(tmp_path_factory.mktemp("tree"), (0, 1), methods)
+        asked = ["density", "relative_time", "subset_size", "increments"]
+        config.write_text(config.read_text() + f"analyses: [{', '.join(asked)}]\n")
+        for name in asked:
+            assert main(["analyse", "--config", str(config), "--results", str(results), "--analysis", name]) == 0
+        yield config, results
 
 
-def test_what_trainings_have_left(tree):
+def test_what_trainings_have_left(tree, tmp_path):
     config, results = tree
     timed = pd.read_csv(results / "analyses/relative_time.csv")
     uniform = timed[timed["method"] == "uniform"]
@@ -294,14 +296,14 @@ def test_what_trainings_have_left(tree):
     assert len(increments["process"].unique()) == 8
     linear = increments[increments["process"] == "linear"]
     assert (linear["area"].value_counts() == [601, 220, 179]).all()  # from t = 220 and tau = 398.18
-    (results / "uniform/seed0/timing.jsonl").unlink()
-    assert main(["analyse", "--config", str(config), "--results", str(results), "--analysis", "relative_time"]) == 1
+    copy = shutil.copytree(results, tmp_path / "copy")
+    (copy / "uniform/seed0/timing.jsonl").unlink()
+    assert main(["analyse", "--config", str(config), "--results", str(copy), "--analysis", "relative_time"]) == 1
 
 
 def test_the_report_shows_what_is_there(tree):
     config, results = tree
-    assert main(["report", "--config", str(config), "--results", str(results)]) == 0
-    page = (results / "report.html").read_text()
+    page = page_of(config, results)
     assert all(
         ANALYSES.entry(name).help.replace("'", "&#39;") in page for name in ("density", "increments", "subset_size")
     )

@@ -44,20 +44,20 @@ def falls(losses, share):
 
 @pytest.mark.parametrize("strategy", ["speed+change_aware", "log_normal+min_snr", "loss_rms"])
 def test_the_plain_loop_learns_digits(example, capsys, strategy):
-    losses = example("plain_pytorch").main([*SMALL, "--strategy", strategy, "--steps", "250"])
-    assert len(losses) == 250
+    losses = example("plain_pytorch").main([*SMALL, "--strategy", strategy, "--steps", "150"])
+    assert len(losses) == 150
     falls(losses, 0.5)
-    assert re.search(r"step 250/250  loss 0\.\d+\n", capsys.readouterr().out)
+    assert re.search(r"step 150/150  loss 0\.\d+\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("strategy", "share"), [("edm_log_normal+edm", 0.75), ("edm_log_normal+edm2", 0.75)])
 def test_the_edm_loop_learns_digits(example, strategy, share):
-    falls(example("edm").main([*SMALL, "--strategy", strategy, "--steps", "250"]), share)
+    falls(example("edm").main([*SMALL, "--strategy", strategy, "--steps", "150"]), share)
 
 
 @pytest.mark.parametrize("more", [[], ["--strategy", "mode+min_snr", "--shift", "3"]])
 def test_the_flow_loop_learns_digits(example, more):
-    falls(example("flow_matching").main([*SMALL, "--steps", "250", *more]), 0.75)
+    falls(example("flow_matching").main([*SMALL, "--steps", "150", *more]), 0.75)
 
 
 def test_two_trainings_are_compared(example, capsys, tmp_path):

@@ -1,6 +1,7 @@
 """Trainings that report to an MLflow server while they run: many at once, the server slow, killed, gone; the import."""
 
 import contextlib
+import io
 import os
 import pwd
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import results_tree
+import tracking_job
 import yaml
 from tracking_server import PATIENCE, POINTS, RUNS, Job, Proxy, Server, free_port, points, wait_for
 from training_case import experiment, make_latents, train_command, write_experiment
@@ -221,16 +223,15 @@ def test_without_a_server_a_training_ends_as_always_and_says_one_line(tree, tmp_
 
 
 @pytest.mark.parametrize(
-    ("environment", "login", "header"),
+    ("environment", "login", "header", "status"),
     [
-        ({"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "hush"}, "", "Basic bWU6aHVzaA=="),
-        ({"MLFLOW_TRACKING_TOKEN": "hush"}, "", "Bearer hush"),
-        ({}, "me:h%20ush@", "Basic bWU6aCB1c2g="),
-        ({}, "", None),
+        ({"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "hush"}, "", "Basic bWU6aHVzaA==", 401),
+        ({"MLFLOW_TRACKING_TOKEN": "hush"}, "", "Bearer hush", 403),
+        ({}, "me:h%20ush@", "Basic bWU6aCB1c2g=", 401),
+        ({}, "", None, 401),
     ],
 )
-@pytest.mark.parametrize("status", [401, 403])
-def test_credentials_are_sent_and_never_said(tree, tmp_path, environment, login, header, status):
+def test_credentials_are_sent_and_never_logged(tree, tmp_path, monkeypatch, capfd, environment, login, header, status):
     seen = []
 
     class Refusing(BaseHTTPRequestHandler):
@@ -244,13 +245,14 @@ def test_credentials_are_sent_and_never_said(tree, tmp_path, environment, login,
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         config, uri = named(tree[0], "refused", tmp_path), f"http://{login}127.0.0.1:{server.server_port}"
-        job = Job(config, tree[1], "uniform", 0, tmp_path / "run", uri, **environment)
-        job.advance(400)
-        job.end()
+        for name, value in {"MLFLOW_TRACKING_URI": uri, **environment}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("sys.stdin", io.StringIO("400\n"))
+        tracking_job.main(str(config), "uniform", "0", tree[1] / "uniform/seed0", tmp_path / "run")
         server.shutdown()
-    said = job.log.read_text()
+    logged = capfd.readouterr().err
     assert seen == [header]
-    assert f"HTTP {status}" in said and said.count("\n") == 1 and not re.search("hush|h%20ush|me:", said)
+    assert f"HTTP {status}" in logged and logged.count("\n") == 1 and not re.search("hush|h%20ush|me:", logged)
 
 
 @pytest.mark.parametrize("uri", ["https://me:hush@host/a", "postgresql://db/mlflow?user=me&password=hush"])

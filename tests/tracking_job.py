@@ -42,7 +42,6 @@ def main(config: str, method: str, seed: str, source: Path, out: Path) -> None:
         progress(step, "complete")
         begun = time.monotonic()
     print(time.monotonic() - begun, flush=True)
-    assert "torch" not in sys.modules
 
 
 def resume(state: Path) -> int:
@@ -53,3 +52,4 @@ def resume(state: Path) -> int:
 
 if __name__ == "__main__":
     main(*sys.argv[1:4], *map(Path, sys.argv[4:]))
+    assert "torch" not in sys.modules
