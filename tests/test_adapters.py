@@ -181,3 +181,10 @@ def test_a_schedule_is_what_its_betas_say():
     betas = np.array([0.1, 0.2, 0.3])
     np.testing.assert_allclose(NoiseSchedule(betas).alphas_cumprod, [0.9, 0.72, 0.504])
     np.testing.assert_allclose(NoiseSchedule.of_alphas_cumprod(np.array([0.9, 0.72, 0.504])).betas, betas)
+
+
+@pytest.mark.parametrize("values", [[0.9], [1.0, 0.5], [0.9, 0.0], [0.5, 0.5], [0.5, 0.6], [0.9, np.nan]])
+def test_a_schedule_takes_two_or_more_numbers_that_fall_within_0_and_1(values):
+    assert NoiseSchedule.of_alphas_cumprod(np.array([0.9, 0.1])).timesteps == 2
+    with pytest.raises(ConfigError, match="alphas_cumprod"):
+        NoiseSchedule.of_alphas_cumprod(np.array(values))

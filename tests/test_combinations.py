@@ -414,6 +414,12 @@ def test_a_range_of_a_density_with_a_floor(cut):
     check_density(specification, strategy, Call())
 
 
+def test_a_range_of_a_shift_of_a_density_with_a_floor():
+    shift = {"name": "shift", "density": HALF_UNIFORM, "alpha": 3.0}
+    specification = Specification({"name": "range", "density": shift, "low": 0.4, "high": 0.9}, timesteps=10)
+    check_density(specification, specification.build(), Call())
+
+
 @pytest.mark.parametrize("name", WITH_FLOOR)
 @pytest.mark.parametrize("points", ["stratified", "systematic", "sobol", "epochs"])
 def test_a_component_s_points_are_rejected(name, points):

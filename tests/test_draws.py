@@ -180,6 +180,8 @@ def test_tables_and_lists():
     assert drawn.float().unique().tolist() == pytest.approx(sorted(times), abs=1e-6)
     turn = sampler("listed", times=times, in_turn=True)
     assert turn.sample(6).tolist() == pytest.approx([0.5, 0.9, 1.0] * 2)
+    assert turn.sample((3, 2)).flatten().tolist() == pytest.approx([0.5, 0.9, 1.0] * 2)
+    assert turn.sample((2, 2), step=1).flatten().tolist() == pytest.approx([0.9, 1.0, 0.5, 0.9])
 
 
 @pytest.mark.parametrize("knots", [[0.2, 1.0, 0.4, 0.0, 0.7], [0.0, 1.0, 1.5, 1.6], [3.0, 1.0, 2.0, 2.0, 0.1]])

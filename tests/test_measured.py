@@ -45,6 +45,14 @@ def test_loss_second_moment_forgets_all_but_the_last_losses():
     assert sampler.masses()[0] / sampler.masses()[1] == pytest.approx(np.sqrt((1 + 4) / 2))
 
 
+def test_loss_second_moment_replaces_the_oldest_losses_also_by_several_of_one_batch():
+    sampler = make_sampler({"name": "loss_second_moment", "history": 3}, make_schedule("linear", 2))
+    for first, second in ((1.0, 2.0), (3.0, 4.0), (5.0, 6.0)):
+        losses = torch.tensor([first, 1.0, second, 1.0], dtype=torch.float64)
+        sampler.take(torch.tensor([0, 1, 0, 1]), losses)
+    assert sampler.masses()[0] / sampler.masses()[1] == pytest.approx(np.sqrt((4**2 + 5**2 + 6**2) / 3))
+
+
 def test_loss_rms_finds_a_smooth_profile_with_few_losses():
     profile = lambda u: 1 + 2 * torch.exp(-(((u - 0.3) / 0.15) ** 2))  # noqa: E731
     sampler = follow("loss_rms", profile, steps=200, start=50, width=0.05)

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from kairos.diffusion.schedule import make_schedule
 from kairos.errors import ConfigError
 from kairos.strategies import SAMPLERS, WEIGHTINGS, make_sampler, make_weighting
 from kairos.strategies.beta import beta_cdf
+from kairos.strategies.laws import LAWS
 from kairos.strategies.names import parse_name, table, warnings_of
 from kairos.strategies.points import Place
 from kairos.strategies.speed import meaningful_steps, tau_of_magnitude
@@ -88,6 +90,21 @@ def check_histogram(sampler, batch=10_000, step=0, draws=100_000):
     statistic = ((observed - wanted) ** 2 / wanted).sum()
     degrees = max(len(pools) - 1, 1)
     assert statistic < degrees + 5 * np.sqrt(2 * degrees) + 5
+
+
+def test_laws_of_the_log_signal_to_noise_ratio_are_scipys():
+    scipys = {
+        "normal": stats.norm,
+        "laplace": stats.laplace,
+        "logistic": stats.logistic,
+        "cauchy": stats.cauchy,
+        "secant": stats.hypsecant(scale=2),
+    }
+    values, probabilities = np.linspace(-9, 9, 91), np.linspace(0.01, 0.99, 99)
+    assert scipys.keys() == LAWS.keys()
+    for name, (cdf, quantile) in LAWS.items():
+        np.testing.assert_allclose(cdf(values), scipys[name].cdf(values), rtol=1e-9, err_msg=name)
+        np.testing.assert_allclose(quantile(probabilities), scipys[name].ppf(probabilities), atol=1e-9, err_msg=name)
 
 
 def test_a_log_normal_cut_at_two_quantiles_is_stretched_to_the_whole_process():
@@ -300,6 +317,16 @@ def test_uniform_on_a_range_draws_nothing_else():
     assert t.min() == 200 and t.max() == 299
     found = warnings_of(table(sampler, make_weighting({"name": "none"}, make_schedule())))
     assert found == ["timestep is never drawn (p = 0) at 900 of 1000 timesteps between t = 0 and 999"]
+
+
+@pytest.mark.parametrize("name", ["speed_official", "speed_v1"])
+def test_a_sampler_with_a_table_keeps_its_density_as_a_component(name):
+    noise = make_schedule("linear", 50)
+    alone = make_sampler({"name": name}, noise).density()
+    mixture = make_sampler({"name": "mixture", "parts": [{"name": name, "share": 1}]}, noise)
+    assert alone.max() > 1.1 * alone.min()
+    np.testing.assert_allclose(mixture.density(), alone, atol=1e-9)
+    check_histogram(mixture)
 
 
 @pytest.mark.parametrize("name", ["log_normal", "speed", "speed_official", "beta", "uniform"])
