@@ -164,7 +164,7 @@ def test_a_checkpoint_of_one_process_resumes_on_two(folder, alone, two_ranks):
 
 
 @pytest.mark.long
-def test_two_processes_leave_when_asked_and_go_on_as_two_or_as_one(folder, tmp_path):
+def test_two_processes_leave_when_asked_and_resume_as_two_or_as_one(folder, tmp_path, two_ranks):
     length, every = 150, 10
     two = {"processes": 2, "milestones": [length], "checkpoint_every": every}
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -176,8 +176,8 @@ def test_two_processes_leave_when_asked_and_go_on_as_two_or_as_one(folder, tmp_p
     assert word["state"] == "stopped" and 0 < word["step"] < length and word["of"] == length
     assert "Traceback" not in said
     shutil.copytree(out, tmp_path / "as_one")
-    assert f"goes on from step {word['step']}" in run(line(folder, "adaptive", out, **two))
-    run(line(folder, "adaptive", whole, **two))
+    assert f"goes on from step {word['step']}" in two_ranks(line(folder, "adaptive", out, **two))
+    two_ranks(line(folder, "adaptive", whole, **two))
     assert hashes(out) == hashes(whole)
     here(line(folder, "adaptive", tmp_path / "as_one", **(two | {"processes": 1})))
     states = [checkpoint.read(one / "checkpoint.pt")["ema"] for one in (tmp_path / "as_one", whole)]
