@@ -336,12 +336,12 @@ ADAPTIVE = {"sampler": {"name": "adaptive"}, "grid": {"sampler.selected": [1, 3]
         (["subset_size"], {}, r"analyses: got subset_size, allowed: with adaptive methods of several \|S\|"),
     ],
 )
-def test_refusals(asked, methods, message):
+def test_an_analysis_that_does_not_fit_is_rejected(asked, methods, message):
     with pytest.raises(ConfigError, match=message):
         experiment(methods or {"uniform": {}}, analyses=asked)
 
 
-def test_more_refusals(tmp_path, capsys):
+def test_arguments_of_analyse_that_do_not_fit_are_rejected(tmp_path, capsys):
     with pytest.raises(ConfigError, match="analyses: got interdependence, allowed: where images are held out"):
         experiment({"uniform": {}}, analyses=["interdependence"], dataset__heldout=0, evaluation__metrics=["frechet"])
     assert len(validate(experiment({"uniform": {}, "a": ADAPTIVE}, analyses=["subset_size"])).methods) == 3

@@ -122,7 +122,7 @@ def test_method_names_that_are_no_folder_names_are_rejected(name):
         ("seeds", [1, 1], r"seeds: got \[1, 1\], allowed: distinct"),
     ],
 )
-def test_refusals(path, value, message):
+def test_a_bad_setting_is_rejected_with_its_field_and_value(path, value, message):
     with pytest.raises(ConfigError, match=message):
         validate(changed(path, value), "x.yaml")
 
@@ -195,7 +195,7 @@ def test_check_shows_the_sets_of_samples(tmp_path, capsys):
         ("vp", {"name": "ddpm", "spacing": "trailing"}, r"got 'trailing', allowed with process vp: auto, karras, unif"),
     ],
 )
-def test_refusals_of_sampling_on_continuous_processes(process, scheduler, message):
+def test_solver_options_that_a_continuous_process_lacks_are_rejected(process, scheduler, message):
     options = {"name": process, **({"sigma_data": 0.5} if process == "edm" else {})}
     config = SamplingConfig(scheduler=scheduler)
     with pytest.raises(ConfigError, match=message):

@@ -27,7 +27,7 @@ def doctor(capsys) -> tuple[int, dict[str, tuple[str, str]]]:
     return status, {line[4:26].strip(): (line[:3].strip(), line[27:]) for line in lines}
 
 
-def test_usable(folder, capsys):
+def test_a_usable_store_and_repository_are_reported_as_ok(folder, capsys):
     from mlflow import MlflowClient
 
     (folder / ".dvc").mkdir()
@@ -48,7 +48,7 @@ def test_usable(folder, capsys):
     assert status == 0 and found["mlflow store"] == ("ok", "sqlite:///mlflow.db: opened")
 
 
-def test_not_usable(folder, capsys, monkeypatch):
+def test_an_unusable_store_or_repository_is_reported_with_the_remedy(folder, capsys, monkeypatch):
     (folder / "mlflow.db").write_text("no database, though it has the name of one")
     status, found = doctor(capsys)
     assert status == 1

@@ -116,7 +116,7 @@ rule evaluate:
     assert "evaluate" in third and "4 of 10" in third and "0.1 jobs/s" in third and "1:00 left" in third
 
 
-def test_refusals(tmp_path, monkeypatch, capsys):
+def test_images_and_files_that_cannot_be_used_are_rejected_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     images = folder(tmp_path / "x", [(8, 8)] * 5)
     (images / "a/000.png").write_bytes(b"")

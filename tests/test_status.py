@@ -75,7 +75,7 @@ def look() -> dict[str, Training]:
     return {training.method: training for training in trainings(outline(Path("many.yaml")), [])}
 
 
-def test_states(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_state_of_a_training_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     progress("uniform", 120)
     progress("p2", 60)
     progress("min_snr", 80).end("failed", "step 80: loss nan, gradient norm nan: not finite\nand more")
@@ -148,7 +148,7 @@ def test_a_job_in_the_queue_goes_before_what_was_said_last() -> None:
     assert slurm.summary(jobs) == "in the queue: images 1 wait, train 2 wait, trainings 1 run"
 
 
-def test_outline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_seeds_and_milestones_come_from_the_file_or_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
     write_experiment(["uniform"], "['12800 images', 400]", "[0, 3]")
     assert outline(Path("many.yaml")).milestones == (0, 100, 400)
     assert outline(Path("many.yaml")).trainings == [("uniform", 0), ("uniform", 3)]

@@ -249,7 +249,7 @@ def test_a_thousand_bytes_at_a_time(tmp_path: Path) -> None:
         assert min(count, 30) <= len(found[0].split()) <= 81 and found[1] > count * 0.95
 
 
-def test_refusals(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_served_is_rejected_in_one_line(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*arguments: str) -> str:
         status = main(["status", "--serve", *arguments])
         said = capsys.readouterr()

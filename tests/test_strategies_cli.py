@@ -227,7 +227,7 @@ def test_table_says_what_it_shows(call):
         (["shew"], ["shew", "increments"]),
     ],
 )
-def test_refusals_name_what_exists(call, arguments, words):
+def test_bad_arguments_are_rejected_with_the_names_that_exist(call, arguments, words):
     status, out, err = call(*arguments)
     assert status == 2 and not out and "Traceback" not in err
     assert all(word in err for word in words), err
@@ -249,7 +249,9 @@ class Negative(Weighting):
     ],
 )
 @pytest.mark.parametrize("format", ["table", "csv", "png"])
-def test_warnings(call, tmp_path, monkeypatch, arguments, warning, format):
+def test_weights_and_densities_that_are_zero_negative_or_infinite_are_warned_of(
+    call, tmp_path, monkeypatch, arguments, warning, format
+):
     monkeypatch.setitem(WEIGHTINGS, "negative", Entry(NoOptions, "test_strategies_cli:Negative"))
     status, out, err = call("show", *arguments, "--format", format, "--out", tmp_path / "file")
     assert status == 0 and not out and (tmp_path / "file").stat().st_size > 1000

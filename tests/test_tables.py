@@ -52,7 +52,7 @@ def _png(seed: int) -> bytes:
     return buffer.getvalue()
 
 
-def test_parquet(tmp_path, hub_cache):
+def test_images_and_labels_of_parquet_files_are_read_in_order(tmp_path, hub_cache):
     write_parquet(tmp_path / "one.parquet", 5)
     write_parquet(tmp_path / "two.parquet", 3)
     manifest = prepare(config(source="parquet", path=str(tmp_path / "*.parquet")), tmp_path / "out")
@@ -81,7 +81,7 @@ def test_parquet_names_the_broken_row(tmp_path, hub_cache):
     assert manifest["skipped"] == ["row 2 of two.parquet"] and manifest["count"] == 8
 
 
-def test_parquet_mistakes(tmp_path, hub_cache):
+def test_parquet_files_and_columns_that_cannot_be_used_are_rejected(tmp_path, hub_cache):
     with pytest.raises(ConfigError, match=r"dataset\.path.*none\.parquet"):
         open_source(config(source="parquet", path=str(tmp_path / "none.parquet")))
     (tmp_path / "text.parquet").write_text("hello")

@@ -111,7 +111,7 @@ def test_an_unreachable_server_is_said_quickly_and_stops_nothing(tree, monkeypat
     assert "secret" not in printed + out.read_text()
 
 
-def test_switched_off(tree):
+def test_nothing_is_imported_where_tracking_is_switched_off(tree):
     config, results = tree
     config.write_text(config.read_text() + "tracking: {enabled: false}\n")
     track(load(config), results, results / "tracking.json")
