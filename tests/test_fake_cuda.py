@@ -3,19 +3,22 @@
 Each training takes four steps: step 0 sets up, 1 is ordinary, 2 measures, 3 logs.
 """
 
+import functools
 import itertools
 from collections import Counter
-from contextlib import suppress
+from random import Random
 
 import pytest
 import torch
 from fake_cuda import DEVICE, fake_cuda, process_group
+from rank_groups import case
 from training_case import experiment, make_latents
 
 from kairos.data.latents import open_latents
 from kairos.diffusion.registries import LOSSES, PROCESSES
 from kairos.errors import ConfigError
 from kairos.models.registries import MODELS
+from kairos.registry import Registry
 from kairos.sampling.draw import Estimate, Guidance, guided, noise_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
@@ -23,6 +26,7 @@ from kairos.section import build
 from kairos.strategies import SAMPLERS, WEIGHTINGS, coarse_to_fine
 from kairos.strategies.points import POINTS
 from kairos.strategies.registries import COUPLINGS
+from kairos.strategies.strategy import Strategy
 from kairos.training.loop import steps
 from kairos.training.state import Training
 
@@ -60,7 +64,7 @@ LEARNED_VARIANCE = {**DISCRETE, "variance": "learned_range"}
 TRANSFORMER = {"patch": 2, "width": 16, "depth": 2, "heads": 2}
 UNET = {"channels": 8, "multipliers": [1], "blocks": 1, "attention": [], "norm_groups": 4}
 SMALL = {
-    "unet": UNET, "ldm_unet": UNET | {"head_channels": 4}, "adm": UNET | {"head_channels": 4},
+    "unet": UNET, "ldm_unet": UNET | {"head_channels": 4}, "adm": UNET | {"head_channels": 4, "null_class": True},
     "ddpmpp": {"channels": 8, "multipliers": [1], "blocks": 1, "attention": [], "augment": 0},
     "dit": TRANSFORMER | {"depth": 1}, "mdt": TRANSFORMER | {"decoder_depth": 1}, "uvit": TRANSFORMER,
     "vit": TRANSFORMER | {"depth": 1},
@@ -88,22 +92,34 @@ def latents(tmp_path_factory):
     return open_latents(make_latents(tmp_path_factory.mktemp("fake_cuda")))
 
 
+def effective(chosen: dict) -> dict:
+    """The combination that is trained: options that a sampler lacks are off, and a loss decides process and model."""
+    sampler = SAMPLERS[chosen["sampler"]].options.__dataclass_fields__
+    row = dict(chosen)
+    row["points"] = chosen["points"] if "points" in sampler else "random"
+    row["importance"] = chosen["importance"] and "importance" in sampler
+    if LOSSES[chosen["loss"]].facts.get("variance"):
+        row["process"] = "learned variance"
+    if LOSSES[chosen["loss"]].facts.get("masked"):
+        row["model"] = "mdt"
+    return row
+
+
 def plain_experiment(chosen: dict) -> dict:
-    """The experiment with one value of each axis; terms of the loss decide process and model where they need one."""
+    """The experiment with one value of each axis."""
+    chosen = effective(chosen)
     sampler = {"name": chosen["sampler"], **_known(SAMPLERS, chosen["sampler"], SHORT)}
     sampler |= _known(SAMPLERS, chosen["sampler"], {"points": chosen["points"]})
     if chosen["importance"]:
-        sampler |= _known(SAMPLERS, chosen["sampler"], {"importance": True})
+        sampler["importance"] = True
     process, prediction, model = {"name": chosen["process"]}, None, chosen["model"]
     if chosen["process"] in ("epsilon", "x0", "v", "discrete"):
         process, prediction = DISCRETE, None if chosen["process"] == "discrete" else chosen["process"]
+    if chosen["process"] == "learned variance":
+        process = LEARNED_VARIANCE
     if chosen["process"] == "vp":
         prediction = "v"
     losses = ["mse"] if chosen["loss"] == "mse" else ["mse", chosen["loss"]]
-    if LOSSES[chosen["loss"]].facts.get("variance"):
-        process, prediction = LEARNED_VARIANCE, None
-    if LOSSES[chosen["loss"]].facts.get("masked"):
-        model = "mdt"
     return experiment(
         {"method": {"sampler": sampler, "weighting": chosen["weighting"], "coupling": chosen["coupling"]}},
         model={"name": model, **SMALL[model], "conditions": ["class"] if chosen["conditions"] else []},
@@ -163,43 +179,96 @@ def check(chosen: dict, latents) -> None:
         assert not exceeded, f"step {step}"
 
 
-def each_once() -> list[dict]:
-    """Few combinations that hold each value of each axis at least once, as many as the longest axis has values.
+def is_fixed(registry: Registry, name: str) -> bool:
+    """True for a sampler or weighting that does not learn."""
+    return not registry[name].load().learned
 
-    Backbones but the cheapest are in one combination each.
+
+def each_once() -> list[dict]:
+    """Few combinations that hold each value of each axis at least once, except samplers and weightings that are fixed.
+
+    What costs time is not combined: backbones but the cheapest, further losses, and samplers that measure the network.
     """
-    longest = max(len(values) for values in AXES.values())
-    rows = [{axis: values[number % len(values)] for axis, values in AXES.items()} for number in range(longest)]
-    for row in rows[len(MODELS) :]:
-        row["model"] = "dit"
+    losses = AXES["loss"][1:]
+    measuring = [name for name in SAMPLERS if SAMPLERS[name].load().measures]
+    following = [name for name in SAMPLERS if not is_fixed(SAMPLERS, name) and name not in measuring]
+    fixed = [name for name in SAMPLERS if is_fixed(SAMPLERS, name)]
+    samplers = [*following, *fixed][: len(MODELS) + len(losses)] + measuring
+    weightings = sorted(WEIGHTINGS, key=lambda name: is_fixed(WEIGHTINGS, name))
+    rows = []
+    for number, sampler in enumerate(samplers):
+        row = {axis: values[number % len(values)] for axis, values in AXES.items()}
+        row["sampler"], row["weighting"] = sampler, weightings[number]
+        row["model"] = AXES["model"][number] if number < len(MODELS) else "dit"
+        with_loss = number - len(MODELS) in range(len(losses))
+        row["loss"] = losses[number - len(MODELS)] if with_loss else "mse"
+        row["microbatch"] = 8 if number == len(samplers) - 1 else None
+        rows.append(row)
     return rows
 
 
-def pairwise(sampler: str) -> list[dict]:
-    """Combinations that hold each pair of values of two axes at least once, those with one of the samplers.
+def kinds(row: dict) -> dict:
+    """The combination with one value in place of all samplers of a fixed density, and of all fixed weightings."""
+    found = dict(row)
+    if is_fixed(SAMPLERS, row["sampler"]):
+        found["sampler"] = "fixed density"
+    if is_fixed(WEIGHTINGS, row["weighting"]):
+        found["weighting"] = "fixed weights"
+    return found
 
-    Pairs of two other axes are spread over the samplers: each value of the one is tried with each of the other.
-    """
-    covered: set = set()
+
+def pairs_of(row: dict) -> set[frozenset]:
+    """Pairs of values of two axes, in the combination that is trained; of some axes if the row has no others."""
+    values = kinds(effective(DEFAULTS | row))
+    return {frozenset((axis, values[axis]) for axis in pair) for pair in itertools.combinations(row, 2)}
+
+
+def filled(row: dict, covered: set[frozenset], random: Random) -> dict:
+    """Choose values of the axes that a row lacks, in random order, such that most of the row's pairs are new."""
+    missing = [axis for axis in AXES if axis not in row]
+    for axis in random.sample(missing, len(missing)):
+        values = random.sample(AXES[axis], len(AXES[axis]))
+        rows = [row | {axis: value} for value in values]
+        row = max(rows, key=lambda row: (len(pairs_of(row) - covered), row[axis] == DEFAULTS[axis]))
+    return row
+
+
+def is_valid(row: dict) -> bool:
+    """False if the experiment is rejected."""
+    try:
+        plain_experiment(row)
+    except ConfigError:
+        return False
+    return True
+
+
+@functools.cache
+def pairwise() -> list[dict]:
+    """Combinations that hold each possible pair of values of two axes, see `kinds`, at least once: greedy, seed 0."""
+    random = Random(0)
+    covered: set[frozenset] = set()
     rows = []
-    for name in AXES["sampler"]:
-        for weighting in AXES["weighting"]:
-            row = {"sampler": name, "weighting": weighting}
-            for axis in AXES.keys() - row.keys():
-                row[axis] = max(
-                    AXES[axis], key=lambda value: (_uncovered(row, axis, value, covered), value == DEFAULTS[axis])
-                )
-            covered |= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
-            rows.append(row)
-    return [row for row in rows if row["sampler"] == sampler]
-
-
-def _uncovered(row: dict, axis: str, value: object, covered: set) -> int:
-    return sum(frozenset([(axis, value), pair]) not in covered for pair in row.items())
+    for one, other in itertools.combinations(AXES, 2):
+        for first, second in itertools.product(AXES[one], AXES[other]):
+            fixed = {one: first, other: second}
+            wanted = frozenset((axis, kinds(DEFAULTS | fixed)[axis]) for axis in fixed)
+            if wanted in covered:
+                continue
+            tried = [filled(fixed, covered, random) for _ in range(3)]
+            tried += [{axis: random.choice(values) for axis, values in AXES.items()} | fixed for _ in range(60)]
+            holding = [row for row in tried if wanted in pairs_of(row)]
+            holding.sort(key=lambda row: len(pairs_of(row) - covered), reverse=True)
+            row = next(filter(is_valid, holding), None)
+            if row is not None:
+                covered |= pairs_of(row)
+                rows.append(row)
+    return rows
 
 
 ONCE = each_once()
-SINGLE = [(axis, value) for axis, values in AXES.items() for value in values if value != DEFAULTS[axis]]
+FIXED_SAMPLERS = [name for name in SAMPLERS if is_fixed(SAMPLERS, name)]
+FIXED_WEIGHTINGS = [name for name in WEIGHTINGS if is_fixed(WEIGHTINGS, name)]
+PARTS = 8  # tests over which the combinations of `pairwise` are spread
 
 
 @pytest.fixture(autouse=True)
@@ -216,22 +285,31 @@ def test_each_component_waits_only_where_it_is_listed(chosen, latents):
     check(chosen, latents)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("axis", "value"), SINGLE, ids=[f"{axis}-{value}" for axis, value in SINGLE])
-def test_a_component_waits_only_where_it_is_listed(axis, value, latents):
-    sampler = {"sampler": "adaptive"} if axis == "importance" else {}  # `uniform` is rejected with importance weights
-    check(DEFAULTS | sampler | {axis: value}, latents)
+@pytest.mark.parametrize("number", range(len(FIXED_SAMPLERS)))
+def test_draws_with_fixed_densities_and_weights_do_not_wait(number):
+    sampler, weighting = FIXED_SAMPLERS[number], FIXED_WEIGHTINGS[number % len(FIXED_WEIGHTINGS)]
+    points = AXES["points"][number % 4]  # points over epochs need the items
+    strategy = Strategy(f"{sampler}+{weighting}", "cosine", sampler=_known(SAMPLERS, sampler, {"points": points}))
+    with fake_cuda() as record:
+        x0 = torch.zeros(16, 4, 2, 2, device=DEVICE)
+        for step in range(3):
+            draw = strategy.draw(x0)
+            noise = strategy.couple(draw, torch.zeros_like(x0))
+            loss = strategy.loss(draw, noise.square().mean((1, 2, 3)))
+            assert loss.is_cuda
+            with strategy.observe(draw):
+                pass
+            if step == 0:  # moves tables to the device
+                record.clear()
+        assert not record.waits
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sampler", AXES["sampler"])
-def test_pairs_of_components_wait_only_where_it_is_listed(sampler, latents):
-    tried = 0
-    for chosen in pairwise(sampler):
-        with suppress(ConfigError):  # a combination that is rejected by name
+@pytest.mark.parametrize("part", range(PARTS))
+def test_pairs_of_components_wait_only_where_it_is_listed(part, latents):
+    for chosen in pairwise()[part::PARTS]:
+        with case(str(chosen)):
             check(chosen, latents)
-            tried += 1
-    assert tried > 10
 
 
 def test_by_default_a_gpu_logs_every_tenth_step_and_a_cpu_every_step(latents):
@@ -283,9 +361,12 @@ def test_sampling_does_not_wait(scheme, process, prediction, latents):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-@pytest.mark.parametrize("guidance_scale", [1.0, 2.0])
-@pytest.mark.parametrize(("scheme", "process", "prediction"), SCHEMES)
-def test_sampling_does_not_wait_in_any_precision(scheme, process, prediction, guidance_scale, precision, latents):
+@pytest.mark.parametrize("number", range(len(SCHEMES)))
+def test_sampling_does_not_wait_in_any_precision(number, latents):
+    """Each scheme and each process with each precision, with and without guidance."""
+    scheme, process, prediction = SCHEMES[number]
+    of_scheme, of_process = divmod(number, len(SCHEMES) // len(SCHEDULERS))
+    precision = ("fp32", "tf32", "bf16")[(of_scheme + of_process) % 3]
+    guidance_scale = (1.0, 2.0)[(of_scheme + of_process // 3) % 2]
     diffusion = {"process": process, "prediction": prediction}
     assert not waits_of_sampling(latents, scheme, diffusion, precision, guidance_scale)
