@@ -1,4 +1,4 @@
-"""What kairos uses of Snakemake and its SLURM plugin without their promise is there; `.ci/nightly` asks new releases too.
+"""Private names of Snakemake and its SLURM plugin that kairos uses exist; `.ci/nightly` checks new releases, too.
 
 It needs nothing of kairos, so that it runs where only these two are installed.
 """

@@ -248,8 +248,8 @@ class Adaptive(Sampler):
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.options.grad_clip)
         if not math.isfinite(norm.item()):
             raise DivergedError(
-                f"step {observation.step + 1}: the gradient of the adaptive sampler's policy is not finite; a lower lr of "
-                f"the sampler may help (got {self.options.lr:g})"
+                f"step {observation.step + 1}: the gradient of the adaptive sampler's policy is not finite; "
+                f"sampler.lr is {self.options.lr:g}, a lower one may help"
             )
         self.optimizer.step()
         self.updates += 1
