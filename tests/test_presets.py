@@ -80,9 +80,10 @@ def distance(draws, quantile):
     return max(np.abs(a - b).max() for a, b in zip(draws_of, theirs))
 
 
-@pytest.mark.parametrize("count", [100_000, pytest.param(4_000_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", sorted(TRAINERS))
-def test_draws_follow_the_trainers_density(name, count):
+def test_draws_follow_the_trainers_density(name):
+    """The quantiles are compared to 1e-6 above: this shows that draws use them."""
+    count = 100_000
     if name == "nemo:mix":
         pytest.skip("whole batches are of one part: below")
     trainer = TRAINERS[name]
@@ -97,7 +98,7 @@ def test_draws_follow_the_trainers_density(name, count):
     def nearest(levels):
         return trainer.quantile(levels).astype(np.float32)  # where the density is infinite, many are 1
 
-    assert distance(draws.numpy(), nearest) < 0.0015 * (4_000_000 / count) ** 0.5
+    assert distance(draws.numpy(), nearest) < 3 / count**0.5
 
 
 def test_a_mixed_batch_of_nemo_is_of_one_part():

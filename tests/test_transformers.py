@@ -472,7 +472,9 @@ def test_the_plan_counts_them(name, precision):
     assert found.forward > 2 * 8 * 16 * 4 * 12 * 32**2  # products with the blocks' weights
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["mdt", "uvit", *(pytest.param(name, marks=pytest.mark.long) for name in ("dit", "vit"))]
+)
 def test_autocast_changes_little_and_dynamo_finds_one_graph(name):
     model, x = small(name), torch.randn(3, 4, 8, 12)
     given = GIVEN | ({"mask": torch.rand(3, 8, 12)} if name == "mdt" else {})
