@@ -112,6 +112,8 @@ def replacements(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield node, "pass"
         case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
             yield node, "return None"
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            pass
         case ast.If(test=test) | ast.IfExp(test=test) if isinstance(test, ast.Name | ast.Attribute | ast.Call):
             yield test, f"(not {ast.unparse(test)})"
 
