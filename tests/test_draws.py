@@ -166,6 +166,14 @@ def test_mixtures_schedules_and_groups():
     assert (over.sample(100, progress=0.4) < 0.5).all() and (over.sample(100, progress=0.6) >= 0.5).all()
 
 
+def test_a_schedule_draws_the_same_over_several_steps_at_once():
+    parts = [{"name": "log_normal", "start": 0}, {"name": "beta", "a": 4, "start": 100}]
+    over = sampler("schedule", parts=parts, ramp=50)
+    together = over.sample(64, step=range(200))
+    for step in (0, 50, 51, 75, 99, 100, 150):
+        torch.testing.assert_close(together[step], over.sample(64, step=step), rtol=0, atol=1e-12)
+
+
 def test_tables_and_lists():
     cells = sampler("table", values=[1, 0, 3], between="cells")
     assert cells.cdf(np.array([1 / 3, 2 / 3])) == pytest.approx([0.25, 0.25], abs=1e-3)
