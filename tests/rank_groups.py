@@ -55,8 +55,7 @@ def case(name: str) -> Iterator[None]:
     try:
         yield
     except AssertionError as error:
-        error.add_note(f"case: {name}")
-        raise
+        raise AssertionError(f"{name}: {error}") from error
 
 
 def _one(
