@@ -17,6 +17,8 @@ from training_case import experiment, make_latents
 
 from kairos import distributed
 from kairos.data.latents import open_latents
+from kairos.errors import ConfigError
+from kairos.strategies.strategy import Strategy
 from kairos.training.job import Leave, LeaveTogether, ProgressFile
 from kairos.training.loop import steps
 from kairos.training.run import Run
@@ -170,3 +172,13 @@ def test_collectives_of_a_step_are_few_and_do_not_grow_with_the_ranks(sampler, w
     counts = tuple(found[step].total() for step in (ORDINARY, MEASURING, LOGGING))
     bounds = BOUNDS[sampler, weighting]
     assert all(count <= bound for count, bound in zip(counts, bounds, strict=True)), (counts, bounds, found)
+
+
+def test_a_process_group_without_this_process_is_rejected():
+    with process_group(4):
+        others = torch.distributed.new_group([0, 2])
+        with pytest.raises(ConfigError, match="process_group"):
+            Strategy("uniform", process_group=others)
+        half = torch.distributed.new_group([1, 3])
+        draw = Strategy("uniform", process_group=half).draw(torch.zeros(3, 1))
+    assert draw.place.total == 6

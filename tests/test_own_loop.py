@@ -301,3 +301,19 @@ def test_neither_loss_by_level_nor_nearest_waits_for_a_device():
     with Waits() as waits:
         float(noise[0, 0, 0, 0])
     assert len(waits.found) == 1
+
+
+def test_losses_without_gradients_are_not_learned_from():
+    """A validation loss between two steps leaves what the sampler learns as it is."""
+    states = []
+    for validates in (False, True):
+        strategy = kairos.Strategy("loss_rms", timesteps=10, sampler={"start": 1, "frequency": 1})
+        draw = strategy.draw(torch.zeros(4, 1))
+        strategy.loss(draw, torch.ones(4))
+        if validates:
+            with torch.no_grad():
+                strategy.loss(strategy.draw(torch.zeros(4, 1)), torch.full((4,), 9.0))
+        with strategy.observe(draw):
+            pass
+        states.append(strategy.state_dict()["sampler"])
+    assert all(torch.equal(torch.as_tensor(states[0][name]), torch.as_tensor(states[1][name])) for name in states[0])

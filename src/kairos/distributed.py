@@ -55,8 +55,15 @@ def batch_group(group: Any) -> Any:
                 f"process_group: got a mesh of {group.ndim} dimensions ({names}), allowed: one of them, mesh[name]"
             )
         group = group.get_group()
-    if group is not None and rank(group) < 0:
-        raise ConfigError("process_group: got a group without this process, allowed: a group that it is a member of")
+    if group is not None:
+        try:
+            member = ranks(group) > 0 and rank(group) >= 0  # for a process outside of it, new_group returns a marker
+        except ValueError:  # a group that exists elsewhere
+            member = False
+        if not member:
+            raise ConfigError(
+                "process_group: this process is not a member of the group; pass the group that contains it"
+            )
     return group
 
 

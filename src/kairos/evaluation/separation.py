@@ -48,12 +48,14 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
 
 
 def expected(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
-    """Return why the distance of an experiment cannot rank methods, as far as is known before its jobs.
+    """Return a warning if the distance is unlikely to rank methods, else None: from existing reference rows or counts.
 
     Args:
         evaluation, dataset: sections of the experiment, with a definite extractor.
         results: folder of the experiment's results. Rows there count if they were computed with equal settings.
     """
+    if evaluation.primary_metric != "distance":
+        return None
     record = glance(results / "reference/reference.json")
     manifest = glance(results / "extractor/manifest.json")
     recorded = (manifest.get("options"), record.get("num_samples"), record.get("reference"))
@@ -61,7 +63,7 @@ def expected(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path
         reason = cannot_rank(record)
         return reason and f"{reason} {ADVICE}"
     name, images = evaluation.extractor["name"], survey(dataset).train
-    if evaluation.primary_metric != "distance" or name not in TRAINED or images is None or images >= ENOUGH_IMAGES:
+    if name not in TRAINED or images is None or images >= ENOUGH_IMAGES:
         return None
     return (
         f"evaluation.extractor: {name} is trained on {images} images. From fewer than {ENOUGH_IMAGES:,} it may learn "

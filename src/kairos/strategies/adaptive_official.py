@@ -41,7 +41,10 @@ class AdaptiveOfficial(Adaptive):
         return (fractions * self.schedule.timesteps - 0.5) / (self.schedule.timesteps - 1)
 
     def importance(self, x0: Tensor, fractions: Tensor, place: Place = NOTHING) -> Tensor | None:
-        """1 over the density of each draw given its image, float32 (batch, *times); every timestep counts alike."""
+        """Return importance weights, 1 over the density of each draw given its image, float32 (batch, *times).
+
+        Timesteps 0 and T - 1 are drawn from half a cell, so their weights are doubled.
+        """
         weights = super().importance(x0, fractions, place)
         if weights is None or self.floor:
             return weights

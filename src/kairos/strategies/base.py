@@ -34,7 +34,7 @@ class Observation:
         fractions: the sampler's draws for `x0`, float64 (batch,) or (batch, times).
         losses: losses of the draws times the weighting's weights, without importance weights, shape of `fractions`;
             None: `Strategy.loss` was not called.
-        errors: losses of the draws without any weight, shape of `fractions`; None: like `losses`.
+        errors: unweighted per-sample errors of the draws, shape of `fractions`; None: `Strategy.loss` was not called.
         prediction: prediction type of the network, whose squared errors they are.
         meter: a `Meter`, losses and gradients of the network in its present state, for samplers that measure.
         place: random coordinates of the step's samples: seed, step, their indices in the global batch and its size.

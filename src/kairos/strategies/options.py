@@ -211,7 +211,7 @@ class Shift(Fixed):
         if self.law == "linear":
             slope = (self.high - self.low) / (self.last - self.first)
             positive = slope >= 0 and self.low - slope * self.first > 0
-            allowed = "a line that rises and is above 0 at every number of tokens: it is alpha"
+            allowed = "an alpha that does not fall with the number of tokens and is above 0 for any number"
             demand(positive, "low and high", f"{self.low:g} and {self.high:g}", allowed)
 
 

@@ -251,12 +251,14 @@ class Strategy:
             draw: of this batch.
             losses: errors of the samples without any weight, shape of ``draw.t``: (batch,), or (batch, times).
 
+        Samplers and weightings that learn take the losses in, unless gradients are disabled (``torch.no_grad``).
+
         Raises:
             ConfigError: `losses` have another shape.
         """
         allowed = f"the shape of draw.t, {tuple(draw.t.shape)}: one unweighted error per sample"
         demand(losses.shape == draw.t.shape, "losses", f"shape {tuple(losses.shape)}", allowed)
-        if self._learns:
+        if self._learns and torch.is_grad_enabled():  # losses for validation teach nothing
             errors = losses.detach()
             others = [one for one in self._micro_batches if one.draw is not draw]
             self._micro_batches = [*others, _MicroBatch(draw, errors * draw.fixed_weights, errors)]
