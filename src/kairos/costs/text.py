@@ -15,7 +15,8 @@ from kairos.workflow.resources import of_training
 def values(found: Estimate) -> dict[str, Any]:
     """Values for scripts: bytes, and floating-point operations of a step without what strategies add to it.
 
-    GPU-hours of every method (trainings and samples) are None without a rate or where CPUs compute; CPU-hours, too.
+    `gpu_hours` and `cpu_hours` map each method to its hours of training and sampling. Only the one that matches the
+    computing device is set; both are None without a rate.
     """
     return {
         "parameters": found.network.parameters + found.network.fixed,
