@@ -66,6 +66,14 @@ def test_real_differences_are_found():
         assert (p[:, 1:, 1:] < ranking.LEVEL).any(axis=(1, 2)).mean() <= 0.072  # and not the others among themselves
 
 
+@pytest.mark.parametrize(("seeds", "first_rank", "like_best"), [(5, 1, True), (5, 2, False), (4, 1, False)])
+def test_a_method_is_like_the_best_if_five_seeds_find_no_method_lower(seeds, first_rank, like_best):
+    empty = np.zeros(1)
+    curve = ranking.Curve(empty, empty, empty, empty, empty, empty, empty, empty)
+    row = ranking.Row("uniform", curve, seeds, first_rank, 3, against=None, values={}, steps=None, time=None)
+    assert row.like_best is like_best
+
+
 def test_crossing():
     steps, values = np.array([0.0, 10, 20]), np.array([100.0, 50, 60])
     assert ranking.crossing(steps, values, 75) == 5
