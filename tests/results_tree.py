@@ -40,7 +40,7 @@ def experiment(seeds: tuple[int, ...] = (0, 1), methods: tuple[str, ...] = tuple
         "training": {"batch_size": 64, "milestones": [100, 200, 400]},
         "methods": {method: METHODS[method][0] for method in methods},
         "sampling": {"steps": 20, "grid": 16},
-        "evaluation": {"extractor": {"name": "classifier", "features": 32}, "num_samples": 400},
+        "evaluation": {"extractor": {"name": "classifier", "features": 32}, "num_samples": 400, "strata": 18},
     }
 
 

@@ -189,7 +189,20 @@ def test_evaluations_with_other_sampling_do_not_mix(tmp_path: Path) -> None:
     found = collect(load(config), results, unfinished=True)
     assert found.methods == ["uniform"] and found.outdated == ("sampling.steps: 10 → 20 (min_snr seed 0)",)
     sample_with(10, "uniform")  # all alike: made so on purpose
-    assert collect(load(config), results, unfinished=True).methods == ["uniform", "min_snr"]
+    found = collect(load(config), results, unfinished=True)
+    assert found.methods == ["uniform", "min_snr"]
+    assert any("sampling.steps: 10 → 20" in note for note in found.notes)
+
+
+def test_validation_losses_over_other_strata_do_not_mix(tmp_path: Path) -> None:
+    config, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "min_snr"))
+    for path in (results / "min_snr").glob("seed0/evaluation/*.json"):
+        record = read_json(path)
+        record["validation"]["per_timestep"].pop()
+        write_json(path, record)
+    found = collect(load(config), results, unfinished=True)
+    assert found.methods == ["uniform"]
+    assert "evaluation.strata" in found.outdated[0] and "min_snr" in found.outdated[0]
 
 
 def test_status_counts_results_of_the_earlier_autoencoder_as_outdated(

@@ -326,6 +326,7 @@ def test_the_page_prints_what_was_used_where_settings_say_otherwise(small):
     values = yaml.safe_load(config.read_text())
     values["model"] = {"name": "dit", "size": "s/2", "width": 64, "depth": 2, "heads": 4}
     values["sampling"]["guidance_scale"] = 1.0
+    values["evaluation"]["strata"] = 32
     config.write_text(yaml.safe_dump(values))
     experiment = load(config)
     for path in results.glob("*/seed*/milestones/*/milestone.json"):

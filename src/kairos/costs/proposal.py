@@ -114,8 +114,12 @@ def _measured(experiment: Experiment, facts: dict[str, Any]) -> tuple[int, float
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         output = list[str]()
         with subprocess.Popen(command, env=environment, **pipes) as running:
-            for line in progress_lines(_kept(running.stdout or (), output)):
-                say(line)
+            try:
+                for line in progress_lines(_kept(running.stdout or (), output)):
+                    say(line)
+            except BaseException:  # interrupted: Snakemake must not outlive the folder that it works in
+                running.terminate()
+                raise
         if running.returncode:
             raise KairosError(f"kairos new: the steps that are measured failed:\n{''.join(output)[-3000:]}")
         seconds = time.monotonic() - begun

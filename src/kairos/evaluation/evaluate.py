@@ -88,9 +88,9 @@ def run(
     for job in jobs:
         for warning in evaluate(job, known, opened, sets, latents):
             files.setdefault(warning, []).append(str(job.samples))
-    of_reference = " ".join(known[0].get("warnings", []))  # stage reference has printed them
+    printed = known[0].get("warnings", [])  # by stage reference, each with what it is about
     for warning, (first, *others) in files.items():
-        if warning not in of_reference:
+        if not any(line == warning or line.endswith(f": {warning}") for line in printed):
             more = f" (and {len(others)} other file{'s' * (len(others) > 1)})" if others else ""
             metrics.warn(first + more, warning)
 

@@ -318,10 +318,9 @@ def _training(expected: ExpectedSettings, method: str, seed: int, reference: Rec
 
 
 def _without_other_protocols(found: list[_Found], expected: ExpectedSettings) -> list[_Found]:
-    """Trainings without the evaluations whose settings of sampling and evaluation are not the experiment's.
+    """Remove evaluations whose sampling or evaluation settings differ from the experiment's.
 
-    Where no evaluation has the experiment's settings all stay: they do not mix, and a milestone's record of the
-    experiment may be older than its evaluation.
+    If every evaluation differs, all stay: they do not mix, and the milestones' record of the experiment may be older.
     """
     evaluated = [milestone for training, _ in found for milestone in training.milestones]
     changes = {id(one): listed(expected.evaluation_changes(one.evaluation)) for one in evaluated}
@@ -336,10 +335,12 @@ def _without_other_protocols(found: list[_Found], expected: ExpectedSettings) ->
 
 
 def _notes(trainings: list[Training], expected: ExpectedSettings) -> tuple[str, ...]:
-    """A line per reason why trainings that count would differ in rounding if they were computed again."""
+    """Lines that name what differs in runs that count: sampling, evaluation, code, or settings that change rounding."""
     notes = defaultdict[str, list[str]](list)
     for training in trainings:
         record, identities = training.final.record, expected.identities(training.method, training.seed)
+        if changes := listed(expected.evaluation_changes(training.final.evaluation)):
+            notes[changes].append(f"{training.method} seed {training.seed}")
         if identities and record["identity"] not in identities:
             changes = listed(expected.rounding_changes(training.method, record))
             notes[changes or "other code, or another kind of device"].append(f"{training.method} seed {training.seed}")

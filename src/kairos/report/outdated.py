@@ -1,6 +1,6 @@
 """Results of earlier settings: files in an experiment's folder that were computed with settings it no longer has.
 
-The report, `kairos compare`, `kairos export` and `kairos status` all use this module, so all leave out the same files.
+The report, `kairos compare`, `kairos export` and `kairos status` use this module to detect outdated results.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from kairos.config import Experiment
+from kairos.diffusion.registries import CELLS
 from kairos.errors import ConfigError
 from kairos.files import glance
 from kairos.options import but_name
@@ -124,6 +125,10 @@ class ExpectedSettings:
         if used := (evaluation.get("validation") or {}).get("images"):
             before["loss_images"] = used
             now["loss_images"] = min(asked.loss_images, self._manifest("dataset").get("heldout_count", used))
+        if rows := (evaluation.get("validation") or {}).get("per_timestep"):
+            before["strata"] = len(rows) - 2  # the first and the last cell are strata of their own
+            cells = self.plain["diffusion"]["process"].get("timesteps", CELLS)
+            now["strata"] = min(asked.strata, max(cells - 2, 0))
         return _changes({"sampling": self._sampling, "evaluation": now}, {"sampling": sampling, "evaluation": before})
 
     def _identities(self, method: str, seed: int) -> list[str]:
