@@ -95,7 +95,7 @@ class Adaptive(Sampler):
     learned = measures = per_image = True
     dropout = False  # whether the network is measured in training mode
     noise_after = "measurement"  # the random stream of the noise after the step: the same as before it
-    stretch = 1.0  # du/df, where u is a draw of the policy and f = placed(u) its fraction of the process
+    density_scale = 1.0  # du/df, where u is a draw of the policy and f = to_fraction(u) its fraction of the process
     rows = 3  # of the queue, before S is selected from it: with fewer every F-statistic is 0
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
@@ -140,18 +140,18 @@ class Adaptive(Sampler):
             self._shape = torch.stack(self.policy(x0)).double()  # (2, batch)
         a, b = self._shape
         u = place.stream("timesteps").beta(place.step, place.numbers, a, b, place.shape)
-        fractions = self.placed(u.clamp(_EDGE, 1 - _EDGE))
+        fractions = self.to_fraction(u.clamp(_EDGE, 1 - _EDGE))
         if not self.floor:
             return fractions
         even = place.uniform("floor", 2)
         return torch.where(even[..., 0] < self.floor, even[..., 1], fractions)
 
-    def placed(self, u: Tensor) -> Tensor:
+    def to_fraction(self, u: Tensor) -> Tensor:
         """The fraction of the process that a draw u of the policy stands for, elementwise."""
         return u
 
-    def unplaced(self, fractions: Tensor) -> Tensor:
-        """The inverse of `placed`, elementwise."""
+    def from_fraction(self, fractions: Tensor) -> Tensor:
+        """Map fractions of the process to draws of the policy, elementwise: the inverse of `to_fraction`."""
         return fractions
 
     def borders(self) -> Array:
@@ -176,9 +176,9 @@ class Adaptive(Sampler):
 
     def _log_density(self, a: Tensor, b: Tensor, fractions: Tensor) -> Tensor:
         """Logarithm of the density of fractions (batch, *times), floor included, given a and b, each (batch,)."""
-        u, per_time = self.unplaced(fractions), [1] * (fractions.ndim - 1)
+        u, per_time = self.from_fraction(fractions), [1] * (fractions.ndim - 1)
         policy = _beta(a.view(-1, *per_time), b.view(-1, *per_time))
-        log = policy.log_prob(u.clamp(_EDGE, 1 - _EDGE).to(a)) + math.log(self.stretch)
+        log = policy.log_prob(u.clamp(_EDGE, 1 - _EDGE).to(a)) + math.log(self.density_scale)
         if not self.floor:
             return log
         log = torch.where((u >= 0) & (u <= 1), log + math.log1p(-self.floor), -math.inf)

@@ -29,15 +29,15 @@ class AdaptiveOfficial(Adaptive):
 
     def __init__(self, options: object, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.stretch = schedule.timesteps / (schedule.timesteps - 1)
+        self.density_scale = schedule.timesteps / (schedule.timesteps - 1)
         self.selected = torch.arange(self.options.selected)
 
-    def placed(self, u: Tensor) -> Tensor:
+    def to_fraction(self, u: Tensor) -> Tensor:
         """A fraction within timestep round(u (T - 1)), elementwise."""
         return (u * (self.schedule.timesteps - 1) + 0.5) / self.schedule.timesteps
 
-    def unplaced(self, fractions: Tensor) -> Tensor:
-        """The inverse of `placed`, elementwise."""
+    def from_fraction(self, fractions: Tensor) -> Tensor:
+        """Map fractions of the process to draws of the policy, elementwise: the inverse of `to_fraction`."""
         return (fractions * self.schedule.timesteps - 0.5) / (self.schedule.timesteps - 1)
 
     def importance(self, x0: Tensor, fractions: Tensor, place: Place = NOTHING) -> Tensor | None:
