@@ -111,6 +111,7 @@ def _measured(experiment: Experiment, facts: dict[str, Any]) -> tuple[int, float
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
         environment, begun = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}, time.monotonic()
         command += ["--cores", str(cores), "--configfile", str(config)]
+        command += ["--quiet", "host", "reason"]  # `progress_lines` reads which rule runs, which a profile may hide
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         output = list[str]()
         with subprocess.Popen(command, env=environment, **pipes) as running:
