@@ -1,5 +1,6 @@
 """Fixtures, order and signals of all tests."""
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -15,6 +16,16 @@ def commands() -> Iterator[Commands]:
     """Start kairos commands in processes of their own without the time that imports take."""
     with Commands() as commands:
         yield commands
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Restore the environment variables; `deterministic: portable` sets those that choose the kernels of torch."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have selected
