@@ -162,7 +162,7 @@ def test_check_says_which(tmp_path, capsys):
 def test_a_dry_run_settles_the_extractor(tmp_path_factory):
     copy = Copy(tmp_path_factory.mktemp("copy"))
     write(copy.folder, dataset=images(copy.folder / "flat", flat=100).model_dump())
-    ended = copy.snakemake("--dry-run", config="own.yaml")
+    ended = copy.ask_snakemake("--dry-run", config="own.yaml")
     assert ended.returncode == 0 and "extractor: selfsupervised (auto" in ended.stderr
     frozen = next((copy.folder / ".kairos/config").glob("own-*.yaml"))
     assert yaml.safe_load(frozen.read_text())["evaluation"]["extractor"]["name"] == "selfsupervised"

@@ -126,6 +126,7 @@ def test_all_ranks_leave_after_the_same_step_within_seconds():
     assert time.monotonic() - begun < 30
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_slow_steps_leave_after_the_step_of_the_request():
     taken = steps_until_all_leave(2, asked=0, request=3, seconds=[1.2, 1.1])

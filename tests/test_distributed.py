@@ -104,6 +104,7 @@ def check_two(out: Path, alone: Path, updates: int | None) -> None:
     assert read_json(out / "training.json")["identity"] == read_json(alone / "training.json")["identity"]
 
 
+@pytest.mark.long
 def test_two_processes_of_torchrun_equal_one(folder, alone, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     out = tmp_path / "two"
@@ -253,6 +254,7 @@ def test_settings_that_do_not_go_together(settings, message):
         experiment(**{f"training__{name}": value for name, value in settings.items()})
 
 
+@pytest.mark.long
 def test_dropout_depends_on_the_microbatch_alone(folder, tmp_path, two_ranks):
     unet = {"name": "unet", "channels": 8, "multipliers": [1], "blocks": 1, "norm_groups": 4, "dropout": 0.3}
     outs = []

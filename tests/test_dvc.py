@@ -39,7 +39,7 @@ def commit(message: str) -> list[str]:
 
 
 def listed(copy: Copy) -> dict:
-    ended = copy.run("python", "-c", LIST_STAGES)
+    ended = copy.run_forked("python", "-c", LIST_STAGES)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
@@ -99,7 +99,7 @@ def test_a_method_and_segments_added_to_params_need_no_edit_of_stages(copy):
 
 def test_dependencies_change_with_results_only(copy, tmp_path):
     def table() -> dict:
-        ended = copy.run("kairos", "ledger", "fingerprints", "--out", str(tmp_path / "table.yaml"))
+        ended = copy.run_forked("kairos", "ledger", "fingerprints", "--out", str(tmp_path / "table.yaml"))
         assert ended.returncode == 0, ended.stderr
         return yaml.safe_load((tmp_path / "table.yaml").read_text())
 
@@ -117,16 +117,16 @@ def test_dependencies_change_with_results_only(copy, tmp_path):
 
 def test_record_refuses_a_dirty_tree_and_stale_results(copy):
     with copy.edited("params.yaml", "experiment: demo", "experiment: demo "):
-        ended = copy.run("kairos", "ledger", "record")
+        ended = copy.run_forked("kairos", "ledger", "record")
         assert ended.returncode == 1
         assert "params.yaml" in ended.stderr and "commit them first" in ended.stderr
-    ended = copy.run("kairos", "ledger", "record")
+    ended = copy.run_forked("kairos", "ledger", "record")
     assert ended.returncode == 1
     assert "results are stale" in ended.stderr and "evaluate" in ended.stderr
 
 
 def test_adopt_says_what_to_do_without_data(copy):
-    ended = copy.run("kairos", "ledger", "adopt")
+    ended = copy.run_forked("kairos", "ledger", "adopt")
     assert ended.returncode == 1
     assert "dvc remote add --local" in ended.stderr or "nothing was recorded" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -150,7 +150,7 @@ def recorded(tmp_path_factory):
     subprocess.run(commit("all"), cwd=copy.folder, check=True, capture_output=True)
     gone = {"train@gone-0": {"cmd": "kairos ledger run train --method gone --seed 0"}}
     (copy.folder / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", "stages": gone}))
-    ended = copy.run("kairos", "ledger", "record")
+    ended = copy.run_forked("kairos", "ledger", "record")
     assert ended.returncode == 0, ended.stderr
     assert "git add dvc.lock" in ended.stderr
     git(copy, "add", "dvc.lock", "workflow/dvc.lock", "dvc.machines.json")
@@ -180,13 +180,13 @@ def test_adopt_in_a_clone_leaves_nothing_to_rerun(recorded, tmp_path):
     assert recorded.run("dvc", "push").returncode == 0
     subprocess.run(["git", "clone", "-q", str(recorded.folder), str(place)], check=True)
     clone = Copy.at(place)
-    ended = clone.run("kairos", "ledger", "adopt")
+    ended = clone.run_forked("kairos", "ledger", "adopt")
     assert ended.returncode == 1 and "no DVC remote is configured" in ended.stderr
     clone.run("dvc", "remote", "add", "--local", "--default", "store", str(tmp_path / "moved"))
-    ended = clone.run("kairos", "ledger", "adopt")
+    ended = clone.run_forked("kairos", "ledger", "adopt")
     assert ended.returncode == 1 and "not all at" in ended.stderr
     clone.run("dvc", "remote", "add", "--force", "--local", "--default", "store", str(store))
-    ended = clone.run("kairos", "ledger", "adopt")
+    ended = clone.run_forked("kairos", "ledger", "adopt")
     assert ended.returncode == 0, ended.stderr
     assert clone.to_do(config="params.yaml") == {}
     assert "up to date" in clone.run("dvc", "status").stdout

@@ -211,6 +211,7 @@ def test_autoencoder_of_the_hub(server: str, folder: Path) -> None:
     assert blob.read_bytes() == MODEL["diffusion_pytorch_model.safetensors"]  # brought again
 
 
+@pytest.mark.long
 def test_text_encoder_and_captions(server: str, folder: Path) -> None:
     """With its tokenizer, and in the older form where there is no other; jobs find it offline."""
     (folder / "images").mkdir()

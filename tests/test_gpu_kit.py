@@ -62,6 +62,7 @@ SOME = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_parts_run_where_there_is_little_more_than_torch(tmp_path):
     """Rows with a U-Net name the reason why they are skipped, no other row is skipped."""
     found = run({part: ["--only", *rows] for part, rows in SOME.items()}, tmp_path)
@@ -73,6 +74,7 @@ def test_parts_run_where_there_is_little_more_than_torch(tmp_path):
         assert len(rows) > len(unet) and not any("skipped" in rows[name] for name in rows.keys() - unet)
 
 
+@pytest.mark.long
 def test_systems_run_where_there_is_all_they_need_and_a_part_ends_within_its_budget(tmp_path):
     """Rows that were not reached are named, and the file is whole."""
     parts = {"systems": ["--only", "dit_coco", "edm"], "strategies": ["--budget", "0.2"]}

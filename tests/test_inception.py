@@ -57,6 +57,7 @@ def test_a_damaged_extractor_in_the_cache_is_replaced_at_once(cached_extractor, 
     assert sorted(file.name for file in cached_extractor.iterdir()) == ["manifest.json", weights.NAME]
 
 
+@pytest.mark.long
 def test_inception_with_weights_of_the_right_form(tmp_path):
     """The real network with random weights: features of grey and colour images, logits, Inception score."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3

@@ -69,6 +69,7 @@ def meet_late():
     return read
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_ranks_wait_for_one_that_takes_longer_than_a_step_may(tmp_path):
     assert rank_groups.run(meet_late, tmp_path, 2, join=False) == ["read", "read"]

@@ -73,7 +73,7 @@ def jobs(done) -> dict[str, Jobs]:
     state.parent.mkdir(parents=True)
     state.write_text(json.dumps({"state": "failed", "again": False}))
     names = ("plain", "sharded", "shared", "diverged")
-    ended = done.run(sys.executable, "-c", GROUPS, *names)
+    ended = done.run_forked("python", "-c", GROUPS, *names)
     assert ended.returncode == 0, ended.stderr
     return {name: json.loads((done.folder / f"{name}.json").read_text()) for name in names}
 

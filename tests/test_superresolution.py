@@ -271,6 +271,7 @@ def run_chain(root: Path, values: dict, report: bool = False, steps=("0000000", 
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="CIFAR-10 is not in ../shared/data")
 @pytest.mark.timeout(300)
 def test_cifar_in_pixels(tmp_path, monkeypatch):
@@ -299,6 +300,7 @@ def test_cifar_in_pixels(tmp_path, monkeypatch):
     assert main([str(argument) for argument in arguments]) != 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not (SHARED / "coco_mini").is_dir(), reason="coco_mini is not in ../shared/data")
 @pytest.mark.skipif(not (SHARED / "taesd").is_dir(), reason="taesd is not in ../shared/data")
 @pytest.mark.timeout(300)

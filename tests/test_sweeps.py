@@ -95,26 +95,28 @@ def test_snakemake_and_the_command_line_see_the_methods(copy, monkeypatch, capsy
     assert list(planned["gpu_hours"]) == ["uniform", "speed-k=1", "speed-k=2.5", "speed-k=5"]
 
 
+@pytest.mark.long
 def test_dvc_follows_and_goes_back(copy):
     table = copy.folder / "table.yaml"
     before = (copy.folder / "dvc.yaml").read_text()
     fingerprints = ("kairos", "ledger", "fingerprints", "--out", str(table))
-    ended = copy.run(*fingerprints)
+    ended = copy.run_forked(*fingerprints)
     assert ended.returncode == 1 and "dvc.yaml now names the methods of params.yaml" in ended.stderr
-    assert copy.run(*fingerprints).returncode == 0
-    listed = json.loads(copy.run("python", "-c", LIST_STAGES).stdout)["stages"]
+    assert copy.run_forked(*fingerprints).returncode == 0
+    listed = json.loads(copy.run_forked("python", "-c", LIST_STAGES).stdout)["stages"]
     stage = listed["train@speed-k=2.5-0"]
     assert stage["cmd"] == "kairos ledger run train --method speed-k=2.5 --seed 0"
     (key,) = stage["params"]["results/demo/dependencies.yaml"]
     assert [name for name in listed if name.startswith("train@")][:2] == ["train@uniform-0", "train@speed-k=1-0"]
     asks = "from dvc.repo import Repo; from dvc.dependency.param import read_param_file as read; "
     asks += f"print(read(Repo('.').fs, {str(table)!r}, [{key!r}], flatten=True))"
-    assert "'k': 2.5" in copy.run("python", "-c", asks).stdout
+    assert "'k': 2.5" in copy.run_forked("python", "-c", asks).stdout
     with copy.edited("params.yaml", "    grid:\n      sampler.k:\n      - 1\n      - 2.5\n      - 5.0\n", ""):
-        assert copy.run(*fingerprints).returncode == 1
+        assert copy.run_forked(*fingerprints).returncode == 1
         assert (copy.folder / "dvc.yaml").read_text() == before
 
 
+@pytest.mark.long
 def test_the_report_draws_the_distance_against_the_option(tmp_path, monkeypatch):
     for k, distance in ((1, 25.0), (2.5, 20.0), (10, 22.0)):
         made = {"sampler": {"name": "speed", "k": float(k)}}, distance, 1.4

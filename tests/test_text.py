@@ -385,7 +385,7 @@ def clip_folder(tmp_path_factory) -> Path:
 
 
 @needs_coco
-@pytest.mark.parametrize(("model", "shape"), [("uvit", [77, 32]), ("dit", [32])])
+@pytest.mark.parametrize(("model", "shape"), [("uvit", [77, 32]), pytest.param("dit", [32], marks=pytest.mark.long)])
 def test_from_photographs_with_captions_to_a_clip_score(
     model, shape, encoder, clip_folder, tmp_path, monkeypatch, capsys
 ):

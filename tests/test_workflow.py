@@ -49,7 +49,7 @@ def test_an_experiment_file_stands_alone(done):
 
 def test_an_experiment_that_is_wrong_is_one_message(done):
     (done.folder / "wrong.yaml").write_text("experiment: x\nmethod: {}\n")
-    ended = done.snakemake("--dry-run", config="wrong.yaml")
+    ended = done.ask_snakemake("--dry-run", config="wrong.yaml")
     assert ended.returncode != 0
     assert "method" in ended.stderr and "methods" in ended.stderr
     assert "Traceback" not in ended.stderr + ended.stdout

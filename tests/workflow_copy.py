@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import forked_programs
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,16 +54,25 @@ class Copy:
     def snakemake(self, *arguments: str, config: str = "tests/tiny.yaml") -> "subprocess.CompletedProcess[str]":
         return self.run("snakemake", "--cores", "2", "--configfile", config, *arguments)
 
+    def run_forked(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        """Run a short command, ``kairos ...`` or ``python -c CODE``, in a fork of a process that has imported much."""
+        return forked_programs.run([*command], self.folder, self.environment)
+
+    def ask_snakemake(self, *arguments: str, config: str) -> "subprocess.CompletedProcess[str]":
+        """Run Snakemake for what starts no jobs, in a fork of a process that has imported it."""
+        command = ["snakemake", "--cores", "2", "--configfile", config, *arguments]
+        return forked_programs.run(command, self.folder, self.environment)
+
     def outputs(self, config: str = "tests/tiny.yaml") -> dict[str, str]:
         """Every output of every job with its rule, as Snakemake lists them."""
-        done = self.snakemake("--summary", config=config)
+        done = self.ask_snakemake("--summary", config=config)
         assert done.returncode == 0, done.stderr
         rows = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
         return {row[0]: row[2] for row in rows[1:]}
 
     def to_do(self, *arguments: str, config: str = "tests/tiny.yaml") -> dict[str, int]:
         """Number of jobs that Snakemake would run, by rule; the target `all` left out."""
-        done = self.snakemake("--dry-run", *arguments, config=config)
+        done = self.ask_snakemake("--dry-run", *arguments, config=config)
         output = done.stdout + done.stderr
         assert done.returncode == 0, output
         if "Nothing to be done" in output:
@@ -91,7 +101,7 @@ class Copy:
                 path.mkdir()
             else:
                 path.write_text(json.dumps({"imported": True, "uri": self.environment["MLFLOW_TRACKING_URI"]}))
-        done = self.snakemake("--touch", "--forceall", config=config)
+        done = self.ask_snakemake("--touch", "--forceall", config=config)
         assert done.returncode == 0, done.stderr
 
 

@@ -1,31 +1,34 @@
 """All that kairos uses of Snakemake and its SLURM plugin without their promise to keep it, and what breaks without it.
 
-``tests/test_private_names.py`` looks for each, also in the newest releases; pyproject.toml caps the versions.
+``tests/test_private_names.py`` looks for each attribute, in the newest releases too; pyproject.toml caps the versions.
+Four habits of theirs have no name to look for; the tests on SLURM, ``tests/cluster``, rely on them:
+
+- Snakemake records a job as finished in the mode ``ExecMode.DEFAULT`` alone.
+- The plugin names jobs after ``run_uuid``, by which the next controller finds them.
+- The plugin reports what sbatch says after the words ``sbatch call:``.
+- The plugin calls ``report_job_error`` for a job that SLURM cannot take now; it would use up the job's attempts.
 """
 
 from pathlib import Path
 from typing import Any
 
-_BOOKS, _JOBS = "snakemake.persistence:PersistenceBase", "snakemake.jobs"
-_GROUPS, _SLURM = "snakemake.settings.types:GroupSettings", "snakemake_executor_plugin_slurm:Executor"
-NAMES = [  # module and class, a word of its code, what would happen where it is no longer there
-    (_BOOKS, "_filter_incomplete_keys", "outputs that a killed job has deleted would make its training start over"),
-    (_BOOKS, "exec_mode == ExecMode.DEFAULT", "what ends without a controller would not be on Snakemake's books"),
+_RECORDS, _JOBS = "snakemake.persistence:PersistenceBase", "snakemake.jobs"
+_GROUPS, _SLURM = "snakemake.settings.types:GroupSettings", "snakemake_executor_plugin_slurm"
+NAMES = [  # module and class, attribute, what would happen without it
+    (_RECORDS, "_filter_incomplete_keys", "outputs that a killed job has deleted would make its training start over"),
     (f"{_JOBS}:Job", "_attempt", "what fails again in the same way would be tried `retries` times"),
-    (f"{_JOBS}:GroupJob", "_attempt", "so would trainings that share a job"),
+    (f"{_JOBS}:GroupJob", "_attempt", "trainings that share a job would be tried again, too"),
     (f"{_JOBS}:Job", "non_derived_params", "an earlier job that does other work could be waited for"),
     (_GROUPS, "group_components", "each of the trainings that share a GPU would be a job of its own"),
-    (_SLURM, "self.run_uuid = ", "jobs would be named anew in each run, and the next controller would not find them"),
-    (_SLURM, "sbatch call:", "words of the command line would be taken for SLURM's refusal of it"),
-    ("snakemake_executor_plugin_slurm.partitions:PartitionLimits", "max_runtime", "kairos check would know none"),
-    (_SLURM, "self.report_job_error(job_info, msg=msg)", "a job that SLURM cannot take now would use up its attempts"),
+    (f"{_SLURM}:Executor", "report_job_error", "a job that SLURM cannot take now would use up its attempts"),
+    (f"{_SLURM}.partitions:PartitionLimits", "max_runtime", "kairos check would know no longest time of a job"),
 ]
 
 
 def on_the_books(workflow: Any, job: Any) -> bool:
-    """Whether Snakemake has written a job down as done, and not as begun since."""
-    books = workflow.persistence
-    return books.has_metadata(job) and not books._filter_incomplete_keys([str(output) for output in job.output])
+    """Return True if Snakemake has recorded a job as finished, and not as begun since."""
+    records = workflow.persistence
+    return records.has_metadata(job) and not records._filter_incomplete_keys([str(output) for output in job.output])
 
 
 def no_further_attempt(job: Any) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_params_from_file
+from matplotlib import rc_params_from_file, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.transforms import Bbox
 from scipy.optimize import isotonic_regression
 
 from kairos.diffusion.registries import PROCESSES
@@ -55,12 +56,18 @@ def figure(
 ) -> tuple[Figure, Any]:
     """A figure whose grid of axes (rows, columns) has a size in inches, with spaces `between` columns, `above` rows.
 
-    What stands around the axes is outside of the figure and finds its place when it is saved, ``bbox: tight``.
+    What stands around the axes is outside of the figure; `tight_box` includes it when the figure is saved.
     """
     wide, high = width - between * (columns - 1), height - above * (rows - 1)
     space = {"wspace": between * columns / wide, "hspace": above * rows / high}  # in sizes of the axes
     result = Figure(figsize=(width, height))
     return result, result.subplots(rows, columns, squeeze=False, gridspec_kw=space)
+
+
+def tight_box(drawing: Figure) -> Bbox:
+    """Return the box in inches that holds everything drawn, with the style's padding, for ``savefig(bbox_inches=)``."""
+    drawing.draw_without_rendering()  # texts and ticks get their positions
+    return drawing.get_tightbbox().padded(rcParams["savefig.pad_inches"])
 
 
 def label_lines(axes: Axes, labels: Sequence[Label], size: float = 9) -> None:

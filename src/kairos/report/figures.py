@@ -42,8 +42,9 @@ def draw_all(results: Results, folder: Path) -> dict[str, str]:
     for name, draw in figures_of(results).items():
         with matplotlib.rc_context(canvas.STYLE):
             drawing = draw(results, looks)
-            drawing.savefig(folder / f"{name}.png", dpi=canvas.DPI)
-            drawing.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            box = canvas.tight_box(drawing)  # savefig would draw the figure once more for each file to find it
+            drawing.savefig(folder / f"{name}.png", dpi=canvas.DPI, bbox_inches=box)
+            drawing.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches=box)
         if name in interactive.FIGURES:
             live[name] = interactive.item(drawing, looks)
     return live
