@@ -80,9 +80,8 @@ def serve() -> None:
     """Read orders from standard input until it is closed; answer each with the exit status of its fork."""
     del sys.path[0]  # the folder of this file, which a command that starts by itself does not have
     # what the programs import, and smart_open, which Snakemake imports when it first reads a file
-    import dvc.repo
-    import dvc.stage
-    import smart_open
+    import dvc.repo  # noqa: F401
+    import smart_open  # noqa: F401
     import snakemake.cli  # noqa: F401
 
     import kairos.cli

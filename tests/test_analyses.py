@@ -11,7 +11,7 @@ import torch
 from report_page import page_of
 from torch import nn
 from training_case import experiment, make_latents, write_experiment
-from workflow_copy import Copy
+from workflow_copy import finished
 
 from kairos.analyses import tables
 from kairos.analyses.gradients import gradients
@@ -366,34 +366,41 @@ def test_which_milestones_are_looked_at_reruns_no_measurement():
 
 ASKED = """
 analyses:
-  - {name: gradient_variance, bins: 3, images: 2, methods: [uniform], milestones: [40]}
-  - {name: interdependence, steps: 2, images: 8, methods: [uniform], milestones: [20]}
+  - {name: gradient_variance, bins: 3, images: 2, methods: [adaptive], milestones: [40]}
+  - {name: interdependence, steps: 2, images: 8, methods: [adaptive], milestones: [20]}
   - {name: agreement, bins: 3, images: 2, methods: [adaptive]}
+  - {name: areas, images: 2, methods: [adaptive], milestones: [20]}
   - density
-  - relative_time
   - increments
 tracking: {enabled: false}
 """
 
 
 @pytest.mark.long
-def test_the_pipeline_makes_them_and_nothing_twice(tmp_path):
-    copy = Copy(tmp_path)
-    (tmp_path / "own.yaml").write_text((tmp_path / "tests/tiny.yaml").read_text() + ASKED)
-    ended = copy.snakemake(config="own.yaml")
+def test_the_pipeline_makes_them_and_nothing_twice(tmp_path_factory):
+    copy = finished(tmp_path_factory)
+    experiment_file = copy.folder / "params.yaml"
+    experiment_file.write_text(experiment_file.read_text() + ASKED)
+    to_do = copy.to_do(config="params.yaml")
+    assert all(rule.startswith(("analyse_", "measure_")) or rule == "report" for rule in to_do)  # no training
+    ended = copy.snakemake(config="params.yaml")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    results = tmp_path / "results/tiny"
-    for name in ("gradient_variance", "interdependence", "agreement", "density", "relative_time", "increments"):
+    results = copy.folder / "results/tiny"
+    for name in ("gradient_variance", "interdependence", "agreement", "areas", "density", "increments"):
         assert len(pd.read_csv(results / "analyses" / f"{name}.csv")) > 2
         assert (results / "analyses" / f"{name}.png").stat().st_size > 10_000
         assert ANALYSES.entry(name).help in (results / "report.html").read_text()
     assert "preconditioned" in set(pd.read_csv(results / "analyses/agreement.csv")["loss"])  # waited for the end
-    assert copy.to_do(config="own.yaml") == {}
+    assert copy.to_do(config="params.yaml") == {}
     before = (results / "analyses/gradient_variance.csv").read_bytes()
     shutil.rmtree(results / "analyses")
-    again = copy.to_do(config="own.yaml")
+    again = copy.to_do(config="params.yaml")
     assert all(rule.startswith("analyse_") or rule == "report" for rule in again) and len(again) == 7
-    assert copy.snakemake(config="own.yaml").returncode == 0
-    assert (results / "analyses/gradient_variance.csv").read_bytes() == before
-    with copy.edited("own.yaml", "bins: 3, images: 2, methods: [adaptive]", "bins: 4, images: 2, methods: [adaptive]"):
-        assert copy.to_do(config="own.yaml") == {"measure_agreement": 3, "analyse_agreement": 1, "report": 1}
+    table = str(results.relative_to(copy.folder) / "analyses/gradient_variance.csv")
+    assert copy.snakemake("--", table, config="params.yaml").returncode == 0
+    assert (copy.folder / table).read_bytes() == before
+    old = "bins: 3, images: 2, methods: [adaptive]}\n  - {name: areas"
+    with copy.edited("params.yaml", old, old.replace("bins: 3", "bins: 4")):
+        changed = copy.to_do(config="params.yaml")
+        assert (changed["measure_agreement"], changed["analyse_agreement"]) == (3, 1)
+        assert "measure_gradient_variance" not in changed

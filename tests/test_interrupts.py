@@ -18,7 +18,7 @@ from kairos.files import read_json
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-STEPS = 1000
+STEPS = 700
 TOLD = 60  # seconds in which all must have ended
 
 
@@ -55,7 +55,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     copy = Copy(tmp_path_factory.mktemp("interrupts"))
     text = (copy.folder / "tests/tiny.yaml").read_text()
     text = text.replace("[20, 40]", f"[{STEPS}]").replace("segments: 2", "segments: 1")
-    text = text.replace("checkpoint_every: 20", "checkpoint_every: 1000")
+    text = text.replace("checkpoint_every: 20", f"checkpoint_every: {STEPS}")
     names = ["undisturbed", *(f"{way}{number}" for way in WAYS for number in (1, 2, 3))]
     methods = "".join(f"  {name}: {{sampler: uniform}}\n" for name in names)  # the same training under each
     (copy.folder / "params.yaml").write_text(re.sub(r"methods:\n(  .*\n)+", f"methods:\n{methods}", text))
@@ -95,9 +95,10 @@ def interrupted(copy: Copy, way: str) -> str:
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # whatever these tests run under
         )  # fmt: skip
     try:
-        while sum(word(copy, method)["step"] > 0 for method in methods) < 2:  # said every five seconds
+        while sum(word(copy, method)["state"] == "running" for method in methods) < 2:
             assert snakemake.poll() is None, path.read_text()
             time.sleep(0.05)
+        time.sleep(0.5)  # both take their first steps
         tell(snakemake.pid)
         told = time.monotonic()
         while running(snakemake.pid):
