@@ -1,5 +1,6 @@
 """Fixtures, order and signals of all tests."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -40,3 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for process in range(processes):
         for group in (long, quick):
             items += group[process * len(group) // processes : (process + 1) * len(group) // processes]
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported by now from garbage collection, which would look at all of it again and again."""
+    gc.collect()
+    gc.freeze()

@@ -136,6 +136,7 @@ def test_a_learned_weighting_takes_microbatches_too(folder, tmp_path):
     same(*outs)
 
 
+@pytest.mark.long
 def test_coupled_noise_on_two_processes(folder, tmp_path, two_ranks):
     """The nearest of several is that of one process; an assignment is of each process' own part: another training."""
     for processes in (1, 2):

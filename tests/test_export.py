@@ -65,6 +65,7 @@ def test_tensorboard_reads_the_curves_at_their_times_and_the_grids(tree, tmp_pat
         assert [event.step for event in events.Images("samples")] == [0, 100, 200, 400]
 
 
+@pytest.mark.long
 def test_wandb_gets_an_offline_run_per_training(tree, tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     folder, results = tree

@@ -177,6 +177,7 @@ def test_a_download_is_whole_or_not_there(server: str, folder: Path) -> None:
     assert (folder / "w" / NAME).read_bytes() == CONTENT
 
 
+@pytest.mark.long
 def test_autoencoder_of_the_hub(server: str, folder: Path) -> None:
     """Brought once, found offline by the code that a job runs, damage is seen."""
     file = write(autoencoder={"kind": "pretrained", "path": "someone/vae"})

@@ -28,7 +28,10 @@ sys.stdin.read()
 """
 HAND_OVER = "import sys; from kairos.workflow import preload; print(preload.hand_over(sys.argv[1:]))"
 no_server = sys.platform != "linux" or Path("/dev/nvidiactl").exists()
-pytestmark = pytest.mark.skipif(no_server, reason="no server here: a GPU, or not Linux")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(no_server, reason="no server here: a GPU, or not Linux"),
+]
 
 
 class Run:
@@ -119,7 +122,6 @@ def test_a_command_that_fails_prints_and_returns_what_it_does_without_a_server(r
     assert forked == alone and forked[2] in (1, 2) and forked[1]
 
 
-@pytest.mark.long
 def test_sigterm_lets_the_training_write_its_state_and_the_same_command_go_on(run):
     client, job = run.computing("told")
     assert forked(run, client, "told")
@@ -136,7 +138,6 @@ def test_a_client_that_is_killed_takes_its_job_along(run):
     assert run.word("killed")["state"] == "running"  # it had no time for a last word
 
 
-@pytest.mark.long
 def test_a_job_that_is_killed_ends_its_client_alike_and_nothing_else(run):
     client, job = run.computing("crashed")
     job.kill()
@@ -145,7 +146,6 @@ def test_a_job_that_is_killed_ends_its_client_alike_and_nothing_else(run):
     assert after.wait() == 0 and forked(run, after, "after")
 
 
-@pytest.mark.long
 def test_a_stopped_client_stops_its_job(run):
     client, job = run.computing("stopped")
     client.send_signal(signal.SIGTSTP)
@@ -157,7 +157,6 @@ def test_a_stopped_client_stops_its_job(run):
     assert run.word("stopped")["message"].startswith("SIGINT: stopped after step")
 
 
-@pytest.mark.long
 def test_what_a_shell_has_its_command_ignore_is_ignored(run):
     line = run.line("ignoring", "--milestones", 0, 1_000_000)
     client = run.start(["bash", "-c", "trap '' HUP; exec \"$@\"", "bash", *line])
@@ -182,7 +181,6 @@ def handed_over(run: Run, out: str, environment: dict[str, str], shell: str = 'e
     return written.strip()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("change", ["nothing", "environment", "folder", "stdin"])
 def test_the_server_takes_commands_of_its_environment_and_folder_with_a_standard_input(run, change):
     environment = run.environment | ({"OMP_NUM_THREADS": "2"} if change == "environment" else {})
@@ -191,7 +189,6 @@ def test_the_server_takes_commands_of_its_environment_and_folder_with_a_standard
     assert status == ("0" if change == "nothing" else "None")
 
 
-@pytest.mark.long
 def test_changed_code_is_not_taken_from_the_server_and_a_killed_controller_leaves_nothing_behind(tmp_path):
     source = shutil.copytree(SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     run = Run(tmp_path, source)
@@ -209,7 +206,6 @@ def test_changed_code_is_not_taken_from_the_server_and_a_killed_controller_leave
     assert not socket.parent.exists()
 
 
-@pytest.mark.long
 def test_portable_kernels_come_with_the_server(tmp_path):
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("no AVX2 here")

@@ -271,6 +271,7 @@ def state_of(results):
     return hash_folder(results / "figures"), [sha256_file(results / name) for name in ("report.html", "summary.csv")]
 
 
+@pytest.mark.long
 def test_same_results_give_the_same_bytes_and_a_failure_leaves_them(small, monkeypatch):
     config, results = small
     build(load(config), results)

@@ -384,8 +384,9 @@ def clip_folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @needs_coco
-@pytest.mark.parametrize(("model", "shape"), [("uvit", [77, 32]), pytest.param("dit", [32], marks=pytest.mark.long)])
+@pytest.mark.parametrize(("model", "shape"), [("uvit", [77, 32]), ("dit", [32])])
 def test_from_photographs_with_captions_to_a_clip_score(
     model, shape, encoder, clip_folder, tmp_path, monkeypatch, capsys
 ):
