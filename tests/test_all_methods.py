@@ -35,7 +35,7 @@ def test_every_sampler_and_every_weighting_is_here():
     assert {method.weighting["name"] for method in METHODS.values()} == set(WEIGHTINGS)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*PAPERS, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
 def test_a_method_trains_and_resumes_exactly(name, latents, tmp_path):
     method = METHODS[name].model_dump(mode="json")
     changes = {"frequency": 2, "start": 1, "length": 8, "history": 1}

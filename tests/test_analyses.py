@@ -236,7 +236,8 @@ def test_a_table_needs_all_its_parts(trained):
         write(named, own, folder)
 
 
-@pytest.mark.parametrize("process", [pytest.param({"name": "edm"}, marks=pytest.mark.long), {"name": "flow"}])
+@pytest.mark.long
+@pytest.mark.parametrize("process", [{"name": "edm"}, {"name": "flow"}])
 def test_every_process_is_measured_and_drawn(process, tmp_path):
     latents = make_latents(tmp_path)
     asked = [{"name": "interdependence", "steps": 2, "images": 8, "parts": 3}, {"name": "areas", "images": 2}]

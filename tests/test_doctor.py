@@ -27,6 +27,7 @@ def doctor(capsys) -> tuple[int, dict[str, tuple[str, str]]]:
     return status, {line[4:26].strip(): (line[:3].strip(), line[27:]) for line in lines}
 
 
+@pytest.mark.long
 def test_a_usable_store_and_repository_are_reported_as_ok(folder, capsys):
     from mlflow import MlflowClient
 

@@ -277,7 +277,10 @@ def weightings_learn_early(monkeypatch):
     monkeypatch.setattr(coarse_to_fine, "_EVERY", 2)
 
 
-@pytest.mark.parametrize("chosen", ONCE, ids=[f"{row['sampler']}-{row['weighting']}" for row in ONCE])
+@pytest.mark.parametrize("chosen", [
+    pytest.param(row, id=f"{row['sampler']}-{row['weighting']}", marks=[pytest.mark.long] * (number % 2))
+    for number, row in enumerate(ONCE)
+])  # fmt: skip
 def test_each_component_waits_only_where_it_is_listed(chosen, latents):
     try:
         plain_experiment(chosen)

@@ -32,6 +32,7 @@ def installed(tmp_path_factory) -> dict[str, str]:
     return environment
 
 
+@pytest.mark.long
 def test_init_and_a_dry_run_from_the_wheel(installed, tmp_path):
     def run(*command: str, at: Path = tmp_path) -> str:
         ended = subprocess.run([sys.executable, "-m", *command], cwd=at, env=installed, capture_output=True, text=True)
