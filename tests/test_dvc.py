@@ -10,6 +10,9 @@ import pytest
 import yaml
 from workflow_copy import Copy, finished
 
+from kairos.config import load
+from kairos.workflow.layout import Layout
+
 FIRST = "workflow/dvc.yaml:dependencies"  # writes what the others depend on
 LIST_STAGES = """
 import json
@@ -82,6 +85,18 @@ def test_each_stage_depends_on_its_own_fields_and_on_what_it_reads(copy):
     ):
         assert edge in edges
     assert not any(a.startswith("train@log_normal") and b.startswith("train@") for a, b in edges)
+
+
+def test_clock_times_are_outputs_of_no_stage(copy):
+    layout = Layout(load(copy.folder / "params.yaml"), copy.folder / "params.yaml")
+    timing = [f"{layout.training(*training)}/timing.jsonl" for training in layout.trainings]
+    timing += [layout.params(stage)["timing"] for stage in layout.shared]
+    timing += [layout.params("train", segment)["timing"] for segment in layout.segments]
+    for stage, facts in listed(copy)["stages"].items():
+        for output in facts["outs"]:
+            inside = [path for path in timing if path == output or path.startswith(output + "/")]
+            assert not inside, f"{stage}: {output} contains {inside}"
+            assert not {"timing", "timing.jsonl"} & set(Path(output).parts), f"{stage}: {output}"
 
 
 def test_a_method_and_segments_added_to_params_need_no_edit_of_stages(copy):

@@ -1,12 +1,18 @@
-"""The executor plugin without a SLURM: its record of the jobs that earlier controllers have sent."""
+"""The executor plugin without a SLURM: its record of earlier jobs, what it rejects, and what it does not try again."""
 
 import os
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import snakemake_executor_plugin_slurm as plugin
+from snakemake_interface_common.exceptions import WorkflowError
+from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from kairos.files import write_json
 from kairos.slurm import books
+from kairos.workflow import controller
 from snakemake_executor_plugin_kairos.executor import Executor
 
 
@@ -45,3 +51,91 @@ def test_threads_that_submit_jobs_share_one_record_of_earlier_jobs(executor, tmp
     assert (tmp_path / "calls").read_text().splitlines() == ["called"]
     executor._forget(books("results/demo") / "11.json")
     assert {path.stem for path in executor._earlier} == {"12"}
+
+
+def job(training: str = "", rule: str = "train_1", **resources: str) -> SimpleNamespace:
+    """A job of Snakemake that may be tried twice again."""
+    return SimpleNamespace(
+        name=rule,
+        rule=SimpleNamespace(name=rule),
+        resources=resources,
+        params=SimpleNamespace(out=training),
+        restart_times=2,
+        _attempt=1,
+        is_group=lambda: False,
+    )
+
+
+def group(*jobs: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(name="trainings_0", jobs=jobs, restart_times=2, _attempt=1, is_group=lambda: True)
+
+
+def test_the_plugin_s_own_executor_is_rejected(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    workflow = SimpleNamespace(executor_plugin=SimpleNamespace(name="slurm"))
+    layout = SimpleNamespace(results="results/demo")
+    with pytest.raises(SystemExit) as ended:
+        controller.starts(workflow, layout)
+    assert ended.value.code == 2
+    assert "executor: got 'slurm', allowed: 'kairos'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def sent(executor, monkeypatch):
+    """Jobs that the executor hands to the SLURM plugin."""
+    jobs = []
+    executor.workflow = SimpleNamespace(executor_settings=SimpleNamespace(array_jobs=None))
+    monkeypatch.setattr(plugin.Executor, "run_jobs", lambda self, its_jobs: jobs.extend(its_jobs))
+    return jobs
+
+
+@pytest.mark.parametrize("resource", ["cluster", "clusters", "slurm_cluster"])
+def test_other_clusters_are_rejected(executor, sent, resource):
+    with pytest.raises(WorkflowError, match=f"^{resource}: not possible here"):
+        executor.run_jobs([job(), job(**{resource: "elsewhere"})])
+    assert sent == []
+
+
+def test_job_arrays_are_rejected(executor, sent):
+    executor.workflow.executor_settings.array_jobs = "train_1"
+    with pytest.raises(WorkflowError, match=r"^kairos-array-jobs: not possible here"):
+        executor.run_jobs([job()])
+    assert sent == []
+
+
+def test_other_jobs_are_sent(executor, sent):
+    jobs = [job(), job(slurm_partition="gpu")]
+    executor.run_jobs(jobs)
+    assert sent == jobs
+
+
+FAILED_IN_THIS_JOB = {"state": "failed", "again": True, "job": "7"}
+DIVERGED_IN_THIS_JOB = {"state": "failed", "again": False, "job": "7"}
+DIVERGED_EARLIER = {"state": "failed", "again": False, "job": "6"}
+COMPLETE = {"state": "complete", "again": True, "job": "7"}
+
+
+@pytest.mark.parametrize(
+    ("last_words", "exact", "tried_again"),
+    [
+        ([DIVERGED_IN_THIS_JOB], True, False),
+        ([DIVERGED_IN_THIS_JOB, COMPLETE], True, False),
+        ([DIVERGED_IN_THIS_JOB], False, True),
+        ([DIVERGED_IN_THIS_JOB, FAILED_IN_THIS_JOB], True, True),
+        ([DIVERGED_EARLIER], True, True),
+        ([FAILED_IN_THIS_JOB], True, True),
+    ],
+)
+def test_a_training_that_diverged_is_not_tried_again(executor, monkeypatch, last_words, exact, tried_again):
+    reported = []
+    monkeypatch.setattr(plugin.Executor, "report_job_error", lambda self, info, **_: reported.append(info.job))
+    executor._exact, executor._earlier_jobs = exact, {}
+    jobs = []
+    for number, word in enumerate(last_words):
+        training = Path("results/demo/method") / f"seed{number}"
+        write_json(training / ".state/progress.json", word)
+        jobs.append(job(str(training)))
+    failed = jobs[0] if len(jobs) == 1 else group(*jobs)
+    executor.report_job_error(SubmittedJobInfo(failed, external_jobid="7"))
+    assert reported == [failed]
+    assert (failed._attempt <= failed.restart_times) is tried_again

@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all: a reader, and a kill at any instant, find the old or the new one."""
+"""Folders and files are written whole or not at all: a reader, or a kill at any instant, finds the old or the new."""
 
 import os
 import signal
@@ -72,6 +72,34 @@ def test_a_kill_before_the_old_folder_is_deleted_leaves_the_new_one(tmp_path):
     )
     assert subprocess.run([sys.executable, "-c", code, folder], check=False).returncode == -9
     assert (folder / "name").read_text() == "new"
+
+
+@pytest.mark.parametrize("ending", ["SIG_DFL", "SIG_IGN"], ids=["kill", "error"])
+@pytest.mark.parametrize(
+    "write",
+    ["write_text(path, 'new ' * 10_000)", "write_json(path, {'new': [0] * 10_000})"],
+    ids=["write_text", "write_json"],
+)
+def test_a_file_whose_writing_ends_in_the_middle_stays_as_it_was(tmp_path, ending, write):
+    """A limit on the size of files ends the writing: the kernel kills the process, or the write fails."""
+    path = tmp_path / "record.json"
+    files.write_json(path, {"old": 1})
+    code = (
+        "import resource, signal, sys; from kairos.files import write_json, write_text; path = sys.argv[1]\n"
+        f"signal.signal(signal.SIGXFSZ, signal.{ending})\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        f"{write}"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert files.read_json(path) == {"old": 1}
+    left = [file.name for file in tmp_path.iterdir() if file != path]
+    if ending == "SIG_DFL":
+        assert ended.returncode == -signal.SIGXFSZ
+        assert all(name.startswith(".tmp-") for name in left)
+    else:
+        assert ended.returncode == 1 and f"File too large: '{path}'" in ended.stderr
+        assert left == []
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from training_case import experiment, hashes, make_latents, train_command, wait_
 
 from kairos.errors import KairosError
 from kairos.files import read_json, write_json
-from kairos.training.job import Leave, Left
+from kairos.training.job import Leave, Left, last_word
 from kairos.training.run import train
 from kairos.training.store import exclusive
 
@@ -62,6 +62,16 @@ def test_little_time_left_ends_a_training_and_it_goes_on(latents, tmp_path, monk
     train(case, "uniform", 0, tmp_path / "whole", latents, [0, 40])
     assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
     assert read_json(tmp_path / "out" / ".state" / "progress.json")["state"] == "complete"
+
+
+def test_only_a_training_that_diverged_is_marked_not_to_be_tried_again(latents, tmp_path):
+    wild = {"lr": 1e30, "warmup_steps": 0, "grad_clip": None}
+    case = experiment({"uniform": {}}, training__optimizer=wild)
+    for folder, error, again in ((latents, "not finite", False), (tmp_path / "missing", "does not exist", True)):
+        with pytest.raises(KairosError, match=error):
+            train(case, "uniform", 0, tmp_path / "out", folder, [0, 20])
+        word = last_word(tmp_path / "out")
+        assert word["state"] == "failed" and word["again"] is again
 
 
 def test_a_signal_before_the_first_step_leaves_at_once():

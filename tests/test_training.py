@@ -380,6 +380,24 @@ def test_interrupted_trainings_of_many_strategies(latents, tmp_path_factory, spe
     check_interrupted(specification, interrupted, microbatch, latents, tmp_path_factory.mktemp("drawn"))
 
 
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"training__compile": True}, "training.compile: autotuning may choose other kernels on another run"),
+        ({"training__deterministic": False}, "training.deterministic is off"),
+        ({}, None),
+    ],
+    ids=["compile", "not deterministic", "exact"],
+)
+def test_provenance_records_settings_that_are_not_exact(latents, tmp_path, monkeypatch, setting, reason):
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # only the setting counts here
+    train(experiment({"uniform": {}}, **setting), "uniform", 0, tmp_path, latents, [0, 1])
+    for record in (tmp_path / "training.json", tmp_path / "milestones/0000001/milestone.json"):
+        provenance = read_json(record)["provenance"]
+        assert provenance["exact"] is (reason is None)
+        assert provenance["inexact_because"] == ([reason] if reason else [])
+
+
 def test_checkpoint_files_that_are_none():
     with pytest.raises(DamagedError, match="not a checkpoint"):
         checkpoint.read(Path(__file__))

@@ -9,13 +9,16 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from workflow_copy import Copy, finished
 
 from kairos.cli import main
+from kairos.config import load
 from kairos.files import read_json
 from kairos.workflow import controller
+from kairos.workflow.layout import FROZEN, Layout
 
 TRAININGS = 2  # of tests/tiny.yaml: two methods, one seed, in two segments
 AFTER = {"report": 1, "track": 1}
@@ -60,6 +63,40 @@ def test_a_missing_experiment_is_one_message(capsys):
     assert main(["check", "experiments/missing.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "experiments/missing.yaml" in line
+
+
+def test_jobs_read_a_frozen_copy_of_the_experiment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(FROZEN, raising=False)
+    file = Path("experiment.yaml")
+    workflow = SimpleNamespace(
+        config_settings=SimpleNamespace(configfiles=[file], config={}),
+        output_settings=SimpleNamespace(dryrun=True),
+    )
+
+    def open_with_seed(seed: int) -> Layout:
+        file.write_text(
+            f"{{experiment: edited, seeds: [{seed}], dataset: {{source: digits}}, methods: {{only: {{}}}}}}"
+        )
+        return controller.open_layout(workflow, {})
+
+    first = open_with_seed(1)
+    frozen_copy = first.config.resolve()
+    content = frozen_copy.read_bytes()
+    assert re.fullmatch(r"edited-[0-9a-f]{16}\.yaml", frozen_copy.name)
+    assert frozen_copy.parent == tmp_path / ".kairos/config"
+    for rule in ("prepare", "train", "sample", "evaluate"):
+        assert first.params(rule)["config"](None, None) == first.config.as_posix()
+
+    in_a_job = open_with_seed(2)  # each job's Snakemake inherits the variable FROZEN from the controller
+    assert in_a_job.experiment == first.experiment and in_a_job.experiment.seeds == [1]
+    assert in_a_job.config == frozen_copy
+
+    monkeypatch.delenv(FROZEN)  # as in the next controller
+    second = open_with_seed(2)
+    assert second.experiment.seeds == [2] and load(second.config) == second.experiment
+    assert second.config.resolve() != frozen_copy
+    assert frozen_copy.read_bytes() == content
 
 
 def test_comments_and_formatting_rerun_nothing(done):
