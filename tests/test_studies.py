@@ -112,7 +112,7 @@ def test_every_round_is_an_experiment_that_can_be_run(tmp_path, monkeypatch):
         assert rates == {factor * 1e-3 for factor in factors}
         seeds.append({*own})
     assert not seeds[0] & seeds[1]
-    with pytest.raises(SystemExit, match=r"--methods: got other, allowed: uniform, "):
+    with pytest.raises(SystemExit, match=r"--methods: got other, allowed: uniform"):
         run["experiments"]("first", ["digits"], ["uniform", "other"])
 
 
