@@ -47,3 +47,8 @@ def pytest_collection_finish() -> None:
     """Exempt what is imported by now from garbage collection, which would look at all of it again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let libraries free their objects at the end of the process; some print a warning for those that are left."""
+    gc.unfreeze()

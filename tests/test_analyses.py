@@ -278,6 +278,7 @@ def tree(tmp_path_factory):
         yield config, results
 
 
+@pytest.mark.long
 def test_what_trainings_have_left(tree, tmp_path):
     config, results = tree
     timed = pd.read_csv(results / "analyses/relative_time.csv")
@@ -303,6 +304,7 @@ def test_what_trainings_have_left(tree, tmp_path):
     assert main(["analyse", "--config", str(config), "--results", str(copy), "--analysis", "relative_time"]) == 1
 
 
+@pytest.mark.long
 def test_the_report_shows_what_is_there(tree):
     config, results = tree
     page = page_of(config, results)

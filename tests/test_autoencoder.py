@@ -199,6 +199,7 @@ taesd = pytest.mark.skipif(not (SHARED / "taesd").is_dir(), reason="taesd is not
 TAESD = AutoencoderConfig(kind="pretrained", path=str(SHARED / "taesd"))
 
 
+@pytest.mark.long
 @taesd
 @pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="CIFAR-10 is not in ../shared/data")
 def test_taesd_gives_enlarged_cifar_images_back(tmp_path, monkeypatch):

@@ -159,6 +159,7 @@ def test_check_says_which(tmp_path, capsys):
     assert "no labels" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_dry_run_settles_the_extractor(tmp_path_factory):
     copy = Copy(tmp_path_factory.mktemp("copy"))
     write(copy.folder, dataset=images(copy.folder / "flat", flat=100).model_dump())

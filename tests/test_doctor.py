@@ -49,6 +49,7 @@ def test_a_usable_store_and_repository_are_reported_as_ok(folder, capsys):
     assert status == 0 and found["mlflow store"] == ("ok", "sqlite:///mlflow.db: opened")
 
 
+@pytest.mark.long
 def test_an_unusable_store_or_repository_is_reported_with_the_remedy(folder, capsys, monkeypatch):
     (folder / "mlflow.db").write_text("no database, though it has the name of one")
     status, found = doctor(capsys)

@@ -62,6 +62,7 @@ def train(name):
     return {"t": torch.stack(drawn), "weights": [p.detach() for p in full], "state": strategy.state_dict()}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(150)
 def test_two_sharded_processes_draw_and_learn_what_one_does(tmp_path):
     both = rank_groups.run(train_all, tmp_path, 2)

@@ -83,6 +83,7 @@ def test_a_milestone_is_exported_for_the_hub_and_curves_for_tensorboard(project,
     assert list((tmp_path / "curves").rglob("events.*"))
 
 
+@pytest.mark.long
 def test_results_are_imported_into_mlflow(project, tmp_path, monkeypatch):
     import mlflow
 

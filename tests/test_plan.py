@@ -285,6 +285,7 @@ def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert main(["plan", str(file), "--tflops", "0"]) == 2
 
 
+@pytest.mark.long
 def test_texts_of_an_encoder_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = str(ROOT / "experiments/systems/dit_coco.yaml")
     (tmp_path / "less.yaml").write_text(json.dumps({"extends": whole, "known": None}))
@@ -296,6 +297,7 @@ def test_texts_of_an_encoder_that_is_not_here(tmp_path: Path, capsys: pytest.Cap
         assert "675,895,712 parameters" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_large_recipe_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """30 methods, 5 seeds, the largest published DiT: without computing anything."""
     methods = {f"adaptive_{k}": {"sampler": {"name": "adaptive", "lr": 1e-4 * (k + 1)}} for k in range(30)}

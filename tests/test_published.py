@@ -155,6 +155,7 @@ def test_claims_are_judged_by_the_interval(folder):
     assert "Measured: not reached, in 5 of 5 seeds." in published.claimed(collect(recipe(claim=never), folder))
 
 
+@pytest.mark.long
 def test_report_and_table(tmp_path):
     config, folder = results_tree.write(tmp_path, SEEDS, ("uniform", "speed"))
     assert "published numbers" not in page_of(config, folder)

@@ -305,6 +305,7 @@ def train_rank(config: Path, out: Path, latents: Path) -> None:
     assert main([*train_command(config, "speed", out, latents)[3:]]) == 0
 
 
+@pytest.mark.long
 def test_two_processes_and_a_second_pass(hiding, latents, tmp_path, monkeypatch):
     models = []
     for processes, microbatch in ((1, None), (2, 4)):

@@ -297,6 +297,7 @@ def test_labels_keep_their_order_and_their_distance():
     assert spread_out([0.1, 0.5, 0.9], 0.06) == pytest.approx([0.1, 0.5, 0.9])
 
 
+@pytest.mark.long
 def test_the_report_imports_nothing_heavy():
     code = "import sys, kairos.report.build; print(sorted({'torch','diffusers','sklearn','mlflow'} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -159,6 +159,7 @@ EDITED = {"default-resources", "slurm_account", "slurm_partition", "slurm_extra"
 EDITED |= {"set-resources", "train", "sample", "evaluate"}
 
 
+@pytest.mark.long
 def test_profile_of_slurm_is_read_with_every_line_that_can_be_edited(done):
     lines = (done.folder / "profiles/slurm/profile.yaml").read_text().splitlines()
     examples = {

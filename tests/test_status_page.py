@@ -285,6 +285,7 @@ def test_it_ends_when_told_to(results: Path, number: signal.Signals, host: str) 
         assert process.stdout.read() == "Ctrl-C ends it\n"
 
 
+@pytest.mark.long
 def test_a_training_that_runs(commands: Commands) -> None:
     latents = make_latents(Path("results/case"))
     values = case({"uniform": {}}, training__milestones=[100], training__checkpoint_every=10, training__threads=1)

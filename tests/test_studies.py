@@ -150,6 +150,7 @@ def rounds(*names):
     return pd.concat((pd.read_csv(STUDIES / f"results/{name}.csv") for name in names), ignore_index=True)
 
 
+@pytest.mark.long
 def test_the_page_shows_the_tables_of_the_rounds():
     said = (STUDIES / "README.md").read_text(encoding="utf-8")
     assert page.of_ratios(judge.table(rounds("second", "third"))) in said

@@ -49,6 +49,7 @@ def test_what_is_there_is_shown_and_what_is_missing_said(small, capsys):
     assert "is missing" in capsys.readouterr().err and not (results / "report.html").exists()
 
 
+@pytest.mark.long
 def test_the_finished_report_takes_its_place_and_needs_no_network(tmp_path):
     _, results = results_tree.write(tmp_path, seeds=(0,), methods=("uniform", "p2"))
     (results / "report_unfinished.html").write_text("")

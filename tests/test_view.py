@@ -133,6 +133,7 @@ def test_a_fresh_browsers_first_page_shows_methods_with_their_distances(tree, tm
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
 
 
+@pytest.mark.long
 def test_ui_says_what_is_wrong_in_one_line(tree, tmp_path, monkeypatch, capsys):
     def refused(*arguments):
         began = time.monotonic()

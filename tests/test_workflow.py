@@ -185,6 +185,7 @@ def test_a_failed_import_is_tried_again(done):
         record.write_text(before)
 
 
+@pytest.mark.long
 def test_a_second_controller_is_rejected_while_one_works(done, monkeypatch):
     monkeypatch.chdir(done.folder)
     with closing(controller._lock(Path("results/tiny"))):
