@@ -372,7 +372,7 @@ ASKED = """
 analyses:
   - {name: gradient_variance, bins: 3, images: 2, methods: [adaptive], milestones: [40]}
   - {name: interdependence, steps: 2, images: 8, methods: [adaptive], milestones: [20]}
-  - {name: agreement, bins: 3, images: 2, methods: [adaptive]}
+  - {name: agreement, bins: 3, images: 2, methods: [adaptive], milestones: [40]}
   - {name: areas, images: 2, methods: [adaptive], milestones: [20]}
   - density
   - increments
@@ -403,8 +403,8 @@ def test_the_pipeline_makes_them_and_nothing_twice(tmp_path_factory):
     table = str(results.relative_to(copy.folder) / "analyses/gradient_variance.csv")
     assert copy.snakemake("--", table, config="params.yaml").returncode == 0
     assert (copy.folder / table).read_bytes() == before
-    old = "bins: 3, images: 2, methods: [adaptive]}\n  - {name: areas"
+    old = "bins: 3, images: 2, methods: [adaptive], milestones: [40]}\n  - {name: areas"
     with copy.edited("params.yaml", old, old.replace("bins: 3", "bins: 4")):
         changed = copy.to_do(config="params.yaml")
-        assert (changed["measure_agreement"], changed["analyse_agreement"]) == (3, 1)
+        assert (changed["measure_agreement"], changed["analyse_agreement"]) == (1, 1)
         assert "measure_gradient_variance" not in changed

@@ -18,7 +18,7 @@ from kairos.files import read_json
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-STEPS = 700
+STEPS = 400
 TOLD = 60  # seconds in which all must have ended
 
 
