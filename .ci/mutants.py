@@ -38,7 +38,18 @@ MODULES = [
 
 # Test files with quick tests. A first run without a mutant measures which test executes which lines, and for how long.
 TESTS = [
-    *("adaptive", "analyses", "augment", "bad_arguments", "combinations", "compare", "couplings", "data", "disk"),
+    *(
+        "adaptive",
+        "analyses",
+        "augment",
+        "auto",
+        "bad_arguments",
+        "combinations",
+        "compare",
+        "couplings",
+        "data",
+        "disk",
+    ),
     *("distances", "distributed", "draws", "files", "identity", "interrupts", "job", "lengths", "measured"),
     *("metric_can_rank", "own_loop", "presets", "processes", "published", "published_diffusion"),
     *("published_sampling", "randomness", "ranking", "report", "sampling", "strategies", "strategies_checkpoints"),

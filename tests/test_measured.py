@@ -1,5 +1,7 @@
 """Samplers that follow losses and gradients: known sizes are found, objectives kept, states restored."""
 
+from collections import deque
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,39 @@ def test_loss_second_moment_replaces_the_oldest_losses_also_by_several_of_one_ba
         losses = torch.tensor([first, 1.0, second, 1.0], dtype=torch.float64)
         sampler.take(torch.tensor([0, 1, 0, 1]), losses)
     assert sampler.masses()[0] / sampler.masses()[1] == pytest.approx(np.sqrt((4**2 + 5**2 + 6**2) / 3))
+
+
+def test_loss_second_moment_keeps_the_last_losses_of_each_timestep_in_batches_of_any_timesteps():
+    sampler = make_sampler({"name": "loss_second_moment", "history": 3}, make_schedule("linear", 5))
+    kept = [deque(maxlen=3) for _ in range(5)]
+    random = np.random.default_rng(0)
+    for _ in range(30):
+        cells, losses = random.integers(0, 5, 4), random.uniform(1, 9, 4)
+        sampler.take(torch.from_numpy(cells), torch.from_numpy(losses))
+        for cell, loss in zip(cells, losses, strict=True):
+            kept[cell].append(loss)
+        if all(len(losses_of_cell) == 3 for losses_of_cell in kept):
+            roots = np.sqrt([np.mean(np.square(losses_of_cell)) for losses_of_cell in kept])
+            np.testing.assert_allclose(sampler.masses(), roots / roots.sum())
+    assert sampler.updates > 10
+
+
+def test_loss_rms_is_the_root_of_the_smoothed_mean_of_squared_losses():
+    timesteps, width, decay = 16, 0.125, 0.9
+    options = {"width": width, "decay": decay, "start": 1, "frequency": 1}
+    sampler = make_sampler({"name": "loss_rms", **options}, make_schedule("linear", timesteps))
+    squares, counts = np.zeros(timesteps), np.zeros(timesteps)
+    distances = np.subtract.outer(np.arange(timesteps), np.arange(timesteps)) / (width * timesteps)
+    kernel = np.where(np.abs(distances) <= 3, np.exp(-(distances**2) / 2), 0)
+    random = np.random.default_rng(0)
+    for _ in range(30):
+        cells, losses = random.integers(0, timesteps, 16), random.uniform(1, 9, 16)  # several at one timestep
+        sampler.take(torch.from_numpy(cells), torch.from_numpy(losses))
+        squares, counts = decay * squares, decay * counts
+        np.add.at(squares, cells, losses**2)
+        np.add.at(counts, cells, 1)
+    roots = np.sqrt(kernel @ squares / (kernel @ counts))
+    np.testing.assert_allclose(sampler.masses(), roots / roots.sum())
 
 
 def test_loss_rms_finds_a_smooth_profile_with_few_losses():

@@ -16,7 +16,7 @@ from specifications import Specification, examples, specifications
 from training_case import experiment, make_latents, train_command, write_experiment
 
 from kairos.cli import main
-from kairos.data.batches import Batches
+from kairos.data.batches import Batch, Batches
 from kairos.data.latents import open_latents
 from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import read_json, sha256_bytes, write_text
@@ -187,6 +187,30 @@ def test_batches_visit_every_image_once_an_epoch_on_any_number_of_ranks(latents)
     assert not torch.equal(seen[:count], seen[count:])
     later = next(Batches(opened, 1, 60, range(60), ("class",)).steps(3, 5))
     assert later.step == 3 and torch.equal(later.x0, whole[3].x0)
+
+
+def test_batches_drop_conditions_at_their_rate_and_draw_latents_anew_on_any_number_of_ranks(latents):
+    opened = open_latents(latents)
+    assert opened.stochastic  # its latents are drawn from moments
+
+    def batches(index: range, dropout: float = 0.3) -> list[Batch]:
+        return list(Batches(opened, 1, 60, index, ("class",), dropout).steps(0, 20))
+
+    whole, halves, undropped = batches(range(60)), [batches(range(17)), batches(range(17, 60))], batches(range(60), 0.0)
+    dropped = []
+    for batch, *parts, kept in zip(whole, *halves, undropped, strict=True):
+        assert torch.equal(batch.x0, torch.cat([part.x0 for part in parts])) and torch.equal(batch.x0, kept.x0)
+        labels = torch.cat([part.conditions["class"] for part in parts])
+        assert torch.equal(batch.conditions["class"], labels)
+        dropped.append(labels != kept.conditions["class"])
+    share = torch.stack(dropped).double().mean().item()
+    assert share == pytest.approx(0.3, abs=4 * (0.3 * 0.7 / 1200) ** 0.5)
+    assert not torch.equal(dropped[0], dropped[1])
+    by_item = {}
+    for batch in whole:
+        for item, x0 in zip(batch.visit["item"].tolist(), batch.x0, strict=True):
+            by_item.setdefault(item, []).append(x0)
+    assert all(not torch.equal(visits[0], visits[1]) for visits in by_item.values())
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "head"])
