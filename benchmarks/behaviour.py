@@ -1,0 +1,164 @@
+"""What the library computes and what the demo's runs hold, as hashes: equal before and after a change of the code alone.
+
+    python benchmarks/behaviour.py record before.json [--results results/demo]
+    python benchmarks/behaviour.py compare before.json [--results results/demo]
+
+A record has two sections. ``library``: draws, times, weights, tables, states and presets of all strategies on three
+processes, with their default options. ``results``: component hashes of all training runs (`kairos verify`), sample
+arrays and distances of a finished experiment.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+try:
+    import kairos_timesteps as library
+except ImportError:
+    import kairos as library  # its name before it was a package of its own
+
+PROCESSES = ("linear", "edm", "flow")
+CONTEXT = {"tokens": 300, "group": 0, "progress": 0.3}
+
+
+def digest(value) -> str:
+    """The first 16 digits of a SHA-256 of arrays, tensors and plain values, nested or not."""
+    hashed = hashlib.sha256()
+
+    def add(item):
+        if isinstance(item, dict):
+            for key in sorted(item):
+                hashed.update(str(key).encode())
+                add(item[key])
+        elif isinstance(item, (list, tuple)):
+            for each in item:
+                add(each)
+        elif isinstance(item, torch.Tensor):
+            add(item.detach().cpu().numpy())
+        elif isinstance(item, np.ndarray):
+            hashed.update(f"{item.dtype}{item.shape}".encode() + np.ascontiguousarray(item).tobytes())
+        else:
+            hashed.update(repr(item).encode())
+
+    add(value)
+    return hashed.hexdigest()[:16]
+
+
+def strategies() -> dict[str, list[str]]:
+    """Names of samplers, weightings and couplings."""
+    if hasattr(library, "names"):
+        return {kind: list(library.names(kind)) for kind in ("sampler", "weighting", "coupling")}
+    from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
+
+    return {"sampler": [*SAMPLERS], "weighting": [*WEIGHTINGS], "coupling": [*COUPLINGS]}
+
+
+def trained(name: str, process: str, **options) -> list:
+    """Draws, losses and state of three steps of a strategy around a small network."""
+    strategy = library.Strategy(name, process, seed=3, **options)
+    torch.manual_seed(0)
+    network = torch.nn.Conv2d(2, 2, 3, padding=1)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+    found = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x0, noise = torch.randn(2, 8, 2, 4, 4, generator=generator)
+        asked = {key: torch.zeros(8, dtype=torch.int64) if key == "group" else value for key, value in CONTEXT.items()}
+        draw = strategy.draw(x0, **asked)
+        eps = strategy.couple(draw, noise)
+        x_t = strategy.process.noised(x0, eps, draw.t)
+        output = strategy.process.predict(lambda x, t: network(x), x_t, draw.t)
+        errors = (output - strategy.process.target(x0, eps, draw.t)).square().flatten(1).mean(1)
+        loss = strategy.loss(draw, errors)
+        optimizer.zero_grad()
+        loss.backward()
+        with strategy.observe(draw, network=lambda x, t: network(x), optimizer=optimizer):
+            optimizer.step()
+        found += [draw.t, draw.fractions, draw.weights, eps, loss]
+    table = strategy.table(**{**CONTEXT, "group": "all"}) if "by_group" in name else strategy.table(**CONTEXT)
+    sampled = [] if name.startswith("adaptive") else [strategy.sample(5, **CONTEXT)]  # a policy needs images
+    return [*found, table, strategy.state_dict(), *sampled]
+
+
+def of_library() -> dict[str, str]:
+    """Hashes of what every strategy does."""
+    found, names = {}, strategies()
+    cases = [(f"{name}+none", {}) for name in names["sampler"]] + [
+        (f"uniform+{name}", {}) for name in names["weighting"]
+    ]
+    for name in ("log_normal", "beta", "mixture", "table", "speed", "clts"):
+        for points in ("stratified", "systematic", "sobol"):
+            cases.append((f"{name}+min_snr", {"sampler": {"points": points, "floor": 0.1, "importance": True}}))
+    cases += [("uniform", {"coupling": name}) for name in names["coupling"]]
+    cases += [("gradient_norm+edm2", {}), ("auto+auto", {}), ("auto+coarse_to_fine", {}), ("loss_rms+edm", {})]
+    for process in PROCESSES:
+        for name, options in cases:
+            key = f"{process} {name} {json.dumps(options)}"
+            try:
+                found[key] = digest(trained(name, process, **options))
+            except Exception as error:  # of what a process cannot have, the message's kind
+                found[key] = type(error).__name__
+    presets = library.names("preset") if hasattr(library, "names") else library.presets()
+    for name in presets:
+        preset = library.preset(name)
+        drawn = preset.sample(100, seed=1, tokens=1024, frames=1)
+        middle = drawn.clip(0.01, 0.99)
+        found[f"preset {name}"] = digest([drawn, preset.weights(middle)])
+    return found
+
+
+def of_results(results: Path) -> dict[str, str]:
+    """Component hashes, sample arrays and distances of a finished experiment."""
+    from kairos.cli.verify import run
+
+    found = {}
+    for record in sorted(results.glob("*/seed*/training.json")):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            run(argparse.Namespace(folder=record.parent, against=None))
+        for line in printed.getvalue().splitlines():
+            name, value = line.rsplit(" ", 1)
+            found[f"{record.parent.relative_to(results)} {name}"] = value
+    for path in sorted(results.glob("*/seed*/**/*.npy")):
+        found[str(path.relative_to(results))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    for path in sorted(results.glob("*/seed*/**/*.npz")):
+        with np.load(path) as arrays:
+            found[str(path.relative_to(results))] = digest({name: arrays[name] for name in arrays.files})
+    for path in sorted(results.glob("*/seed*/evaluation/*.json")):
+        found[str(path.relative_to(results))] = digest(json.loads(path.read_text(encoding="utf-8"))["metrics"])
+    return found
+
+
+def main() -> None:
+    """Record or compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--results", type=Path)
+    arguments = parser.parse_args()
+    made = {"library": of_library(), "results": of_results(arguments.results) if arguments.results else {}}
+    if arguments.what == "record":
+        arguments.file.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        print(f"{arguments.file}: {len(made['library'])} hashes of the library, {len(made['results'])} of results")
+        return
+    before = json.loads(arguments.file.read_text(encoding="utf-8"))
+    differing = [
+        f"{section}: {key}: {before[section].get(key)} before, {made[section].get(key)} now"
+        for section in made
+        if made[section]
+        for key in sorted({*before[section], *made[section]})
+        if before[section].get(key) != made[section].get(key)
+    ]
+    print(*differing, f"{sum(map(len, made.values()))} hashes, {len(differing)} differ", sep="\n")
+    sys.exit(bool(differing))
+
+
+if __name__ == "__main__":
+    main()
