@@ -1,4 +1,4 @@
-"""What the library computes and what the demo's runs hold, as hashes: equal before and after a change of the code alone.
+"""Hashes of what the library computes and what the demo's runs hold: equal before and after a change of code alone.
 
     python benchmarks/behaviour.py record before.json [--results results/demo]
     python benchmarks/behaviour.py compare before.json [--results results/demo]
