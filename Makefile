@@ -63,7 +63,7 @@ recipes: setup  ## the small form of every recipe of the papers, from images to 
 
 gpu:  ## what only a GPU shows, without set-up: PART=correct, step, strategies, sample or systems; all in turn without it
 	@status=0; for part in $(or $(PART),correct step strategies sample systems); do \
-	  PYTHONPATH=src $(PYTHON) benchmarks/gpu/$$part.py $(FLAGS) || status=1; \
+	  PYTHONPATH=src:library/src $(PYTHON) benchmarks/gpu/$$part.py $(FLAGS) || status=1; \
 	done; exit $$status
 
 ui: setup  ## look at the imported runs in MLflow (FLAGS="--port 5001 --no-open")

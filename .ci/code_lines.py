@@ -51,9 +51,10 @@ def count(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Print a table of the packages of ``src`` and of ``workflow``."""
+    """Print a table of the packages of ``library``, of ``src`` and of ``workflow``."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     files = [
+        *sorted((root / "library/src").rglob("*.py")),
         *sorted((root / "src").rglob("*.py")),
         *sorted((root / "workflow").rglob("*.smk")),
         root / "Snakefile",
@@ -61,7 +62,9 @@ def main() -> None:
     sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
     for path in files:
         parts = path.relative_to(root).parts
-        if parts[0] != "src":
+        if parts[0] == "library":
+            place = "/".join(["kairos_timesteps", *parts[3:-1]])
+        elif parts[0] != "src":
             place = "workflow (rules)"
         elif parts[1] != "kairos":  # the executor plugin
             place = parts[1]

@@ -26,14 +26,15 @@ from types import CodeType, FrameType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "src/kairos/"
+FOLDERS = {"kairos": "src", "kairos_timesteps": "library/src"}  # of each package
 
 MODULES = [
-    *(f"training/{name}" for name in ("checkpoint", "store", "state", "passes", "lengths", "identity")),
-    *(f"strategies/{name}" for name in ("fixed", "laws", "combined", "base", "points", "speed", "history")),
-    *(f"strategies/{name}" for name in ("weightings", "beta", "numeric")),
-    *("report/ranking", "report/compare", "evaluation/moments", "evaluation/metrics"),
-    *("diffusion/schedule", "diffusion/processes", "data/batches", "randomness", "files"),
+    *(f"kairos.training.{name}" for name in ("checkpoint", "store", "state", "passes", "lengths", "identity")),
+    *(f"kairos_timesteps.samplers.{name}" for name in ("fixed", "log_snr", "combined", "speed", "losses")),
+    *(f"kairos_timesteps.{name}" for name in ("base", "coordinates", "weightings.fixed", "incomplete_beta", "numeric")),
+    *(f"kairos.{name}" for name in ("report.ranking", "report.compare", "evaluation.moments", "evaluation.metrics")),
+    *("kairos_timesteps.diffusion.schedule", "kairos_timesteps.diffusion.processes", "kairos.data.batches"),
+    *("kairos_timesteps.randomness", "kairos.files"),
 ]
 
 # Test files with quick tests. A first run without a mutant measures which test executes which lines, and for how long.
@@ -67,6 +68,12 @@ CALLS = {"min": "max", "minimum": "maximum", "floor": "ceil", "any": "all", "arg
 CALLS |= {new: old for old, new in CALLS.items()}
 ONLY_MESSAGES = {"print", "warn", "info", "warning", "debug", "log", "say"}
 
+
+def source_of(module: str) -> str:
+    """Return the path of a module's source in the repository."""
+    return f"{FOLDERS[module.partition('.')[0]]}/{module.replace('.', '/')}.py"
+
+
 Line = tuple[str, int]  # module and line number
 Record = tuple[set[Line], dict[str, set[Line]], dict[str, float]]  # lines that imports execute; lines, seconds by test
 
@@ -86,7 +93,7 @@ class Mutant:
     def __str__(self) -> str:
         """Location and change on one line."""
         before, after = (" ".join(text.split()) for text in (self.before, self.after))
-        return f"{PACKAGE}{self.module}.py:{self.line}: {before} -> {after}"
+        return f"{source_of(self.module)}:{self.line}: {before} -> {after}"
 
 
 def replacements(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -150,7 +157,7 @@ def parts(node: ast.AST) -> list[ast.AST]:
 
 def mutants_of(module: str, root: Path) -> list[Mutant]:
     """List all mutants of a module."""
-    source = (root / PACKAGE / f"{module}.py").read_bytes()
+    source = (root / source_of(module)).read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -202,7 +209,7 @@ class Recorder:
 
     def __init__(self, root: Path, path: Path) -> None:
         self.path = path
-        self.modules = {str(root / PACKAGE / f"{module}.py"): module for module in MODULES}
+        self.modules = {str(root / source_of(module)): module for module in MODULES}
         self.imported: set[Line] = set()
         self.executed: dict[str, set[Line]] = {}
         self.seconds: dict[str, float] = {}
@@ -227,7 +234,7 @@ class Recorder:
         """Start to trace, and import all modules so that no test is the one that executes their top level."""
         sys.settrace(self.trace)
         for module in MODULES:
-            importlib.import_module(f"kairos.{module.replace('/', '.')}")
+            importlib.import_module(module)
         self.imported = self.current
 
     @pytest.hookimpl(wrapper=True)
@@ -250,7 +257,7 @@ class Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Record a test, without what earlier tests left in caches."""
         for module in MODULES:
-            for value in vars(sys.modules[f"kairos.{module.replace('/', '.')}"]).values():
+            for value in vars(sys.modules[module]).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
         self.current = set()
@@ -294,7 +301,7 @@ def run_tests(root: Path, files: list[str], plugin: object, limit: float) -> str
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.chdir(root)
-            sys.path.insert(0, str(root / "src"))
+            sys.path[:0] = [str(root / folder) for folder in FOLDERS.values()]
             options = [
                 "-x",
                 "-q",
@@ -324,7 +331,7 @@ def run_tests(root: Path, files: list[str], plugin: object, limit: float) -> str
 
 def try_mutant(mutant: Mutant, root: Path, tests: list[str], seconds: dict[str, float]) -> str:
     """Run tests with a mutant in place of the source."""
-    path = root / PACKAGE / f"{mutant.module}.py"
+    path = root / source_of(mutant.module)
     source = path.read_bytes()
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()
@@ -364,7 +371,7 @@ def try_mutants(options: argparse.Namespace, root: Path) -> list[str]:
         printed.append(line)
 
     copy_repository(root)
-    os.environ["PYTHONPATH"] = str(root / "src")
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(root / folder) for folder in FOLDERS.values())
     mutants = sample(options.modules, options.count, options.seed, root)
     path = root.parent / "record"
     if run_tests(root, [f"tests/test_{name}.py" for name in TESTS], Recorder(root, path), 1800) != "survived":
@@ -390,9 +397,9 @@ def try_mutants(options: argparse.Namespace, root: Path) -> list[str]:
             survivors.append(line)
     outcomes = ["killed", "timeout", "survived", "not executed"]
     report("\n".join(["", "Survivors:", *survivors, ""]))
-    report(f"{'module':28}" + "".join(f"{outcome:>14}" for outcome in outcomes))
+    report(f"{'module':40}" + "".join(f"{outcome:>14}" for outcome in outcomes))
     for module in options.modules:
-        report(f"{module:28}" + "".join(f"{counts[module][outcome]:14}" for outcome in outcomes))
+        report(f"{module:40}" + "".join(f"{counts[module][outcome]:14}" for outcome in outcomes))
     sums = [sum(count[outcome] for count in counts.values()) for outcome in outcomes]
     report(f"{'all':28}" + "".join(f"{number:14}" for number in sums))
     report(f"{cpu_seconds():.0f} CPU seconds")
@@ -406,7 +413,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample of mutants")
     parser.add_argument("--seconds", type=float, default=3600, help="CPU seconds after which no mutant is started")
     parser.add_argument(
-        "--modules", nargs="+", default=MODULES, choices=MODULES, metavar="MODULE", help="such as files"
+        "--modules", nargs="+", default=MODULES, choices=MODULES, metavar="MODULE", help="such as kairos.files"
     )
     parser.add_argument("--report", type=Path, help="also write the output to this file")
     options = parser.parse_args()

@@ -19,10 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-try:
-    import kairos_timesteps as library
-except ImportError:
-    import kairos as library  # its name before it was a package of its own
+import kairos_timesteps as library
 
 PROCESSES = ("linear", "edm", "flow")
 CONTEXT = {"tokens": 300, "group": 0, "progress": 0.3}
@@ -53,11 +50,7 @@ def digest(value) -> str:
 
 def strategies() -> dict[str, list[str]]:
     """Names of samplers, weightings and couplings."""
-    if hasattr(library, "names"):
-        return {kind: list(library.names(kind)) for kind in ("sampler", "weighting", "coupling")}
-    from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
-
-    return {"sampler": [*SAMPLERS], "weighting": [*WEIGHTINGS], "coupling": [*COUPLINGS]}
+    return {kind: library.names(kind) for kind in ("sampler", "weighting", "coupling")}
 
 
 def trained(name: str, process: str, **options) -> list:
@@ -105,8 +98,7 @@ def of_library() -> dict[str, str]:
                 found[key] = digest(trained(name, process, **options))
             except Exception as error:  # of what a process cannot have, the message's kind
                 found[key] = type(error).__name__
-    presets = library.names("preset") if hasattr(library, "names") else library.presets()
-    for name in presets:
+    for name in library.names("preset"):
         preset = library.preset(name)
         drawn = preset.sample(100, seed=1, tokens=1024, frames=1)
         middle = drawn.clip(0.01, 0.99)

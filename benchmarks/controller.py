@@ -52,7 +52,7 @@ def measure(methods: int, seeds: int) -> dict[str, str]:
     """CPU seconds of every run for an experiment of this size."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("Snakefile", "workflow", "profiles", "src", "envs"):
+        for part in ("Snakefile", "workflow", "profiles", "src", "library", "envs"):
             (folder / part).symlink_to(ROOT / part)
         (folder / "x.yaml").write_text(experiment(methods, seeds))
         row = {"jobs": str(3 * methods * seeds + 7)}

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from kairos import compute, models
-from kairos.randomness import Stream
-from kairos.strategies.strategy import Strategy
+from kairos_timesteps.randomness import Stream
+from kairos_timesteps.strategy import Strategy
 
 COUPLINGS = {
     "independent": "independent",

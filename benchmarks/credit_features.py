@@ -7,9 +7,9 @@ import torch
 from credit_ways import Array, Moment
 from torch import Tensor
 
-from kairos.strategies import Observation
-from kairos.strategies.adaptive import select
-from kairos.strategies.meter import errors
+from kairos_timesteps.base import Observation
+from kairos_timesteps.meter import errors
+from kairos_timesteps.samplers.adaptive import select
 
 FEATURES = {  # name: timesteps (None: all), images, which of the independent draws of image and noise
     "all T, one image": (None, "one", 0),

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributions import Beta
 
-from kairos.diffusion.losses import per_sample
-from kairos.randomness import Stream
-from kairos.strategies import Observation, make_sampler, make_weighting
-from kairos.strategies.meter import Meter, evaluating
-from kairos.strategies.points import Place
-from kairos.strategies.strategy import Strategy
+from kairos.losses.terms import per_sample
 from kairos.training.state import Training
+from kairos_timesteps.base import Observation
+from kairos_timesteps.build import make_sampler, make_weighting
+from kairos_timesteps.coordinates import Place
+from kairos_timesteps.meter import Meter, evaluating
+from kairos_timesteps.randomness import Stream
+from kairos_timesteps.strategy import Strategy
 
 Array = NDArray[np.float64]
 BINS = 16

@@ -12,8 +12,8 @@ import time
 
 import torch
 
-import kairos
-from kairos.strategies.registries import SAMPLERS
+import kairos_timesteps
+from kairos_timesteps.components import SAMPLERS
 
 STEPS = 320
 MEASURE = ("adaptive", "gradient", "first")  # the network: benchmarks/overhead.py
@@ -22,7 +22,7 @@ MEASURE = ("adaptive", "gradient", "first")  # the network: benchmarks/overhead.
 def microseconds(name: str) -> tuple[list[float], list[float]]:
     """Of every draw, and of every observation, once the density follows."""
     options = {"start": 1} if "start" in SAMPLERS[name].options.__dataclass_fields__ and "loss" in name else {}
-    strategy = kairos.Strategy(f"{name}+min_snr", "cosine", prediction="v", sampler=options)
+    strategy = kairos_timesteps.Strategy(f"{name}+min_snr", "cosine", prediction="v", sampler=options)
     x0, losses, draws, observed = torch.zeros(256, 3, 32, 32), torch.rand(256), [], []
     for _ in range(32 + STEPS):
         begun = time.perf_counter()

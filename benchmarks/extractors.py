@@ -38,7 +38,7 @@ from kairos.data.dataset import PreparedDataset
 from kairos.evaluation import classifier, extractors, metrics, moments
 from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import write_json
-from kairos.randomness import Stream
+from kairos_timesteps.randomness import Stream
 
 FILES = {
     "cifar10": "cifar10/train-00000-of-00001.parquet",

@@ -11,7 +11,7 @@ with N ~ Binomial(B, p_t) samples of a batch of B at t, each with weight w, and 
 
 where w = 1/(T p) for samplers with importance weights (the same expected step for every p, other noise) and 1 for those
 without (other steps). Minimising the final loss over p gives the best fixed density of either family. Samplers run
-through `kairos.Strategy` on a torch module with these losses, so they measure what they would measure anywhere. SGD has
+through `kairos_timesteps.Strategy` on a torch module with these losses, so they measure as anywhere. SGD has
 no preconditioner: gradient_norm and first_order use the plain metric here.
 
 Columns: ``loss``, the final loss as it came out; ``path_loss``, the loss expected of a training on the densities that
@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kairos.strategies.base import Tabled
-from kairos.strategies.strategy import Strategy
+from kairos_timesteps.base import Tabled
+from kairos_timesteps.strategy import Strategy
 
 PERIOD = 10  # steps between two looks at a sampler's density
 

@@ -1,4 +1,4 @@
-"""What `import kairos; kairos.Strategy` takes beyond `import torch`, each time in a new process; milliseconds of 10.
+"""Import time of `kairos_timesteps.Strategy` beyond `import torch`: milliseconds, 10 new processes each.
 
     python benchmarks/imports.py > benchmarks/results/imports.csv
 
@@ -18,8 +18,8 @@ from pathlib import Path
 CODE = """
 import time, torch
 begun = time.perf_counter()
-import kairos
-kairos.Strategy
+import kairos_timesteps
+kairos_timesteps.Strategy
 print(time.perf_counter() - begun, torch.__version__)
 """
 RUNS = 10
@@ -36,8 +36,8 @@ def measured(folder: str, kept: bool) -> tuple[list[float], str]:
 def main() -> None:
     """A row for either way."""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(__file__).resolve().parents[1] / "src" / "kairos"
-        shutil.copytree(source, Path(folder, "kairos"), ignore=shutil.ignore_patterns("__pycache__"))
+        source = Path(__file__).resolve().parents[1] / "library" / "src" / "kairos_timesteps"
+        shutil.copytree(source, Path(folder, "kairos_timesteps"), ignore=shutil.ignore_patterns("__pycache__"))
         rows = {way: measured(folder, kept) for way, kept in (("compiled anew", False), ("compiled before", True))}
     version = next(iter(rows.values()))[1]
     print(f"# {RUNS} processes each, python {platform.python_version()}, torch {version}, cpu {platform.machine()}")

@@ -20,8 +20,8 @@ import torch
 
 from kairos import compute, models
 from kairos.progress import Progress
-from kairos.strategies import SAMPLERS, WEIGHTINGS
-from kairos.strategies.strategy import Strategy
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.strategy import Strategy
 
 NAMES = [*(name for name in SAMPLERS), *(name for name in WEIGHTINGS if name != "none"), "adaptive full features"]
 PERIOD = 40

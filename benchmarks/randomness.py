@@ -3,7 +3,7 @@
     python benchmarks/randomness.py --rounds 3 --out benchmarks/results/randomness.csv
 
 A DiT of 0.2 M parameters on 8x8 latents, batch 32, the demo's DiT, batch 64, and the CIFAR-10 UNet, batch 8, take turns
-on one thread, each with the draws of `kairos.randomness` inside its step. Beside them the same draws from torch's own
+on one thread, each with the draws of `kairos_timesteps.randomness` inside its step. The same draws from torch's own
 generator. Times are means of the thread's own time, because small draws are made for 16 steps at a time; a DiT's round
 is three such turns.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from kairos import compute, models
-from kairos.randomness import Stream
+from kairos_timesteps.randomness import Stream
 
 CASES = {  # model, shape of a sample, batch, steps in a round
     "dit": ({"name": "dit", "patch": 2, "width": 56, "depth": 3, "heads": 4}, (4, 8, 8), 32, 48),

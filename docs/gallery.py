@@ -14,18 +14,18 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from reference import described, fields, schema
 
-import kairos
-from kairos import options
+import kairos_timesteps
 from kairos.cli import strategies as command
 from kairos.cli.strategies.listing import COMBINATIONS
 from kairos.cli.strategies.show import computed
-from kairos.diffusion.schedule import make_schedule
-from kairos.registry import Registry
 from kairos.report.canvas import STYLE, Label, figure, label_lines
 from kairos.report.strategy_figure import draw_strategy
-from kairos.strategies.names import warnings_of
-from kairos.strategies.options import Fixed
-from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps import options
+from kairos_timesteps.component_options import Fixed
+from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.diffusion.schedule import make_schedule
+from kairos_timesteps.lookup import warnings_of
+from kairos_timesteps.registry import Registry
 
 _BOX = Bbox([[-0.6, -0.5], [9.55, 2.4]])  # inches around the axes; to measure what stands there takes a second drawing
 Part = tuple[str, dict[str, bytes]]  # Markdown, and pictures by their path beside the page
@@ -125,9 +125,9 @@ def levels() -> Part:
     curves = {
         "discrete, linear": make_schedule("linear"),
         "discrete, cosine": make_schedule("cosine"),
-        "edm": kairos.Edm().schedule,
-        "flow": kairos.Flow().schedule,
-        "flow, shift 3": kairos.Flow(shift=3.0).schedule,
+        "edm": kairos_timesteps.Edm().schedule,
+        "flow": kairos_timesteps.Flow().schedule,
+        "flow, shift 3": kairos_timesteps.Flow(shift=3.0).schedule,
     }
     with matplotlib.rc_context(STYLE):
         drawing, grid = figure(6.6, 2.9)

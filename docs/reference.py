@@ -8,11 +8,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import kairos
+import kairos_timesteps
 from kairos.cli import COMMANDS
 from kairos.config import Experiment
-from kairos.options import dump
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.options import dump
 
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
 _BASES = ("strategies.Sampler", "strategies.Weighting", "options.Options", "options.option", "errors.ConfigError")
@@ -72,8 +72,8 @@ def _command(parser: argparse.ArgumentParser, level: int = 2) -> Iterator[str]:
 def presets() -> str:
     """What each preset is here."""
     rows = []
-    for name in kairos.presets():
-        its = kairos.preset(name)
+    for name in kairos_timesteps.names("preset"):
+        its = kairos_timesteps.preset(name)
         told = ", ".join(f"{key}={_value(value)}" for key, value in its.options.items())
         rows.append([f"`{name}`", plain(its.help), f"`{told}`" if told else "", _named(SAMPLERS, its.sampler)])
         rows[-1].append(_named(WEIGHTINGS, its.weighting))
@@ -82,8 +82,10 @@ def presets() -> str:
 
 def api() -> str:
     """All public names, and what a strategy of one's own is made of."""
-    names = sorted({*kairos.__all__} - {"__version__"}, key=[*kairos._WHERE].index)  # what one begins with first
-    return "\n\n".join(f"::: kairos.{name}" for name in [*names, *_BASES])
+    names = sorted(
+        {*kairos_timesteps.__all__} - {"__version__"}, key=kairos_timesteps.__all__.index
+    )  # what one begins with first
+    return "\n\n".join(f"::: kairos_timesteps.{name}" for name in [*names, *_BASES])
 
 
 def described(node: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

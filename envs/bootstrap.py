@@ -52,7 +52,8 @@ def what_it_is_built_from():
     import tomllib
 
     files = [(ROOT / folder / "pyproject.toml").read_text(encoding="utf-8") for folder in (".", "library")]
-    projects = repr([tomllib.loads(text)["project"] for text in files])
+    tables = [tomllib.loads(text) for text in files]
+    projects = repr([(table["project"], table["tool"]["hatch"]) for table in tables])
     return hashlib.sha256((ROOT / "uv.lock").read_bytes() + projects.encode()).hexdigest()
 
 

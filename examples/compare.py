@@ -9,16 +9,20 @@ from pathlib import Path
 import torch
 from common import Network, batch, images, parser, progress
 
-import kairos
+import kairos_timesteps
 
 
-def train(arguments, data: torch.Tensor, name: str) -> tuple[Network, kairos.Strategy, kairos.LossByLevel, list]:
+def train(
+    arguments, data: torch.Tensor, name: str
+) -> tuple[Network, kairos_timesteps.Strategy, kairos_timesteps.LossByLevel, list]:
     """One training: network, strategy, losses by noise level and step by step."""
     torch.manual_seed(arguments.seed)
     network = Network(data.shape[1], arguments.width, period=1).to(arguments.device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=arguments.lr)
-    strategy = kairos.Strategy(name, kairos.Flow(), coupling=arguments.coupling, seed=arguments.seed)
-    levels, losses = kairos.LossByLevel(bins=16, low=-8, high=8), []
+    strategy = kairos_timesteps.Strategy(
+        name, kairos_timesteps.Flow(), coupling=arguments.coupling, seed=arguments.seed
+    )
+    levels, losses = kairos_timesteps.LossByLevel(bins=16, low=-8, high=8), []
     for step in range(arguments.steps):
         x0, noise = batch(data, arguments.batch, arguments.seed, step, arguments.device)
         draw = strategy.draw(x0)
@@ -49,7 +53,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     found = []
     for name in (arguments.baseline, arguments.strategy):
         network, strategy, levels, losses = train(arguments, data, name)
-        validation = kairos.ValidationLoss(held_out, strategy.process, device=arguments.device)
+        validation = kairos_timesteps.ValidationLoss(held_out, strategy.process, device=arguments.device)
         found.append(validation(network))
         print(f"{name}: validation loss {found[-1]['loss']:.4f} ± {found[-1]['error']:.4f}")
         if arguments.pictures:

@@ -16,7 +16,7 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from diffusers.utils import make_image_grid
 
-import kairos
+import kairos_timesteps
 
 
 def main(argv: list[str] | None = None) -> list[float]:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     steps = {"num_warmup_steps": arguments.steps // 10, "num_training_steps": arguments.steps}
     lr_scheduler = get_scheduler("cosine", optimizer, **steps)
 
-    strategy = kairos.Strategy(arguments.strategy, noise_scheduler, seed=arguments.seed)
+    strategy = kairos_timesteps.Strategy(arguments.strategy, noise_scheduler, seed=arguments.seed)
 
     losses = []
     for step in range(arguments.steps):

@@ -8,7 +8,7 @@ python examples/edm.py --strategy loss_rms+edm              # any other sampler:
 import torch
 from common import Network, batch, images, parser, progress
 
-import kairos
+import kairos_timesteps
 
 
 def main(argv: list[str] | None = None) -> list[float]:
@@ -20,8 +20,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     data = images(arguments.images, arguments.size)
     network = Network(data.shape[1], arguments.width, period=8).to(device)  # called with ln(sigma)/4
     optimizer = torch.optim.Adam(network.parameters(), lr=arguments.lr)
-    process = kairos.Edm(sigma_data=data.std().item())
-    strategy = kairos.Strategy(arguments.strategy, process, seed=arguments.seed)
+    process = kairos_timesteps.Edm(sigma_data=data.std().item())
+    strategy = kairos_timesteps.Strategy(arguments.strategy, process, seed=arguments.seed)
 
     losses = []
     for step in range(arguments.steps):

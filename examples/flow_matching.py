@@ -8,7 +8,7 @@ python examples/flow_matching.py --strategy log_normal+min_snr      # a weightin
 import torch
 from common import Network, batch, images, parser, progress
 
-import kairos
+import kairos_timesteps
 
 
 def main(argv: list[str] | None = None) -> list[float]:
@@ -22,7 +22,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     data = images(arguments.images, arguments.size)
     network = Network(data.shape[1], arguments.width, period=1).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=arguments.lr)
-    strategy = kairos.Strategy(arguments.strategy, kairos.Flow(shift=arguments.shift), seed=arguments.seed)
+    strategy = kairos_timesteps.Strategy(
+        arguments.strategy, kairos_timesteps.Flow(shift=arguments.shift), seed=arguments.seed
+    )
 
     losses = []
     for step in range(arguments.steps):

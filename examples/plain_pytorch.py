@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from common import Network, batch, images, parser, progress
 
-import kairos
+import kairos_timesteps
 
 
 def main(argv: list[str] | None = None) -> list[float]:
@@ -25,7 +25,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     optimizer = torch.optim.AdamW(network.parameters(), lr=arguments.lr)
     alphas_cumprod = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0).to(device)  # whatever the script has
 
-    strategy = kairos.Strategy(arguments.strategy, alphas_cumprod, prediction="epsilon", seed=arguments.seed)  # kairos
+    strategy = kairos_timesteps.Strategy(
+        arguments.strategy, alphas_cumprod, prediction="epsilon", seed=arguments.seed
+    )  # kairos
 
     if arguments.checkpoint and arguments.checkpoint.exists():
         state = torch.load(arguments.checkpoint, map_location=device)

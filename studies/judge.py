@@ -29,12 +29,12 @@ from run import ROUNDS
 from scipy import optimize, stats
 
 from kairos.config.experiment import load
-from kairos.diffusion.processes import build_process
-from kairos.errors import KairosError
+from kairos.forward_process import build_process
 from kairos.report.collect import collect
 from kairos.report.ranking import crossing
 from kairos.section import build
-from kairos.strategies.registries import SAMPLERS
+from kairos_timesteps.components import SAMPLERS
+from kairos_timesteps.errors import KairosError
 
 METRICS = ("distance", "val_loss", "val_mlperf8")
 FIXED = ("log_normal", "laplace", "two_phase", "min_snr", "p2", "speed")  # densities and weights that do not learn

@@ -57,10 +57,9 @@ class Commands:
 
 def run_command(order: dict) -> None:
     """Run a command in this process, a fork, and end the process."""
-    from kill_at import prepare
-
     from kairos.cli import main
     from kairos.training.launch import die_with_parent
+    from kill_at import prepare
 
     die_with_parent()
     os.environ.update(order["environment"])
@@ -78,9 +77,8 @@ def run_command(order: dict) -> None:
 
 def serve() -> None:
     """Read orders from standard input until it is closed; answer with process ids and exit statuses."""
-    from training_case import experiment
-
     from kairos.training.run import import_components
+    from training_case import experiment
 
     import_components(experiment(), "adaptive")
     for line in sys.stdin:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+
 from commands import Commands
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would every process that a test starts.

@@ -23,8 +23,8 @@ def die_at(count, function):
 def prepare(point: str, count: int) -> None:
     """Make this process die at the `count`-th passage of the point."""
     from kairos import files
-    from kairos.strategies.adaptive import Adaptive
     from kairos.training import checkpoint, loop
+    from kairos_timesteps.samplers.adaptive import Adaptive
 
     if point == "step":  # before a step is computed
         loop._passes = die_at(count, loop._passes)

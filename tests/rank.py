@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from kairos.distributed import gather, rank, ranks
-from kairos.strategies import SAMPLERS
-from kairos.strategies.strategy import Strategy
+from kairos_timesteps.components import SAMPLERS
+from kairos_timesteps.distributed import gather, rank, ranks
+from kairos_timesteps.strategy import Strategy
 
 GLOBAL_BATCH, STEPS = 7, 14
 

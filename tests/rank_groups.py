@@ -14,7 +14,7 @@ from torch import distributed
 
 RANKS = 4
 # what every rank would import, torch's optimisers import torch._dynamo
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "kairos.strategies.strategy", "small_loop"]
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.device_mesh", "kairos_timesteps.strategy", "small_loop"]
 
 
 def run(function: Callable[..., Any], folder: Path, ranks: int, *arguments: Any, join: bool = True) -> list[Any]:

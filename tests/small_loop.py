@@ -1,11 +1,12 @@
-"""A training loop of a few steps with a tiny network, as a user would write it around `kairos.Strategy`."""
+"""A training loop of a few steps with a tiny network, as a user would write it around `kairos_timesteps.Strategy`."""
 
 import io
 from typing import Any
 
 import torch
-from specifications import Call, Specification, context_of
 from torch import Tensor, nn
+
+from specifications import Call, Specification, context_of
 
 BATCH = 8
 IMAGES = torch.randn(BATCH, 1, 4, 4, generator=torch.Generator().manual_seed(0))

@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from kairos.options import but_name, public_name
-from kairos.registry import Registry
-from kairos.strategies import SAMPLERS, WEIGHTINGS, options
-from kairos.strategies.options import Fixed, asked
-from kairos.strategies.points import POINTS
-from kairos.strategies.strategy import Strategy
+from kairos_timesteps import component_options as options
+from kairos_timesteps.component_options import Fixed, asked
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.coordinates import POINTS
+from kairos_timesteps.options import but_name, public_name
+from kairos_timesteps.registry import Registry
+from kairos_timesteps.strategy import Strategy
 
 FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed))
 COMBINED = ("range", "shift", "mixture", "by_group", "schedule")

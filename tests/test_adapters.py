@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-import kairos
-from kairos.diffusion.adapters import as_process
-from kairos.diffusion.schedule import NoiseSchedule, make_schedule
-from kairos.errors import ConfigError
-from kairos.strategies import WEIGHTINGS
-from kairos.strategies.meter import Meter
-from kairos.strategies.points import Place
+import kairos_timesteps
+from kairos_timesteps.components import WEIGHTINGS
+from kairos_timesteps.coordinates import Place
+from kairos_timesteps.diffusion.adapters import as_process
+from kairos_timesteps.diffusion.schedule import NoiseSchedule, make_schedule
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.meter import Meter
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_schedulers_of_diffusers(diffusers, scheduler, prediction, betas):
     if betas == "zero":
         given = {"rescale_betas_zero_snr": True}
     made = getattr(diffusers, scheduler)(prediction_type=prediction, **given)
-    process = kairos.Strategy("uniform", made, prediction="epsilon").process
+    process = kairos_timesteps.Strategy("uniform", made, prediction="epsilon").process
     assert process.prediction == {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}[prediction]
     assert process.schedule.timesteps == made.config.num_train_timesteps
     x0, noise = numbers()
@@ -45,16 +45,16 @@ def test_schedulers_of_diffusers(diffusers, scheduler, prediction, betas):
     wanted = {"epsilon": noise, "sample": x0, "v_prediction": made.get_velocity(x0, noise, t)}[prediction]
     torch.testing.assert_close(process.target(x0, noise, t), wanted, rtol=1e-5, atol=atol)
     for weighting in sorted(set(WEIGHTINGS) - {"edm2"}):
-        assert np.isfinite(kairos.Strategy(weighting, made).table()["w"]).all(), weighting
+        assert np.isfinite(kairos_timesteps.Strategy(weighting, made).table()["w"]).all(), weighting
 
 
 def test_a_linear_scheduler_has_speeds_closed_forms_and_our_weights(diffusers):
-    theirs = kairos.Strategy("speed+change_aware", diffusers.DDPMScheduler(), sampler={"r": 5})
-    ours = kairos.Strategy("speed+change_aware", "linear", sampler={"r": 5})
+    theirs = kairos_timesteps.Strategy("speed+change_aware", diffusers.DDPMScheduler(), sampler={"r": 5})
+    ours = kairos_timesteps.Strategy("speed+change_aware", "linear", sampler={"r": 5})
     assert theirs.sampler.tau == ours.sampler.tau == 399
     for column in ("p", "w"):
         np.testing.assert_allclose(theirs.table()[column], ours.table()[column], rtol=1e-5)
-    c = kairos.Strategy("vlb", diffusers.DDPMScheduler()).table()["w"]
+    c = kairos_timesteps.Strategy("vlb", diffusers.DDPMScheduler()).table()["w"]
     np.testing.assert_allclose(c, make_schedule().vlb, rtol=1e-4)  # from a float32 alpha-bar it would be off by 1e-3
     for other in ("scaled_linear", "squaredcos_cap_v2"):
         assert as_process(diffusers.DDPMScheduler(beta_schedule=other)).schedule.name == "custom"
@@ -88,7 +88,7 @@ def test_numbers_in_float64_are_not_modified_and_share_no_memory():
 def test_diffusers_edm_scheduler(diffusers, prediction):
     made = diffusers.EDMEulerScheduler(sigma_min=0.01, sigma_max=50, sigma_data=0.7, prediction_type=prediction)
     process = as_process(made)
-    assert isinstance(process, kairos.Edm) and process.sigma_data == 0.7
+    assert isinstance(process, kairos_timesteps.Edm) and process.sigma_data == 0.7
     ends = process.times(torch.tensor([0.0, 1.0], dtype=torch.float64))
     assert ends.tolist() == pytest.approx([0.01, 50])
     x, output = numbers(1)
@@ -104,7 +104,7 @@ def test_diffusers_edm_scheduler(diffusers, prediction):
 def test_diffusers_flow_matching_scheduler(diffusers, shift):
     made = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     process = as_process(made)
-    assert isinstance(process, kairos.Flow)
+    assert isinstance(process, kairos_timesteps.Flow)
     k = torch.arange(1, 1000, dtype=torch.float64)
     torch.testing.assert_close(process.times(k / 1000).float(), made.sigmas[:1000].flip(0)[:999], rtol=1e-5, atol=1e-6)
     x0, noise = numbers(3)
@@ -120,7 +120,7 @@ def test_diffusers_flow_matching_scheduler(diffusers, shift):
 
 
 def test_processes_schedules_and_numbers_are_taken_as_they_are():
-    process = kairos.Flow()
+    process = kairos_timesteps.Flow()
     assert as_process(process) is process
     schedule = make_schedule("cosine", 30)
     assert as_process(schedule, prediction="v").schedule is schedule
@@ -154,9 +154,9 @@ def test_what_is_no_process_is_refused(given, message):
     ("make", "message"),
     [
         (lambda: as_process("linear", prediction="eps"), "prediction: got 'eps', allowed: epsilon, x0, v"),
-        (lambda: kairos.Edm(sigma_min=1, sigma_max=0.5), "sigma_min and sigma_max: got 1.0 and 0.5"),
-        (lambda: kairos.Edm(sigma_data=0), "process edm.sigma_data: got 0, allowed: number or null > 0"),
-        (lambda: kairos.Flow(shift=0), "process flow.shift: got 0, allowed: number > 0"),
+        (lambda: kairos_timesteps.Edm(sigma_min=1, sigma_max=0.5), "sigma_min and sigma_max: got 1.0 and 0.5"),
+        (lambda: kairos_timesteps.Edm(sigma_data=0), "process edm.sigma_data: got 0, allowed: number or null > 0"),
+        (lambda: kairos_timesteps.Flow(shift=0), "process flow.shift: got 0, allowed: number > 0"),
     ],
 )
 def test_parameters_of_processes_are_checked(make, message):

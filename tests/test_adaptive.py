@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from kairos.diffusion.schedule import make_schedule
-from kairos.randomness import Stream
-from kairos.strategies import Observation, make_sampler
-from kairos.strategies.adaptive import select
-from kairos.strategies.points import Place
+from kairos_timesteps.base import Observation
+from kairos_timesteps.build import make_sampler
+from kairos_timesteps.coordinates import Place
+from kairos_timesteps.diffusion.schedule import make_schedule
+from kairos_timesteps.randomness import Stream
+from kairos_timesteps.samplers.adaptive import select
 
 
 def test_selection_is_that_of_f_regression_among_positive_correlations():

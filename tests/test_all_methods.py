@@ -5,12 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
-from training_case import experiment, make_latents
 
 from kairos.config import load
 from kairos.config.strategies import MethodConfig
-from kairos.strategies import SAMPLERS, WEIGHTINGS
 from kairos.training.run import train
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from training_case import experiment, make_latents
 
 PAPERS = load(Path(__file__).parents[1] / "experiments" / "digits_all_methods.yaml").methods
 # the options of people's trainers, which the experiment does not compare: each sampler with a weighting

@@ -7,28 +7,28 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-import results_tree
 import torch
-from report_page import page_of
 from torch import nn
-from training_case import experiment, make_latents, write_experiment
-from workflow_copy import finished
 
+import results_tree
 from kairos.analyses import tables
 from kairos.analyses.gradients import gradients
 from kairos.analyses.levels import area_levels, even_levels, log_snr_levels, optimizer_state
 from kairos.analyses.registries import ANALYSES
 from kairos.cli import main
 from kairos.config import validate
-from kairos.diffusion.adapters import as_process
-from kairos.errors import ConfigError, KairosError
 from kairos.milestones import open_milestone
 from kairos.models.backbone import Backbone
 from kairos.models.registries import MODELS
-from kairos.options import Options
-from kairos.randomness import Stream
 from kairos.report.analyses import write
 from kairos.training.run import train
+from kairos_timesteps.diffusion.adapters import as_process
+from kairos_timesteps.errors import ConfigError, KairosError
+from kairos_timesteps.options import Options
+from kairos_timesteps.randomness import Stream
+from report_page import page_of
+from training_case import experiment, make_latents, write_experiment
+from workflow_copy import finished
 
 PROCESSES = ("linear", "cosine", "edm", "flow", "vp")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kairos.data.arrays import Rows, create_array, read_array, shorten
-from kairos.errors import DamagedError, KairosError
+from kairos_timesteps.errors import DamagedError, KairosError
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_case import experiment, hashes, make_latents
 
 from kairos.data.augment import _mapped, _turn, augmented
 from kairos.data.batches import Batch, Batches
 from kairos.data.latents import open_latents
-from kairos.errors import ConfigError
 from kairos.files import read_json, write_json
 from kairos.models import WEIGHTS
 from kairos.training.run import train
+from kairos_timesteps.errors import ConfigError
+from training_case import experiment, hashes, make_latents
 
 EYE = torch.eye(2, dtype=torch.float64)
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
+
+import kairos_timesteps
+from kairos.forward_process import build_process
+from kairos.section import build
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.diffusion.schedule import error_ratio
 from test_couplings import coupled, digits
 from test_measured import Known, T
-
-import kairos
-from kairos.diffusion.processes import build_process
-from kairos.diffusion.schedule import error_ratio
-from kairos.section import build
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 
 PROCESSES = {
     "cosine": {"process": {"name": "discrete", "schedule": "cosine"}, "prediction": "v"},
@@ -52,7 +52,7 @@ def test_its_density_follows_the_gradient_and_its_weights_keep_the_objective():
     sizes = torch.linspace(0.5, 4, T)
     network = Known(sizes)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-9)
-    strategy = kairos.Strategy("auto", "cosine", timesteps=T, prediction="v")
+    strategy = kairos_timesteps.Strategy("auto", "cosine", timesteps=T, prediction="v")
     weights, found = strategy.weighting.weights(), []
     for k in range(120):
         strategy.step = 100 * k  # it measures every 100 steps
@@ -72,7 +72,7 @@ def test_its_density_follows_the_gradient_and_its_weights_keep_the_objective():
 def trained(name, told, steps=700):
     """The weighting after steps in which the error of epsilon is what `told` leaves of a guess, by SNR."""
     process = build_process(PROCESSES[name])
-    strategy, snr = kairos.Strategy("uniform+coarse_to_fine", process), process.schedule.snr
+    strategy, snr = kairos_timesteps.Strategy("uniform+coarse_to_fine", process), process.schedule.snr
     ratio = error_ratio(snr, process.prediction) / error_ratio(snr, "epsilon")
     x0 = torch.zeros(64, 1)
     for _ in range(steps):
@@ -107,7 +107,7 @@ def test_a_network_that_predicts_nothing_keeps_the_objective():
 def test_its_weights_go_on_after_a_resume():
     told = lambda snr: 0.8 / (1 + snr / 4)  # noqa: E731
     strategy, _ = trained("linear", told, steps=450)
-    other = kairos.Strategy("uniform+coarse_to_fine", build_process(PROCESSES["linear"]))
+    other = kairos_timesteps.Strategy("uniform+coarse_to_fine", build_process(PROCESSES["linear"]))
     other.load_state_dict(strategy.state_dict())
     for _ in range(160):  # the weights change on the way
         both = []
@@ -124,7 +124,7 @@ def test_its_weights_go_on_after_a_resume():
 def test_neighbours_in_time_have_opposite_noise(count):
     x0 = digits(count)
     noise, found = coupled("antithetic", x0)
-    strategy = kairos.Strategy("log_normal", coupling="antithetic")
+    strategy = kairos_timesteps.Strategy("log_normal", coupling="antithetic")
     order = strategy.draw(x0).t.argsort()
     for first, second in zip(order[::2], order[1::2]):
         assert torch.equal(found[first], noise[first]) and torch.equal(found[second], -noise[first])

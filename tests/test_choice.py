@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from workflow_copy import Copy
 
 from kairos.cli import main
 from kairos.data.settings import DatasetConfig
 from kairos.data.survey import Survey, survey
-from kairos.errors import ConfigError, KairosError
 from kairos.evaluation import weights
 from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
+from kairos_timesteps.errors import ConfigError, KairosError
+from workflow_copy import Copy
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,13 @@
 """What the report reads: every missing or damaged part is named, and nothing is compared that cannot be."""
 
 import pytest
-import results_tree
 
+import results_tree
 from kairos.cli import main
 from kairos.config import load
-from kairos.errors import KairosError
 from kairos.files import read_json, write_json
 from kairos.report.collect import collect
+from kairos_timesteps.errors import KairosError
 
 
 @pytest.fixture

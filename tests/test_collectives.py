@@ -10,20 +10,20 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_cuda import Replicated, caller, process_group
-from test_fake_cuda import DEFAULTS, LOGGING, MEASURING, ORDINARY, STEPS, plain_experiment
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
-from training_case import experiment, make_latents
 
-from kairos import distributed
+from fake_cuda import Replicated, caller, process_group
 from kairos.data.latents import open_latents
-from kairos.errors import ConfigError
-from kairos.strategies.strategy import Strategy
 from kairos.training.job import Leave, LeaveTogether, ProgressFile
 from kairos.training.loop import steps
 from kairos.training.run import Run
 from kairos.training.state import Training
 from kairos.training.store import Store
+from kairos_timesteps import distributed
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.strategy import Strategy
+from test_fake_cuda import DEFAULTS, LOGGING, MEASURING, ORDINARY, STEPS, plain_experiment
+from training_case import experiment, make_latents
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier",
                "broadcast", "broadcast_object_list", "gather", "reduce", "scatter")  # fmt: skip

@@ -14,6 +14,12 @@ import pytest
 import torch
 from hypothesis import event, given, reject
 from hypothesis import strategies as st
+from torch import Tensor, distributed
+
+import kairos_timesteps
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.options import public_name
 from small_loop import BATCH, IMAGES, SmallLoop
 from specifications import (
     LOOKS_AT_IMAGES,
@@ -28,12 +34,6 @@ from specifications import (
     specifications,
     weightings,
 )
-from torch import Tensor, distributed
-
-import kairos
-from kairos.errors import ConfigError
-from kairos.options import public_name
-from kairos.strategies import SAMPLERS, WEIGHTINGS
 
 X0 = IMAGES
 LARGE = 2048  # images of a batch whose draws are counted
@@ -45,7 +45,7 @@ DRAWN = ("t", "fractions", "fixed_weights", "importance", "weights")
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def built(specification: Specification) -> kairos.Strategy | None:
+def built(specification: Specification) -> kairos_timesteps.Strategy | None:
     """The strategy, after a few steps where it learns; None if it is rejected by the name of a field."""
     try:
         strategy = specification.build()
@@ -120,9 +120,9 @@ def drawn(strategies: Any, x0: Tensor, call: Call, context: Context) -> dict[str
     return {name: torch.cat([getattr(draw, name) for draw in found]) for name in DRAWN}
 
 
-def check_values(values: dict[str, Tensor], strategy: kairos.Strategy, batch: int, call: Call) -> None:
+def check_values(values: dict[str, Tensor], strategy: kairos_timesteps.Strategy, batch: int, call: Call) -> None:
     """Shapes and types are those that `Draw` documents, values finite and within the process."""
-    discrete = isinstance(strategy.process, kairos.Discrete)
+    discrete = isinstance(strategy.process, kairos_timesteps.Discrete)
     types = dict.fromkeys(DRAWN, torch.float32) | {"fractions": torch.float64}
     types["t"] = torch.int64 if discrete else torch.float64
     for name, value in values.items():
@@ -137,7 +137,7 @@ def check_values(values: dict[str, Tensor], strategy: kairos.Strategy, batch: in
         assert (values["fractions"] == values["fractions"][:1]).all()
 
 
-def check_weights(values: dict[str, Tensor], strategy: kairos.Strategy) -> None:
+def check_weights(values: dict[str, Tensor], strategy: kairos_timesteps.Strategy) -> None:
     """Weights of draws are those of the weighting now, also after it has learned; of a discrete process."""
     weighting, step = strategy.weighting, strategy.step
     by_timestep = torch.from_numpy(weighting.weights(step)).float()
@@ -168,7 +168,7 @@ def check_draws(specification: Specification, call: Call) -> None:
     context = context_of(specification, call, BATCH)
     state = strategy.state_dict()
 
-    def copy() -> kairos.Strategy:
+    def copy() -> kairos_timesteps.Strategy:
         made = specification.build()
         made.load_state_dict(state)
         return made
@@ -191,7 +191,7 @@ def check_draws(specification: Specification, call: Call) -> None:
 
 
 def stated_densities(
-    specification: Specification, strategy: kairos.Strategy, context: Context
+    specification: Specification, strategy: kairos_timesteps.Strategy, context: Context
 ) -> Iterator[tuple[Tensor, Any]]:
     """Samples of a batch that share a density, as a mask (batch,), and the density that the strategy's table states."""
     if specification.sampler["name"] in LOOKS_AT_IMAGES:
@@ -203,7 +203,7 @@ def stated_densities(
             yield context.member == number, strategy.table(**scalar)["p"]
 
 
-def check_density(specification: Specification, strategy: kairos.Strategy, call: Call) -> None:
+def check_density(specification: Specification, strategy: kairos_timesteps.Strategy, call: Call) -> None:
     """The histogram of many draws equals the stated density, and importance weights bring back uniform's objective."""
     one_number = call.same or specification.holds("per", "batch")  # of a whole batch
     batch, steps = (16, 256) if one_number else (LARGE, 8)
@@ -355,8 +355,8 @@ def test_measurements_use_the_weights_that_the_weighting_has_learned(sampler):
 
 @pytest.mark.parametrize("process", ["linear", "flow"])
 def test_draws_and_resumes_use_the_weights_that_coarse_to_fine_has_learned(process):
-    def strategy() -> kairos.Strategy:
-        return kairos.Strategy("uniform+coarse_to_fine", process, timesteps=20, prediction="epsilon")
+    def strategy() -> kairos_timesteps.Strategy:
+        return kairos_timesteps.Strategy("uniform+coarse_to_fine", process, timesteps=20, prediction="epsilon")
 
     made = strategy()
     before = made.weighting.weights().copy()
@@ -429,7 +429,7 @@ def test_a_component_s_points_are_rejected(name, points):
     else:
         options = {**options, "density": {**options["density"], "points": points}}
     with pytest.raises(ConfigError, match="points") as raised:
-        kairos.Strategy(name, "linear", sampler=options)
+        kairos_timesteps.Strategy(name, "linear", sampler=options)
     assert points in str(raised.value)
 
 
@@ -440,7 +440,7 @@ def test_a_component_s_default_points_may_be_written_out(name):
         options = {"parts": [{**options["parts"][0], "points": "random"}]}
     else:
         options = {**options, "density": {**options["density"], "points": "random"}}
-    kairos.Strategy(name, "linear", sampler=options)
+    kairos_timesteps.Strategy(name, "linear", sampler=options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -450,13 +450,15 @@ def test_a_component_s_default_points_may_be_written_out(name):
 
 @pytest.mark.parametrize("name", LOOKS_AT_IMAGES)
 def test_adaptive_draws_the_samples_of_an_index(name):
-    whole = kairos.Strategy(name, "linear", timesteps=20).draw(X0)
+    whole = kairos_timesteps.Strategy(name, "linear", timesteps=20).draw(X0)
     parts = []
     for index in (torch.tensor([0, 1, 2]), range(3, 5), torch.tensor([5, 6, 7])):
         rows = X0[torch.tensor([*index])]
-        parts.append(kairos.Strategy(name, "linear", timesteps=20).draw(rows, index=index, total=8))
+        parts.append(kairos_timesteps.Strategy(name, "linear", timesteps=20).draw(rows, index=index, total=8))
     torch.testing.assert_close(torch.cat([part.fractions for part in parts]), whole.fractions)
-    shuffled = kairos.Strategy(name, "linear", timesteps=20).draw(X0[[6, 1]], index=torch.tensor([6, 1]), total=8)
+    shuffled = kairos_timesteps.Strategy(name, "linear", timesteps=20).draw(
+        X0[[6, 1]], index=torch.tensor([6, 1]), total=8
+    )
     torch.testing.assert_close(shuffled.fractions, whole.fractions[[6, 1]])
 
 
@@ -464,7 +466,7 @@ def test_adaptive_draws_the_samples_of_an_index(name):
 @pytest.mark.parametrize("importance", [False, True])
 @pytest.mark.parametrize("arguments", [{"same": True}, {"times": (5,)}, {"same": True, "times": (5,)}])
 def test_adaptive_draws_one_time_for_all_and_several_times(name, importance, arguments):
-    strategy = kairos.Strategy(name, "linear", timesteps=20, sampler={"importance": importance, "floor": 0.2})
+    strategy = kairos_timesteps.Strategy(name, "linear", timesteps=20, sampler={"importance": importance, "floor": 0.2})
     shape = (8, *arguments.get("times", ()))
     try:
         draw = strategy.draw(X0, **arguments)
@@ -483,7 +485,7 @@ def test_adaptive_draws_one_time_for_all_and_several_times(name, importance, arg
 
 def test_listed_times_in_turn_have_the_shape_of_the_times():
     options = {"times": [0.1, 0.4, 0.7], "in_turn": True}
-    draw = kairos.Strategy("listed", "flow", sampler=options).draw(X0, times=(8,))
+    draw = kairos_timesteps.Strategy("listed", "flow", sampler=options).draw(X0, times=(8,))
     assert draw.t.shape == draw.weights.shape == (8, 8)
     assert draw.fractions.unique().tolist() == pytest.approx([0.1, 0.4, 0.7])
 
@@ -494,7 +496,7 @@ def test_listed_times_in_turn_have_the_shape_of_the_times():
 def test_shift_takes_frames_and_tokens_as_number_list_or_tensor(frames, tokens, times):
     options = {"law": "linear", "low": 1.0, "high": 3.0}
     draws = [
-        kairos.Strategy("shift", "flow", sampler=options).draw(X0, times=times, frames=each, tokens=size)
+        kairos_timesteps.Strategy("shift", "flow", sampler=options).draw(X0, times=times, frames=each, tokens=size)
         for each, size in ((frames, tokens), (4, 1024))
     ]
     assert draws[0].t.shape == (8, *times)
@@ -516,7 +518,7 @@ FOLLOWERS = {
 
 def followed(name: str, micro_batches: int, steps: int = 2) -> dict[str, Any]:
     """The strategy's state after steps whose losses depend on the time alone, the batch cut into micro-batches."""
-    strategy = kairos.Strategy(name, "linear", timesteps=10, sampler=FOLLOWERS[name])
+    strategy = kairos_timesteps.Strategy(name, "linear", timesteps=10, sampler=FOLLOWERS[name])
     for _ in range(steps):
         count = 4 // micro_batches
         for _ in range(micro_batches):
@@ -536,7 +538,7 @@ def test_all_micro_batches_of_a_step_are_observed(name, micro_batches):
 @pytest.mark.parametrize("name", FOLLOWERS)
 def test_micro_batches_cut_by_index_are_observed_once_each(name):
     """Cut by index and total, and with `weighted` of the whole batch at the end, as the pipeline does."""
-    strategy = kairos.Strategy(name, "linear", timesteps=10, sampler=FOLLOWERS[name])
+    strategy = kairos_timesteps.Strategy(name, "linear", timesteps=10, sampler=FOLLOWERS[name])
     for _ in range(2):
         for start in range(4):
             draw = strategy.draw(X0[:1], index=range(start, start + 1), total=4)
@@ -550,7 +552,7 @@ def test_micro_batches_cut_by_index_are_observed_once_each(name):
 
 @pytest.mark.parametrize("name", FOLLOWERS)
 def test_a_loss_that_is_computed_again_counts_once(name):
-    strategy = kairos.Strategy(name, "linear", timesteps=10, sampler=FOLLOWERS[name])
+    strategy = kairos_timesteps.Strategy(name, "linear", timesteps=10, sampler=FOLLOWERS[name])
     for _ in range(2):
         draw = strategy.draw(X0[:4])
         for _ in range(2):
@@ -579,7 +581,7 @@ def assert_close(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("name", ["uniform+min_snr", "uniform+edm2", "uniform+robust", "loss_rms+p2"])
 @pytest.mark.parametrize("shape", [(), (1,), (8, 1), (4,), (8, 3, 4, 4), (1, 8)])
 def test_errors_of_another_shape_are_rejected(method, name, shape):
-    strategy = kairos.Strategy(name, "cosine", timesteps=20)
+    strategy = kairos_timesteps.Strategy(name, "cosine", timesteps=20)
     draw = strategy.draw(X0)
     with pytest.raises(ConfigError) as raised:
         getattr(strategy, method)(draw, torch.ones(shape))
@@ -587,7 +589,7 @@ def test_errors_of_another_shape_are_rejected(method, name, shape):
 
 
 def test_errors_of_several_times_have_the_shape_of_the_times():
-    strategy = kairos.Strategy("uniform+min_snr", "cosine", timesteps=20)
+    strategy = kairos_timesteps.Strategy("uniform+min_snr", "cosine", timesteps=20)
     draw = strategy.draw(X0, times=(3,))
     assert strategy.loss(draw, torch.ones(8, 3)).shape == ()
     with pytest.raises(ConfigError) as raised:
@@ -604,7 +606,7 @@ def test_errors_of_several_times_have_the_shape_of_the_times():
 @pytest.mark.parametrize("sampler", ["uniform", "loss_rms"])
 def test_the_warm_up_of_edm_weights_caps_them_in_every_draw(sampler, process):
     options = {"warmup": 4, "sigma_data": 0.5}
-    strategy = kairos.Strategy(f"{sampler}+edm", process, timesteps=20, prediction="x0", weighting=options)
+    strategy = kairos_timesteps.Strategy(f"{sampler}+edm", process, timesteps=20, prediction="x0", weighting=options)
     for cap in (5, 5 * 100**0.25, 50, 5 * 100**0.75, math.inf):
         assert strategy.weighting.weights(strategy.step).max() <= cap
         for arguments in ({}, {"index": torch.arange(8), "total": 8}):
@@ -618,7 +620,7 @@ def test_the_warm_up_of_edm_weights_caps_them_in_every_draw(sampler, process):
 
 @pytest.mark.parametrize("times", [(3,), (2, 3)])
 def test_points_that_are_even_over_epochs_have_the_shape_of_the_times(times):
-    strategy = kairos.Strategy("uniform", "flow", sampler={"points": "epochs"})
+    strategy = kairos_timesteps.Strategy("uniform", "flow", sampler={"points": "epochs"})
     draw = strategy.draw(X0, times=times, item=torch.arange(8), items=8, epoch=0)
     assert draw.t.shape == (8, *times)
     cells = (draw.fractions * 8 % 8).reshape(8, -1)
@@ -627,7 +629,7 @@ def test_points_that_are_even_over_epochs_have_the_shape_of_the_times(times):
 
 @pytest.mark.parametrize("arguments", [{}, {"same": True}, {"times": (3,)}])
 def test_points_that_are_even_over_epochs_take_the_item_as_a_number(arguments):
-    strategy, found = kairos.Strategy("uniform", "flow", sampler={"points": "epochs"}), []
+    strategy, found = kairos_timesteps.Strategy("uniform", "flow", sampler={"points": "epochs"}), []
     for epoch in range(50):
         draw = strategy.draw(X0, item=3, items=8, epoch=epoch, **arguments)
         assert draw.t.shape == (8, *arguments.get("times", ()))
@@ -645,7 +647,7 @@ def test_slopes_of_any_steepness(weight, bias):
 
 
 def test_sobol_points_with_one_time_for_a_batch_cover_the_process():
-    strategy, found = kairos.Strategy("uniform", "flow", sampler={"points": "sobol"}), []
+    strategy, found = kairos_timesteps.Strategy("uniform", "flow", sampler={"points": "sobol"}), []
     for _ in range(64):
         draw = strategy.draw(torch.zeros(16, 1), same=True)
         found.append(draw.fractions[0])
@@ -658,7 +660,7 @@ def test_sobol_points_with_one_time_for_a_batch_cover_the_process():
 @pytest.mark.parametrize("law", ["exponential", "linear"])
 def test_a_shift_needs_two_numbers_of_tokens(law):
     with pytest.raises(ConfigError) as raised:
-        kairos.Strategy("shift", "flow", sampler={"law": law, "first": 256, "last": 256})
+        kairos_timesteps.Strategy("shift", "flow", sampler={"law": law, "first": 256, "last": 256})
     assert "first" in str(raised.value) and "last" in str(raised.value) and "256" in str(raised.value)
 
 
@@ -666,15 +668,17 @@ def test_a_shift_needs_two_numbers_of_tokens(law):
 def test_a_shift_below_zero_is_rejected(tokens):
     options = {"law": "linear", "first": 256, "last": 1024, "low": 3.0, "high": 1.0}  # alpha is -7 at 4,096 tokens
     with pytest.raises(ConfigError, match="tokens"):
-        kairos.Strategy("shift", "flow", sampler=options).draw(X0, tokens=tokens)
+        kairos_timesteps.Strategy("shift", "flow", sampler=options).draw(X0, tokens=tokens)
 
 
 def test_groups_given_as_numbers_with_a_floor():
     parts = [{"name": "listed", "times": [0.3], "group": "a"}, {"name": "uniform", "group": "b"}]
     options = {"floor": 0.5, "points": "sobol", "parts": parts}
-    draw = kairos.Strategy("by_group", "flow", sampler=options).draw(X0, group=torch.tensor([0, 1] * 4))
+    draw = kairos_timesteps.Strategy("by_group", "flow", sampler=options).draw(X0, group=torch.tensor([0, 1] * 4))
     assert draw.fractions.isfinite().all()
-    draws = [kairos.Strategy("by_group", "flow", sampler=options).draw(X0, group=name).fractions for name in "ab"]
+    draws = [
+        kairos_timesteps.Strategy("by_group", "flow", sampler=options).draw(X0, group=name).fractions for name in "ab"
+    ]
     torch.testing.assert_close(draw.fractions[::2], draws[0][::2])
     torch.testing.assert_close(draw.fractions[1::2], draws[1][1::2])
 
@@ -703,7 +707,7 @@ def test_listed_times_in_turn_follow_the_density_or_are_rejected(sampler):
 
 def test_weights_that_are_all_zero_are_rejected():
     with pytest.raises(ConfigError, match="values"):
-        kairos.Strategy("table_weight", "linear", weighting={"values": [0.0, 0.0]})
+        kairos_timesteps.Strategy("table_weight", "linear", weighting={"values": [0.0, 0.0]})
 
 
 @pytest.mark.parametrize("options", [{"floor": 0.85}, {"importance": True}, {"importance": True, "floor": 0.3}])

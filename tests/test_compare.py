@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-import results_tree
 from scipy import stats
 
+import results_tree
 from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json, write_json

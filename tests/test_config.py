@@ -10,8 +10,8 @@ import yaml
 
 from kairos.cli import main
 from kairos.config import load, validate
-from kairos.errors import ConfigError
 from kairos.sampling.settings import SamplingConfig
+from kairos_timesteps.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 

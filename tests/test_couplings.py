@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import kairos
-from kairos.errors import ConfigError
-from kairos.randomness import Stream
+import kairos_timesteps
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.randomness import Stream
 
 
 def digits(count):
@@ -20,7 +20,7 @@ def digits(count):
 
 
 def coupled(coupling, x0, seed=0, step=0, **draw):
-    strategy = kairos.Strategy("log_normal", coupling=coupling, seed=seed)
+    strategy = kairos_timesteps.Strategy("log_normal", coupling=coupling, seed=seed)
     strategy.step = step
     noise = Stream(seed, "noise").normal(step, range(len(x0)), tuple(x0.shape[1:]), dtype=x0.dtype)
     return noise, strategy.couple(strategy.draw(x0, **draw), noise)
@@ -83,27 +83,30 @@ def test_a_coupling_is_a_function_of_seed_and_step(coupling):
 def test_nearest_gives_each_image_what_it_gets_in_any_part_of_the_batch():
     x0 = digits(16)
     noise, whole = coupled("nearest", x0)
-    strategy = kairos.Strategy("uniform", coupling="nearest")
+    strategy = kairos_timesteps.Strategy("uniform", coupling="nearest")
     draw = strategy.draw(x0[5:9], index=range(5, 9), total=16)
     assert torch.equal(strategy.couple(draw, noise[5:9]), whole[5:9])
     picked = torch.tensor([11, 2, 7])
-    strategy = kairos.Strategy("uniform", coupling="nearest")
+    strategy = kairos_timesteps.Strategy("uniform", coupling="nearest")
     draw = strategy.draw(x0[picked], index=picked, total=16, same=True)
     assert torch.equal(strategy.couple(draw, noise[picked]), whole[picked])
-    strategy = kairos.Strategy("uniform", coupling="nearest")
+    strategy = kairos_timesteps.Strategy("uniform", coupling="nearest")
     draw = strategy.draw(x0, step=torch.tensor(0))  # as in a graph that is replayed
     assert torch.equal(strategy.couple(draw, noise), whole)
 
 
 def test_batches_that_are_accumulated_get_different_noise():
-    strategy, x0 = kairos.Strategy("uniform", coupling={"name": "nearest", "k": 8}), digits(1).expand(32, 1, 8, 8)
+    strategy, x0 = (
+        kairos_timesteps.Strategy("uniform", coupling={"name": "nearest", "k": 8}),
+        digits(1).expand(32, 1, 8, 8),
+    )
     first, second = (strategy.couple(strategy.draw(x0), torch.full_like(x0, 9.0)) for _ in range(2))  # never its own
     assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("name", ["uniform", "speed"])
 def test_nearest_is_a_part_of_a_compiled_step(name):
-    strategy, x0 = kairos.Strategy(name, coupling="nearest"), digits(8)
+    strategy, x0 = kairos_timesteps.Strategy(name, coupling="nearest"), digits(8)
 
     def step(x0, noise, number):
         draw = strategy.draw(x0, step=number)
@@ -131,11 +134,11 @@ def test_independent_gives_back_what_it_got():
 )
 def test_refusals(coupling, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        kairos.Strategy("uniform", coupling=coupling)
+        kairos_timesteps.Strategy("uniform", coupling=coupling)
 
 
 def test_noise_of_another_shape_is_refused():
-    strategy = kairos.Strategy("uniform")
+    strategy = kairos_timesteps.Strategy("uniform")
     with pytest.raises(ConfigError, match=r"couple: noise: got shape \(3, 1\), allowed: that of x0, \(4, 1\)"):
         strategy.couple(strategy.draw(torch.zeros(4, 1)), torch.zeros(3, 1))
 
@@ -143,9 +146,9 @@ def test_noise_of_another_shape_is_refused():
 def test_assignment_without_scipy_is_rejected_and_nearest_works(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    kairos.Strategy("uniform", coupling="nearest")
+    kairos_timesteps.Strategy("uniform", coupling="nearest")
     with pytest.raises(ConfigError, match=r"assignment.*scipy.*kairos-timesteps\[couplings\]"):
-        kairos.Strategy("uniform", coupling="assignment")
+        kairos_timesteps.Strategy("uniform", coupling="assignment")
 
 
 # In the pipeline
@@ -170,7 +173,7 @@ def test_an_experiment_from_before_couplings_stays_what_it_was(case):
     plain = case.experiment(METHODS)
     assert plain["methods"]["uniform"] == plain["methods"]["usual"] and "coupling" not in plain["methods"]["uniform"]
     assert plain["methods"]["nearest"]["coupling"] == {"name": "nearest", "k": 3}
-    module = "kairos.strategies.couplings"
+    module = "kairos_timesteps.couplings"
     assert [name for name in METHODS if module in code_roots(plain, name)] == ["assignment", "nearest"]
     by_rank = [name for name in METHODS if "processes" in trajectory_settings(plain, name)]
     assert by_rank == ["assignment"]  # whose result depends on their number

@@ -17,7 +17,7 @@ from kairos.data.decode import read_image, to_pixels
 from kairos.data.prepare import prepare, write_dataset
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import open_source
-from kairos.errors import ConfigError, KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 
 
 def picture(seed: int, height: int = 8, width: int = 8, channels: int = 3) -> Image.Image:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kairos.errors import KairosError
 from kairos.evaluation import extractors, metrics
 from kairos.evaluation.moments import in_batches, measure
+from kairos_timesteps.errors import KairosError
 
 transformers = pytest.importorskip("transformers")
 

@@ -4,9 +4,9 @@ import os
 import subprocess
 
 import pytest
-from training_case import experiment, make_latents, train_command, write_experiment
 
 from kairos.files import read_json
+from training_case import experiment, make_latents, train_command, write_experiment
 
 pytestmark = pytest.mark.long
 

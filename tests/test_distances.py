@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from kairos.diffusion.processes import build_process
-from kairos.errors import KairosError
 from kairos.evaluation import metrics, validation
 from kairos.evaluation.metrics import Target
 from kairos.evaluation.moments import Measured, Moments, Spool, measure
 from kairos.evaluation.settings import LossSettings
+from kairos.forward_process import build_process
+from kairos_timesteps.errors import KairosError
 
 
 def gaussian_features(mean, std, count=20_000, width=4, seed=0):

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands
-from training_case import difference, experiment, hashes, make_latents, started, train_command, write_experiment
 
+from commands import Commands
 from kairos.cli import main
-from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json
 from kairos.training import checkpoint
 from kairos.training.passes import cut
 from kairos.training.run import train
 from kairos.training.store import exclusive
+from kairos_timesteps.errors import ConfigError, KairosError
+from training_case import difference, experiment, hashes, make_latents, started, train_command, write_experiment
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -17,10 +17,10 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
-import kairos
+import kairos_timesteps
 from kairos.cli import COMMANDS
-from kairos.registry import Registry
-from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 
@@ -122,9 +122,11 @@ def test_every_field_of_an_experiment_file_is_there():
 
 def test_every_preset_and_every_public_name_is_there():
     text = reference.presets()
-    assert all(f"| `{name}` |" in text for name in kairos.presets())
+    assert all(f"| `{name}` |" in text for name in kairos_timesteps.names("preset"))
     assert "[shift](samplers.md#shift)" in text
-    assert {f"::: kairos.{name}" for name in {*kairos.__all__} - {"__version__"}} <= {*reference.api().splitlines()}
+    assert {f"::: kairos_timesteps.{name}" for name in {*kairos_timesteps.__all__} - {"__version__"}} <= {
+        *reference.api().splitlines()
+    }
 
 
 def test_formulas_become_mathml_and_files_of_the_repository_pages(site):

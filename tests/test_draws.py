@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-import kairos
-from kairos.diffusion.schedule import make_schedule
-from kairos.errors import ConfigError
-from kairos.strategies import SAMPLERS, make_sampler
-from kairos.strategies.numeric import spline
-from kairos.strategies.options import Fixed
-from kairos.strategies.points import Place
+import kairos_timesteps
+from kairos_timesteps.build import make_sampler
+from kairos_timesteps.component_options import Fixed
+from kairos_timesteps.components import SAMPLERS
+from kairos_timesteps.coordinates import Place
+from kairos_timesteps.diffusion.schedule import make_schedule
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.numeric import spline
 
 FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed))
 BATCH = torch.zeros(16, 1, 2, 2)
@@ -18,11 +19,11 @@ U = np.linspace(0, 1, 1001)
 
 
 def strategy(name, process="cosine", weighting="none", **options):
-    return kairos.Strategy(f"{name}+{weighting}", process, sampler=options, prediction="v")
+    return kairos_timesteps.Strategy(f"{name}+{weighting}", process, sampler=options, prediction="v")
 
 
 def sampler(name, **options):
-    return make_sampler({"name": name, **options}, kairos.Flow().schedule)
+    return make_sampler({"name": name, **options}, kairos_timesteps.Flow().schedule)
 
 
 def agree(first, second):
@@ -95,7 +96,7 @@ def test_times_of_frames_and_one_time_for_all():
 
 @pytest.mark.parametrize("name", ["loss_rms", "loss_mean", "info_rate"])
 def test_followers_learn_from_several_times_of_a_sample(name):
-    made = kairos.Strategy(name, "flow", sampler={"start": 1, "frequency": 1})
+    made = kairos_timesteps.Strategy(name, "flow", sampler={"start": 1, "frequency": 1})
     draw = made.draw(BATCH, times=(3,))
     made.loss(draw, torch.ones(16, 3))
     with made.observe(draw):
@@ -237,7 +238,7 @@ def test_refusals(named, message):
 def test_infinite_weights_are_refused_with_the_strategy():
     table = torch.linspace(0.99, 1e-3, 10, dtype=torch.float64)
     with pytest.raises(ConfigError, match="weights are not finite at timesteps that it draws"):
-        kairos.Strategy("uniform+snr", table, weighting={"power": -400.0})
+        kairos_timesteps.Strategy("uniform+snr", table, weighting={"power": -400.0})
 
 
 def largest_gap(draws):

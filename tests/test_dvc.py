@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from workflow_copy import Copy, finished
 
 from kairos.config import load
 from kairos.workflow.layout import Layout
+from workflow_copy import Copy, finished
 
 FIRST = "workflow/dvc.yaml:dependencies"  # writes what the others depend on
 LIST_STAGES = """
@@ -249,7 +249,7 @@ def test_a_comment_and_a_message_leave_dvc_lock_as_it_is(own):
     before = (own.folder / "dvc.lock").read_bytes()
     with (
         own.edited("src/kairos/training/loop.py", "\n\n\n", "\n\n\n# a comment\n\n"),
-        own.edited("src/kairos/strategies/adaptive.py", '"""', '"""Reworded: '),
+        own.edited("library/src/kairos_timesteps/samplers/adaptive.py", '"""', '"""Reworded: '),
         own.edited("src/kairos/evaluation/evaluate.py", "drawn from another", "drawn, it seems, from another"),
         own.edited("params.yaml", "experiment:", "# a comment\nexperiment:"),
     ):

@@ -5,19 +5,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-import results_tree
 import torch
 import yaml
-from report_page import page_of
 
+import results_tree
 from kairos.cli import main
 from kairos.config import load
-from kairos.errors import KairosError
 from kairos.files import read_json, write_json
 from kairos.report.collect import collect
 from kairos.status import views
 from kairos.status.outline import outline
 from kairos.status.trainings import trainings
+from kairos_timesteps.errors import KairosError
+from report_page import page_of
 
 TINY = Path(__file__).with_name("tiny.yaml")
 RESULTS = "results/tiny"

@@ -18,8 +18,8 @@ from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
-from kairos.errors import KairosError
 from kairos.shards import Shard
+from kairos_timesteps.errors import KairosError
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ import yaml
 
 from kairos.cli import main
 from kairos.data.dataset import open_dataset
-from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import evaluate, extractors
 from kairos.evaluation.registries import METRICS
 from kairos.sampling.samples_file import open_samples, write_samples
+from kairos_timesteps.errors import DamagedError, KairosError
 
 
 def read_samples(path: Path) -> tuple[np.ndarray, dict]:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-import kairos
-from kairos.strategies import SAMPLERS, WEIGHTINGS
-from kairos.strategies.registries import COUPLINGS
+import kairos_timesteps
+from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/strategies.md").read_text()
@@ -131,7 +130,7 @@ def test_help_and_unknown_names(example, capsys, name):
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     assert "--strategy" in shown and "--images" in shown
-    with pytest.raises(kairos.errors.ConfigError, match=r"unknown strategy 'sped'.*speed_official"):
+    with pytest.raises(kairos_timesteps.errors.ConfigError, match=r"unknown strategy 'sped'.*speed_official"):
         example(name).main([*SMALL, "--strategy", "sped"])
 
 
@@ -156,7 +155,7 @@ def test_the_guide_marks_what_observe_needs():
     for name, entry in SAMPLERS.items():
         assert ("network" in needs[name]) == entry.load().measures, name
         assert ("reweighted" in section.split(f"| `{name}` |")[1].split("\n")[0]) == (
-            kairos.Strategy(name).sampler.corrected
+            kairos_timesteps.Strategy(name).sampler.corrected
         ), name
 
 
@@ -194,17 +193,17 @@ def test_batches_that_are_accumulated_draw_different_timesteps_and_resume_exactl
     def draws(strategy, count):
         return [strategy.draw(torch.zeros(8, 1)) for _ in range(count)]
 
-    strategy = kairos.Strategy("log_normal", seed=3)
+    strategy = kairos_timesteps.Strategy("log_normal", seed=3)
     first = draws(strategy, 3)
     assert len({tuple(draw.t.tolist()) for draw in first}) == 3 and {draw.step for draw in first} == {0}
     with strategy.observe(first[-1]):
         pass
     second = draws(strategy, 2)
     assert {draw.step for draw in second} == {1}
-    resumed = kairos.Strategy("log_normal", seed=3)
+    resumed = kairos_timesteps.Strategy("log_normal", seed=3)
     resumed.load_state_dict(strategy.state_dict())
     assert torch.equal(draws(resumed, 1)[0].t, draws(strategy, 1)[0].t)
-    alone = kairos.Strategy("log_normal", seed=3)
+    alone = kairos_timesteps.Strategy("log_normal", seed=3)
     assert torch.equal(draws(alone, 1)[0].t, first[0].t)
     with alone.observe(first[0]):
         pass
@@ -212,7 +211,7 @@ def test_batches_that_are_accumulated_draw_different_timesteps_and_resume_exactl
 
 
 def test_a_loop_that_never_observes_still_draws_anew():
-    strategy = kairos.Strategy("uniform")
+    strategy = kairos_timesteps.Strategy("uniform")
     assert len({tuple(strategy.draw(torch.zeros(4, 1)).t.tolist()) for _ in range(20)}) == 20
 
 
@@ -227,11 +226,12 @@ for name in "pydantic diffusers snakemake mlflow datasets sklearn scipy pandas y
 for name in "torchvision torch_fidelity tqdm PIL transformers accelerate psutil".split():
     sys.modules[name] = None
 
-import kairos
+import kairos_timesteps
 assert not {"torch", "numpy"} & set(sys.modules), "import kairos is not free"
 
-from kairos.strategies import SAMPLERS, WEIGHTINGS, make_sampler, make_weighting
-from kairos.diffusion.schedule import make_schedule
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.build import make_sampler, make_weighting
+from kairos_timesteps.diffusion.schedule import make_schedule
 schedule = make_schedule("cosine", 100)
 learned = ("loss", "info", "gradient", "first_order", "adaptive", "edm2", "auto")
 fixed = [name for name in SAMPLERS if not name.startswith(learned)]
@@ -241,7 +241,7 @@ for name in WEIGHTINGS:
     name in ("edm2", "coarse_to_fine") or make_weighting({"name": name}, schedule).weights()
 assert "torch" not in sys.modules, "densities need torch"
 
-import kairos.errors
+import kairos_timesteps.errors
 import torch
 from torch import nn
 
@@ -258,7 +258,7 @@ optimizer = torch.optim.Adam(network.parameters())
 often = {"adaptive": {"frequency": 1, "feature_timesteps": 5}, "gradient": {"frequency": 1}, "first": {"frequency": 1}}
 
 def train(name, process):
-    strategy = kairos.Strategy(name, process, sampler=often.get(name.split("_")[0].split("+")[0]))
+    strategy = kairos_timesteps.Strategy(name, process, sampler=often.get(name.split("_")[0].split("+")[0]))
     for step in range(2):
         x0 = torch.randn(8, 1, 4, 4)
         draw = strategy.draw(x0)
@@ -276,10 +276,10 @@ optimizer.step()
 before = packages()
 for number, name in enumerate(SAMPLERS):
     weighting = list(WEIGHTINGS)[number % len(WEIGHTINGS)]
-    for process in ("linear", "edm", kairos.Flow(shift=3), "vp"):
+    for process in ("linear", "edm", kairos_timesteps.Flow(shift=3), "vp"):
         try:
             train(f"{name}+{weighting}", process)
-        except kairos.errors.ConfigError as error:
+        except kairos_timesteps.errors.ConfigError as error:
             assert "public code" in str(error) and process != "linear"
 print("extra:", *sorted(packages() - before))
 """

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import results_tree
-import training_case
 import yaml
 
+import results_tree
+import training_case
 from kairos import cli
 from kairos.config import load
 from kairos.files import read_json, write_json

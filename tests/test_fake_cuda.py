@@ -10,25 +10,26 @@ from random import Random
 
 import pytest
 import torch
-from fake_cuda import DEVICE, fake_cuda, process_group
-from rank_groups import case
-from training_case import experiment, make_latents
 
+from fake_cuda import DEVICE, fake_cuda, process_group
 from kairos.data.latents import open_latents
-from kairos.diffusion.registries import LOSSES, PROCESSES
-from kairos.errors import ConfigError
+from kairos.losses.registries import LOSSES
 from kairos.models.registries import MODELS
-from kairos.registry import Registry
 from kairos.sampling.draw import Estimate, Guidance, guided, noise_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
 from kairos.section import build
-from kairos.strategies import SAMPLERS, WEIGHTINGS, coarse_to_fine
-from kairos.strategies.points import POINTS
-from kairos.strategies.registries import COUPLINGS
-from kairos.strategies.strategy import Strategy
 from kairos.training.loop import steps
 from kairos.training.state import Training
+from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.coordinates import POINTS
+from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.registry import Registry
+from kairos_timesteps.strategy import Strategy
+from kairos_timesteps.weightings import coarse_to_fine
+from rank_groups import case
+from training_case import experiment, make_latents
 
 SAMPLING_STEPS = 3
 ORDINARY, MEASURING, LOGGING, STEPS = 1, 2, 3, 4  # numbers of steps, and how many there are

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from kairos.cli import main
-from kairos.errors import KairosError
 from kairos.evaluation import weights
 from kairos.fetching import _DIFFUSERS, _whole
+from kairos_timesteps.errors import KairosError
 
 CONTENT = os.urandom(3 * 2**20 + 17)
 NAME = f"weights-{hashlib.sha256(CONTENT).hexdigest()[:8]}.pth"

@@ -1,12 +1,12 @@
 """FSDP (fully_shard, two gloo processes on the CPU) with gradient accumulation: times and network of one process."""
 
 import pytest
-import rank_groups
 import torch
 from torch import distributed, nn
 
-from kairos import Strategy
-from kairos.distributed import rank, ranks
+import rank_groups
+from kairos_timesteps import Strategy
+from kairos_timesteps.distributed import rank, ranks
 
 try:
     from torch.distributed.fsdp import fully_shard

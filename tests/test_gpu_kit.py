@@ -35,7 +35,7 @@ def run(parts, folder, *arguments, bare=True):
         arguments: of all parts.
         bare: as on a machine that lacks what is not torch or numpy.
     """
-    path = [str(KIT), str(KIT.parents[1] / "src")]
+    path = [str(KIT), str(KIT.parents[1] / "src"), str(KIT.parents[1] / "library/src")]
     if bare:
         (folder / "sitecustomize.py").write_text(BLOCK)
         path.insert(0, str(folder))
@@ -122,7 +122,7 @@ def test_wheels_are_carried_along(tmp_path):
         "import common, subprocess, sys; common.install_wheels(); import carried; "
         "subprocess.run([sys.executable, '-c', 'import carried'], check=True)"
     )
-    path = os.pathsep.join([str(KIT), str(KIT.parents[1] / "src")])
+    path = os.pathsep.join(map(str, (KIT, KIT.parents[1] / "src", KIT.parents[1] / "library/src")))
     environment = os.environ | {"PYTHONPATH": path, "WHEELS": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 

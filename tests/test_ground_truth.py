@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kairos.strategies.base import Tabled
+from kairos_timesteps.base import Tabled
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 ground_truth = importlib.import_module("ground_truth")

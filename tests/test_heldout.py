@@ -5,8 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_data import config, folder_config, write_pictures
-from test_tables import hub_cache, write_parquet  # noqa: F401  (a fixture)
 
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
@@ -17,12 +15,14 @@ from kairos.costs.data import describe
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
-from kairos.errors import ConfigError, KairosError
 from kairos.evaluation import classifier
 from kairos.evaluation.registries import ClassifierOptions
 from kairos.fetching import needs
 from kairos.report.collect import real_images
 from kairos.workflow import controller
+from kairos_timesteps.errors import ConfigError, KairosError
+from test_data import config, folder_config, write_pictures
+from test_tables import hub_cache, write_parquet  # noqa: F401  (a fixture)
 
 CPU = torch.device("cpu")
 

@@ -3,23 +3,26 @@
 import ast
 
 import pytest
-from training_case import experiment
 
 from kairos import fingerprint
 from kairos.evaluation.registries import METRICS
 from kairos.fingerprint import _text
-from kairos.strategies.registries import WEIGHTINGS
 from kairos.training.identity import code_roots
 from kairos.training.registries import AVERAGES, OPTIMIZERS, SCHEDULES, AdamOptions
 from kairos.workflow import dependencies
+from kairos_timesteps.components import WEIGHTINGS
+from training_case import experiment
 
 
 def test_a_component_that_another_one_names_belongs_to_the_code():
-    bases = {"edm": "weightings", "change_aware": "speed"}
+    bases = {"edm": "weightings.fixed", "change_aware": "samplers.speed"}
     for base, module in bases.items():
         plain = experiment({"learned": {"weighting": {"name": "edm2", "base": base}}})
-        assert f"kairos.strategies.{module}" in code_roots(plain, "learned"), base
-    assert WEIGHTINGS.modules({"name": "edm2"}) == ["kairos.strategies.uncertainty", "kairos.strategies.weightings"]
+        assert f"kairos_timesteps.{module}" in code_roots(plain, "learned"), base
+    assert WEIGHTINGS.modules({"name": "edm2"}) == [
+        "kairos_timesteps.weightings.uncertainty",
+        "kairos_timesteps.weightings.fixed",
+    ]
 
 
 def test_only_a_module_that_is_left_out_and_its_submodules_do_not_count(tmp_path, monkeypatch):

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from training_case import experiment, make_latents
 
 from kairos import models
 from kairos.cli import main
 from kairos.config import validate
 from kairos.data.latents import open_latents
-from kairos.errors import ConfigError, KairosError
 from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import validation_loss
 from kairos.files import read_json, write_json
@@ -24,6 +22,8 @@ from kairos.milestones import open_milestone
 from kairos.training.identity import identity_of
 from kairos.training.imported import published_diffusion
 from kairos.training.run import train
+from kairos_timesteps.errors import ConfigError, KairosError
+from training_case import experiment, make_latents
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
 SMALL = {"width": 16, "depth": 2, "heads": 2}

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import extractors, metrics, weights
 from kairos.evaluation.evaluate import published_extractor
 from kairos.evaluation.moments import in_batches, measure
+from kairos_timesteps.errors import DamagedError, KairosError
 
 
 def test_missing_inception_weights(tmp_path):

@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from kairos.diffusion.schedule import SCHEDULES, linear_coefficients, make_schedule
-from kairos.errors import ConfigError
-from kairos.strategies.increments import AREAS, PROCESSES, increments, table_8
+from kairos.increments import AREAS, PROCESSES, increments, table_8
+from kairos_timesteps.diffusion.schedule import SCHEDULES, linear_coefficients, make_schedule
+from kairos_timesteps.errors import ConfigError
 
 
 def test_published_boundaries_of_the_linear_schedule():

@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from workflow_copy import Copy
 
 from kairos.cli import main
 from kairos.files import read_json
+from workflow_copy import Copy
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_case import experiment, hashes, make_latents, train_command, wait_for_steps, write_experiment
 
-from kairos.errors import KairosError
 from kairos.files import read_json, write_json
 from kairos.training.job import Leave, Left, last_word
 from kairos.training.run import train
 from kairos.training.store import exclusive
+from kairos_timesteps.errors import KairosError
+from training_case import experiment, hashes, make_latents, train_command, wait_for_steps, write_experiment
 
 pytestmark = pytest.mark.timeout(900)
 

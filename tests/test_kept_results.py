@@ -16,7 +16,7 @@ import pytest
 from kairos.cli import main
 from kairos.config.experiment import load
 from kairos.files import read_json
-from kairos.strategies.columns import parse_strategy_csv
+from kairos.strategy_file import parse_strategy_csv
 
 ARCHIVE = Path(__file__).with_name("fixtures") / "results_2026_11.tar.xz"
 METHODS = {"uniform", "loss_rms"}
@@ -101,8 +101,8 @@ def _experiments(address):
 
 
 def test_the_strategy_state_of_the_checkpoint_is_loaded(project):
-    from kairos.strategies.strategy import Strategy
     from kairos.training.checkpoint import read
+    from kairos_timesteps.strategy import Strategy
 
     state = read(RUN / "checkpoint.pt")["strategy"]
     options = {"start": 2, "frequency": 2}

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import Commands
-from training_case import experiment, make_latents, train_command, write_experiment
 
+from commands import Commands
 from kairos.files import read_json
+from training_case import experiment, make_latents, train_command, write_experiment
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

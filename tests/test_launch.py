@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import distributed
 
-from kairos.errors import KairosError
 from kairos.training import launch
+from kairos_timesteps.errors import KairosError
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from PIL import Image
-from test_data import config, folder_config, picture, write_pictures
 
 from kairos.config import validate
 from kairos.data.dataset import open_dataset
@@ -18,9 +17,10 @@ from kairos.data.decode import to_pixels
 from kairos.data.prepare import prepare
 from kairos.data.sources import open_source
 from kairos.data.survey import survey
-from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.fetching import needs
 from kairos.workflow import controller
+from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
+from test_data import config, folder_config, picture, write_pictures
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 coco = pytest.mark.skipif(not (SHARED / "coco_mini").is_dir(), reason="coco_mini is not in ../shared/data")

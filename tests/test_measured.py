@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from kairos.diffusion.schedule import make_schedule
-from kairos.strategies import SAMPLERS, Observation, make_sampler
-from kairos.strategies.meter import Meter, evaluating
-from kairos.strategies.points import Place
-from kairos.strategies.strategy import Strategy
+from kairos_timesteps.base import Observation
+from kairos_timesteps.build import make_sampler
+from kairos_timesteps.components import SAMPLERS
+from kairos_timesteps.coordinates import Place
+from kairos_timesteps.diffusion.schedule import make_schedule
+from kairos_timesteps.meter import Meter, evaluating
+from kairos_timesteps.strategy import Strategy
 
 T = 40
 

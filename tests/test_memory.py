@@ -4,11 +4,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from training_case import experiment, make_latents
 
-from kairos.errors import KairosError
 from kairos.models.dit import DiT
 from kairos.training.run import train
+from kairos_timesteps.errors import KairosError
+from training_case import experiment, make_latents
 
 
 @pytest.fixture(scope="module")

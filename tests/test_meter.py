@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from kairos.errors import ConfigError
-from kairos.strategies.strategy import Strategy
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.strategy import Strategy
 
 MEASURING = ("gradient_norm", "auto", "gradient_variance", "first_order")
 

@@ -3,19 +3,19 @@
 import json
 
 import pytest
-import results_tree
 import yaml
-from report_page import page_of
 
+import results_tree
 from kairos.cli import main
 from kairos.config import load, validate
-from kairos.errors import ConfigError, KairosError
 from kairos.evaluation.separation import cannot_rank
 from kairos.files import read_json, write_json
 from kairos.report import findings
 from kairos.report.collect import collect
 from kairos.report.compare import join
 from kairos.report.ranking import compare
+from kairos_timesteps.errors import ConfigError, KairosError
+from report_page import page_of
 
 METRIC = results_tree.METRIC
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kairos.errors import KairosError
 from kairos.models import build, load, save
 from kairos.models.registries import MODELS, effective
-from kairos.options import dump
+from kairos_timesteps.errors import KairosError
+from kairos_timesteps.options import dump
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
 

@@ -9,13 +9,13 @@ import pytest
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
-from test_beforehand import folder
-from test_schema import SCHEMA
-from workflow_copy import Copy
 
 from kairos.cli import main
 from kairos.config import load
 from kairos.costs import proposal
+from test_beforehand import folder
+from test_schema import SCHEMA
+from workflow_copy import Copy
 
 
 @pytest.fixture

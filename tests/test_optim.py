@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from training_case import experiment, make_latents
 
-from kairos.errors import KairosError
 from kairos.files import read_json
 from kairos.training import optim
 from kairos.training.registries import AVERAGES, SCHEDULES
 from kairos.training.run import train
+from kairos_timesteps.errors import KairosError
+from training_case import experiment, make_latents
 
 
 def factor(name, step, length=0, **options):

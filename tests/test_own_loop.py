@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kairos
-from kairos.errors import ConfigError
-from kairos.randomness import Stream
+import kairos_timesteps
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.randomness import Stream
 
 
 def digits(count):
@@ -36,7 +36,7 @@ class Network(nn.Module):
 
 
 def filled(levels, count=3000, parts=7):
-    strategy = kairos.Strategy("uniform", "cosine")
+    strategy = kairos_timesteps.Strategy("uniform", "cosine")
     snr, losses = [], []
     for part in range(parts):
         strategy.step = part
@@ -49,7 +49,7 @@ def filled(levels, count=3000, parts=7):
 
 @pytest.mark.parametrize("bins", [24, 1, [-8.0, -1.0, 0.0, 0.5, 6.0]])
 def test_loss_by_level_is_numpys_binning(bins):
-    levels = kairos.LossByLevel(bins)
+    levels = kairos_timesteps.LossByLevel(bins)
     level, losses = filled(levels)
     table = levels.table()
     edges = np.append(table["low"], table["high"][-1])
@@ -65,40 +65,40 @@ def test_loss_by_level_is_numpys_binning(bins):
 
 
 def test_loss_by_level_of_values_on_edges_and_of_several_times():
-    levels = kairos.LossByLevel([0.0, 1.0, 2.0])
+    levels = kairos_timesteps.LossByLevel([0.0, 1.0, 2.0])
     levels.update(torch.tensor([[-9.0, 0.0, 1.0], [2.0, 3.0, -math.inf]], dtype=torch.float64).exp(), torch.ones(2, 3))
     assert levels.table()["count"].tolist() == np.histogram([0, 0, 1, 2, 2, 0], [0, 1, 2])[0].tolist() == [3, 3]
 
 
 def test_a_loss_that_is_not_finite_spoils_its_own_bin_alone():
-    levels = kairos.LossByLevel([-1.0, 0.0, 1.0])
+    levels = kairos_timesteps.LossByLevel([-1.0, 0.0, 1.0])
     levels.update(torch.tensor([0.5, 2.0]), torch.tensor([math.nan, 3.0]))
     assert np.isnan(levels.table()["mean"][0]) and levels.table()["mean"][1] == 3
 
 
 def test_loss_by_level_goes_on_from_a_state(tmp_path):
-    levels = kairos.LossByLevel()
+    levels = kairos_timesteps.LossByLevel()
     filled(levels)
     torch.save(levels.state_dict(), tmp_path / "state")
-    again = kairos.LossByLevel()
+    again = kairos_timesteps.LossByLevel()
     again.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     for one in (levels, again):
         one.update(torch.tensor([1.0]), torch.tensor([2.0]))
     for name, values in levels.table().items():
         np.testing.assert_array_equal(again.table()[name], values)
     with pytest.raises(ConfigError, match="state: got 24 bins, allowed: the 3 that these are"):
-        kairos.LossByLevel(3).load_state_dict(levels.state_dict())
+        kairos_timesteps.LossByLevel(3).load_state_dict(levels.state_dict())
 
 
 @pytest.mark.parametrize("bins", [0, -3, [1.0], [0.0, 0.0], [2.0, 1.0], [0.0, math.inf]])
 def test_what_are_no_bins(bins):
     with pytest.raises(ConfigError, match=r"bins: got .*, allowed: 1 or more, or edges that rise$"):
-        kairos.LossByLevel(bins)
+        kairos_timesteps.LossByLevel(bins)
 
 
 def test_losses_of_another_shape():
     with pytest.raises(ConfigError, match=r"losses: got shape \(2,\), allowed: that of snr, \(3,\)"):
-        kairos.LossByLevel().update(torch.ones(3), torch.ones(2))
+        kairos_timesteps.LossByLevel().update(torch.ones(3), torch.ones(2))
 
 
 # A validation loss
@@ -106,7 +106,7 @@ def test_losses_of_another_shape():
 
 def test_validation_is_the_same_however_it_is_asked_for():
     network, images = Network(), digits(40)
-    losses = [kairos.ValidationLoss(images, "cosine", kind=kind, batch=batch)(network) for kind, batch in
+    losses = [kairos_timesteps.ValidationLoss(images, "cosine", kind=kind, batch=batch)(network) for kind, batch in
               (("even", 128), ("even", 7), ("mlperf8", 128), ("mlperf8", 7))]  # fmt: skip
     for one, other in (losses[:2], losses[2:]):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
@@ -116,7 +116,7 @@ def test_validation_is_the_same_however_it_is_asked_for():
 @pytest.mark.parametrize("process", ["cosine", "edm", "flow", "vp"])
 def test_mlperf8_against_a_plain_loop(process):
     network, images = Network().eval(), digits(20)
-    validation = kairos.ValidationLoss(images, process, kind="mlperf8", seed=5)
+    validation = kairos_timesteps.ValidationLoss(images, process, kind="mlperf8", seed=5)
     found, its = validation(network), validation.process
     noise = Stream(5, "validation noise").normal(0, range(20), (1, 8, 8))
     losses = []
@@ -139,8 +139,8 @@ def test_mlperf8_against_a_plain_loop(process):
 def test_even_covers_the_process_and_its_mean_is_that_of_uniform():
     """A network that predicts nothing: of v the mean of alpha-bar + (1 - alpha-bar) x0², known at every timestep."""
     images = digits(64)
-    process = kairos.Strategy("uniform", "cosine", timesteps=64, prediction="v").process
-    validation = kairos.ValidationLoss(images, process, strata=8)
+    process = kairos_timesteps.Strategy("uniform", "cosine", timesteps=64, prediction="v").process
+    validation = kairos_timesteps.ValidationLoss(images, process, strata=8)
     found = validation(lambda x, t: 0 * x)
     a = process.schedule.alphas_cumprod
     expected = (a + (1 - a) * float(images.square().mean())).mean()
@@ -152,7 +152,9 @@ def test_its_standard_error_is_that_over_seeds():
     images, network = digits(64), Network().eval()
     for kind in ("even", "mlperf8"):
         runs = [
-            kairos.ValidationLoss(images[Stream(seed, "some").permutation(64)[:32]], kind=kind, seed=seed)(network)
+            kairos_timesteps.ValidationLoss(images[Stream(seed, "some").permutation(64)[:32]], kind=kind, seed=seed)(
+                network
+            )
             for seed in range(60)
         ]
         spread = np.std([run["loss"] for run in runs])
@@ -165,25 +167,25 @@ def test_two_runs_are_paired():
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.01)
-    validation = kairos.ValidationLoss(images, "cosine")
-    first, second, again = validation(one), validation(other), kairos.ValidationLoss(images, "cosine")(one)
+    validation = kairos_timesteps.ValidationLoss(images, "cosine")
+    first, second, again = validation(one), validation(other), kairos_timesteps.ValidationLoss(images, "cosine")(one)
     assert first["loss"] == again["loss"] and np.array_equal(first["by_image"], again["by_image"])
     difference = first["by_image"] - second["by_image"]
     assert difference.std() / 8 < 0.1 * first["error"]
-    assert kairos.ValidationLoss(images, "cosine", seed=1)(one)["loss"] != first["loss"]
+    assert kairos_timesteps.ValidationLoss(images, "cosine", seed=1)(one)["loss"] != first["loss"]
 
 
 def test_epsilon_is_shared_by_networks_of_different_predictions():
     images = digits(16)
     losses = []
     for prediction in ("epsilon", "v"):
-        process = kairos.Strategy("uniform", "cosine", prediction=prediction).process
+        process = kairos_timesteps.Strategy("uniform", "cosine", prediction=prediction).process
 
         def network(x, t, process=process, prediction=prediction):  # which says that x is the noise
             a, s = (part.view(-1, 1, 1, 1).float() for part in process.coefficients(t))
             return x if prediction == "epsilon" else (x - s * x) / a  # eps = s x + a v
 
-        losses.append(kairos.ValidationLoss(images, process, of="epsilon", strata=4)(network)["loss"])
+        losses.append(kairos_timesteps.ValidationLoss(images, process, of="epsilon", strata=4)(network)["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
@@ -194,7 +196,7 @@ def test_conditions_are_those_of_the_images():
         seen.append(conditions["class"])
         return 0 * x
 
-    kairos.ValidationLoss(images, kind="mlperf8", batch=4, conditions={"class": torch.arange(10)})(network)
+    kairos_timesteps.ValidationLoss(images, kind="mlperf8", batch=4, conditions={"class": torch.arange(10)})(network)
     assert torch.cat(seen).tolist() == list(range(10))
 
 
@@ -211,7 +213,7 @@ def test_conditions_are_those_of_the_images():
 )
 def test_refusals(named, words):
     with pytest.raises(ConfigError, match=words):
-        kairos.ValidationLoss(**{"images": torch.zeros(4, 1), **named})
+        kairos_timesteps.ValidationLoss(**{"images": torch.zeros(4, 1), **named})
 
 
 # What will be drawn
@@ -219,7 +221,7 @@ def test_refusals(named, words):
 
 @pytest.mark.parametrize("name", ["uniform", "log_normal", "speed", "speed_official", "clts", "loss_rms", "adaptive"])
 def test_a_preview_counts_what_the_density_says(name):
-    found = kairos.Strategy(name, seed=4).preview(draws=40_000, bins=40)
+    found = kairos_timesteps.Strategy(name, seed=4).preview(draws=40_000, bins=40)
     assert found["count"].sum() == pytest.approx(found["expected"].sum()) and found["count"].sum() >= 40_000
     some = found["expected"] > 5
     chi = ((found["count"] - found["expected"])[some] ** 2 / found["expected"][some]).sum()
@@ -229,7 +231,7 @@ def test_a_preview_counts_what_the_density_says(name):
 
 
 def test_a_preview_is_what_the_steps_draw_and_changes_nothing():
-    strategy, other = kairos.Strategy("log_normal", seed=2), kairos.Strategy("log_normal", seed=2)
+    strategy, other = kairos_timesteps.Strategy("log_normal", seed=2), kairos_timesteps.Strategy("log_normal", seed=2)
     found, drawn = strategy.preview(draws=512, bins=10, batch=64), []
     for _ in range(8):
         drawn.append((draw := strategy.draw(torch.zeros(64, 1))).fractions)
@@ -241,7 +243,7 @@ def test_a_preview_is_what_the_steps_draw_and_changes_nothing():
 
 
 def test_a_preview_needs_the_context_that_the_draw_needs():
-    strategy = kairos.Strategy("shift", "flow", sampler={"law": "exponential"})
+    strategy = kairos_timesteps.Strategy("shift", "flow", sampler={"law": "exponential"})
     with pytest.raises(ConfigError, match=r"shift: needs tokens, and the call did not say it"):
         strategy.preview()
     few, many = (strategy.preview(draws=5000, tokens=tokens)["count"] for tokens in (256, 4096))
@@ -255,11 +257,11 @@ def test_a_preview_needs_the_context_that_the_draw_needs():
 
 def test_pictures(tmp_path):
     pytest.importorskip("matplotlib")
-    levels = kairos.LossByLevel()
+    levels = kairos_timesteps.LossByLevel()
     filled(levels)
     levels.picture(tmp_path / "levels.png")
-    kairos.LossByLevel().picture(tmp_path / "nothing.svg")
-    kairos.Strategy("log_normal+min_snr").preview(tmp_path / "drawn.png", draws=2000)
+    kairos_timesteps.LossByLevel().picture(tmp_path / "nothing.svg")
+    kairos_timesteps.Strategy("log_normal+min_snr").preview(tmp_path / "drawn.png", draws=2000)
     for name in ("levels.png", "drawn.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "nothing.svg").read_text()
@@ -268,9 +270,9 @@ def test_pictures(tmp_path):
 def test_a_picture_without_matplotlib_is_rejected_and_the_rest_works(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    strategy = kairos.Strategy("log_normal")
+    strategy = kairos_timesteps.Strategy("log_normal")
     strategy.preview(draws=100)
-    for call in (kairos.LossByLevel().picture, strategy.preview):
+    for call in (kairos_timesteps.LossByLevel().picture, strategy.preview):
         with pytest.raises(ConfigError, match=r"matplotlib.*kairos-timesteps\[pictures\]"):
             call(tmp_path / "x.png")
 
@@ -292,7 +294,11 @@ class Waits(TorchDispatchMode):
 
 
 def test_neither_loss_by_level_nor_nearest_waits_for_a_device():
-    strategy, levels, x0 = kairos.Strategy("loss_rms", coupling="nearest"), kairos.LossByLevel(), digits(16)
+    strategy, levels, x0 = (
+        kairos_timesteps.Strategy("loss_rms", coupling="nearest"),
+        kairos_timesteps.LossByLevel(),
+        digits(16),
+    )
     with Waits() as waits:
         draw = strategy.draw(x0)
         noise = strategy.couple(draw, torch.randn_like(x0))
@@ -307,7 +313,7 @@ def test_losses_without_gradients_are_not_learned_from():
     """A validation loss between two steps leaves what the sampler learns as it is."""
     states = []
     for validates in (False, True):
-        strategy = kairos.Strategy("loss_rms", timesteps=10, sampler={"start": 1, "frequency": 1})
+        strategy = kairos_timesteps.Strategy("loss_rms", timesteps=10, sampler={"start": 1, "frequency": 1})
         draw = strategy.draw(torch.zeros(4, 1))
         strategy.loss(draw, torch.ones(4))
         if validates:

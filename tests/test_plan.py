@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from training_case import experiment, make_latents
 
 from kairos import models
 from kairos.cli import main
@@ -17,15 +16,16 @@ from kairos.config import load, validate
 from kairos.costs.estimate import estimate
 from kairos.costs.network import measure
 from kairos.costs.text import text, values
-from kairos.diffusion.processes import build_process
-from kairos.errors import ConfigError
-from kairos.options import but_name
-from kairos.registry import Entry
-from kairos.strategies.base import Cost, Sampler
-from kairos.strategies.options import Fixed
-from kairos.strategies.registries import SAMPLERS
-from kairos.strategies.strategy import Strategy
+from kairos.forward_process import build_process
 from kairos.training.run import train
+from kairos_timesteps.base import Cost, Sampler
+from kairos_timesteps.component_options import Fixed
+from kairos_timesteps.components import SAMPLERS
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.options import but_name
+from kairos_timesteps.registry import Entry
+from kairos_timesteps.strategy import Strategy
+from training_case import experiment, make_latents
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASS = {"class": {"kind": "class", "num_classes": 1000}}

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from training_case import experiment, hashes, make_latents, train_command, write_experiment
 
 from kairos import portable
 from kairos.cli import main
 from kairos.config import validate
-from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json, write_json
 from kairos.workflow.reproduction import digest
+from kairos_timesteps.errors import ConfigError, KairosError
+from training_case import experiment, hashes, make_latents, train_command, write_experiment
 
 HERE = Path(portable.__file__).parents[1]
 pytestmark = pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="no AVX2 here")

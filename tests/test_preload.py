@@ -12,12 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from training_case import experiment, hashes, make_latents, train_command, write_experiment
 
 from kairos.files import glance, read_json
 from kairos.workflow import preload
+from training_case import experiment, hashes, make_latents, train_command, write_experiment
 
 SOURCE = Path(preload.__file__).parents[2]
+LIBRARY = SOURCE.parent / "library/src"
 CONTROLLER = """
 import os, sys
 from pathlib import Path
@@ -42,7 +43,7 @@ class Run:
         self.latents = make_latents(folder / "data")
         self.config = write_experiment(folder / "x.yaml", experiment(**training))
         variables = dict.fromkeys(preload._THREADS, "1") | dict.fromkeys(preload._FOLDERS, tempfile.gettempdir())
-        self.alone = {**os.environ, **variables, "PYTHONPATH": str(source)}
+        self.alone = {**os.environ, **variables, "PYTHONPATH": f"{source}{os.pathsep}{LIBRARY}"}
         line = [sys.executable, "-P", "-c", CONTROLLER, str(self.config)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.controller = subprocess.Popen(line, cwd=folder, env=self.alone, **pipes)

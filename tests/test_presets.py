@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-import kairos
-from kairos.errors import ConfigError
+import kairos_timesteps
+from kairos_timesteps.errors import ConfigError
 
 pytest.importorskip("scipy")
 from trainers import TRAINERS
@@ -38,9 +38,9 @@ REQUIRED = {
 
 
 def test_every_preset_has_its_formula_and_the_promised_names_exist():
-    assert kairos.presets() == sorted(TRAINERS)
+    assert kairos_timesteps.names("preset") == sorted(TRAINERS)
     for name, options in REQUIRED.items():
-        assert options <= kairos.preset(name).options.keys()
+        assert options <= kairos_timesteps.preset(name).options.keys()
 
 
 def test_the_guide_names_every_preset_and_no_other():
@@ -53,7 +53,7 @@ def test_the_guide_names_every_preset_and_no_other():
 @pytest.mark.parametrize("name", sorted(TRAINERS))
 def test_quantiles_are_the_trainers(name):
     trainer = TRAINERS[name]
-    found = kairos.preset(name, **trainer.options).quantile(LEVELS, **trainer.context)
+    found = kairos_timesteps.preset(name, **trainer.options).quantile(LEVELS, **trainer.context)
     error = np.abs(found - trainer.quantile(LEVELS)) / (trainer.quantile(LEVELS) if trainer.sigma else 1)
     assert found.dtype == np.float64
     assert error.max() < 1e-6
@@ -63,7 +63,7 @@ def test_quantiles_are_the_trainers(name):
 def test_weights_are_the_trainers(name):
     trainer = TRAINERS[name]
     times = trainer.quantile(LEVELS).astype(np.float32)
-    found = kairos.preset(name, **trainer.options).weights(torch.from_numpy(times))
+    found = kairos_timesteps.preset(name, **trainer.options).weights(torch.from_numpy(times))
     expected = trainer.weight(times.astype(np.float64))
     assert found.dtype == torch.float32
     assert found.shape == times.shape
@@ -87,7 +87,7 @@ def test_draws_follow_the_trainers_density(name):
     if name == "nemo:mix":
         pytest.skip("whole batches are of one part: below")
     trainer = TRAINERS[name]
-    preset = kairos.preset(name, **trainer.options)
+    preset = kairos_timesteps.preset(name, **trainer.options)
     draws = preset.sample(count, seed=1, **trainer.context)
     assert draws.dtype == torch.float32
     assert draws.shape == (count,)
@@ -102,7 +102,7 @@ def test_draws_follow_the_trainers_density(name):
 
 
 def test_a_mixed_batch_of_nemo_is_of_one_part():
-    preset = kairos.preset("nemo:mix", ratio=0.25, shift=2.0)
+    preset = kairos_timesteps.preset("nemo:mix", ratio=0.25, shift=2.0)
     uniform = logit_normal = 0
     for seed in range(400):
         t = preset.sample(400, seed=seed).double().numpy()
@@ -134,14 +134,14 @@ def test_a_mixed_batch_of_nemo_is_of_one_part():
     ],
 )
 def test_signs(name, options, context, median):
-    assert kairos.preset(name, **options).quantile(0.5, **context) == pytest.approx(median, abs=1e-3)
+    assert kairos_timesteps.preset(name, **options).quantile(0.5, **context) == pytest.approx(median, abs=1e-3)
 
 
 def test_contexts_are_of_each_sample():
     tokens = torch.tensor([256, 4096])
-    found = kairos.preset("musubi:flux_shift").quantile(torch.tensor([0.5, 0.5]), tokens=tokens)
+    found = kairos_timesteps.preset("musubi:flux_shift").quantile(torch.tensor([0.5, 0.5]), tokens=tokens)
     np.testing.assert_allclose(found, 1 / (1 + np.exp([-0.5, -1.15])), rtol=1e-6)
-    drawn = kairos.preset("musubi:flux_shift").sample(20_000, tokens=tokens.repeat(10_000)).view(-1, 2)
+    drawn = kairos_timesteps.preset("musubi:flux_shift").sample(20_000, tokens=tokens.repeat(10_000)).view(-1, 2)
     np.testing.assert_allclose(drawn.median(0).values, found, atol=0.02)
 
 
@@ -164,7 +164,7 @@ def test_contexts_are_of_each_sample():
 )
 def test_what_cannot_be_is_refused(name, options, message):
     with pytest.raises(ConfigError) as refused:
-        kairos.preset(name, **options)
+        kairos_timesteps.preset(name, **options)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -181,31 +181,31 @@ def test_what_cannot_be_is_refused(name, options, message):
 )
 def test_times_without_a_finite_weight_are_refused(name, time):
     with pytest.raises(ConfigError, match=f"preset {name}: weights: got"):
-        kairos.preset(name).weights(torch.tensor([0.5, time]))
+        kairos_timesteps.preset(name).weights(torch.tensor([0.5, time]))
 
 
 def test_a_context_that_is_missing_is_asked_for():
     with pytest.raises(ConfigError, match="needs tokens"):
-        kairos.preset("musubi:flux_shift").sample(4)
+        kairos_timesteps.preset("musubi:flux_shift").sample(4)
 
 
 def test_densities_and_weightings_alone():
-    density = kairos.density("log_normal", m=1.0, s=0.5)
+    density = kairos_timesteps.density("log_normal", m=1.0, s=0.5)
     t = density.sample(4, seed=3)
     assert t.shape == (4,)
     np.testing.assert_allclose(density.cdf(np.array([density.quantile(np.array([0.3]))[0]])), 0.3, atol=1e-9)
-    np.testing.assert_allclose(kairos.weighting("power")(((1 - t) / t) ** 2), t**-2)
+    np.testing.assert_allclose(kairos_timesteps.weighting("power")(((1 - t) / t) ** 2), t**-2)
     snr = torch.tensor([0.1, 1.0, 10.0]).double()
-    np.testing.assert_allclose(kairos.weighting("min_snr", "linear", "v")(snr), snr.clip(max=5) / (snr + 1))
+    np.testing.assert_allclose(kairos_timesteps.weighting("min_snr", "linear", "v")(snr), snr.clip(max=5) / (snr + 1))
     sigma = torch.tensor([0.2, 3.0]).double()
-    edm = kairos.weighting("edm", kairos.Edm(sigma_data=0.7))
+    edm = kairos_timesteps.weighting("edm", kairos_timesteps.Edm(sigma_data=0.7))
     np.testing.assert_allclose(edm(sigma**-2), (sigma**2 + 0.49) / (0.7 * sigma) ** 2)
     for call in (
-        lambda: kairos.density("adaptive"),
-        lambda: kairos.density("log_norml"),
-        lambda: kairos.density("beta", a=-1.0),
-        lambda: kairos.weighting("min_snr", prediction="noise"),
-        lambda: kairos.weighting("min_snr", gama=3),
+        lambda: kairos_timesteps.density("adaptive"),
+        lambda: kairos_timesteps.density("log_norml"),
+        lambda: kairos_timesteps.density("beta", a=-1.0),
+        lambda: kairos_timesteps.weighting("min_snr", prediction="noise"),
+        lambda: kairos_timesteps.weighting("min_snr", gama=3),
     ):
         with pytest.raises(ConfigError):
             call()

@@ -7,19 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-import kairos
-from kairos.diffusion.adapters import as_process
-from kairos.diffusion.schedule import PREDICTIONS, SCHEDULES, error_ratio, make_schedule
-from kairos.strategies import WEIGHTINGS, make_weighting
+import kairos_timesteps
+from kairos_timesteps.build import make_weighting
+from kairos_timesteps.components import WEIGHTINGS
+from kairos_timesteps.diffusion.adapters import as_process
+from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, error_ratio, make_schedule
 
 DISCRETE = {f"{s}-{p}": (lambda s=s, p=p: as_process(s, 50, p)) for s in SCHEDULES for p in PREDICTIONS}
 CONTINUOUS = {
-    "edm": kairos.Edm,
-    "edm-1": lambda: kairos.Edm(sigma_data=1.0),
-    "flow": kairos.Flow,
-    "shift": lambda: kairos.Flow(shift=3),
-    "vp": kairos.Vp,
-    "vp-v": lambda: kairos.Vp(prediction="v"),
+    "edm": kairos_timesteps.Edm,
+    "edm-1": lambda: kairos_timesteps.Edm(sigma_data=1.0),
+    "flow": kairos_timesteps.Flow,
+    "shift": lambda: kairos_timesteps.Flow(shift=3),
+    "vp": kairos_timesteps.Vp,
+    "vp-v": lambda: kairos_timesteps.Vp(prediction="v"),
 }
 RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # on the error of whatever is predicted
 OF_SNR = sorted(
@@ -47,9 +48,9 @@ def snr_at(process, t):
 def scales(process, t):
     """What x0 and the noise are multiplied by in x_t, from the signal-to-noise ratio alone."""
     snr = snr_at(process, t)
-    if isinstance(process, kairos.Edm):
+    if isinstance(process, kairos_timesteps.Edm):
         return torch.ones_like(snr), snr**-0.5
-    if isinstance(process, kairos.Flow):
+    if isinstance(process, kairos_timesteps.Flow):
         return snr**0.5 / (1 + snr**0.5), 1 / (1 + snr**0.5)
     return (snr / (1 + snr)) ** 0.5, (1 / (1 + snr)) ** 0.5
 
@@ -86,7 +87,7 @@ def test_errors_of_a_prediction_are_related_as_stated(name):
 @pytest.mark.parametrize("name", ALL)
 def test_a_weighting_weighs_the_same_error_alike_whatever_is_predicted(name, weighting):
     process = ALL[name]()
-    strategy = kairos.Strategy(weighting, process)
+    strategy = kairos_timesteps.Strategy(weighting, process)
     x0, noise, output, t = batch(process)
     x_t = process.noised(x0, noise, t)
     of_output = mean_square(output - process.target(x0, noise, t))
@@ -119,9 +120,9 @@ FORMULAS = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_weights_at_continuous_times_are_the_formula_itself(name):
     on_x0 = FORMULAS[name]
-    edm = kairos.Strategy(name, kairos.Edm()).draw(torch.zeros(1000, 1))
+    edm = kairos_timesteps.Strategy(name, kairos_timesteps.Edm()).draw(torch.zeros(1000, 1))
     np.testing.assert_allclose(edm.weights, on_x0(edm.t.numpy() ** -2.0), rtol=1e-6)
-    flow = kairos.Strategy(name, kairos.Flow()).draw(torch.zeros(1000, 1))
+    flow = kairos_timesteps.Strategy(name, kairos_timesteps.Flow()).draw(torch.zeros(1000, 1))
     snr = ((1 - flow.t.numpy()) / flow.t.numpy()) ** 2
     wanted = on_x0(snr) / (1 if name == "none" else (1 + np.sqrt(snr)) ** 2)
     np.testing.assert_allclose(flow.weights, wanted, rtol=1e-6)
@@ -129,19 +130,19 @@ def test_weights_at_continuous_times_are_the_formula_itself(name):
 
 @pytest.mark.parametrize("sigma_data", [0.5, 1.0, 0.3])
 def test_edms_lambda_weighs_the_networks_own_output_by_one(sigma_data):
-    process = kairos.Edm(sigma_data=sigma_data)
+    process = kairos_timesteps.Edm(sigma_data=sigma_data)
     x0, noise, output, t = batch(process)
     x_t = process.noised(x0, noise, t)
     denoised = process.predict(lambda x, time: output, x_t, t)
     zero = process.predict(lambda x, time: torch.zeros_like(output), x_t, t)
     c_out = ((denoised - zero) / output).flatten(1).mean(1)
     torch.testing.assert_close(c_out, t * sigma_data / (t**2 + sigma_data**2) ** 0.5)
-    weights = kairos.Strategy("edm", process).weighting.at(process, t)  # sigma_data comes from the process
+    weights = kairos_timesteps.Strategy("edm", process).weighting.at(process, t)  # sigma_data comes from the process
     torch.testing.assert_close(c_out**2 * weights.double(), torch.ones_like(t), rtol=1e-5, atol=1e-5)
 
 
 def test_edm_calls_the_network_with_unit_variance_and_a_quarter_of_ln_sigma():
-    process, seen = kairos.Edm(), []
+    process, seen = kairos_timesteps.Edm(), []
     random = torch.Generator().manual_seed(0)
     t = torch.tensor([0.002, 0.5, 80.0], dtype=torch.float64)
     x0, noise = 0.5 * torch.randn(3, 1, 100, 100, generator=random), torch.randn(3, 1, 100, 100, generator=random)
@@ -164,7 +165,9 @@ def kolmogorov_smirnov(values, cdf):
 def test_edm_log_normal_is_normal_in_ln_sigma(points):
     from scipy.stats import norm
 
-    draw = kairos.Strategy("edm_log_normal", kairos.Edm(), sampler={"points": points}).draw(torch.zeros(100_000, 1))
+    draw = kairos_timesteps.Strategy("edm_log_normal", kairos_timesteps.Edm(), sampler={"points": points}).draw(
+        torch.zeros(100_000, 1)
+    )
     assert kolmogorov_smirnov(draw.t.log(), norm(-1.2, 1.2).cdf) > 0.01
     assert kolmogorov_smirnov(draw.t.log(), norm(-1.2, 1.25).cdf) < 1e-3  # the test sees a difference
 
@@ -172,17 +175,19 @@ def test_edm_log_normal_is_normal_in_ln_sigma(points):
 def test_log_normal_on_a_flow_is_logit_normal_also_shifted():
     from scipy.stats import norm
 
-    draw = kairos.Strategy("log_normal", kairos.Flow(), sampler={"m": -0.5, "s": 0.8}).draw(torch.zeros(100_000, 1))
+    draw = kairos_timesteps.Strategy("log_normal", kairos_timesteps.Flow(), sampler={"m": -0.5, "s": 0.8}).draw(
+        torch.zeros(100_000, 1)
+    )
     assert kolmogorov_smirnov(draw.t.logit(), norm(-0.5, 0.8).cdf) > 0.01
     assert kolmogorov_smirnov(draw.t.logit(), norm(-0.45, 0.8).cdf) < 1e-3
-    draw = kairos.Strategy("log_normal", kairos.Flow(shift=3)).draw(torch.zeros(100_000, 1))
+    draw = kairos_timesteps.Strategy("log_normal", kairos_timesteps.Flow(shift=3)).draw(torch.zeros(100_000, 1))
     assert kolmogorov_smirnov(draw.t.logit(), norm(math.log(3), 1).cdf) > 0.01  # SD3, section 5.3.2
 
 
 def test_uniform_on_edm_is_even_in_ln_sigma_and_mode_on_a_flow_is_sd3s():
-    t = kairos.Strategy("uniform", kairos.Edm()).draw(torch.zeros(100_000, 1)).t
+    t = kairos_timesteps.Strategy("uniform", kairos_timesteps.Edm()).draw(torch.zeros(100_000, 1)).t
     assert kolmogorov_smirnov((t.log() - math.log(0.002)) / math.log(80 / 0.002), "uniform") > 0.01
-    t = kairos.Strategy("mode", kairos.Flow()).draw(torch.zeros(100_000, 1)).t.numpy()
+    t = kairos_timesteps.Strategy("mode", kairos_timesteps.Flow()).draw(torch.zeros(100_000, 1)).t.numpy()
     u = np.random.default_rng(0).random(100_000)
     from scipy.stats import ks_2samp
 
@@ -226,7 +231,7 @@ def test_a_strategy_measures_a_network_in_bfloat16(name, process):
         "adaptive": {"frequency": 1, "feature_timesteps": 8, "selected": 2},
         "gradient_norm": {"frequency": 1, "bins": 3},
     }
-    strategy = kairos.Strategy(
+    strategy = kairos_timesteps.Strategy(
         name,
         ALL.get(process, lambda: process)(),
         timesteps=20,
@@ -251,7 +256,7 @@ def test_a_strategy_measures_a_network_in_bfloat16(name, process):
 @pytest.mark.parametrize("process", ["cosine", "edm", "flow"])
 def test_batches_of_one_and_any_shape(shape, process):
     made = as_process("cosine", 50, "v") if process == "cosine" else ALL[process]()
-    strategy = kairos.Strategy("speed+min_snr", made)
+    strategy = kairos_timesteps.Strategy("speed+min_snr", made)
     x0 = torch.randn(1, *shape)
     draw = strategy.draw(x0)
     assert draw.t.shape == draw.weights.shape == draw.fractions.shape == (1,)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import results_tree
-from report_page import page_of
 from scipy import stats
 
+import results_tree
 from kairos.config import load, validate
 from kairos.report import published
 from kairos.report.build import build
 from kairos.report.collect import collect
 from kairos.report.ranking import highest
+from report_page import page_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (0, 1, 2, 3, 4)

@@ -5,24 +5,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import rank_groups
 import torch
 from torch import nn
-from training_case import difference, experiment, hashes, make_latents, train_command, write_experiment
 
-import kairos
+import kairos_timesteps
+import rank_groups
 from kairos.cli import main
 from kairos.config import validate
 from kairos.costs import estimate as costs
-from kairos.diffusion import losses
-from kairos.diffusion.processes import build_process
-from kairos.errors import ConfigError
+from kairos.forward_process import build_process
+from kairos.losses import terms as losses
 from kairos.milestones import open_milestone
 from kairos.models.registries import MODELS
-from kairos.options import Options, option
-from kairos.strategies import make_weighting
 from kairos.training.registries import AVERAGES
 from kairos.training.run import train
+from kairos_timesteps.build import make_weighting
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.options import Options, option
+from training_case import difference, experiment, hashes, make_latents, train_command, write_experiment
 
 LEARNED = {"name": "discrete", "timesteps": 100, "variance": "learned_range"}
 MASKED = {"process": LEARNED, "losses": ["mse", "vb", "masked_mse", "masked_vb"]}
@@ -269,9 +269,9 @@ def test_the_masked_pass_asks_at_the_same_x0_with_noise_of_its_own(hiding, laten
 
 def test_weights_multiply_both_squared_errors(hiding, latents, tmp_path, monkeypatch):
     seen = []
-    original = kairos.Strategy.loss
+    original = kairos_timesteps.Strategy.loss
     monkeypatch.setattr(
-        kairos.Strategy, "loss", lambda self, draw, terms: seen.append(terms) or original(self, draw, terms)
+        kairos_timesteps.Strategy, "loss", lambda self, draw, terms: seen.append(terms) or original(self, draw, terms)
     )
     train(hiding({"p2": {"weighting": "p2"}}), "p2", 0, tmp_path, latents, [0, 1])
     row = json.loads((tmp_path / "metrics.jsonl").read_text())

@@ -8,13 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_sampling import MEAN, STD, best_network, completed, process_of, run, small_dit
-from training_case import experiment
 
 from kairos.cli import main
 from kairos.config import validate
-from kairos.diffusion.processes import build_process
-from kairos.errors import ConfigError
+from kairos.forward_process import build_process
 from kairos.sampling import draw
 from kairos.sampling.places import places, spaced_timesteps
 from kairos.sampling.registries import SCHEDULERS
@@ -23,6 +20,9 @@ from kairos.sampling.schemes import orders
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import build
 from kairos.workflow.layout import Layout
+from kairos_timesteps.errors import ConfigError
+from test_sampling import MEAN, STD, best_network, completed, process_of, run, small_dit
+from training_case import experiment
 
 LEARNED = {"name": "discrete", "timesteps": 1000, "schedule": "linear", "variance": "learned_range"}
 

@@ -9,7 +9,7 @@ import scipy.special
 import scipy.stats
 import torch
 
-from kairos.randomness import Stream, _normal, derived_seed, key_schedule, philox
+from kairos_timesteps.randomness import Stream, _normal, derived_seed, key_schedule, philox
 
 NOISE = Stream(1, "noise")
 TORCH = "cpu:0"  # the same device by a name that takes the way of a GPU, torch's integers instead of numpy's

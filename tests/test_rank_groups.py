@@ -1,8 +1,9 @@
 """Ranks that hold equal samples, as in tensor, context and pipeline parallelism: they count once and draw alike."""
 
 import pytest
-import rank_groups
 import torch
+
+import rank_groups
 from specifications import Specification
 from test_ranks import close
 

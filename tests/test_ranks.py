@@ -4,12 +4,12 @@ import io
 import time
 
 import pytest
-import rank
-import rank_groups
 import torch
 
-from kairos import distributed
-from kairos.strategies import SAMPLERS
+import rank
+import rank_groups
+from kairos_timesteps import distributed
+from kairos_timesteps.components import SAMPLERS
 
 NAMES = [*sorted(SAMPLERS), "adaptive+min_snr", "uniform+coarse_to_fine", "uniform+edm2"]
 

@@ -14,8 +14,8 @@ from kairos.config import load, validate
 from kairos.config.reading import read
 from kairos.costs.estimate import estimate
 from kairos.costs.recipes import PEAKS, SEEDS, cheapest, recipes
-from kairos.errors import ConfigError
-from kairos.strategies.registries import SAMPLERS
+from kairos_timesteps.components import SAMPLERS
+from kairos_timesteps.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("SHARED", ROOT.parent / "shared"))

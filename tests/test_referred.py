@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_data import folder_config, picture, write_pictures
-from test_tables import config, hub_cache, write_parquet  # noqa: F401  (a fixture)
 
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
@@ -19,9 +17,11 @@ from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.data.sources import open_source
-from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import check_files, sha256_file
 from kairos.staging import staged
+from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
+from test_data import folder_config, picture, write_pictures
+from test_tables import config, hub_cache, write_parquet  # noqa: F401  (a fixture)
 
 CPU = torch.device("cpu")
 

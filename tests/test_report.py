@@ -16,15 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import results_tree
 import yaml
 from PIL import Image
-from report_page import page_of
 from scipy import stats
 
+import results_tree
 from kairos.cli import main
 from kairos.config import load, validate
-from kairos.errors import KairosError
 from kairos.files import hash_folder, read_json, sha256_file, write_json
 from kairos.report import canvas, curves, densities, figures, findings, ranking, summary_csv, text
 from kairos.report.build import build
@@ -32,6 +30,8 @@ from kairos.report.canvas import spread_out
 from kairos.report.collect import collect
 from kairos.report.samples import told_samples
 from kairos.sampling.samples_file import write_samples
+from kairos_timesteps.errors import KairosError
+from report_page import page_of
 
 METRIC = results_tree.METRIC
 SEEDS = tuple(range(ranking.SEEDS))

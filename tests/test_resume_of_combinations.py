@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.errors import ConfigError
 from small_loop import SmallLoop, equal_bits
 from specifications import Specification, examples, specifications
-
-from kairos.errors import ConfigError
-from kairos.strategies import SAMPLERS, WEIGHTINGS
 
 STEPS = 7
 LONGER = {"coarse_to_fine": 104}  # steps until the weighting has learned: it first changes at step 100

@@ -9,13 +9,13 @@ from PIL import Image
 
 from kairos import models
 from kairos.data import grid
-from kairos.diffusion.processes import build_process
-from kairos.errors import KairosError
+from kairos.forward_process import build_process
 from kairos.sampling import draw, sample
 from kairos.sampling.drawn_conditions import conditions_of
 from kairos.sampling.places import places, spaced_timesteps
 from kairos.sampling.registries import SCHEDULERS, resolved
 from kairos.section import build
+from kairos_timesteps.errors import KairosError
 
 PROCESSES = {
     "discrete": {"name": "discrete", "timesteps": 1000, "schedule": "linear"},

@@ -9,12 +9,12 @@ import sys
 import pytest
 import yaml
 from snakemake_executor_plugin_slurm.partitions import read_partition_file
-from workflow_copy import Copy
 
 from kairos.config import validate
 from kairos.workflow import batch_script
 from kairos.workflow.resources import of_training
 from snakemake_executor_plugin_kairos.executor import LATER
+from workflow_copy import Copy
 
 
 @pytest.fixture(scope="module")

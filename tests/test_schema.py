@@ -10,7 +10,7 @@ import yaml
 
 from kairos.cli import main
 from kairos.config import validate
-from kairos.errors import ConfigError
+from kairos_timesteps.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ["params.yaml", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("[er][xe][pc]*s/**/*.yaml"))]

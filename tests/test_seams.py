@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from training_case import experiment, make_latents
 
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
@@ -19,18 +18,20 @@ from kairos.config import validate
 from kairos.data.dataset import open_dataset
 from kairos.data.prepare import write_dataset
 from kairos.data.sources import open_source
-from kairos.diffusion.losses import per_sample
-from kairos.diffusion.processes import Process
-from kairos.diffusion.registries import LOSSES, PROCESSES, LossOptions
 from kairos.files import read_json
+from kairos.losses.registries import LOSSES, LossOptions
+from kairos.losses.terms import per_sample
 from kairos.milestones import open_milestone
 from kairos.models.registries import MODELS
-from kairos.options import Options, option
-from kairos.strategies import Sampler, Weighting
-from kairos.strategies.couplings import Coupling
-from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos.training.registries import PROBES
 from kairos.training.run import train
+from kairos_timesteps.base import Sampler, Weighting
+from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.couplings import Coupling
+from kairos_timesteps.diffusion.processes import Process
+from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.options import Options, option
+from training_case import experiment, make_latents
 
 
 @pytest.fixture(scope="module")

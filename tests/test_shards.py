@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from workflow_copy import finished
 
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.data.latents import open_latents
-from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json
 from kairos.sampling.samples_file import open_samples, write_samples
 from kairos.shards import Shard
 from kairos.workflow.dependencies import of
 from kairos.workflow.layout import Layout
 from kairos.workflow.ledger import targets
+from kairos_timesteps.errors import ConfigError, KairosError
+from workflow_copy import finished
 
 EXPERIMENT = {
     "experiment": "r",

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from training_case import make_latents
 
 from kairos.data.latents import open_latents
-from kairos.errors import DamagedError
 from kairos.files import hash_folder, read_json, write_json
 from kairos.staging import staged
+from kairos_timesteps.errors import DamagedError
+from training_case import make_latents
 
 
 @pytest.fixture

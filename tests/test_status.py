@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from training_case import experiment, make_latents
-from training_case import write_experiment as write_case
 
 from kairos import slurm
 from kairos.cli import main
@@ -20,6 +18,8 @@ from kairos.status.outline import outline
 from kairos.status.trainings import Training, trainings
 from kairos.training.job import ProgressFile
 from kairos.training.run import train
+from training_case import experiment, make_latents
+from training_case import write_experiment as write_case
 
 RESULTS = Path("results/many")
 METHODS = ("uniform", "p2", "min_snr", "speed", "adaptive", "log_normal", "beta", "mode")

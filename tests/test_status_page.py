@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 import results_tree
 from commands import Commands
-from training_case import experiment as case
-from training_case import make_latents, train_command, write_experiment
-
 from kairos.cli import main
 from kairos.cli.common import listen
 from kairos.status import views
 from kairos.status.server import Server
 from kairos.training.job import ProgressFile
+from training_case import experiment as case
+from training_case import make_latents, train_command, write_experiment
 
 METHODS = ("uniform", "min_snr")
 FOREIGN = (

@@ -5,15 +5,16 @@ import pytest
 import torch
 from scipy import stats
 
-from kairos.diffusion.schedule import make_schedule
-from kairos.errors import ConfigError
-from kairos.strategies import SAMPLERS, WEIGHTINGS, make_sampler, make_weighting
-from kairos.strategies.beta import beta_cdf
-from kairos.strategies.laws import LAWS
-from kairos.strategies.names import parse_name, table, warnings_of
-from kairos.strategies.points import Place
-from kairos.strategies.speed import meaningful_steps, tau_of_magnitude
-from kairos.strategies.strategy import Strategy
+from kairos_timesteps.build import make_sampler, make_weighting
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.coordinates import Place
+from kairos_timesteps.diffusion.schedule import make_schedule
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.incomplete_beta import beta_cdf
+from kairos_timesteps.lookup import parse_name, table, warnings_of
+from kairos_timesteps.samplers.log_snr import LAWS
+from kairos_timesteps.samplers.speed import meaningful_steps, tau_of_magnitude
+from kairos_timesteps.strategy import Strategy
 
 SCHEDULES = ("linear", "cosine", "quadratic")
 RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # on the error of whatever is predicted

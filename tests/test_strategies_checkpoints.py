@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training_case import experiment, make_latents
 
 from kairos.cli import main
-from kairos.strategies.columns import parse_strategy_csv
+from kairos.strategy_file import parse_strategy_csv
+from training_case import experiment, make_latents
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_a_milestone_s_own_table_is_shown(call, trained, method):
 
 
 def test_a_checkpoint_between_milestones_is_loaded(call, trained):
-    from kairos import Strategy
     from kairos.training import checkpoint
+    from kairos_timesteps import Strategy
 
     path = between(trained["smoothed"])
     status, out, err = call("show", "loss_rms+edm2", "--checkpoint", path, "--format", "csv")
@@ -135,7 +135,7 @@ def test_damaged_and_missing_checkpoints(call, trained, tmp_path):
 def test_a_checkpoint_of_someone_s_own_loop(call, tmp_path):
     import torch
 
-    from kairos import Strategy
+    from kairos_timesteps import Strategy
 
     strategy = Strategy("loss_second_moment+p2", timesteps=10, sampler={"history": 1}, weighting={"gamma": 2.0})
     x0 = torch.randn(64, 1, 4, 4)

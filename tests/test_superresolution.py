@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_data import folder_config, write_pictures
-from training_case import write_experiment
 
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
@@ -21,7 +19,6 @@ from kairos.data.batches import Batches
 from kairos.data.dataset import low_resolution, open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
-from kairos.errors import ConfigError, KairosError
 from kairos.evaluation.evaluate import paired
 from kairos.evaluation.metrics import psnr
 from kairos.evaluation.moments import Measured
@@ -29,6 +26,9 @@ from kairos.files import read_json
 from kairos.sampling.drawn_conditions import conditions_of, told_of
 from kairos.sampling.samples_file import Samples, open_samples, write_samples
 from kairos.shards import Shard
+from kairos_timesteps.errors import ConfigError, KairosError
+from test_data import folder_config, write_pictures
+from training_case import write_experiment
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 CPU = torch.device("cpu")

@@ -4,16 +4,16 @@ import json
 import subprocess
 
 import pytest
-import results_tree
 import yaml
-from test_dvc import LIST_STAGES
-from workflow_copy import Copy
 
+import results_tree
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.config.grid import taken_apart
-from kairos.errors import ConfigError
 from kairos.report.sweeps import swept
+from kairos_timesteps.errors import ConfigError
+from test_dvc import LIST_STAGES
+from workflow_copy import Copy
 
 SPEED = {"sampler": "speed", "grid": {"sampler.k": [1, 2.5, 5.0]}}
 

@@ -11,7 +11,7 @@ from kairos.data.dataset import open_dataset
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import open_source
-from kairos.errors import ConfigError, KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from clip_case import make_clip, write_text_encoder, write_tokenizer
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from clip_case import make_clip, write_text_encoder, write_tokenizer
 from kairos.cli import main
 from kairos.compute import setup
 from kairos.config import load, validate
@@ -24,7 +24,6 @@ from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
-from kairos.errors import ConfigError, KairosError
 from kairos.evaluation import clip
 from kairos.evaluation.moments import Measured
 from kairos.evaluation.registries import ClipOptions
@@ -35,6 +34,7 @@ from kairos.text import encoder as encoders
 from kairos.text.settings import TextEncoderConfig
 from kairos.text.stage import encode_texts
 from kairos.training.run import train
+from kairos_timesteps.errors import ConfigError, KairosError
 
 CPU = torch.device("cpu")
 COCO = Path(__file__).parents[2] / "shared" / "data" / "coco_mini"

@@ -11,15 +11,15 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import results_tree
 
+import results_tree
 from kairos.cli import main
 from kairos.config import load
-from kairos.errors import KairosError
 from kairos.files import read_json, write_json
 from kairos.report.collect import collect
 from kairos.tracking import content, store
 from kairos.tracking.track import track
+from kairos_timesteps.errors import KairosError
 
 METRIC = results_tree.METRIC
 

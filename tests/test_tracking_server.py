@@ -13,17 +13,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
+
 import results_tree
 import tracking_job
-import yaml
-from tracking_server import PATIENCE, POINTS, RUNS, Job, Proxy, Server, free_port, points, wait_for
-from training_case import experiment, make_latents, train_command, write_experiment
-
 from kairos.config import load
-from kairos.errors import ConfigError
 from kairos.files import read_json
 from kairos.tracking.live import reporting
 from kairos.tracking.track import track
+from kairos_timesteps.errors import ConfigError
+from tracking_server import PATIENCE, POINTS, RUNS, Job, Proxy, Server, free_port, points, wait_for
+from training_case import experiment, make_latents, train_command, write_experiment
 
 OF_TRAINING = ("loss", "mse", "lr", "grad_norm", "sampler.a", "sampler.b")
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
-from specifications import Specification, examples, specifications
-from training_case import experiment, make_latents, train_command, write_experiment
 
 from kairos.cli import main
 from kairos.data.batches import Batch, Batches
 from kairos.data.latents import open_latents
-from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import read_json, sha256_bytes, write_text
 from kairos.milestones import check_milestone, open_milestone
 from kairos.training import checkpoint
 from kairos.training.job import Leave, Left
 from kairos.training.run import train
 from kairos.training.store import Store
+from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
+from specifications import Specification, examples, specifications
+from training_case import experiment, make_latents, train_command, write_experiment
 
 
 @pytest.fixture(scope="module")

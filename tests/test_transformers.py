@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from training_case import experiment, make_latents
 
 from kairos.config import validate
 from kairos.costs.network import measure
-from kairos.errors import ConfigError, KairosError
 from kairos.models import build, load, save
 from kairos.models.backbone import Null
 from kairos.training.run import train
+from kairos_timesteps.errors import ConfigError, KairosError
+from training_case import experiment, make_latents
 
 LATENT = (4, 32, 32)
 SMALL = {"width": 32, "depth": 4, "heads": 2, "patch": 2}

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from published_unets import Adm, ddpm_torch, ddpm_torch_weights, edm_ddpmpp
-from training_case import experiment, make_latents
 
 from kairos.cli import main
-from kairos.errors import ConfigError, KairosError
 from kairos.models import build, load, save
 from kairos.training.run import train
+from kairos_timesteps.errors import ConfigError, KairosError
+from published_unets import Adm, ddpm_torch, ddpm_torch_weights, edm_ddpmpp
+from training_case import experiment, make_latents
 
 CLASSES = {"class": {"kind": "class", "num_classes": 10}}
 TINY = {"channels": 16, "multipliers": [1, 2], "blocks": 1, "attention": [2], "norm_groups": 8}

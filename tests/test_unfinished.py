@@ -8,9 +8,8 @@ import shutil
 
 import numpy as np
 import pytest
-import results_tree
-from report_page import page_of
 
+import results_tree
 from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json, write_json
@@ -18,6 +17,7 @@ from kairos.report import canvas, curves, interactive, ranking
 from kairos.report.collect import collect
 from kairos.report.samples import image_by_image
 from kairos.sampling.samples_file import write_samples
+from report_page import page_of
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import time
 import urllib.request
 
 import pytest
-import results_tree
 
+import results_tree
 from kairos import cli
 from kairos.config import load
 from kairos.files import read_json

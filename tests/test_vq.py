@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, VQModel
-from test_data import folder_config
-from training_case import experiment
 
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
@@ -20,9 +18,11 @@ from kairos.costs.data import describe
 from kairos.data.dataset import open_dataset, to_uint8
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
-from kairos.errors import ConfigError
 from kairos.sampling.samples_file import open_samples
 from kairos.training.run import train
+from kairos_timesteps.errors import ConfigError
+from test_data import folder_config
+from training_case import experiment
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 CPU = torch.device("cpu")

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from workflow_copy import Copy, finished
 
 from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json
 from kairos.workflow import controller
 from kairos.workflow.layout import FROZEN, Layout
+from workflow_copy import Copy, finished
 
 TRAININGS = 2  # of tests/tiny.yaml: two methods, one seed, in two segments
 AFTER = {"report": 1, "track": 1}
@@ -102,7 +102,7 @@ def test_jobs_read_a_frozen_copy_of_the_experiment(tmp_path, monkeypatch):
 def test_comments_and_formatting_rerun_nothing(done):
     with (
         done.edited("src/kairos/training/loop.py", "\n\n\n", "\n\n\n# a comment\n\n"),
-        done.edited("src/kairos/strategies/adaptive.py", '"""', '"""Reworded: '),
+        done.edited("library/src/kairos_timesteps/samplers/adaptive.py", '"""', '"""Reworded: '),
         done.edited("tests/tiny.yaml", "experiment: tiny", "# a comment\nexperiment:   tiny"),
     ):
         assert done.to_do() == {}
@@ -129,7 +129,7 @@ def test_code_after_training_reruns_no_training(done, file, stages):
 
 @pytest.mark.long
 def test_code_of_one_sampler_reruns_its_methods(done):
-    with done.edited("src/kairos/strategies/adaptive.py", "\n\n\n", "\n\n\nEXTRA = 1\n\n"):
+    with done.edited("library/src/kairos_timesteps/samplers/adaptive.py", "\n\n\n", "\n\n\nEXTRA = 1\n\n"):
         assert done.to_do() == {**jobs(["train", "sample", "evaluate"], 1), **AFTER}
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import forked_programs
 import pytest
+
+import forked_programs
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,7 +41,7 @@ class Copy:
         self.environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(folder / "src"),
+            "PYTHONPATH": os.pathsep.join((str(folder / "src"), str(folder / "library/src"))),
             "OMP_NUM_THREADS": "1",
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "DVC_NO_ANALYTICS": "1",

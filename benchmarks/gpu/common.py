@@ -31,14 +31,15 @@ import torch
 
 from kairos import compute
 from kairos.data.latents import Latents, open_latents
-from kairos.diffusion.registries import LOSSES, PROCESSES
 from kairos.files import sha256_json, write_json
+from kairos.losses.registries import LOSSES
 from kairos.models.registries import MODELS
-from kairos.options import dump
-from kairos.registry import Registry
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
 from kairos.training.registries import AVERAGES, OPTIMIZERS, SCHEDULES
 from kairos.training.state import Training
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.options import dump
+from kairos_timesteps.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 SPARE = 20.0  # seconds between the end of the budget and that of a process that does not listen

@@ -34,17 +34,17 @@ import torch
 from common import ROOT, Data, Part, Skipped, arguments, experiment, free, move, named, setup, training_of
 from sample import Drawn
 
-from kairos.diffusion.registries import PROCESSES
-from kairos.errors import KairosError
 from kairos.files import read_json, write_json
-from kairos.strategies.options import Fixed
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
-from kairos.strategies.strategy import Strategy
 from kairos.training.checkpoint import component_hashes
 from kairos.training.job import Leave
 from kairos.training.loop import steps
 from kairos.training.registries import OPTIMIZERS
 from kairos.training.run import train
+from kairos_timesteps.component_options import Fixed
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.errors import KairosError
+from kairos_timesteps.strategy import Strategy
 
 ALLOWED = {"fp32": (1e-4, 1e-4), "tf32": (5e-4, 5e-3), "bf16": (2e-3, 3e-2)}  # of loss and gradient
 SHAPE = (3, 16, 16)

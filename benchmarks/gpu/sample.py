@@ -30,11 +30,11 @@ from common import (
 )
 
 from kairos import compute, models
-from kairos.diffusion.processes import build_process
-from kairos.registry import split
+from kairos.forward_process import build_process
 from kairos.sampling.draw import Estimate, Guidance, guided, noise_of
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
+from kairos_timesteps.registry import split
 
 DIT = {"name": "dit", "conditions": ["class"]}
 MODELS = {

@@ -27,10 +27,10 @@ from common import (
     training_of,
 )
 
-from kairos.strategies.registries import SAMPLERS
-from kairos.strategies.strategy import Strategy
 from kairos.training.loop import steps
 from kairos.training.state import Training
+from kairos_timesteps.components import SAMPLERS
+from kairos_timesteps.strategy import Strategy
 
 PERIOD = 40
 MEASURING = ("adaptive", "adaptive_official", "gradient_norm", "gradient_variance", "first_order")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from common import Data, Part, Skipped, arguments, experiment, free, setup, synchronize, training_of
 
-from kairos.diffusion.registries import chosen_prediction
+from kairos.forward_process import chosen_prediction
 from kairos.training.loop import steps
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from kairos import portable
-from kairos.errors import KairosError
+from kairos_timesteps.errors import KairosError
 
 
 def setup(

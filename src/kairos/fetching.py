@@ -16,12 +16,12 @@ from pathlib import Path
 
 from kairos.config import Experiment
 from kairos.data.settings import DatasetConfig
-from kairos.errors import DamagedError, KairosError
 from kairos.evaluation import weights
 from kairos.files import read_json, sha256_file
 from kairos.hub import here, of_hub, snapshot
 from kairos.progress import say
 from kairos.text.settings import FILES, PREPROCESSOR, WEIGHTS
+from kairos_timesteps.errors import DamagedError, KairosError
 
 OFFLINE = "HF_HUB_OFFLINE"
 _CONFIG = "config.json"

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = "kairos"
+_PACKAGES = ("kairos", "kairos_timesteps")
 # they decide which code runs with which values, or keep and show what others compute; nothing is computed in them
 _LEFT_OUT = (
-    *(f"kairos.{name}" for name in ("config", "registry", "options", "errors", "progress", "clock", "cli", "files")),
+    *(f"kairos.{name}" for name in ("config", "progress", "clock", "cli", "files", "section")),
     *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.store", "training.checkpoint")),
-    *(f"kairos.{name}" for name in ("training.job", "training.launch", "training.provenance", "section")),
-    "kairos.strategies.options",
-    "kairos.strategies.own_loop",
+    *(f"kairos.{name}" for name in ("training.job", "training.launch", "training.provenance")),
+    *(f"kairos_timesteps.{name}" for name in ("registry", "options", "errors", "component_options", "components")),
+    "kairos_timesteps.monitoring",
     "kairos.data.referred",  # gives the pixels that stage prepare saw, or none
 )
 _SAYING = ("say", "warn")  # functions that tell the user something
@@ -57,13 +57,22 @@ def _is_left_out(module: str) -> bool:
     return module in _LEFT_OUT or module.startswith(packages) or module.endswith((".registries", ".settings"))
 
 
+def _folder(package: str) -> Path:
+    """Return the folder of a package's modules."""
+    if package == __name__.partition(".")[0]:
+        return Path(__file__).parent
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
 def _path(module: str) -> Path | None:
     """Return the source file of a module; None if the module has none."""
     package, *names = module.split(".")
-    if package != _PACKAGE:  # a component from another package
+    if package not in _PACKAGES:  # a component from another package
         spec = importlib.util.find_spec(module)
         return Path(spec.origin) if spec and spec.origin else None
-    base = Path(__file__).parent.joinpath(*names)
+    base = _folder(package).joinpath(*names)
     candidates = (base.with_suffix(".py"), base / "__init__.py")
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
@@ -131,5 +140,5 @@ def _imports(module: str) -> tuple[str, ...]:
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names.add(node.module)
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    inside = {name for name in names if name.split(".")[0] == _PACKAGE}
-    return tuple(sorted(name for name in inside if name != _PACKAGE and _path(name) is not None))
+    inside = {name for name in names if name.split(".")[0] in _PACKAGES}
+    return tuple(sorted(name for name in inside if name not in _PACKAGES and _path(name) is not None))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kairos.errors import ConfigError, KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 
 
 def of_hub(path: str) -> bool:

@@ -19,8 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kairos.errors import KairosError
 from kairos.progress import say
+from kairos_timesteps.errors import KairosError
 
 if TYPE_CHECKING:
     import argparse

@@ -8,9 +8,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from kairos import options
-from kairos.errors import ConfigError, Refusal, refusal
-from kairos.registry import Registry, split
+from kairos_timesteps import options
+from kairos_timesteps.errors import ConfigError, Refusal, refusal
+from kairos_timesteps.registry import Registry, split
 
 S = TypeVar("S", bound=BaseModel)
 

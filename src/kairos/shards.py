@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kairos.errors import ConfigError, KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 
 AGAIN = "delete this part and run again: the workflow makes it anew, by hand it is made with --shard"
 

@@ -15,9 +15,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from kairos.errors import DamagedError
 from kairos.files import atomic_folder, open_record, read_json, sha256_file, sha256_json, write_json
 from kairos.progress import say
+from kairos_timesteps.errors import DamagedError
 
 Copied = dict[str, tuple[Path, dict[str, str]]]  # folder of the copy: of the original, and its files with their hashes
 _PLACES = ("KAIROS_LOCAL", "SLURM_TMPDIR", "TMPDIR")  # the first that is set; without one the system's /tmp

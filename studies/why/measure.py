@@ -25,7 +25,7 @@ from kairos.analyses.levels import agreement, log_snr_levels
 from kairos.analyses.registries import AgreementOptions
 from kairos.data.latents import open_latents
 from kairos.milestones import Milestone, open_milestone
-from kairos.randomness import Stream
+from kairos_timesteps.randomness import Stream
 
 LEAST, MOST = -7.0, 7.0  # ln SNR; beyond, every network is right or the noise is not to be seen
 

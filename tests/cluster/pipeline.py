@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from slurm import slurm
+
 from workflow_copy import Copy
 
 CONFIG = "experiment.yaml"

@@ -3,9 +3,9 @@
 import pytest
 import yaml
 from pipeline import Pipeline, all_jobs, details
-from training_case import difference
 
 from kairos.training import checkpoint
+from training_case import difference
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

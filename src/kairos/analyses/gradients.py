@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kairos.diffusion.losses import Prediction, Samples, mse
-from kairos.diffusion.registries import LossOptions
-from kairos.randomness import Stream
-from kairos.strategies.meter import evaluating
-from kairos.strategies.numeric import Array
+from kairos.losses.registries import LossOptions
+from kairos.losses.terms import Prediction, Samples, mse
+from kairos_timesteps.meter import evaluating
+from kairos_timesteps.numeric import Array
+from kairos_timesteps.randomness import Stream
 
 Loss = Callable[[Prediction], Tensor]  # the losses of some samples, (batch,)
 
@@ -70,7 +70,7 @@ def gradients(
 
     Args:
         model: the network, called as ``model(x_t, t)``, as ``model(x_t, t, conditions)`` with conditions.
-        process: forward process, see `kairos.diffusion.processes`.
+        process: forward process, see `kairos_timesteps.diffusion.processes`.
         x0: images in model space, (levels x n, ...), where the model is: n of their own for every level, 2 or more.
         levels: ranges of fractions of the process, in which times are drawn evenly.
         loss: of some samples, (batch,); default: the squared error of what is predicted.

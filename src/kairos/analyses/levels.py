@@ -15,15 +15,15 @@ from torch import Tensor
 from kairos.analyses.gradients import Loss, gradients
 from kairos.analyses.registries import AgreementOptions, AreasOptions, GradientVarianceOptions, OfMilestones
 from kairos.data.latents import Latents
-from kairos.diffusion.losses import Prediction, vlb
-from kairos.diffusion.registries import LOSSES, LossOptions
+from kairos.increments import increments
+from kairos.losses.registries import LOSSES, LossOptions
+from kairos.losses.terms import Prediction, vlb
 from kairos.milestones import Milestone, open_milestone
-from kairos.randomness import Stream
-from kairos.registry import split
-from kairos.strategies.columns import parse_strategy_csv
-from kairos.strategies.increments import increments
-from kairos.strategies.numeric import Array
+from kairos.strategy_file import parse_strategy_csv
 from kairos.training import checkpoint
+from kairos_timesteps.numeric import Array
+from kairos_timesteps.randomness import Stream
+from kairos_timesteps.registry import split
 
 Row = dict[str, Any]
 _BOTH: Row = {"training": None, "vlb": None}  # losses, in no metric but the plain one

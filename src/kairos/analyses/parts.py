@@ -13,9 +13,9 @@ from kairos.data.latents import Latents
 from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import fixed_on
 from kairos.milestones import open_milestone
-from kairos.strategies.validation import spread_over
 from kairos.training.loop import steps
 from kairos.training.state import Training
+from kairos_timesteps.validation import spread_over
 
 # what a few steps on one process need, and a rate that does not depend on how far the training went
 _HERE: dict[str, Any] = {"start_from": None, "probes": [], "compile": False, "schedule": {"name": "constant"}}

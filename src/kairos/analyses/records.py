@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from kairos import increments as of_process
 from kairos.analyses.levels import Row
 from kairos.analyses.registries import ADAPTIVE, DensityOptions, IncrementsOptions
-from kairos.diffusion.adapters import as_process
-from kairos.errors import KairosError
 from kairos.files import read_json
-from kairos.registry import NoOptions
-from kairos.strategies import increments as of_process
-from kairos.strategies.columns import parse_strategy_csv
+from kairos.strategy_file import parse_strategy_csv
 from kairos.training.store import read_timing
+from kairos_timesteps.diffusion.adapters import as_process
+from kairos_timesteps.errors import KairosError
+from kairos_timesteps.registry import NoOptions
 
 
 def density(options: DensityOptions, experiment: Any, results: Path) -> list[Row]:
@@ -73,7 +73,7 @@ def subset_size(options: NoOptions, experiment: Any, results: Path) -> list[Row]
 
 
 def increments(options: IncrementsOptions, experiment: Any, results: Path) -> list[Row]:
-    """Moments of x_{t+1} - x_t of eight processes in 1000 steps; see `kairos.strategies.increments`."""
+    """Moments of x_{t+1} - x_t of eight processes in 1000 steps; see `kairos.increments`."""
     rows: list[Row] = []
     for name in ("linear", "cosine", "quadratic", "scaled_linear", "vp", "flow", "ve", "edm"):
         kind = name if name in of_process.PROCESSES[1:] else "vp"

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from kairos.errors import demand
-from kairos.options import Options, option
-from kairos.registry import NoOptions, Registry
+from kairos_timesteps.errors import demand
+from kairos_timesteps.options import Options, option
+from kairos_timesteps.registry import NoOptions, Registry
 
 ADAPTIVE = ("adaptive", "adaptive_official")  # samplers that have a subset S
 

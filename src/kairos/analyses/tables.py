@@ -7,9 +7,9 @@ import pandas as pd
 
 from kairos.analyses.registries import ANALYSES, part_of, places
 from kairos.data.latents import open_latents
-from kairos.errors import KairosError
 from kairos.files import read_json, write_text
-from kairos.registry import split
+from kairos_timesteps.errors import KairosError
+from kairos_timesteps.registry import split
 
 
 def measure(named: dict[str, Any], milestone: Path, latents: Path, out: Path, device: Any) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kairos.data.dataset import to_uint8
-from kairos.errors import ConfigError, KairosError
 from kairos.files import check_files, open_record, read_json
+from kairos_timesteps.errors import ConfigError, KairosError
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny, VQModel

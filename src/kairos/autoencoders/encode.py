@@ -17,10 +17,10 @@ from kairos.data.arrays import Rows, blocks
 from kairos.data.captions import open_text
 from kairos.data.dataset import PreparedDataset, low_resolution
 from kairos.data.growing import begin, grow, publish
-from kairos.errors import ConfigError, KairosError
 from kairos.files import check_files, open_record, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
 from kairos.shards import AGAIN, Shard, in_order
+from kairos_timesteps.errors import ConfigError, KairosError
 
 _ARRAYS = [f"{name}{suffix}.npy" for suffix in ("", "_flipped") for name in ("mean", "logvar", "low_mean")]
 

@@ -2,8 +2,8 @@
 
 from typing import Any, Literal
 
-from kairos.errors import demand
 from kairos.section import Section, field
+from kairos_timesteps.errors import demand
 
 
 class AutoencoderConfig(Section):

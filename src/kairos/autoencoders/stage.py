@@ -12,9 +12,9 @@ from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_size, downs
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.data.grid import write_grid
-from kairos.errors import ConfigError
 from kairos.files import sha256_file, sha256_json, write_json, write_text, write_weights
 from kairos.hub import folder_of
+from kairos_timesteps.errors import ConfigError
 
 _PSNR_IMAGES = 512  # of the held-out ones, at most; of the training images where none are held out
 _UNSET = 0.18215  # VQModel's scaling factor where nobody chose one: it is SD's, and no VQModel's

@@ -18,7 +18,7 @@ from kairos.data.dataset import PreparedDataset
 from kairos.files import atomic, sha256_json
 from kairos.fingerprint import fingerprint
 from kairos.progress import Progress, say
-from kairos.randomness import Stream, derived_seed
+from kairos_timesteps.randomness import Stream, derived_seed
 
 _CHECKPOINT_EVERY = 200
 _BETAS = (0.9, 0.99)

@@ -51,15 +51,15 @@ _REASONS[errno.EISDIR] = "a folder is where a file should be"
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     from kairos import portable
-    from kairos.errors import ConfigError, KairosError
     from kairos.workflow import preload
+    from kairos_timesteps.errors import ConfigError, KairosError
 
     gc.disable()  # imports allocate much and free nothing: 1.5 s of 10 are saved; `clock.work_begins` enables it
     if sys.stdout is None or sys.stderr is None:  # closed, as with >&-
         sys.stdout, sys.stderr = (stream or _nowhere() for stream in (sys.stdout, sys.stderr))
     argv = sys.argv[1:] if argv is None else argv
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        from kairos.options import instead
+        from kairos_timesteps.options import instead
 
         return _fail(f"unknown command {argv[0]!r}{instead(argv[0], COMMANDS)}", 2)
     parser = argparse.ArgumentParser(prog="kairos", description="Train diffusion models on the timesteps that matter.")

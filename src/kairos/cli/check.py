@@ -7,9 +7,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from kairos.options import but_name, defaults
 from kairos.progress import table
-from kairos.registry import Registry
+from kairos_timesteps.options import but_name, defaults
+from kairos_timesteps.registry import Registry
 
 _WIDTH = 100  # columns of the output
 
@@ -30,13 +30,13 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Check the file and print jobs, methods and milestones, or print the schema."""
     from kairos.config import Experiment, load
-    from kairos.diffusion.registries import PROCESSES
     from kairos.evaluation.registries import EXTRACTORS
     from kairos.evaluation.separation import expected
     from kairos.fetching import lacking
     from kairos.report.text import sample_sets
-    from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
     from kairos.workflow.layout import Layout
+    from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+    from kairos_timesteps.diffusion.registries import PROCESSES
 
     if arguments.command == "schema":
         print(json.dumps(Experiment.model_json_schema(), indent=1, ensure_ascii=False))
@@ -88,8 +88,8 @@ def _folder(folder: Path) -> None:
         ConfigError: some cannot be used: all of these, with the reasons.
     """
     from kairos.config import files_in, load
-    from kairos.errors import ConfigError
     from kairos.workflow.layout import Layout
+    from kairos_timesteps.errors import ConfigError
 
     rows, faults = list[tuple[str, ...]]([("file", "methods", "trainings", "milestones", "jobs")]), []
     for file in files_in(folder):

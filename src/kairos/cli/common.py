@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kairos import clock, errors, portable
-from kairos.errors import ConfigError, KairosError, refusal
+from kairos import clock, portable
 from kairos.shards import Shard
+from kairos_timesteps import errors
+from kairos_timesteps.errors import ConfigError, KairosError, refusal
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

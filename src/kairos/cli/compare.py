@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kairos import errors
 from kairos.cli.common import demand, experiment_at
+from kairos_timesteps import errors
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kairos import clock
 from kairos.cli.common import add_config, add_shards, add_timing, setup, write_timing
-from kairos.errors import demand
+from kairos_timesteps.errors import demand
 
 Done = tuple[str, dict[str, Any]]  # what to say of the folder that was written, and facts for the record of the time
 # where in an experiment's results

@@ -30,8 +30,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print a line per finding; what does not work says how to mend it. Ends with status 1 if something is missing."""
     from kairos.config import load
-    from kairos.errors import KairosError
     from kairos.status import machine, tool_checks
+    from kairos_timesteps.errors import KairosError
 
     profile = arguments.profile or machine.PROFILE
     usable = not arguments.profile or machine.profile_file(profile)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from kairos.cli.common import experiment_at
-from kairos.errors import demand, refusal
+from kairos_timesteps.errors import demand, refusal
 
 # below a folder of milestones, a run, a method, an experiment, and all results
 _MILESTONES = ("*", "milestones/*", "seed*/milestones/*", "*/seed*/milestones/*", "*/*/seed*/milestones/*")

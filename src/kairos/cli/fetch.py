@@ -15,7 +15,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Say of each thing where it is, or bring it; ends with status 1 where something cannot be had."""
     from kairos import fetching
     from kairos.config import load
-    from kairos.errors import KairosError
+    from kairos_timesteps.errors import KairosError
 
     needs = fetching.needs(load(arguments.config))
     os.environ.pop(fetching.OFFLINE, None)  # the hub's client reads it when it is imported

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from kairos.cli.common import listen
-from kairos.errors import KairosError
+from kairos_timesteps.errors import KairosError
 
 _SECONDS = 120  # that MLflow may take to start
 

@@ -14,9 +14,9 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print a line ``component sha256`` for each part; anything damaged ends with status 1."""
-    from kairos.errors import DamagedError, KairosError
     from kairos.files import open_record, sha256_file
     from kairos.milestones import check_milestone
+    from kairos_timesteps.errors import DamagedError, KairosError
 
     if arguments.against:
         _against(arguments.against)
@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _against(lock: Path) -> None:
-    from kairos.errors import KairosError
     from kairos.workflow.reproduction import compare
+    from kairos_timesteps.errors import KairosError
 
     found: Counter[str] = Counter()
     for path, state, why in compare(lock):

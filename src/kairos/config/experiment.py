@@ -21,7 +21,6 @@ from kairos.config.reading import read
 from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
-from kairos.errors import ConfigError, demand
 from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_text
@@ -32,6 +31,7 @@ from kairos.section import Section, check, component, field
 from kairos.text.settings import TextEncoderConfig
 from kairos.training.lengths import length_in_steps
 from kairos.training.settings import TrainingConfig
+from kairos_timesteps.errors import ConfigError, demand
 
 REFERENCE_ROWS = ("floor", "reconstruction", "gaussian", "noise")
 _FOLDERS = ("dataset", "autoencoder", "text", "latents", "extractor", "reference", "figures", "timing", "sums", "logs")

@@ -3,13 +3,14 @@
 import math
 from typing import TYPE_CHECKING
 
-from kairos.diffusion.registries import CELLS, LOSSES
-from kairos.errors import Refusal, demand
+from kairos.losses.registries import LOSSES
 from kairos.models import check_takes
 from kairos.models.registries import MODELS
-from kairos.registry import split
-from kairos.strategies.options import asked
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS, checked
+from kairos_timesteps.component_options import asked
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS, checked
+from kairos_timesteps.diffusion.registries import CELLS
+from kairos_timesteps.errors import Refusal, demand
+from kairos_timesteps.registry import split
 
 if TYPE_CHECKING:
     from kairos.config.experiment import Experiment

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from kairos.errors import demand
-from kairos.registry import split
-from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.errors import demand
+from kairos_timesteps.registry import split
 
 MOST = 1000  # methods of an experiment
 PARTS = {"sampler": (SAMPLERS, "uniform"), "weighting": (WEIGHTINGS, "none"), "coupling": (COUPLINGS, "independent")}

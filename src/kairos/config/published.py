@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from kairos.errors import demand
 from kairos.section import Section, field
+from kairos_timesteps.errors import demand
 
 
 @dataclass(frozen=True)

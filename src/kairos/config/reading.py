@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from kairos.errors import ConfigError, demand
+from kairos_timesteps.errors import ConfigError, demand
 
 _ALONE = ("published", "claim")
 _FILE = "the path of an experiment file, from the folder of this one"

@@ -4,9 +4,11 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
 
-from kairos.diffusion.registries import LOSSES, PROCESSES, check_losses, chosen_prediction
+from kairos.forward_process import chosen_prediction
+from kairos.losses.registries import LOSSES, check_losses
 from kairos.section import Section, component, field
-from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.diffusion.registries import PROCESSES
 
 
 class DiffusionConfig(Section):

@@ -4,8 +4,8 @@ import re
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from kairos.errors import Refusal
 from kairos.section import Section, field
+from kairos_timesteps.errors import Refusal
 
 # names of query parameters that hold a user name or a secret; others, such as sslmode, are allowed
 _SECRET = re.compile("user|uid|pass|pwd|token|secret|odbc_connect", re.IGNORECASE)

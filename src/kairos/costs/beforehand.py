@@ -9,9 +9,9 @@ import yaml
 from kairos.config import Experiment
 from kairos.data.settings import DatasetConfig
 from kairos.data.survey import look
-from kairos.errors import ConfigError, KairosError, demand
 from kairos.status.machine import profile_file
 from kairos.workflow.resources import gpus, of_training
+from kairos_timesteps.errors import ConfigError, KairosError, demand
 
 _CONTEXT = 1  # GiB of a GPU for its context and the libraries' workspace
 

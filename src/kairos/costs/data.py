@@ -10,9 +10,9 @@ from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config import Experiment
 from kairos.config.published import KnownConfig
 from kairos.data.survey import survey
-from kairos.errors import ConfigError
 from kairos.files import read_json
 from kairos.text.settings import TextEncoderConfig
+from kairos_timesteps.errors import ConfigError
 
 Shape = tuple[int, int, int]
 

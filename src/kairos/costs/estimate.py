@@ -11,13 +11,13 @@ from kairos.costs.data import Data, Shape, describe
 from kairos.costs.network import Network, measure
 from kairos.costs.rate import Rate
 from kairos.costs.storage import memory, storage
-from kairos.diffusion.processes import build_process
-from kairos.diffusion.registries import LOSSES
+from kairos.forward_process import build_process
+from kairos.losses.registries import LOSSES
 from kairos.section import build
-from kairos.strategies.base import Cost
-from kairos.strategies.registries import SAMPLERS
 from kairos.workflow.layout import Layout
 from kairos.workflow.resources import gpus
+from kairos_timesteps.base import Cost
+from kairos_timesteps.components import SAMPLERS
 
 
 @dataclass(frozen=True)

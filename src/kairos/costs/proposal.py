@@ -23,11 +23,11 @@ import yaml
 from kairos.config import Experiment, validate
 from kairos.data.settings import DatasetConfig
 from kairos.data.survey import look, survey
-from kairos.errors import KairosError, demand
 from kairos.evaluation.separation import ENOUGH_IMAGES
 from kairos.files import read_json, read_lines
 from kairos.progress import duration, say
 from kairos.report.text import template
+from kairos_timesteps.errors import KairosError, demand
 
 FEWEST = 40  # images
 _FEWEST_STEPS, _MOST_STEPS = 500, 200_000

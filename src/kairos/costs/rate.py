@@ -7,8 +7,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from kairos.errors import demand
 from kairos.files import read_json, read_lines
+from kairos_timesteps.errors import demand
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.config import Experiment, validate
-from kairos.errors import demand
+from kairos_timesteps.errors import demand
 
 MOST = 100  # steps
 _UNET = {"channels": 32, "multipliers": [1, 2], "blocks": 1, "attention": [8, 4]}

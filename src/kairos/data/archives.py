@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kairos.data.settings import DatasetConfig
-from kairos.errors import ConfigError
+from kairos_timesteps.errors import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _LABELS = "dataset.json"  # {"labels": [["00000/img00000000.png", 6], ...]}, or null

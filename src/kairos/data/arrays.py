@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from kairos.errors import DamagedError, KairosError
+from kairos_timesteps.errors import DamagedError, KairosError
 
 
 class Rows:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kairos.randomness import Stream
+from kairos_timesteps.randomness import Stream
 
 # the low-pass filter of Daubechies' least asymmetric wavelet with six vanishing moments; halving undoes doubling
 _SYM6 = (

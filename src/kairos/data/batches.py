@@ -18,7 +18,7 @@ from torch import Tensor
 from kairos import conditions as conditioning
 from kairos.data.augment import augmented
 from kairos.data.latents import Latents
-from kairos.randomness import Stream
+from kairos_timesteps.randomness import Stream
 
 _AHEAD = 2  # steps that are read before they are asked for
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kairos.data.arrays import Rows, read_array
-from kairos.errors import ConfigError, KairosError
 from kairos.files import open_record
 from kairos.progress import say
+from kairos_timesteps.errors import ConfigError, KairosError
 
 if TYPE_CHECKING:
     from kairos.data.dataset import PreparedDataset

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from kairos.data.arrays import Rows, create_array
-from kairos.errors import DamagedError
 from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
 from kairos.progress import Progress, say
+from kairos_timesteps.errors import DamagedError
 
 PARTIAL = ".partial"
 _SAVE_SECONDS = 2.0

@@ -14,8 +14,8 @@ from torch import Tensor
 from kairos.data.arrays import Rows, read_array
 from kairos.data.captions import Text, open_text
 from kairos.data.dataset import PreparedDataset, low_resolution, open_dataset, scaled
-from kairos.errors import KairosError
 from kairos.files import open_record
+from kairos_timesteps.errors import KairosError
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from kairos.data.decode import to_pixels
 from kairos.data.referred import checksum
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
-from kairos.errors import ConfigError, KairosError
 from kairos.files import sha256_file, sha256_json, sync_folder, write_json
 from kairos.progress import Progress, say
-from kairos.randomness import derived_seed
+from kairos_timesteps.errors import ConfigError, KairosError
+from kairos_timesteps.randomness import derived_seed
 
 _ARRAYS = ("images", "train", "heldout", "numbers", "checksums", "names", *captioning.ARRAYS)
 _TEMPORARY = ".tmp-images.npy"

@@ -12,7 +12,7 @@ from kairos.data.arrays import numbered, read_array
 from kairos.data.decode import to_pixels
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
-from kairos.errors import DamagedError, KairosError
+from kairos_timesteps.errors import DamagedError, KairosError
 
 _AGAIN = "bring it back as it was, or make the folder again with: kairos prepare"
 

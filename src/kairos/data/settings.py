@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from typing import Any, Literal
 
-from kairos.errors import ConfigError, demand
 from kairos.section import Section, field
+from kairos_timesteps.errors import ConfigError, demand
 
 
 class DatasetConfig(Section):

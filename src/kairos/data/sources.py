@@ -20,7 +20,7 @@ from kairos.data.archives import SUFFIXES, Archive, listed
 from kairos.data.captions import Missing, in_column, with_captions
 from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
-from kairos.errors import ConfigError, KairosError
+from kairos_timesteps.errors import ConfigError, KairosError
 
 _REOPENED = 512  # images that are read before a table is opened anew
 

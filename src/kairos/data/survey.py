@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.data.settings import DatasetConfig
-from kairos.errors import ConfigError
+from kairos_timesteps.errors import ConfigError
 
 _LOOKED_AT = 20_000
 _DIGITS, _RAREST = 1797, 174  # scikit-learn's images, and those of the rarest digit

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from kairos.data.settings import DatasetConfig
 from kairos.data.survey import Survey, survey
-from kairos.errors import ConfigError, KairosError
 from kairos.evaluation import external, weights
 from kairos.evaluation.registries import UNREAL, needs_of
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.section import check
+from kairos_timesteps.errors import ConfigError, KairosError
 
 FEWEST = 5  # images of a class that a classifier can be trained on
 WIDTHS = {"inception": 2048}  # features of the extractors that have no option for it

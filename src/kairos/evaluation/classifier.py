@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch_fidelity import FeatureExtractorBase, register_feature_extractor
 
 from kairos.data.dataset import PreparedDataset
-from kairos.errors import KairosError
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.registries import ClassifierOptions, SelfsupervisedOptions
 from kairos.files import atomic, read_json, sha256_file
 from kairos.progress import Progress, say
-from kairos.randomness import Stream, derived_seed
+from kairos_timesteps.errors import KairosError
+from kairos_timesteps.randomness import Stream, derived_seed
 
 WEIGHTS = "model.safetensors"
 NAME = "kairos-classifier"

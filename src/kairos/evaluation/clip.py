@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kairos.errors import ConfigError
 from kairos.evaluation.moments import Measured
 from kairos.evaluation.registries import ClipOptions
 from kairos.files import read_json
 from kairos.text.encoder import network_folder, opened
 from kairos.text.settings import FILES, PREPROCESSOR
+from kairos_timesteps.errors import ConfigError
 
 FIELD = "evaluation.metrics: clip.path"
 

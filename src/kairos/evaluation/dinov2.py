@@ -15,11 +15,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from kairos.data.dataset import PreparedDataset
-from kairos.errors import KairosError
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.registries import DinoOptions
 from kairos.evaluation.weights import missing_network
 from kairos.files import hash_folder, sha256_json
+from kairos_timesteps.errors import KairosError
 
 SIDE = 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -9,7 +9,6 @@ import numpy as np
 
 from kairos import clock, compute
 from kairos.data.latents import Latents, open_latents
-from kairos.errors import ConfigError, KairosError
 from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, make, open_extractor
 from kairos.evaluation.moments import in_batches, measure
@@ -17,12 +16,13 @@ from kairos.evaluation.reference import Reference, open_reference, outside_refer
 from kairos.evaluation.registries import METRICS, needs_of
 from kairos.evaluation.settings import LossSettings
 from kairos.files import atomic_folder, check_files, open_record, read_json, write_json
-from kairos.options import but_name
 from kairos.progress import say
 from kairos.sampling.drawn_conditions import check_conditions, told_of
 from kairos.sampling.sample import settings, setup_of
 from kairos.sampling.samples_file import Samples, open_samples
 from kairos.sampling.settings import GUIDANCE
+from kairos_timesteps.errors import ConfigError, KairosError
+from kairos_timesteps.options import but_name
 
 PUBLISHED = ("inception", "dinov2")  # extractors that no data set is needed for
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kairos.errors import KairosError
+from kairos_timesteps.errors import KairosError
 
 _IMAGES = {"images", "arr_0"}
 PUBLISHED = {"moments": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # by what metrics need

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from kairos import compute
 from kairos.data.dataset import PreparedDataset
-from kairos.errors import KairosError
 from kairos.evaluation.registries import EXTRACTORS
 from kairos.files import check_files, open_record, write_json
 from kairos.section import build
+from kairos_timesteps.errors import KairosError
 
 _OF_OTHERS = {"accuracy": None, "shape": None, "dataset_sha256": None}  # those not trained here take any image
 

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
 
 from kairos.data.dataset import PreparedDataset
-from kairos.errors import KairosError
 from kairos.evaluation import weights
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.registries import InceptionOptions
 from kairos.files import link_file, sha256_file
+from kairos_timesteps.errors import KairosError
 
 WEIGHTS = weights.NAME
 

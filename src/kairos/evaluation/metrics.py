@@ -18,13 +18,13 @@ from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metri
 from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
 from kairos.data.arrays import blocks
-from kairos.errors import KairosError
 from kairos.evaluation import external
 from kairos.evaluation.moments import LAYERS, Measured, Moments
 from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions, needs_of
 from kairos.files import atomic, sha256_bytes, sha256_json
 from kairos.progress import say
 from kairos.section import build
+from kairos_timesteps.errors import KairosError
 
 CACHE = Path(".kairos/cache")
 ROWS = 1024  # feature vectors looked at a time

@@ -22,7 +22,6 @@ from kairos import clock
 from kairos.autoencoders.codec import Codec, load_codec
 from kairos.data.dataset import PreparedDataset, open_dataset, to_uint8
 from kairos.data.latents import Latents, open_latents
-from kairos.errors import KairosError
 from kairos.evaluation import external, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.evaluation.metrics import Statistics, Target
@@ -31,8 +30,9 @@ from kairos.evaluation.registries import UNREAL, default_metrics, needs_of
 from kairos.evaluation.settings import EvaluationConfig, check_metrics, named_metrics
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
 from kairos.progress import Progress, say
-from kairos.randomness import Stream, derived_seed
 from kairos.sampling.samples_file import open_samples
+from kairos_timesteps.errors import KairosError
+from kairos_timesteps.randomness import Stream, derived_seed
 
 RESAMPLES = 20
 GAUSSIAN_IMAGES = 10_000

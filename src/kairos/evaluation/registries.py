@@ -9,8 +9,8 @@ that of a metric that needs a milestone as ``code(milestone, latents, settings, 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kairos.options import Options, option
-from kairos.registry import NoOptions, Registry
+from kairos_timesteps.options import Options, option
+from kairos_timesteps.registry import NoOptions, Registry
 
 
 class ClassifierOptions(Options):

@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
-from kairos import options
-from kairos.errors import ConfigError, Refusal, demand
 from kairos.evaluation.registries import EXTRACTORS, FRECHET, METRICS, default_metrics, needs_of
 from kairos.section import Section, component, field
+from kairos_timesteps import options
+from kairos_timesteps.errors import ConfigError, Refusal, demand
 
 
 class EvaluationConfig(Section):

@@ -15,8 +15,8 @@ import torch
 from kairos import compute
 from kairos.data.latents import Latents
 from kairos.evaluation.settings import LossSettings
-from kairos.randomness import Stream
-from kairos.strategies.validation import ValidationLoss, spread_over
+from kairos_timesteps.randomness import Stream
+from kairos_timesteps.validation import ValidationLoss, spread_over
 
 
 def strata_of(cells: int, strata: int) -> list[tuple[float, float]]:

@@ -7,10 +7,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from kairos.errors import KairosError
 from kairos.files import atomic, sha256_file
 from kairos.hub import here
 from kairos.progress import Progress
+from kairos_timesteps.errors import KairosError
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 NAME = URL.rsplit("/", 1)[1]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kairos.errors import ConfigError, KairosError
 from kairos.files import atomic_folder, check_files, hash_folder, open_record, sha256_json, write_json, write_text
-from kairos.strategies.columns import strategy_csv
+from kairos.strategy_file import strategy_csv
+from kairos_timesteps.errors import ConfigError, KairosError
 
 _SHAPING = ("patch", "width", "depth", "heads", "channels", "multipliers", "blocks", "attention", "conditions")
 
@@ -117,7 +117,7 @@ def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> M
         KairosError: it is missing or damaged.
     """
     from kairos import models
-    from kairos.diffusion.processes import build_process
+    from kairos.forward_process import build_process
 
     record = check_milestone(folder)
     if weights not in ("ema", "raw"):

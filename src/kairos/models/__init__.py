@@ -7,10 +7,10 @@ A backbone is a module ``model(x, t, conditions)`` made by ``Class(options, shap
 from pathlib import Path
 from typing import Any
 
-from kairos.errors import ConfigError, KairosError
 from kairos.files import write_json, write_weights
 from kairos.models.registries import MODELS
-from kairos.registry import split
+from kairos_timesteps.errors import ConfigError, KairosError
+from kairos_timesteps.registry import split
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kairos.errors import KairosError
-from kairos.options import dump
+from kairos_timesteps.errors import KairosError
+from kairos_timesteps.options import dump
 
 Descriptions = dict[str, dict[str, Any]]
 

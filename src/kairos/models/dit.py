@@ -7,10 +7,10 @@ every block and is another model.
 import torch
 from torch import Tensor, nn
 
-from kairos.errors import KairosError
 from kairos.models.backbone import Backbone, Descriptions, Null
 from kairos.models.layers import Attention, mlp, named, sinusoids
 from kairos.models.registries import DiTOptions
+from kairos_timesteps.errors import KairosError
 
 _FREQUENCIES = 256  # of the sinusoids of t
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kairos.errors import KairosError
+from kairos_timesteps.errors import KairosError
 
 Weights = dict[str, Tensor]
 

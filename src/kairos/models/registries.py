@@ -4,9 +4,9 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from kairos.errors import demand
-from kairos.options import Options, dump, option, public_name
-from kairos.registry import Registry
+from kairos_timesteps.errors import demand
+from kairos_timesteps.options import Options, dump, option, public_name
+from kairos_timesteps.registry import Registry
 
 
 def fill(options: Any, size: dict[str, Any]) -> None:

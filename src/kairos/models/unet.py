@@ -8,10 +8,10 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.unets.unet_2d import UNet2DModel
 from torch import Tensor, nn
 
-from kairos.errors import KairosError
 from kairos.models.backbone import Backbone, Descriptions, padded
 from kairos.models.registries import UNetOptions
 from kairos.models.unet_names import renamed
+from kairos_timesteps.errors import KairosError
 
 
 class UNet(Backbone):

@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import Bbox
 from scipy.optimize import isotonic_regression
 
-from kairos.diffusion.registries import PROCESSES
+from kairos_timesteps.diffusion.registries import PROCESSES
 
 DPI = 160  # of PNG files
 INK, MUTED = "#1f2328", "#667079"

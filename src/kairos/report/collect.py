@@ -17,10 +17,10 @@ import pandas as pd
 
 from kairos.config import Experiment, validate
 from kairos.data.dataset import open_dataset
-from kairos.errors import KairosError
 from kairos.files import read_json, read_lines
 from kairos.milestones import step_name
 from kairos.report.outdated import ExpectedSettings, listed
+from kairos_timesteps.errors import KairosError
 
 Record = dict[str, Any]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from kairos.errors import KairosError, demand
 from kairos.evaluation.separation import ADVICE, cannot_rank
 from kairos.report import text
 from kairos.report.collect import Measured, Results
 from kairos.report.ranking import Ratio, Row, compare
+from kairos_timesteps.errors import KairosError, demand
 
 COLUMNS = (
     "experiment", "method", "seeds", "step", "metric", "value", "spread", "baseline", "difference", "low", "high",

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from kairos.config import Experiment
-from kairos.diffusion.registries import CELLS
-from kairos.errors import ConfigError
 from kairos.files import glance
-from kairos.options import but_name
 from kairos.sampling.registries import resolved
 from kairos.sampling.settings import GUIDANCE
 from kairos.training.identity import identity_of, trajectory_settings
+from kairos_timesteps.diffusion.registries import CELLS
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.options import but_name
 
 Record = dict[str, Any]
 _NO_EFFECT = ("images", "unmatched", "store", "broken", "train_images")  # of section dataset: equal images

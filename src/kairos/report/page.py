@@ -10,7 +10,6 @@ from PIL import Image
 
 from kairos.analyses.registries import ANALYSES
 from kairos.models.registries import effective
-from kairos.options import dump
 from kairos.report import findings, interactive, published, text
 from kairos.report.canvas import DPI, looks
 from kairos.report.collect import Record, Results
@@ -18,6 +17,7 @@ from kairos.report.figures import figures_of
 from kairos.report.ranking import compare, curve, stands_still
 from kairos.sampling.registries import SCHEDULERS
 from kairos.sampling.settings import GUIDANCE
+from kairos_timesteps.options import dump
 
 _STAGES = ("prepare", "autoencoder", "text", "encode", "extractor", "reference", "train", "sample", "evaluate")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from kairos.options import but_name
+from kairos_timesteps.options import but_name
 
 if TYPE_CHECKING:
     from kairos.report.ranking import Ratio

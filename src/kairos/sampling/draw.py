@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kairos import compute
 from kairos.conditions import nulls
-from kairos.diffusion.processes import shaped
-from kairos.randomness import Stream
 from kairos.sampling.places import Place
+from kairos_timesteps.diffusion.processes import shaped
+from kairos_timesteps.randomness import Stream
 
 SMALLEST_BATCH = 16
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kairos.data.latents import Latents, open_latents
-from kairos.errors import KairosError
-from kairos.randomness import Stream
+from kairos_timesteps.errors import KairosError
+from kairos_timesteps.randomness import Stream
 
 _LATENTS = "pass --latents DIR, the latents that the model was trained on"
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kairos.diffusion.processes import Discrete
-from kairos.errors import ConfigError
+from kairos_timesteps.diffusion.processes import Discrete
+from kairos_timesteps.errors import ConfigError
 
 Array = NDArray[Any]
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from kairos.diffusion.registries import VARIANCES
-from kairos.errors import ConfigError, demand
-from kairos.options import Options, option
-from kairos.registry import Registry
+from kairos_timesteps.diffusion.registries import VARIANCES
+from kairos_timesteps.errors import ConfigError, demand
+from kairos_timesteps.options import Options, option
+from kairos_timesteps.registry import Registry
 
 DISCRETE = ("trailing", "leading", "linspace", "karras")
 CONTINUOUS = ("karras", "uniform")

@@ -11,7 +11,6 @@ import torch
 from kairos import clock, compute
 from kairos.data.dataset import to_uint8
 from kairos.data.grid import write_grid
-from kairos.errors import ConfigError, KairosError
 from kairos.files import open_record
 from kairos.progress import Progress, say
 from kairos.sampling.draw import Estimate, Guidance, batches, guided, noise_of
@@ -22,6 +21,7 @@ from kairos.sampling.samples_file import joined, open_samples, write_samples
 from kairos.sampling.settings import GUIDANCE, SamplingConfig
 from kairos.section import build, check
 from kairos.shards import Shard
+from kairos_timesteps.errors import ConfigError, KairosError
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import numpy as np
 
 from kairos import clock
 from kairos.data.arrays import Rows, blocks, write_header
-from kairos.errors import KairosError
 from kairos.files import atomic
 from kairos.shards import AGAIN, in_order
+from kairos_timesteps.errors import KairosError
 
 _BLOCK = 1 << 20
 _CONDITION = "condition_"

@@ -2,11 +2,11 @@
 
 from typing import Any, Literal
 
-from kairos.diffusion.processes import build_process
-from kairos.errors import ConfigError, demand
+from kairos.forward_process import build_process
 from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
 from kairos.section import Section, component, field
+from kairos_timesteps.errors import ConfigError, demand
 
 GUIDANCE = ("guidance_scale", "guidance_channels", "guidance_power", "guidance_interval")
 

@@ -10,9 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kairos.errors import KairosError
 from kairos.slurm import NO_CLUSTER, ask
 from kairos.status.tool_checks import Finding, existing
+from kairos_timesteps.errors import KairosError
 
 PROFILE = Path("profiles/slurm")
 _FILES = 1024  # open files at once that a job may need

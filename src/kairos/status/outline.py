@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kairos.config import Experiment, load
-from kairos.errors import KairosError
 from kairos.files import glance
 from kairos.report.outdated import ExpectedSettings
+from kairos_timesteps.errors import KairosError
 
 
 @dataclass(frozen=True)

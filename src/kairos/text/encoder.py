@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kairos.errors import ConfigError, KairosError
 from kairos.files import read_json, sha256_file, sha256_json
 from kairos.hub import folder_of
 from kairos.text.settings import FILES, TOKENIZERS, WEIGHTS, TextEncoderConfig
+from kairos_timesteps.errors import ConfigError, KairosError
 
 _CLIP = ("clip", "clip_text_model")
 _ENDLESS = 10**6  # what tokenizers without a length of their own say is longer

@@ -3,8 +3,8 @@
 from itertools import chain
 from typing import Literal
 
-from kairos.errors import Refusal
 from kairos.section import Section, field
+from kairos_timesteps.errors import Refusal
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # one of these; the latter is the form of older files
 TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("vocab.txt",))  # one of these

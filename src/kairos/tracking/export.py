@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from kairos.errors import KairosError, demand
 from kairos.files import atomic_folder, glance, write_text
 from kairos.milestones import check_milestone, step_name
 from kairos.models.registries import effective
@@ -20,6 +19,7 @@ from kairos.report import text
 from kairos.report.collect import Results, Training
 from kairos.report.samples import picture
 from kairos.tracking import content
+from kairos_timesteps.errors import KairosError, demand
 
 
 def tensorboard(results: Results, out: Path) -> None:

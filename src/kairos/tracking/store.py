@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import unquote_plus
 
-from kairos.errors import KairosError
 from kairos.files import locked
 from kairos.tracking.content import COMMIT, Entry, Point
+from kairos_timesteps.errors import KairosError
 
 # MLflow's own classes, under the names that they have there; it is imported where it is used, for it takes a second
 Client: TypeAlias = Any

@@ -6,11 +6,11 @@ from itertools import accumulate
 from pathlib import Path
 from string import Template
 
-from kairos.errors import KairosError
 from kairos.report import compare, ranking, text
 from kairos.report.collect import Results
 from kairos.report.findings import verdict
 from kairos.tracking.store import Client
+from kairos_timesteps.errors import KairosError
 
 KEY = "kairos"
 TAG = f"mlflow.sharedViewState.{KEY}"  # as MLflow's own button `Share` writes it

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kairos.errors import DamagedError
 from kairos.files import atomic
+from kairos_timesteps.errors import DamagedError
 
 _MAGIC = "kairos-checkpoint 1"
 COMPONENTS = ("model", "ema", "optimizer", "strategy")

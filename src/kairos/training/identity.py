@@ -18,7 +18,7 @@ _CUT = ("milestones", "segments", "checkpoint_every", "log_every")  # and in whi
 
 def trajectory_settings(plain: dict[str, Any], method: str) -> dict[str, Any]:
     """The part of section `training` that decides the trajectory of a method of an experiment."""
-    from kairos.strategies.registries import COUPLINGS
+    from kairos_timesteps.components import COUPLINGS
 
     coupling = plain["methods"][method].get("coupling", {"name": "independent"})["name"]
     place = _PLACE[1:] if COUPLINGS.entry(coupling).facts.get("by_rank") else _PLACE  # each rank couples its own part
@@ -27,10 +27,11 @@ def trajectory_settings(plain: dict[str, Any], method: str) -> dict[str, Any]:
 
 def code_roots(plain: dict[str, Any], method: str) -> list[str]:
     """The modules that a training of `method` starts from: the loop and the components that its configuration names."""
-    from kairos.diffusion.registries import LOSSES, PROCESSES
+    from kairos.losses.registries import LOSSES
     from kairos.models.registries import MODELS
-    from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
     from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
+    from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+    from kairos_timesteps.diffusion.registries import PROCESSES
 
     chosen, training = plain["methods"][method], plain["training"]
     components = [

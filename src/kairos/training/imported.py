@@ -7,13 +7,13 @@ import torch
 
 from kairos import models
 from kairos.data.latents import open_latents
-from kairos.diffusion.processes import build_process
-from kairos.errors import ConfigError, KairosError
 from kairos.files import open_record, sha256_file, sha256_json
+from kairos.forward_process import build_process
 from kairos.milestones import write_milestone
 from kairos.models.published import read_published
-from kairos.strategies.strategy import Strategy
 from kairos.training.provenance import provenance, versions
+from kairos_timesteps.errors import ConfigError, KairosError
+from kairos_timesteps.strategy import Strategy
 
 
 def _hybrid(schedule: str = "linear") -> dict[str, Any]:

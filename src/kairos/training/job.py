@@ -13,9 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from kairos import distributed
 from kairos.files import glance
 from kairos.slurm import ask
+from kairos_timesteps import distributed
 
 STATUS = 75  # EX_TEMPFAIL: ended early by request; the same command goes on
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -25,9 +25,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kairos.errors import KairosError
 from kairos.progress import say
 from kairos.training.job import SIGNALS, STATUS, Left
+from kairos_timesteps.errors import KairosError
 
 if TYPE_CHECKING:
     from kairos.training.settings import TrainingConfig

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kairos import distributed
-from kairos.diffusion.losses import Prediction, Samples
-from kairos.errors import DivergedError
-from kairos.randomness import Stream, derived_seed
-from kairos.strategies.strategy import Draw
+from kairos.losses.terms import Prediction, Samples
 from kairos.training.lengths import log_interval
 from kairos.training.state import Training
+from kairos_timesteps import distributed
+from kairos_timesteps.errors import DivergedError
+from kairos_timesteps.randomness import Stream, derived_seed
+from kairos_timesteps.strategy import Draw
 
 
 def steps(training: Training, end: int) -> Iterator[dict[str, Any] | None]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kairos.diffusion.losses import Samples
-from kairos.errors import KairosError
+from kairos.losses.terms import Samples
 from kairos.training.loop import predicted
 from kairos.training.state import Training
+from kairos_timesteps.errors import KairosError
 
 
 def guarded(training: Training, lines: Iterator[Any]) -> Iterator[Any]:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kairos.registry import NoOptions
 from kairos.training.registries import (
     AdamOptions,
     CosineOptions,
@@ -22,6 +21,7 @@ from kairos.training.registries import (
     InverseSqrtOptions,
     PowerOptions,
 )
+from kairos_timesteps.registry import NoOptions
 
 
 def adam(options: AdamOptions, parameters: list[Any]) -> torch.optim.Optimizer:

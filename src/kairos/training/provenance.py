@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kairos import distributed
+from kairos_timesteps import distributed
 
 
 def versions() -> dict[str, str | None]:

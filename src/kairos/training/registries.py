@@ -1,8 +1,8 @@
 """What a training is put together of, by name: optimisers, learning-rate schedules, averages of weights, probes."""
 
-from kairos.errors import demand
-from kairos.options import Options, option
-from kairos.registry import NoOptions, Registry
+from kairos_timesteps.errors import demand
+from kairos_timesteps.options import Options, option
+from kairos_timesteps.registry import NoOptions, Registry
 
 
 class AdamOptions(Options):

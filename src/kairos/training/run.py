@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from kairos import compute, distributed
+from kairos import compute
 from kairos.data.latents import open_latents
-from kairos.errors import DivergedError
 from kairos.milestones import write_milestone
 from kairos.progress import Progress, duration, say
 from kairos.training import launch
@@ -27,6 +26,8 @@ from kairos.training.memory import guarded
 from kairos.training.provenance import provenance, versions
 from kairos.training.state import Training
 from kairos.training.store import Store, exclusive, read_timing
+from kairos_timesteps import distributed
+from kairos_timesteps.errors import DivergedError
 
 
 def import_components(plain: dict[str, Any], method: str) -> None:

@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from kairos.errors import demand
 from kairos.section import Section, component, field
 from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
+from kairos_timesteps.errors import demand
 
 
 class TrainingConfig(Section):

@@ -7,20 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kairos import distributed, models
+from kairos import models
 from kairos.data.batches import Batches
 from kairos.data.latents import Latents
-from kairos.diffusion.processes import build_process
-from kairos.diffusion.registries import LOSSES
-from kairos.errors import KairosError
+from kairos.forward_process import build_process
+from kairos.losses.registries import LOSSES
 from kairos.milestones import start_of
-from kairos.randomness import derived_seed
-from kairos.registry import Registry, split
-from kairos.strategies.strategy import Strategy
 from kairos.training.lengths import length_in_steps
 from kairos.training.optim import Average
 from kairos.training.passes import cut
 from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
+from kairos_timesteps import distributed
+from kairos_timesteps.errors import KairosError
+from kairos_timesteps.randomness import derived_seed
+from kairos_timesteps.registry import Registry, split
+from kairos_timesteps.strategy import Strategy
 
 
 class Training:

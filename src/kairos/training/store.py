@@ -21,12 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kairos.errors import DamagedError, KairosError
 from kairos.files import link_file, link_tree, locked, read_json, read_lines, sha256_bytes, write_json, write_text
 from kairos.milestones import check_milestone, step_name
 from kairos.progress import say
 from kairos.training import checkpoint
 from kairos.training.provenance import versions
+from kairos_timesteps.errors import DamagedError, KairosError
 
 KEPT = 2  # checkpoints: a damaged last one leaves the one before it
 _SIGNS = 12  # seconds of watching for signs of life, which a training gives every 5

@@ -19,7 +19,6 @@ from typing import IO, Any
 import yaml
 
 from kairos.config import extended, load, validate
-from kairos.errors import KairosError, refusal
 from kairos.files import locked, read_json, sha256_json
 from kairos.progress import duration, say
 from kairos.slurm import books
@@ -27,6 +26,7 @@ from kairos.tracking.store import tracking_uri, without_credentials
 from kairos.training.job import last_word
 from kairos.workflow import interrupts, preload, start_over
 from kairos.workflow.layout import FROZEN, Layout, Segment, frozen, lay_out
+from kairos_timesteps.errors import KairosError, refusal
 from snakemake_executor_plugin_kairos.private import together
 
 _DEFAULT = "params.yaml"

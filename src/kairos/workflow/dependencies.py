@@ -8,12 +8,12 @@ run again.
 from typing import Any
 
 from kairos.analyses.registries import ANALYSES
-from kairos.diffusion.registries import PROCESSES
 from kairos.evaluation.registries import EXTRACTORS, METRICS, needs_of
 from kairos.fingerprint import fingerprint
 from kairos.models.registries import MODELS
 from kairos.sampling.registries import SCHEDULERS
 from kairos.training.identity import code_roots, trajectory_settings
+from kairos_timesteps.diffusion.registries import PROCESSES
 
 Plain = dict[str, Any]
 SHARED = ("prepare", "autoencoder", "text", "encode", "extractor", "reference")

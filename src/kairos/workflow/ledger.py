@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 
 from kairos.config import load
-from kairos.errors import ConfigError, KairosError, demand, refusal
 from kairos.files import write_json, write_text
 from kairos.progress import say
 from kairos.workflow import dependencies
 from kairos.workflow.layout import Layout, lay_out
 from kairos.workflow.reproduction import machines, provenance
+from kairos_timesteps.errors import ConfigError, KairosError, demand, refusal
 
 _PYTHON = (sys.executable, "-m")
 _STAGES = Path("dvc.yaml")

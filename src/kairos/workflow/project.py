@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from kairos.errors import demand
+from kairos_timesteps.errors import demand
 
 _WRITTEN = {"project.smk": "Snakefile", "project.gitignore": ".gitignore"}  # from beside this file
 _COPIED = ("params.yaml", "experiments/schema.json", "workflow/profiles")

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from kairos.errors import KairosError
 from kairos.files import read_json
+from kairos_timesteps.errors import KairosError
 
 CLOCKED = ("report.html", "summary.csv", "figures", "timing", "timing.jsonl")  # hold clock times: never the same twice
 

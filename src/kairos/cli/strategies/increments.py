@@ -4,8 +4,8 @@ import argparse
 
 from kairos.cli.strategies.output import aligned, bar, deliver, strata, warn
 from kairos.cli.strategies.show import process_of
-from kairos.strategies.columns import strategy_csv
-from kairos.strategies.increments import AREAS, PROCESSES, Increments, increments
+from kairos.increments import AREAS, PROCESSES, Increments, increments
+from kairos.strategy_file import strategy_csv
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kairos import options
-from kairos.registry import Registry
-from kairos.strategies.options import Fixed
-from kairos.strategies.registries import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps import options
+from kairos_timesteps.component_options import Fixed
+from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.registry import Registry
 
 # sampler+weighting as papers and their code use them together; a bare name is a method of its own as well
 COMBINATIONS = {

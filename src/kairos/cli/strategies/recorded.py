@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kairos.cli.strategies.show import Named, View, named_parts, process_of
-from kairos.diffusion.processes import measured
-from kairos.errors import ConfigError, DamagedError, KairosError
 from kairos.files import read_json, sha256_file
-from kairos.options import but_name
-from kairos.strategies.columns import parse_strategy_csv
-from kairos.strategies.names import parse_name
-from kairos.strategies.options import Adaptive
-from kairos.strategies.registries import SAMPLERS
+from kairos.forward_process import measured
+from kairos.strategy_file import parse_strategy_csv
+from kairos_timesteps.component_options import Adaptive
+from kairos_timesteps.components import SAMPLERS
+from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
+from kairos_timesteps.lookup import parse_name
+from kairos_timesteps.options import but_name
 
 _MILESTONES = "milestones/*/milestone.json"
 _IMAGES = "p(t) differs from image to image; it is the mean over the first images of the training set, 256 at most"
@@ -93,7 +93,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _of_state(
     file: Path, content: dict[str, Any], record: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> View:
-    from kairos.strategies.strategy import Strategy
+    from kairos_timesteps.strategy import Strategy
 
     sampler, weighting, diffusion = named_parts(arguments) if record is None else _of_record(record, arguments)
     process = process_of(diffusion)

@@ -12,16 +12,17 @@ import yaml
 from kairos.cli.common import demand
 from kairos.cli.strategies.listing import described
 from kairos.cli.strategies.output import aligned, bar, deliver, strata, warn
-from kairos.diffusion.processes import Process, build_process, measured
-from kairos.diffusion.registries import PROCESSES, chosen_prediction
-from kairos.errors import ConfigError
-from kairos.options import but_name, dump, unknown_key
-from kairos.strategies.base import Sampler
-from kairos.strategies.columns import strategy_csv
-from kairos.strategies.names import parse_name, parts, table, warnings_of
-from kairos.strategies.numeric import Array
-from kairos.strategies.points import Place
-from kairos.strategies.registries import SAMPLERS, WEIGHTINGS
+from kairos.forward_process import build_process, chosen_prediction, measured
+from kairos.strategy_file import strategy_csv
+from kairos_timesteps.base import Sampler
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.coordinates import Place
+from kairos_timesteps.diffusion.processes import Process
+from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.lookup import parse_name, parts, table, warnings_of
+from kairos_timesteps.numeric import Array
+from kairos_timesteps.options import but_name, dump, unknown_key
 
 Named = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # sampler and weighting with options, `diffusion`
 

@@ -1,0 +1,61 @@
+"""Timestep strategies for training diffusion models: which timesteps to train on, and how to weight their losses.
+
+    import kairos_timesteps
+    strategy = kairos_timesteps.Strategy("speed+change_aware", "cosine")
+
+Importing the package is free: each name below is imported when it is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kairos_timesteps.build import density, weighting
+    from kairos_timesteps.diffusion.processes import Discrete, Edm, Flow, Vp
+    from kairos_timesteps.diffusion.schedule import NoiseSchedule, make_schedule
+    from kairos_timesteps.monitoring import LossByLevel
+    from kairos_timesteps.presets import preset
+    from kairos_timesteps.strategy import Draw, Strategy
+    from kairos_timesteps.validation import ValidationLoss
+
+__version__ = "0.1.0"
+__all__ = [
+    "Discrete", "Draw", "Edm", "Flow", "LossByLevel", "NoiseSchedule", "Strategy", "ValidationLoss", "Vp",
+    "__version__", "density", "make_schedule", "names", "preset", "weighting",
+]  # fmt: skip
+
+_MODULES = {
+    "strategy": ("Strategy", "Draw"),
+    "monitoring": ("LossByLevel",),
+    "validation": ("ValidationLoss",),
+    "diffusion.processes": ("Discrete", "Edm", "Flow", "Vp"),
+    "diffusion.schedule": ("NoiseSchedule", "make_schedule"),
+    "build": ("density", "weighting"),
+    "presets": ("preset",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def names(kind: str) -> list[str]:
+    """Return the names of all components of a kind: ``sampler``, ``weighting``, ``coupling`` or ``preset``, sorted.
+
+    Raises:
+        ConfigError: another kind.
+    """
+    from kairos_timesteps import components
+    from kairos_timesteps.errors import demand
+
+    if kind == "preset":
+        from kairos_timesteps.presets import presets
+
+        return presets()
+    registries = {each.kind: each for each in (components.SAMPLERS, components.WEIGHTINGS, components.COUPLINGS)}
+    demand(kind in registries, "kind", repr(kind), ", ".join((*registries, "preset")))
+    return sorted(registries[kind])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'kairos_timesteps' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"kairos_timesteps.{_MODULE_OF[name]}"), name)

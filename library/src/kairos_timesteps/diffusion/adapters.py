@@ -1,0 +1,84 @@
+"""Whatever a training loop has for a noise schedule, as a forward process of ours."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Edm, Fdm, Flow, Vp
+from kairos_timesteps.diffusion.registries import DiscreteOptions
+from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, Array, NoiseSchedule
+from kairos_timesteps.errors import ConfigError
+
+CONTINUOUS = {"edm": Edm, "fdm": Fdm, "flow": Flow, "vp": Vp}
+_PREDICTIONS = {theirs: ours for ours, theirs in DIFFUSERS.items()}
+
+
+def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon") -> Any:
+    """A forward process.
+
+    Args:
+        process: one already; a `NoiseSchedule`; alpha-bar as numbers, (T,); the name of a schedule; a scheduler of
+            diffusers: with ``alphas_cumprod`` (DDPM, DDIM, PNDM ...), which says what is predicted, or an EDM or
+            flow-matching one (with its ``shift``, and a network that is called with t times 1000).
+        timesteps: T, for a schedule given by name.
+        prediction: ``epsilon``, ``x0`` or ``v``, where `process` leaves it open.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if prediction not in PREDICTIONS:
+        raise ConfigError(f"prediction: got {prediction!r}, allowed: {', '.join(PREDICTIONS)}")
+    if hasattr(process, "times") and hasattr(process, "schedule"):
+        return process
+    if isinstance(process, str):
+        if process in CONTINUOUS:
+            return CONTINUOUS[process](prediction=prediction)
+        if process not in SCHEDULES:
+            raise ConfigError(f"schedule: got {process!r}, allowed: {', '.join((*SCHEDULES, *CONTINUOUS))}")
+        return Discrete(DiscreteOptions(timesteps=timesteps, schedule=process), prediction)
+    if isinstance(process, NoiseSchedule):
+        return Discrete(process, prediction)
+    config = getattr(process, "config", None)
+    if config is not None and type(process).__name__.startswith("EDM"):
+        negated = getattr(config, "prediction_type", "epsilon") == "v_prediction"
+        low, high = float(config.sigma_min), float(config.sigma_max)
+        return Edm(sigma_data=float(config.sigma_data), sigma_min=low, sigma_max=high, negated=negated)
+    if config is not None and type(process).__name__.startswith("FlowMatch"):
+        dynamic = getattr(config, "use_dynamic_shifting", False)  # depends on the image when sampling; trained without
+        return Flow(time_scale=float(config.num_train_timesteps), shift=1.0 if dynamic else float(config.shift))
+    if hasattr(process, "alphas_cumprod"):
+        wanted = getattr(config, "prediction_type", None)
+        return Discrete(_of_scheduler(process), _PREDICTIONS.get(str(wanted), prediction))
+    try:
+        return Discrete(_named(NoiseSchedule.of_alphas_cumprod(_numbers(process))), prediction)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"process: got {type(process).__name__}, allowed: a process, a NoiseSchedule, a scheduler of diffusers, "
+            f"alpha-bar as numbers, or one of {', '.join(SCHEDULES)}"
+        ) from None
+
+
+def _numbers(values: Any) -> Array:
+    """Copy numbers of any kind, on any device, to float64; changes to the copy do not reach the user's numbers."""
+    return torch.as_tensor(values, dtype=torch.float64, device="cpu").detach().numpy().copy()
+
+
+def _of_scheduler(scheduler: Any) -> NoiseSchedule:
+    """From its betas where it has them: those of a float32 alpha-bar would be off by a thousandth at small t."""
+    alphas_cumprod = _numbers(scheduler.alphas_cumprod)
+    if len(alphas_cumprod) > 1 and alphas_cumprod[-1] == 0:
+        # Zero terminal signal-to-noise ratio: half of what is before it stands for 0, whose weights are not all finite.
+        alphas_cumprod[-1] = alphas_cumprod[-2] / 2
+    elif hasattr(scheduler, "betas"):
+        return _named(NoiseSchedule(_numbers(scheduler.betas)))
+    return _named(NoiseSchedule.of_alphas_cumprod(alphas_cumprod))
+
+
+def _named(schedule: NoiseSchedule) -> NoiseSchedule:
+    """The same, called linear where its betas are: SpeeD has closed forms for such a schedule, whatever its ends."""
+    betas = schedule.betas
+    even = np.linspace(betas[0], betas[-1], len(betas))
+    linear = betas[0] < betas[-1] and bool(np.abs(betas - even).max() < 1e-6)
+    return replace(schedule, name="linear") if linear else schedule

@@ -1,0 +1,337 @@
+"""Forward processes: how x0 becomes x_t, how the network is called, and what its output stands for.
+
+A sampler draws *fractions* of the process in [0, 1), 0 the image and 1 noise; `times` turns them into this process' own
+time: an index for a discrete process, a noise level or a time for a continuous one. Everything else that depends on
+time is asked of the process: x_t = signal x0 + noise eps with the `coefficients` of t, the signal-to-noise ratio, what
+the network is shown, and the estimate of x0 that its output stands for.
+
+What depends on time alone takes numpy arrays as well as tensors, so strategies can be shown without torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from kairos_timesteps.diffusion.registries import (
+    CELLS,
+    DiscreteOptions,
+    EdmOptions,
+    FdmOptions,
+    FlowOptions,
+    VpOptions,
+)
+from kairos_timesteps.diffusion.schedule import NoiseSchedule, make_schedule
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.options import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+DIFFUSERS = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}  # what it calls predictions
+
+# the x0 and the eps that a prediction f stands for, where x = a x0 + s eps
+_FORMULAS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "epsilon": (lambda a, s, x, f: (x - s * f) / a, lambda a, s, x, f: f),
+    "x0": (lambda a, s, x, f: f, lambda a, s, x, f: (x - a * f) / s),
+    "v": (lambda a, s, x, f: a * x - s * f, lambda a, s, x, f: s * x + a * f),
+    "flow": (lambda a, s, x, f: x - s * f, lambda a, s, x, f: x + a * f),
+}
+
+
+def call(network: Any, x: Tensor, t: Tensor, conditions: dict[str, Tensor] | None) -> Tensor:
+    """``network(x, t, conditions)``, or ``network(x, t)`` without conditions; a model of diffusers wraps its tensor."""
+    output = network(x, t) if conditions is None else network(x, t, conditions)
+    return getattr(output, "sample", output)
+
+
+def shaped(coefficient: Tensor, like: Tensor) -> Tensor:
+    """Coefficients (batch,), computed in the precision of t, as (batch, 1, ...) in that of `like`."""
+    return coefficient.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
+
+
+def per_sample(values: Tensor) -> Tensor:
+    """Mean over everything but the batch, float32 (batch,)."""
+    return values.float().flatten(1).mean(1)
+
+
+class Process:
+    """Base of all processes; t are times of the process, (batch,), images (batch, ...).
+
+    Attributes:
+        prediction: what `predict` gives: ``epsilon``, ``x0``, ``v`` (signal eps - noise x0) or ``flow`` (eps - x0).
+        own_time: how the process' own time is called.
+        time_scale: the network is called with `embedded` times this, so that its sinusoids resolve it.
+    """
+
+    kind: type  # of the options
+    outside: ClassVar[dict[str, Any]] = {}  # what options are outside of an experiment that have another default in one
+    prediction = ""
+    own_time = "t"
+    time_scale: float = 1.0
+
+    def __init__(self, options: Any = None, prediction: str = "epsilon", **named: Any):
+        where = f"process {type(self).__name__.lower()}"
+        self.options = options or parse(self.kind, {**self.outside, **named}, where)
+        self.prediction = self.prediction or prediction
+        self.time_scale = self.options.time_scale
+
+    def times(self, fractions: Any) -> Any:
+        """Times of fractions in [0, 1), elementwise."""
+        raise NotImplementedError
+
+    def fractions(self, t: Tensor) -> Tensor:
+        """The inverse of `times`; of a discrete process the middle of the timestep."""
+        raise NotImplementedError
+
+    def coefficients(self, t: Any) -> tuple[Any, Any]:
+        """Signal and noise of x_t, elementwise, in the precision of continuous times."""
+        raise NotImplementedError
+
+    def embedded(self, t: Any) -> Any:
+        """What the network is shown of t, before the scale."""
+        return t
+
+    @functools.cached_property
+    def schedule(self) -> NoiseSchedule:
+        """The process cut into cells of equal fractions, by their centres."""
+        t = self.times((np.arange(CELLS) + 0.5) / CELLS)
+        signal, noise = self.coefficients(t)
+        cut = NoiseSchedule.of_alphas_cumprod(signal**2 / (signal**2 + noise**2))
+        return NoiseSchedule(cut.betas, name=type(self).__name__.lower(), own_times=t)
+
+    def snr(self, t: Any) -> Any:
+        """Signal-to-noise ratio, elementwise."""
+        signal, noise = self.coefficients(t)
+        return (signal / noise) ** 2
+
+    def noised(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """x_t, of the type of x0."""
+        a, s = self._shaped(t, x0)
+        return (a * x0 + s * noise).to(x0.dtype)
+
+    def channels(self, channels: int) -> int:
+        """Channels that the network must have at its end, for images of so many."""
+        return channels
+
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
+        """The network's prediction at t, all its channels; preconditioned processes scale input and output here."""
+        return call(network, x_t, self._shown(t, x_t), conditions)
+
+    def mean(self, output: Tensor, like: Tensor) -> Tensor:
+        """The channels of an output that are the prediction, shape of `like`; those behind them are its variance."""
+        return output if output.shape == like.shape else output[:, : like.shape[1]]
+
+    def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """What the prediction should be, shape of x0."""
+        if self.prediction == "v":
+            a, s = self._shaped(t, x0)
+            return a * noise - s * x0
+        if self.prediction == "flow":
+            return noise - x0
+        return noise if self.prediction == "epsilon" else x0
+
+    def estimate(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """The x0 that a prediction stands for, shape of x_t."""
+        return _FORMULAS[self.prediction][0](*self._shaped(t, x_t), x_t, output)
+
+    def epsilon(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """The noise that a prediction stands for, shape of x_t."""
+        return _FORMULAS[self.prediction][1](*self._shaped(t, x_t), x_t, output)
+
+    def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
+        """A configuration of diffusers' scheduler for this process; None where diffusers has none."""
+        return None
+
+    def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
+        return (self.time_scale * self.embedded(t)).to(x_t.dtype)
+
+    def _shaped(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        a, s = self.coefficients(t)
+        return shaped(a, like), shaped(s, like)
+
+
+class Discrete(Process):
+    """The discrete Gaussian process of DDPM (Ho et al. 2020): t = 0 ... T-1."""
+
+    def __init__(self, options: DiscreteOptions | NoiseSchedule, prediction: str = "epsilon"):
+        named = {"first_index": 0} if isinstance(options, NoiseSchedule) else asdict(options)
+        self._first = named.pop("first_index")
+        self.schedule = options if isinstance(options, NoiseSchedule) else make_schedule(**named)
+        self.prediction = prediction
+        self._tables: dict[Any, Any] = {}
+
+    def times(self, fractions: Any) -> Any:
+        """Timesteps min(floor(u T), T-1), int64."""
+        scaled, last = fractions * self.schedule.timesteps, self.schedule.timesteps - 1
+        return scaled.astype(np.int64).clip(0, last) if isinstance(scaled, np.ndarray) else scaled.long().clamp(0, last)
+
+    def fractions(self, t: Tensor) -> Tensor:
+        """(t + 1/2)/T."""
+        return (t.double() + 0.5) / self.schedule.timesteps
+
+    def coefficients(self, t: Any) -> tuple[Any, Any]:
+        """sqrt(alpha-bar) and sqrt(1 - alpha-bar), float64."""
+        signal, noise, _ = self._tabled(t)
+        return signal[t], noise[t]
+
+    def snr(self, t: Any) -> Any:
+        """As the schedule has it."""
+        return self._tabled(t)[2][t]
+
+    def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
+        return t + self._first  # an index, which networks embed in float32
+
+    def channels(self, channels: int) -> int:
+        """As many again where the variance is learned."""
+        return channels * (2 if self.schedule.variance == "learned_range" else 1)
+
+    def _tabled(self, t: Any) -> tuple[Any, Any, Any]:
+        """sqrt(alpha-bar), sqrt(1 - alpha-bar) and the SNR of all timesteps, each (T,), of numpy or where t is."""
+        alphas_cumprod, snr = self.schedule.alphas_cumprod, self.schedule.snr
+        if isinstance(t, np.ndarray):
+            return np.sqrt(alphas_cumprod), np.sqrt(1 - alphas_cumprod), snr
+        if t.device not in self._tables:
+            import torch
+
+            alphas = torch.from_numpy(alphas_cumprod)
+            made = alphas.sqrt(), (1 - alphas).sqrt(), torch.from_numpy(snr)
+            self._tables[t.device] = tuple(values.to(t.device) for values in made)
+        return self._tables[t.device]
+
+    def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
+        """Of DDPMScheduler, where the network is shown what that counts from 0."""
+        if self._first:
+            return None
+        return {
+            "_class_name": "DDPMScheduler",
+            "num_train_timesteps": self.schedule.timesteps,
+            "trained_betas": self.schedule.betas.tolist(),
+            "prediction_type": DIFFUSERS[self.prediction],
+            "variance_type": self.schedule.variance,
+            "clip_sample": clip,
+            "timestep_spacing": "trailing",
+        }
+
+
+class Edm(Process):
+    """x = x0 + sigma eps, and a network with EDM's preconditioning that stands for x0 (Karras et al. 2022, table 1).
+
+    Fractions are evenly spread in ln sigma, so sampler ``uniform`` is log-uniform in sigma and ``edm_log_normal`` is
+    EDM's own; weighting ``edm`` is its lambda(sigma).
+
+    Raises:
+        ConfigError: sigma_data is not known; it is measured where there are training data.
+    """
+
+    kind, prediction, own_time = EdmOptions, "x0", "sigma"
+    outside: ClassVar = {"sigma_data": 0.5, "time_scale": 1.0}
+
+    def __init__(self, options: EdmOptions | None = None, prediction: str = "", **named: Any):
+        super().__init__(options, prediction, **named)
+        self.sigma_data, low = self.options.sigma_data, self.options.sigma_min
+        if self.sigma_data is None:
+            raise ConfigError("sigma_data: got null, allowed: the standard deviation of the data, > 0")
+        self._low, self._ratio = low, self.options.sigma_max / low
+
+    def times(self, fractions: Any) -> Any:
+        """Noise levels sigma."""
+        return self._low * self._ratio**fractions
+
+    def fractions(self, t: Tensor) -> Tensor:
+        """The share of the way in ln sigma."""
+        return (t / self._low).log() / math.log(self._ratio)
+
+    def coefficients(self, t: Any) -> tuple[Any, Any]:
+        """1 and sigma."""
+        return t**0, t
+
+    def embedded(self, t: Any) -> Any:
+        """EDM's c_noise, ln(sigma)/4."""
+        return t.log() / 4
+
+    def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
+        """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise): an estimate of x0."""
+        data, total = self.sigma_data, t**2 + self.sigma_data**2
+        output = call(network, shaped(self._input_scale(t), x_t) * x_t, self._shown(t, x_t), conditions)
+        skip, out = data**2 / total, (-1.0 if self.options.negated else 1.0) * data * t * total**-0.5
+        return shaped(skip, x_t) * x_t + shaped(out, x_t) * output
+
+    def _input_scale(self, t: Any) -> Any:
+        """c_in, which gives the network's input unit variance."""
+        return (t**2 + self.sigma_data**2) ** -0.5
+
+
+class Fdm(Edm):
+    """EDM with fast diffusion's momentum: c_in = s(sigma) = exp(-m B)(1 + m B) (Wu et al. 2023).
+
+    B is the integral of VP's beta up to the share that sigma is of the largest noise level, and s the mean of a
+    critically damped oscillator after the time m B.
+    """
+
+    kind = FdmOptions
+
+    def _input_scale(self, t: Any) -> Any:
+        share = (t - self._low) / (self._low * self._ratio - self._low)
+        damped = self.options.multiplier * (0.1 * share + 19.9 * share**2 / 2)
+        return math.e**-damped * (1 + damped)
+
+
+class Flow(Process):
+    """Rectified flow: x_t = (1 - t) x0 + t eps, the network predicts eps - x0 (Liu et al. 2023).
+
+    With shift 1 fractions are times, so ``log_normal`` and ``mode`` are SD3's densities (Esser et al. 2024).
+    """
+
+    kind, prediction = FlowOptions, "flow"
+    outside: ClassVar = {"time_scale": 1.0}
+
+    def times(self, fractions: Any) -> Any:
+        """SD3's shift s u/(1 + (s - 1) u), kept from the ends by 1e-5, where the SNR is no number."""
+        shift = self.options.shift
+        return (shift * fractions / (1 + (shift - 1) * fractions)).clip(1e-5, 1 - 1e-5)
+
+    def fractions(self, t: Tensor) -> Tensor:
+        """The shift taken back."""
+        return t / (self.options.shift - (self.options.shift - 1) * t)
+
+    def coefficients(self, t: Any) -> tuple[Any, Any]:
+        """1 - t and t."""
+        return 1 - t, t
+
+    def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
+        """Of FlowMatchEulerDiscreteScheduler, where the network takes times as it gives them."""
+        if self.time_scale != 1000:
+            return None
+        return {
+            "_class_name": "FlowMatchEulerDiscreteScheduler",
+            "num_train_timesteps": 1000,
+            "shift": self.options.shift,
+        }
+
+
+class Vp(Process):
+    """DDPM's process in continuous time (Song et al. 2021, eq. 11): beta(t) linear, t in [t_min, 1]."""
+
+    kind = VpOptions
+
+    def times(self, fractions: Any) -> Any:
+        """t_min + (1 - t_min) u."""
+        return self.options.t_min + (1 - self.options.t_min) * fractions
+
+    def fractions(self, t: Tensor) -> Tensor:
+        """The share of the way in t."""
+        return (t - self.options.t_min) / (1 - self.options.t_min)
+
+    def coefficients(self, t: Any) -> tuple[Any, Any]:
+        """exp(-B/2) and sqrt(1 - exp(-B)), B the integral of beta."""
+        low, high = self.options.beta_min, self.options.beta_max
+        alphas_cumprod = math.e ** -(low * t + (high - low) * t**2 / 2)
+        return alphas_cumprod**0.5, (1 - alphas_cumprod) ** 0.5

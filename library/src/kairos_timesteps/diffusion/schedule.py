@@ -1,0 +1,150 @@
+"""Discrete noise schedules and the quantities strategies are built from, in float64 numpy: no torch needed.
+
+Index convention: t = 0 ... T-1 (the papers write 1 ... T).
+"""
+
+import functools
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kairos_timesteps.diffusion.registries import ENDS
+from kairos_timesteps.errors import ConfigError
+
+Array = NDArray[np.float64]
+
+SCHEDULES = ("linear", "cosine", "quadratic", "scaled_linear")
+PREDICTIONS = ("epsilon", "x0", "v")
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseSchedule:
+    """A discrete Gaussian process given by its betas, shape (T,), or a continuous one cut into T cells.
+
+    `own_times` are the process' own times of the cells, (T,): 0 ... T - 1 for a discrete process.
+    """
+
+    betas: Array
+    variance: str = "fixed_large"
+    name: str = "custom"
+    own_times: Array | None = None
+
+    @classmethod
+    def of_alphas_cumprod(cls, alphas_cumprod: Array) -> "NoiseSchedule":
+        """The schedule with the given alpha-bar, (T,), falling within (0, 1).
+
+        Raises:
+            ConfigError: they are not.
+        """
+        values = np.asarray(alphas_cumprod, np.float64)
+        falls = values.ndim == 1 and len(values) > 1 and bool((np.diff(values) < 0).all())  # not so with NaN
+        if not falls or values[0] >= 1 or values[-1] <= 0:
+            raise ConfigError(
+                f"alphas_cumprod: got shape {values.shape}, allowed: two or more numbers that fall within (0, 1); a "
+                "schedule of zero terminal signal-to-noise ratio must end above 0"
+            )
+        return cls(1 - values / np.concatenate([[1.0], values[:-1]]))
+
+    @property
+    def timesteps(self) -> int:
+        """Number of timesteps T."""
+        return len(self.betas)
+
+    @property
+    def times(self) -> Array:
+        """The process' own time of every cell, float64 (T,)."""
+        return np.arange(self.timesteps, dtype=np.float64) if self.own_times is None else self.own_times
+
+    @functools.cached_property
+    def alphas_cumprod(self) -> Array:
+        """alpha-bar_t = prod (1 - beta), shape (T,)."""
+        return np.asarray(np.cumprod(1 - self.betas), np.float64)
+
+    @functools.cached_property
+    def snr(self) -> Array:
+        """Signal-to-noise ratio alpha-bar / (1 - alpha-bar), shape (T,)."""
+        return self.alphas_cumprod / (1 - self.alphas_cumprod)
+
+    @functools.cached_property
+    def posterior_variance(self) -> Array:
+        """Variance of q(x_{t-1} | x_t, x_0), shape (T,); 0 at t = 0 is replaced by its value at t = 1."""
+        before = np.concatenate([[1.0], self.alphas_cumprod[:-1]])
+        variance = self.betas * (1 - before) / (1 - self.alphas_cumprod)
+        variance[0] = variance[1]
+        return variance
+
+    @functools.cached_property
+    def vlb(self) -> Array:
+        """c_t, the VLB's coefficient of the squared error of epsilon, shape (T,) (Kim et al. 2025, eq. 7)."""
+        sigma2 = self.posterior_variance if self.variance == "fixed_small" else self.betas
+        return self.betas**2 / (2 * sigma2 * (1 - self.betas) * (1 - self.alphas_cumprod))
+
+    def in_prediction(self, epsilon_weight: Array, prediction: str) -> Array:
+        """A weight on the squared error of epsilon, converted to the error of what the network predicts, shape (T,).
+
+        MSE_epsilon = SNR * MSE_x0 = alpha-bar * MSE_v; see `error_ratio`.
+        """
+        if prediction == "epsilon":
+            return epsilon_weight
+        return epsilon_weight * self.snr / error_ratio(self.snr, prediction)
+
+
+def error_ratio(snr: Any, prediction: str) -> Any:
+    """Squared error of a prediction over that of the x0 it stands for, elementwise, of numpy or a tensor.
+
+    epsilon: SNR; x0: 1; v: SNR + 1; flow (noise - x0 of x_t = (1 - t) x0 + t noise): (1 + sqrt(SNR))².
+    """
+    if prediction == "epsilon":
+        return snr
+    if prediction == "flow":
+        return (1 + snr**0.5) ** 2
+    return snr**0 if prediction == "x0" else snr + 1
+
+
+def make_schedule(
+    schedule: str = "linear",
+    timesteps: int = 1000,
+    scale_betas: bool = True,
+    variance: str = "fixed_large",
+    beta_start: float | None = None,
+    beta_end: float | None = None,
+) -> NoiseSchedule:
+    """A noise schedule by name; warns where its process does not end in noise.
+
+    Linear and quadratic: end points of beta 1e-4 and 0.02 (Ho et al. 2020); scaled_linear, which is quadratic with
+    those of latent diffusion, 0.00085 and 0.012 (Rombach et al. 2022); or those given. They are multiplied by 1000/T
+    for other T (improved DDPM; without it the process of T = 100 does not reach noise). Cosine: Nichol and Dhariwal
+    2021, eq. 17.
+
+    Raises:
+        ConfigError: an unknown schedule.
+    """
+    scale, usual = 1000 / timesteps if scale_betas else 1.0, ENDS.get(schedule, (0.0, 0.0))
+    first, last = ((given or end) * scale for given, end in zip((beta_start, beta_end), usual))
+    if schedule == "linear":
+        betas = np.linspace(first, last, timesteps)
+    elif schedule in ("quadratic", "scaled_linear"):
+        betas = np.linspace(first**0.5, last**0.5, timesteps) ** 2
+    elif schedule == "cosine":
+        u = np.arange(timesteps + 1) / timesteps
+        f = np.cos((u + 0.008) / 1.008 * np.pi / 2) ** 2
+        betas = 1 - f[1:] / f[:-1]
+    else:
+        raise ConfigError(f"schedule: got {schedule!r}, allowed: {', '.join(SCHEDULES)}")
+    made = NoiseSchedule(np.minimum(betas, 0.999), variance, schedule)
+    if made.alphas_cumprod[-1] > 5e-3:  # that of latent diffusion ends at 4.7e-3
+        warnings.warn(
+            f"alpha-bar at the last timestep is {made.alphas_cumprod[-1]:.3g}: the process does not end in noise, "
+            "and sampling from N(0, I) is wrong; raise the betas (scale_betas: true)",
+            stacklevel=2,
+        )
+    return made
+
+
+def linear_coefficients(schedule: NoiseSchedule) -> tuple[float, float]:
+    """Delta-beta and beta_0 of a linear schedule beta_t = beta_0 + Delta-beta t/T, t = 1 ... T (SpeeD, section 2.3)."""
+    change = float(schedule.betas[-1] - schedule.betas[0])
+    return change, float(schedule.betas[0]) - change / schedule.timesteps

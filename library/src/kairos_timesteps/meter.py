@@ -1,0 +1,170 @@
+"""Measurements on a network around one optimiser step: losses and gradients at any timesteps, leaving no trace."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kairos_timesteps import distributed
+from kairos_timesteps.coordinates import Place
+from kairos_timesteps.diffusion.processes import per_sample
+from kairos_timesteps.errors import refusal
+from kairos_timesteps.numeric import on_device
+
+if TYPE_CHECKING:
+    from kairos_timesteps.base import Weighting
+
+
+@dataclass(eq=False)
+class Meter:
+    """Losses and gradients of a network on the global batch of a step; results are equal on all ranks.
+
+    Samples are indices in the global batch; noise is the name of the random stream that it is drawn from.
+
+    Args:
+        process: forward process.
+        network: a module; a wrapper of DistributedDataParallel is looked through.
+        x0: this rank's images of the step, (batch, ...).
+        place: random coordinates of the images.
+        conditions: conditions of the images, each (batch, ...); None: the network is called as ``network(x_t, t)``.
+        weighting: weights of the losses whose gradients are measured.
+        optimizer: optimizer of the network, for the metric of `metric`.
+        autocast: context that the network is called in.
+        group: process group of the ranks over which the batch is split; None: all ranks.
+        pass_size: images in one forward pass of `errors`; None: all of `x0`.
+    """
+
+    process: Any
+    network: Any
+    x0: Tensor
+    place: Place
+    conditions: dict[str, Tensor] | None = None
+    weighting: "Weighting | None" = None
+    optimizer: torch.optim.Optimizer | None = None
+    autocast: AbstractContextManager[Any] | None = None
+    group: Any = None
+    pass_size: int | None = None
+
+    def __post_init__(self) -> None:
+        self.place = self.place.of(self.x0, self.group)
+        if isinstance(self.network, nn.parallel.DistributedDataParallel):
+            self.network = self.network.module
+
+    def errors(self, index: Tensor, fractions: Tensor, noise: str, dropout: bool = False) -> Tensor:
+        """Per-sample squared error of epsilon, float64 (n,) on the CPU, in evaluation mode, without gradients.
+
+        Args:
+            index: samples, int64 (n,), not decreasing, on the CPU.
+            fractions: of the process, float64 (n,).
+            noise: name of its random stream.
+            dropout: keep the network in training mode.
+        """
+        errors = torch.zeros(len(index), dtype=torch.float64)
+        size = self.pass_size or len(self.x0)
+        here, held = self._here(index)
+        if len(here):
+            errors_here = []
+            for rows, mine in zip(here.split(size), held.split(size)):
+                with torch.no_grad():
+                    _, drawn, t, x_t, output = self._predict(rows, mine, fractions, noise, dropout)
+                    off = self.process.epsilon(output, x_t, t) - drawn.to(x_t.dtype)
+                    errors_here.append(per_sample(off**2).double())
+            errors[here] = torch.cat(errors_here).cpu()  # waits for the device once, not once a pass
+        distributed.sum_tensors([errors], self.group)  # exact: one rank holds each sample, the others add 0
+        return errors
+
+    def gradient(self, index: Tensor, fractions: Tensor, noise: str, factors: Tensor) -> list[Tensor]:
+        """Gradient of sum over samples of factor x weight x squared error of what is predicted, a tensor a parameter.
+
+        Evaluation mode; the parameters' own ``grad`` is not touched.
+
+        Args:
+            index: samples, int64 (n,), in any order, on the CPU.
+            fractions: float64 (n,).
+            noise: name of its random stream.
+            factors: (n,).
+        """
+        (rows, mine), parameters = self._here(index), self.parameters()
+        found = [torch.zeros_like(parameter) for parameter in parameters]
+        if len(rows):
+            with torch.enable_grad():
+                clean, drawn, t, _, output = self._predict(rows, mine, fractions, noise, False)
+                losses = per_sample((output - self.process.target(clean, drawn, t)) ** 2)
+                if self.weighting is not None:
+                    losses = losses * self.weighting.at(self.process, t, self.place.step)
+                total = (losses * on_device(factors[rows], losses.device).to(losses.dtype)).sum()
+                found = list(torch.autograd.grad(total, parameters, materialize_grads=True))
+        distributed.sum_tensors(found, self.group)
+        return found
+
+    def noise(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of a measurement's noise, each a function of the step and the row: alike on any number of ranks."""
+        shape, device = tuple(self.x0.shape[1:]), self.x0.device
+        return self.place.stream(name).normal(self.place.step, on_device(rows, device), shape, device)
+
+    def _here(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of `index` whose samples this rank holds, on the CPU, and the rows of `x0` that these are."""
+        held, total, device = self.place.index, self.place.total, self.x0.device
+        if isinstance(held, range) and len(held) == total:
+            return torch.arange(len(index)), on_device(index, device)
+        samples = torch.arange(held.start, held.stop) if isinstance(held, range) else held.cpu()
+        row_of_sample = torch.full((total,), -1)
+        row_of_sample[samples] = torch.arange(len(samples))
+        wanted = row_of_sample[index]
+        rows = (wanted >= 0).nonzero()[:, 0]
+        return rows, on_device(wanted[rows], device)
+
+    def _predict(self, rows: Tensor, mine: Tensor, fractions: Tensor, noise: str, dropout: bool) -> tuple[Tensor, ...]:
+        """x0, noise, times, x_t and output of the samples `mine` of this rank, which are `rows` of what is asked."""
+        clean, drawn = self.x0[mine], self.noise(noise, rows)
+        t = on_device(self.process.times(fractions[rows]), clean.device)
+        x_t = self.process.noised(clean, drawn.to(clean.dtype), t)
+        given = self.conditions
+        chosen = None if given is None else {name: values[mine] for name, values in given.items()}
+        with evaluating(self.network, dropout), self.autocast or nullcontext():
+            output = self.process.mean(self.process.predict(self.network, x_t, t, chosen), x_t).float()
+        return clean, drawn, t, x_t, output
+
+    def parameters(self) -> list[Tensor]:
+        """Return the trained parameters of the network, or of its optimizer where the network is a function.
+
+        Raises:
+            ConfigError: the network is a function, and there is no optimizer.
+        """
+        if hasattr(self.network, "parameters"):
+            parameters = list(self.network.parameters())
+        elif self.optimizer is not None:
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        else:
+            got = f"{type(self.network).__name__} without parameters"
+            allowed = "an nn.Module, or a function together with optimizer=, whose parameters are then measured"
+            raise refusal("observe: network", got, allowed)
+        return [parameter for parameter in parameters if parameter.requires_grad]
+
+    def metric(self) -> list[Tensor]:
+        """The optimiser's preconditioner, a tensor or the number 1 a parameter: Adam's 1/(sqrt(v) + eps)."""
+        state, groups = ({}, []) if self.optimizer is None else (self.optimizer.state, self.optimizer.param_groups)
+        eps = {each: group.get("eps", 0.0) for group in groups for each in group["params"]}
+        moments = {each: state[each]["exp_avg_sq"] for each in eps if "exp_avg_sq" in state.get(each, {})}
+        return [
+            1 / (moments[each].sqrt() + eps[each]) if each in moments else torch.ones((), device=each.device)
+            for each in self.parameters()
+        ]
+
+
+@contextmanager
+def evaluating(network: Any, dropout: bool = False) -> Iterator[None]:
+    """Evaluation mode for a while (unless `dropout`), then each module as it was."""
+    if not isinstance(network, nn.Module):
+        yield
+        return
+    modes = [(module, module.training) for module in network.modules()]
+    network.train(dropout)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,133 @@
+"""Functions that numpy and torch do not share, on arrays of either; formulas are written once, for tables and devices.
+
+numpy for what is shown or checked before a job, without importing torch; torch for draws, where the batch is.
+"""
+
+import math
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kairos_timesteps.diffusion.schedule import NoiseSchedule
+
+Array = NDArray[np.float64]
+Values: Any = Any  # float64, of numpy or a tensor; what a function gives is of the kind that it got
+
+
+def of(values: Any) -> Any:
+    """The library whose functions take `values`."""
+    if isinstance(values, (np.ndarray, np.generic, float, int)):
+        return np
+    import torch
+
+    return torch
+
+
+def quiet(values: Any) -> Any:
+    """A context in which numpy does not warn of what is infinite; torch never does."""
+    return np.errstate(all="ignore") if of(values) is np else nullcontext()
+
+
+def like(values: Any, other: Any) -> Any:
+    """A table, of numpy or a tensor, as what `other` is and where it is."""
+    if of(other) is np:
+        return values if isinstance(values, np.ndarray) else values.cpu().numpy()
+    return on_device(of(other).as_tensor(values), other.device)
+
+
+def on_device(values: "Tensor", device: "torch.device") -> "Tensor":
+    """Move a tensor to a device; from the CPU to a GPU without synchronisation, from pinned memory.
+
+    A plain copy from the CPU waits until the GPU has done everything before it. Graphs do without pinned memory, which
+    must not be freed as long as they are replayed.
+    """
+    import torch
+
+    asynchronous = device.type == "cuda" and values.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not asynchronous or torch.cuda.is_current_stream_capturing():
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def normal_cdf(x: Values) -> Values:
+    """Standard normal distribution function, elementwise."""
+    if of(x) is not np:
+        return of(x).special.ndtr(x)
+    return 0.5 * np.asarray(np.vectorize(math.erfc, otypes=[float])(-np.asarray(x) / math.sqrt(2)))
+
+
+def normal_quantile(probability: Values) -> Values:
+    """The inverse of the standard normal distribution function, elementwise."""
+    if of(probability) is not np:
+        return of(probability).special.ndtri(probability)
+    import torch
+
+    return torch.special.ndtri(torch.from_numpy(np.asarray(probability, np.float64))).numpy()
+
+
+def sigmoid(x: Values) -> Values:
+    """1/(1 + exp(-x)), elementwise."""
+    with quiet(x):
+        return 1 / (1 + of(x).exp(-x))
+
+
+def logit(x: Values) -> Values:
+    """The inverse of `sigmoid`, elementwise; infinite at 0 and 1."""
+    with quiet(x):
+        return of(x).log(x) - of(x).log1p(-x)
+
+
+def interp(x: Values, places: Array, values: Array) -> Values:
+    """Linear between (places, values), each (n,) with places that do not fall; beyond them the values of the ends."""
+    if of(x) is np:
+        return np.interp(x, places, values)
+    places, values = like(places, x), like(values, x)
+    right = of(x).searchsorted(places, x.contiguous()).clamp(1, len(places) - 1)
+    low, high = places[right - 1], places[right]
+    share = ((x - low) / of(x).where(high > low, high - low, 1.0)).clamp(0, 1)
+    return values[right - 1] + share * (values[right] - values[right - 1])
+
+
+def bisect(function: Any, values: Values, low: float = 0.0, high: float = 1.0) -> Values:
+    """Where a function that does not fall reaches `values`, between two ends, to the last bit."""
+    lows, highs = 0.0 * values + low, 0.0 * values + high
+    for _ in range(56):
+        middle = (lows + highs) / 2
+        below = function(middle) <= values
+        lows, highs = of(values).where(below, middle, lows), of(values).where(below, highs, middle)
+    return (lows + highs) / 2
+
+
+def spline(places: Array, knots: Array) -> Array:
+    """A monotone cubic through knots evenly spread over [0, 1] (Fritsch and Carlson 1980), at places in it."""
+    step = 1 / (len(knots) - 1)
+    slope = np.diff(knots) / step
+    before, after = slope[:-1], slope[1:]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = np.where(before * after > 0, 2 * before * after / (before + after), 0.0)
+    ends = slope if len(slope) == 1 else [_end(slope[0], slope[1]), _end(slope[-1], slope[-2])]
+    tangent = step * np.concatenate([ends[:1], mean, ends[-1:]])
+    cell = np.minimum((places / step).astype(np.int64), len(slope) - 1)
+    x, rise = places / step - cell, np.diff(knots)[cell]
+    bend = tangent[cell] * (1 - x) - tangent[cell + 1] * x + rise * (2 * x - 1)
+    return np.asarray(knots[cell] + rise * x + x * (1 - x) * bend)
+
+
+def _end(first: float, second: float) -> float:
+    """The slope at an end by three points, kept monotone."""
+    found = (3 * first - second) / 2
+    if found * first <= 0:
+        return 0.0
+    return 3 * first if first * second < 0 and abs(found) > 3 * abs(first) else found
+
+
+def levels(schedule: "NoiseSchedule") -> Array:
+    """Log signal-to-noise ratio at the borders of the schedule's cells, half-way between them, (T - 1,); it falls."""
+    level = np.log(schedule.snr)
+    return np.asarray((level[1:] + level[:-1]) / 2)

@@ -1,0 +1,105 @@
+"""A validation loss that two runs can be compared by: fixed images, noise and times, whatever either trains on."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kairos_timesteps.diffusion.adapters import as_process
+from kairos_timesteps.errors import demand
+from kairos_timesteps.meter import evaluating
+from kairos_timesteps.randomness import Stream
+
+
+def spread_over(stratum: tuple[float, float], count: int) -> Tensor:
+    """A fraction in the stratum for each of `count` images, evenly spread, float64 (count,)."""
+    first, end = stratum
+    return first + (torch.arange(count, dtype=torch.float64) + 0.5) * (end - first) / count
+
+
+@dataclass
+class ValidationLoss:
+    """The squared error of a network on fixed images, at times and with noise that depend on the seed alone.
+
+    Args:
+        images: what it is measured on, (n, ...); any device.
+        process: as of `Strategy`, such as ``strategy.process``.
+        kind: ``even``: each image once in each of `strata` equal parts of the process; ``mlperf8``: at one of the eight
+            equidistant times 0/8 to 7/8, in turn over the images (MLPerf Training, Flux.1).
+        strata: number of parts.
+        of: the error of the ``prediction`` or of ``epsilon``, which networks of different predictions share.
+        seed: of the noise.
+        batch: images that the network is given at a time.
+        conditions: of the images, each (n, ...); None: it is called as ``network(x_t, t)``.
+        device: of the network; None: that of the images.
+
+    Raises:
+        ConfigError: no images, conditions that are not theirs, or a value that is not allowed.
+    """
+
+    images: Tensor
+    process: Any = "linear"
+    kind: str = "even"
+    strata: int = 8
+    of: str = "prediction"
+    seed: int = 0
+    batch: int = 128
+    conditions: dict[str, Tensor] | None = None
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        demand(len(self.images), "images", "none", "one or more")
+        demand(self.kind in ("even", "mlperf8"), "kind", repr(self.kind), "even, mlperf8")
+        demand(self.of in ("prediction", "epsilon"), "of", repr(self.of), "prediction, epsilon")
+        demand(min(self.strata, self.batch) > 0, "strata and batch", f"{self.strata} and {self.batch}", "1 or more")
+        for name, values in (self.conditions or {}).items():
+            demand(len(values) == len(self.images), f"conditions.{name}", f"{len(values)} rows", f"{len(self.images)}")
+        self.process, self.device = as_process(self.process), self.device or self.images.device
+
+    def __call__(self, network: Any, autocast: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
+        """The loss of a network in evaluation mode, in `autocast` where it is given.
+
+        Returns:
+            ``loss``, the mean, and its standard error ``error``; ``by_image`` (n,), whose difference between two runs
+            has less spread than either; and by level of noise, each (levels,): ``u`` (fraction of the process), ``t``
+            (its own time), ``level_loss``, ``level_error``.
+        """
+        count, even = len(self.images), self.kind == "even"
+        parts = self.strata if even else 8
+        u = (np.arange(parts) + even / 2) / parts  # middles of the parts, or where they begin
+        if even:
+            image, at = np.tile(np.arange(count), parts), np.repeat(np.arange(parts), count)
+            times = [spread_over((part / parts, (part + 1) / parts), count) for part in range(parts)]
+        else:
+            image, at = np.arange(count), np.arange(count) % parts
+            times = [torch.from_numpy(u[at])]
+        with autocast or nullcontext():
+            losses = torch.cat([self.errors(network, k, each, self.of) for k, each in enumerate(times)]).numpy()
+        with np.errstate(divide="ignore", invalid="ignore"):  # a level without an image has none
+            size = np.bincount(at, minlength=parts)
+            level = np.bincount(at, losses, parts) / size
+            off = losses - level[at]  # within a level: that levels differ is no noise
+            level_error = np.sqrt(np.bincount(at, off**2, parts) / (size * (size - 1)))
+            by_chance = ((np.bincount(image, off) / len(off)) ** 2).sum()
+            error = np.sqrt(by_chance * count / max(count - (1 if even else parts), 0))
+        by_image = np.bincount(image, losses) / np.bincount(image)
+        levels = {"u": u, "t": self.process.times(u), "level_loss": level, "level_error": level_error}
+        return {"loss": float(losses.mean()), "error": float(error), "by_image": by_image, **levels}
+
+    def errors(self, network: Any, number: int, u: Tensor, of: str) -> Tensor:
+        """The squared error by image, float64 (n,) on the CPU: each at its own fraction u (n,), with noise `number`."""
+        noise = Stream(self.seed, "validation noise").normal(number, range(len(u)), tuple(self.images.shape[1:]))
+        found, process = [], self.process
+        with evaluating(network), torch.inference_mode():
+            for part in (slice(start, start + self.batch) for start in range(0, len(u), self.batch)):
+                told = self.conditions and {k: v[part].to(self.device) for k, v in self.conditions.items()}
+                x0, eps, fraction = (values[part].to(self.device) for values in (self.images, noise, u))
+                t = process.times(fraction)
+                x_t = process.noised(x0, eps, t)
+                output = process.mean(process.predict(network, x_t, t, told), x_t).to(x_t.dtype)
+                off = process.epsilon(output, x_t, t) - eps if of == "epsilon" else output - process.target(x0, eps, t)
+                found.append(off.double().square().flatten(1).mean(1).cpu())  # (batch,)
+        return torch.cat(found)

@@ -1,0 +1,39 @@
+"""The forward process of an experiment, from its `diffusion` section."""
+
+from typing import TYPE_CHECKING, Any
+
+from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.errors import demand
+from kairos_timesteps.registry import split
+
+if TYPE_CHECKING:
+    from kairos_timesteps.diffusion.processes import Process
+
+
+def chosen_prediction(process: str, prediction: str | None) -> str | None:
+    """What the network predicts: what is asked for, else the process' first choice; None where it leaves none.
+
+    Raises:
+        ConfigError: the process does not leave that choice.
+    """
+    choices: tuple[str, ...] = getattr(PROCESSES.entry(process).options, "predictions", ())
+    allowed = ", ".join(choices) or "null, for the process says what is predicted"
+    good = prediction is None or prediction in choices
+    demand(good, "diffusion.prediction", f"{prediction!r} with process {process}", allowed)
+    return prediction or next(iter(choices), None)
+
+
+def measured(process: dict[str, Any], sigma_data: float | None) -> dict[str, Any]:
+    """A process with its options, and the standard deviation of the data where it asks for it and is not told."""
+    return {key: sigma_data if key == "sigma_data" and value is None else value for key, value in process.items()}
+
+
+def build_process(diffusion: dict[str, Any], sigma_data: float | None = None) -> "Process":
+    """The forward process of a `diffusion` section given as plain values.
+
+    Args:
+        diffusion: the section.
+        sigma_data: standard deviation of the data, for a process that asks for it and is not told.
+    """
+    process: Process = PROCESSES.build(*split(measured(diffusion["process"], sigma_data)), diffusion["prediction"])
+    return process
