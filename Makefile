@@ -84,6 +84,7 @@ docs: setup  ## the documentation as a site, site/index.html, which needs no net
 lint: setup  ## formatting, style, types, layers, workflow
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@$(BIN)/python .ci/words.py
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/snakefmt --check Snakefile workflow
