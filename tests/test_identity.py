@@ -1,16 +1,19 @@
-"""What a training's identity and a stage's fingerprint cover: all code that runs, and none that only tells."""
+"""Identities of runs and fingerprints of stages cover all code that computes a result, and no other code."""
 
 import ast
+import subprocess
+import sys
+from types import ModuleType
 
 import pytest
 
+import kairos_timesteps
 from kairos import fingerprint
 from kairos.evaluation.registries import METRICS
 from kairos.fingerprint import _text
 from kairos.training.identity import code_roots
 from kairos.training.registries import AVERAGES, OPTIMIZERS, SCHEDULES, AdamOptions
 from kairos.workflow import dependencies
-from kairos_timesteps.components import WEIGHTINGS
 from training_case import experiment
 
 
@@ -18,11 +21,8 @@ def test_a_component_that_another_one_names_belongs_to_the_code():
     bases = {"edm": "weightings.fixed", "change_aware": "samplers.speed"}
     for base, module in bases.items():
         plain = experiment({"learned": {"weighting": {"name": "edm2", "base": base}}})
-        assert f"kairos_timesteps.{module}" in code_roots(plain, "learned"), base
-    assert WEIGHTINGS.modules({"name": "edm2"}) == [
-        "kairos_timesteps.weightings.uncertainty",
-        "kairos_timesteps.weightings.fixed",
-    ]
+        modules = {root.partition(":")[0] for root in code_roots(plain, "learned")}
+        assert {f"kairos_timesteps.{module}", "kairos_timesteps.weightings.uncertainty"} <= modules, base
 
 
 def test_only_a_module_that_is_left_out_and_its_submodules_do_not_count(tmp_path, monkeypatch):
@@ -51,7 +51,7 @@ def test_optimisers_schedules_and_averages_belong_to_the_code(registry, field, m
     try:
         plain = experiment()
         plain["training"][field] = {"name": "elsewhere"}
-        assert "colorsys" in code_roots(plain, "uniform")
+        assert "colorsys" in {root.partition(":")[0] for root in code_roots(plain, "uniform")}
     finally:
         del registry["elsewhere"]
 
@@ -80,7 +80,190 @@ def test_metrics_belong_to_the_code_of_an_evaluation():
         ("x: str = option('a', 'one')", "x: str = option('b', 'one')", False),
         ("x: int = option(1, 'one', ge=0)", "x: int = option(1, 'one', ge=1)", False),
         ("f('a')", "f('b')", False),
+        ("@sampler('a', 'one')\nclass A: pass", "@sampler('a', help='two', paper='x')\nclass A: pass", True),
+        ("@kt.weighting('a', 'one')\nclass A: pass", "@kt.weighting('a')\nclass A: pass", True),
+        ("@sampler('a')\nclass A: pass", "@sampler('b')\nclass A: pass", False),
+        ("@other('a', 'one')\nclass A: pass", "@other('a', 'two')\nclass A: pass", False),
     ],
 )
 def test_what_is_only_said_does_not_count(one, other, same):
     assert (_text(ast.parse(one)) == _text(ast.parse(other))) is same
+
+
+MODE, LOG_NORMAL = "kairos_timesteps.samplers.fixed:Mode", "kairos_timesteps.samplers.fixed:LogNormal"
+LOOP = "kairos.training.run"
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """A function that returns those of `roots` whose fingerprint changes with the text of `module`."""
+
+    def compare(module, edit, roots):
+        path, source = fingerprint._path(module), fingerprint._source
+        text = edit(source(path))
+        assert text != source(path)
+        before = {root: fingerprint.fingerprint([root]) for root in roots}
+        with monkeypatch.context() as patch:
+            patch.setattr(fingerprint, "_source", lambda each: text if each == path else source(each))
+            patch.setattr(fingerprint, "_fingerprint", fingerprint._fingerprint.__wrapped__)
+            return {root for root in roots if fingerprint.fingerprint([root]) != before[root]}
+
+    return compare
+
+
+def inside(name):
+    """Return an edit of a module's text that inserts a statement into the class or function `name`."""
+
+    def edit(text):
+        (definition,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == name)
+        first, lines = definition.body[0], text.splitlines(keepends=True)
+        lines.insert(first.end_lineno, " " * first.col_offset + "extra = 1\n")
+        return "".join(lines)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        ("samplers.fixed", "Mode", {MODE}),
+        ("samplers.fixed", "LogNormal", {LOG_NORMAL}),
+        ("base", "Sampler", {MODE, LOG_NORMAL, LOOP}),
+        ("numeric", "normal_quantile", {LOG_NORMAL}),
+        ("strategy", "Strategy", {LOOP}),
+        ("presets", "preset", set()),
+        ("options", "option", set()),
+    ],
+)
+def test_an_edit_in_the_library_counts_where_the_definition_is_used(module, name, expected, changed):
+    assert changed(f"kairos_timesteps.{module}", inside(name), [MODE, LOG_NORMAL, LOOP]) == expected
+
+
+def test_a_module_as_root_counts_as_a_whole(changed):
+    module = MODE.partition(":")[0]
+    assert changed(module, inside("Mode"), [module]) == {module}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: text.replace("if TYPE_CHECKING:\n", "if TYPE_CHECKING:\n    import os\n"),
+        lambda text: text.replace('"""', '"""Reworded: ', 1),
+        lambda text: f"{text}\nunused = 1\n",
+    ],
+)
+def test_neither_typing_imports_nor_docstrings_nor_unused_names_count(edit, changed):
+    assert changed("kairos_timesteps.numeric", edit, [MODE, LOG_NORMAL, LOOP]) == set()
+
+
+def test_statements_that_are_no_definition_count_with_every_definition(changed):
+    def edit(text):
+        return f"{text}\nfor name in ():\n    print(name)\n"
+
+    assert changed("kairos_timesteps.samplers.fixed", edit, [MODE, LOG_NORMAL, LOOP]) == {MODE, LOG_NORMAL}
+
+
+@pytest.mark.parametrize("name", sorted({*kairos_timesteps.__all__} - {"__version__", "names", "LossByLevel"}))
+def test_every_public_name_of_the_library_leads_to_its_definition(name):
+    module = getattr(kairos_timesteps, name).__module__
+    assert f"{module}:{name}" in fingerprint.reached([f"kairos_timesteps:{name}"])
+
+
+def plugin(folder, monkeypatch, **files):
+    """Write plugin files and make them importable."""
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_an_edit_of_a_plugin_file_counts_per_component(tmp_path, monkeypatch, changed):
+    plugin(
+        tmp_path,
+        monkeypatch,
+        components_of_test="""
+import numpy, torch
+import helper_of_test
+from kairos_timesteps.base import Sampler
+from kairos_timesteps.numeric import logit
+
+@sampler("first", "help")
+class First(Sampler):
+    value = numpy.array(helper_of_test.VALUE)
+
+class Second:
+    value = logit(torch.zeros(1))
+""",
+        helper_of_test="VALUE = 1\nOTHER = 1\n",
+    )
+    first, second = "components_of_test:First", "components_of_test:Second"
+    for module, edit, expected in (
+        ("components_of_test", inside("First"), {first}),
+        ("components_of_test", inside("Second"), {second}),
+        ("components_of_test", lambda text: text.replace('"help"', '"a better help"'), set()),
+        ("helper_of_test", lambda text: text.replace("VALUE = 1", "VALUE = 2"), {first}),
+        ("kairos_timesteps.base", inside("Sampler"), {first, LOOP}),
+        ("kairos_timesteps.numeric", inside("logit"), {second}),
+        ("kairos_timesteps.samplers.fixed", inside("Mode"), set()),
+    ):
+        assert changed(module, edit, [first, second, LOOP]) == expected, (module, expected)
+    tops = {code.partition(".")[0].partition(":")[0] for code in fingerprint.reached([first, second])}
+    assert tops == {"components_of_test", "helper_of_test", "kairos_timesteps"}  # neither numpy nor torch
+
+
+def test_a_plugin_module_without_import_specification_counts(tmp_path, monkeypatch, changed):
+    module = ModuleType("loaded_by_test")
+    module.__file__ = str(tmp_path / "any_name.py")
+    (tmp_path / "any_name.py").write_text("class Mine:\n    value = 1\n")
+    monkeypatch.setitem(sys.modules, "loaded_by_test", module)
+    root = "loaded_by_test:Mine"
+    assert changed("loaded_by_test", lambda text: text.replace("1", "2"), [root]) == {root}
+
+
+@pytest.mark.parametrize(
+    ("text", "reached"),
+    [
+        ("from kairos_timesteps import make_schedule\ndef f(): make_schedule()", "diffusion.schedule:make_schedule"),
+        ("def f():\n    from kairos_timesteps import make_schedule", "diffusion.schedule:make_schedule"),
+        ("import kairos_timesteps\ndef f(): kairos_timesteps.make_schedule()", "diffusion.schedule:make_schedule"),
+        ("import kairos_timesteps as kt\ndef f(): kt.make_schedule()", "diffusion.schedule:make_schedule"),
+        ("def f():\n    import kairos_timesteps as kt\n    kt.make_schedule()", "diffusion.schedule:make_schedule"),
+        ("import kairos_timesteps\ndef f(x): getattr(kairos_timesteps, x)", "diffusion.schedule:make_schedule"),
+        ("import kairos_timesteps.numeric\ndef f(): kairos_timesteps.numeric.of(1)", "numeric"),
+        ("from kairos_timesteps import numeric\ndef f(): numeric.of(1)", "numeric"),
+        ("from kairos_timesteps import samplers\ndef f(): samplers.fixed.Mode", "samplers.fixed:Mode"),
+        ("from kairos_timesteps.samplers import fixed\ndef f(): fixed.Mode", "samplers.fixed"),
+        ("from kairos_timesteps.numeric import *\ndef f(): of(1)", "numeric"),
+        ("try:\n    from kairos_timesteps.numeric import of\nfinally: pass\ndef f(): of(1)", "numeric:of"),
+        ("from kairos_timesteps.numeric import no_definition\ndef f(): no_definition()", "numeric"),
+        ("from kairos_timesteps.numeric import np\ndef f(): np", "numeric"),
+    ],
+)
+@pytest.mark.parametrize("root", ["importer_of_test", "importer_of_test:f"])
+def test_imports_of_the_library_are_followed(text, reached, root, tmp_path, monkeypatch):
+    plugin(tmp_path, monkeypatch, importer_of_test=text)
+    hashes = fingerprint.reached([root])
+    assert f"kairos_timesteps.{reached}" in hashes
+    if "getattr" not in text:
+        assert not any("Strategy" in code for code in hashes)
+
+
+@pytest.mark.parametrize(
+    "text", ["from kairos_timesteps import unknown as f", "import kairos_timesteps\nf = kairos_timesteps.unknown"]
+)
+def test_a_public_name_without_definition_is_an_error(text, tmp_path, monkeypatch):
+    plugin(tmp_path, monkeypatch, importer_of_test=text)
+    with pytest.raises(ImportError, match="unknown"):
+        fingerprint.reached(["importer_of_test"])
+
+
+@pytest.mark.parametrize("root", ["kairos.training.missing", "kairos_timesteps.missing:Name", "missing_of_test:Name"])
+def test_a_root_that_does_not_exist_is_an_error(root):
+    with pytest.raises(ModuleNotFoundError, match="missing"):
+        fingerprint.reached([root])
+
+
+def test_a_fingerprint_imports_no_module_of_the_library():
+    code = f"""import sys; from kairos.fingerprint import fingerprint
+fingerprint(["{MODE}", "kairos_timesteps:Strategy", "{LOOP}"])
+print([name for name in sys.modules if name.startswith(("kairos_timesteps.", "torch"))])"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

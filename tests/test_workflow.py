@@ -129,8 +129,17 @@ def test_code_after_training_reruns_no_training(done, file, stages):
 
 @pytest.mark.long
 def test_code_of_one_sampler_reruns_its_methods(done):
-    with done.edited("library/src/kairos_timesteps/samplers/adaptive.py", "\n\n\n", "\n\n\nEXTRA = 1\n\n"):
+    with done.edited(
+        "library/src/kairos_timesteps/samplers/adaptive.py", "reward_scale + 1e-12", "reward_scale + 1e-9"
+    ):
         assert done.to_do() == {**jobs(["train", "sample", "evaluate"], 1), **AFTER}
+
+
+@pytest.mark.long
+def test_code_of_a_sampler_that_no_method_uses_reruns_nothing(done):
+    # the method `uniform` has its sampler from this file, too
+    with done.edited("library/src/kairos_timesteps/samplers/fixed.py", "cos(math.pi / 2", "cos(math.pi / 3"):
+        assert done.to_do() == {}
 
 
 def test_options_of_one_method_rerun_that_method(done):

@@ -1,116 +1,286 @@
-"""A hash of the code that computes something, taken from the parsed modules; layout, comments, messages do not count.
+"""Hash of the code that computes a result, taken from parsed modules; layout, comments and messages do not count.
 
-The modules are found by following the imports of kairos modules from a stage's entry module. Configuration models and
-registries are left out: they decide *which* code runs with *which* values, and both are hashed as values; the code of
-the components named is passed in as further roots.
+Modules of package `kairos` count as a whole. Modules of other packages count by definition: the root ``"module:Name"``
+reaches the top-level definition `Name` and the definitions that it uses. An edit of one sampler therefore leaves the
+hashes of other samplers unchanged. Imports are followed within `kairos` and `kairos_timesteps`, and between plugin
+files of one folder.
+
+Configuration models and registries are left out: they select code and values. The values are hashed elsewhere, and the
+code of the selected components is passed in as further roots.
 """
 
 import ast
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("kairos", "kairos_timesteps")
-# they decide which code runs with which values, or keep and show what others compute; nothing is computed in them
+_PIPELINE, _LIBRARY = _PACKAGES = "kairos", "kairos_timesteps"
+# these modules select code and values, or store and show results; they compute nothing
 _LEFT_OUT = (
     *(f"kairos.{name}" for name in ("config", "progress", "clock", "cli", "files", "section")),
     *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.store", "training.checkpoint")),
     *(f"kairos.{name}" for name in ("training.job", "training.launch", "training.provenance")),
     *(f"kairos_timesteps.{name}" for name in ("registry", "options", "errors", "component_options", "components")),
     "kairos_timesteps.monitoring",
-    "kairos.data.referred",  # gives the pixels that stage prepare saw, or none
+    "kairos.data.referred",  # returns the pixels of stage prepare, or none
 )
-_SAYING = ("say", "warn")  # functions that tell the user something
-
-_BESIDE = (".html.jinja", ".mplstyle")
+_LOGGING = ("say", "warn")  # functions that print a message
+_REGISTERING = ("sampler", "weighting", "coupling", "density", "process")  # decorators that register a component
+_DATA_SUFFIXES = (".html.jinja", ".mplstyle")  # a template or style with a module's name counts as part of the module
 
 
 def fingerprint(roots: Iterable[str]) -> str:
-    """Hash of the modules that `roots` (dotted names) reach, 16 hex digits."""
+    """Return the hash of the code that `roots` reach, 16 hex digits.
+
+    Args:
+        roots: modules by dotted name, or definitions as ``"module:Name"``.
+    """
     return _fingerprint(tuple(sorted(set(roots))))
 
 
 @functools.cache
 def _fingerprint(roots: tuple[str, ...]) -> str:
-    lines = (f"{module} {_hash_module(module)}\n" for module in modules(roots))
+    lines = (f"{code} {digest}\n" for code, digest in sorted(reached(roots).items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def modules(roots: Iterable[str]) -> list[str]:
-    """All kairos modules that `roots` reach through imports, anywhere in the code, sorted."""
-    found: set[str] = set()
+    """Return all modules of which `roots` reach at least one definition, sorted."""
+    return sorted({code.partition(":")[0] for code in reached(roots)})
+
+
+def reached(roots: Iterable[str]) -> dict[str, str]:
+    """Return the hash of every module and definition that `roots` reach, by ``"module"`` or ``"module:Name"``."""
     waiting = list(roots)
+    for root in waiting:
+        _parsed(root.partition(":")[0])  # raises an error if the module does not exist
+    hashes: dict[str, str] = {}
+    seen: set[str] = set()
     while waiting:
-        module = waiting.pop()
-        if module not in found and not _is_left_out(module):
-            found.add(module)
-            waiting += _imports(module)
-    return sorted(found)
+        target = waiting.pop()
+        code = None if target in seen else _resolve(target)
+        seen.add(target)
+        if code is not None and code not in hashes:
+            module, _, name = code.partition(":")
+            hashes[code], targets = _hash_and_targets(_parsed(module), name)
+            waiting += targets
+    return hashes
+
+
+def _resolve(target: str) -> str | None:
+    """Return the ``"module"`` or ``"module:Name"`` that a dotted name stands for; None if the module is left out.
+
+    An imported name stands for what is imported, any other name for the whole module.
+
+    Raises:
+        ImportError: the name is imported lazily, and no import under TYPE_CHECKING shows from where.
+    """
+    module, *names = target.replace(":", ".").split(".")
+    while names and _path(f"{module}.{names[0]}"):
+        module = f"{module}.{names.pop(0)}"
+    if module == _PIPELINE or _is_left_out(module):
+        return None
+    if module.startswith(f"{_PIPELINE}.") or not names or names[0].startswith("__"):
+        return module
+    parsed, name = _parsed(module), names[0]
+    if name in parsed.definitions:
+        return f"{module}:{name}"
+    sources = parsed.imports.get(name) or parsed.typing_imports.get(name) or []
+    if len(sources) == 1:
+        return _resolve(".".join([*sources, *names[1:]]))
+    if module == _LIBRARY:
+        raise ImportError(f"{target}: {module} does not define {name!r}; import the name there under TYPE_CHECKING")
+    return module
 
 
 def _is_left_out(module: str) -> bool:
     """Return True if a module, or a package that contains it, computes nothing."""
-    packages = tuple(f"{name}." for name in _LEFT_OUT)
-    return module in _LEFT_OUT or module.startswith(packages) or module.endswith((".registries", ".settings"))
-
-
-def _folder(package: str) -> Path:
-    """Return the folder of a package's modules."""
-    if package == __name__.partition(".")[0]:
-        return Path(__file__).parent
-    spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
+    selects = _top(module) in _PACKAGES and module.endswith((".registries", ".settings"))
+    return selects or module in _LEFT_OUT or module.startswith(tuple(f"{name}." for name in _LEFT_OUT))
 
 
 def _path(module: str) -> Path | None:
-    """Return the source file of a module; None if the module has none."""
+    """Return the source file of a module without importing a package; None if the module has none."""
     package, *names = module.split(".")
-    if package not in _PACKAGES:  # a component from another package
-        spec = importlib.util.find_spec(module)
-        return Path(spec.origin) if spec and spec.origin else None
-    base = _folder(package).joinpath(*names)
-    candidates = (base.with_suffix(".py"), base / "__init__.py")
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
-
-
-def _parsed(module: str) -> ast.Module:
-    path = _path(module)
-    if path is None:
-        raise ModuleNotFoundError(f"no source for module {module}")
-    return ast.parse(path.read_text(encoding="utf-8"))
+    if package == _PIPELINE:
+        return _source_file(Path(__file__).parent.joinpath(*names))
+    if file := getattr(sys.modules.get(module), "__file__", None):
+        return Path(file)
+    spec = sys.modules[package].__spec__ if package in sys.modules else importlib.util.find_spec(package)
+    if spec is None or spec.submodule_search_locations is None:
+        return Path(spec.origin) if spec and spec.origin and spec.has_location and not names else None
+    files = (_source_file(Path(folder).joinpath(*names)) for folder in spec.submodule_search_locations)
+    return next((file for file in files if file), None)
 
 
 @functools.cache
-def _hash_module(module: str) -> str:
-    """Of a module, and of the template or style of its name beside it."""
-    path, text = _path(module), _text(_parsed(module))
-    beside = [path.with_suffix(suffix) for suffix in _BESIDE] if path else []
-    text += "".join(file.read_text(encoding="utf-8") for file in beside if file.is_file())
-    return hashlib.sha256(text.encode()).hexdigest()
+def _source_file(path: Path) -> Path | None:
+    """Return the source file of the module or package at a path without suffix; None if there is none."""
+    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+@functools.cache
+def _source(path: Path) -> str:
+    """Return the text of a source file; tests replace this function to edit the text."""
+    return path.read_text(encoding="utf-8")
+
+
+@dataclass(eq=False)
+class _Parsed:
+    """A parsed module: its definitions by name, its imports by the name that they bind, its other statements."""
+
+    module: str
+    path: Path
+    tree: ast.Module
+    definitions: dict[str, list[ast.stmt]] = field(default_factory=dict)
+    imports: dict[str, list[str]] = field(default_factory=dict)
+    typing_imports: dict[str, list[str]] = field(default_factory=dict)
+    statements: list[ast.stmt] = field(default_factory=list)
+
+
+def _parsed(module: str) -> _Parsed:
+    path = _path(module)
+    if path is None:
+        raise ModuleNotFoundError(f"no source for module {module}")
+    return _parse(module, path, _source(path))
+
+
+@functools.cache
+def _parse(module: str, path: Path, text: str) -> _Parsed:
+    parsed = _Parsed(module, path, ast.parse(text))
+    executed: list[ast.stmt] = []
+    for node in parsed.tree.body:
+        if isinstance(node, ast.If) and getattr(node.test, "id", getattr(node.test, "attr", "")) == "TYPE_CHECKING":
+            parsed.typing_imports |= _imports(ast.Module(node.body, []), module, path)
+            executed += node.orelse
+        else:
+            executed.append(node)
+    parsed.tree.body = executed
+    for node in executed:
+        names = _defined_names(node)
+        for name in names:
+            parsed.definitions.setdefault(name, []).append(node)
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and node.names[0].name != "*":
+            for name, targets in _imports(ast.Module([node], []), module, path).items():
+                parsed.imports.setdefault(name, []).extend(targets)
+        elif not names and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            parsed.statements.append(node)
+    return parsed
+
+
+def _defined_names(node: ast.stmt) -> list[str]:
+    """Return the names that a definition or an assignment to names binds; none for any other statement."""
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return [node.name]
+    if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        return []
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    parts = [part for target in targets for part in ast.walk(target)]
+    to_names = not any(isinstance(part, (ast.Attribute, ast.Subscript)) for part in parts)
+    return [part.id for part in parts if isinstance(part, ast.Name) and to_names]
+
+
+def _imports(code: ast.Module, module: str, path: Path) -> dict[str, list[str]]:
+    """Return the dotted names that a module's code imports, by the name that each gets; only those to follow."""
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    pairs: list[tuple[str, str]] = []
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            pairs += [(alias.asname or _top(alias.name), alias.name) for alias in node.names]
+            pairs += [(_top(alias.name), _top(alias.name)) for alias in node.names if not alias.asname]
+        elif isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names = [(alias.asname or alias.name, alias.name) for alias in node.names]
+            pairs += [(bound, f"{source}.{name}".removesuffix(".*")) for bound, name in names]
+            pairs += [(bound, source) for bound, _ in names if _top(source) == _PIPELINE]
+    imports: dict[str, list[str]] = {}
+    for bound, target in pairs:
+        if _is_followed(_top(target), module, path):
+            imports.setdefault(bound, []).append(target)
+    return imports
+
+
+def _top(dotted: str) -> str:
+    return dotted.partition(".")[0]
+
+
+def _is_followed(package: str, importer: str, path: Path) -> bool:
+    """Return True for kairos' packages; in a plugin file also for its package and the files in its folder."""
+    home = _top(importer)
+    installed = "site-packages" in path.parts or home in sys.stdlib_module_names
+    if package in _PACKAGES or home in _PACKAGES or installed or package in sys.stdlib_module_names:
+        return package in _PACKAGES
+    file = _path(package)
+    return package == home or (file is not None and file.parent == path.parent)
+
+
+@functools.cache
+def _hash_and_targets(parsed: _Parsed, name: str) -> tuple[str, set[str]]:
+    """Return the hash of a definition and the dotted names that it uses; without a name, of the whole module.
+
+    Statements that are neither definitions nor imports always run, so they count with every definition.
+    """
+    code = ast.Module([*parsed.definitions[name], *parsed.statements], []) if name else parsed.tree
+    used = _used_names(code)
+    heads = {_top(each) for each in used}
+    imports = list(_imports(code, parsed.module, parsed.path).items())
+    targets = {parsed.module} if "globals" in heads else set()
+    if name:
+        targets |= {f"{parsed.module}:{each}" for each in heads if each in parsed.definitions}
+        imports += [(bound, sources) for bound, sources in parsed.imports.items() if bound in heads]
+    elif parsed.module == _LIBRARY:
+        imports += parsed.typing_imports.items()  # the public names, which are imported lazily
+    for bound, sources in imports:
+        attributes = {each.removeprefix(bound) for each in used if _top(each) == bound}
+        for source in sources:  # `import kairos_timesteps` leads to the public names that are used, not to all
+            targets |= {source + each for each in (attributes if source == _LIBRARY else {"", *attributes})}
+    text = _text(code)
+    if not name:
+        files = [parsed.path.with_suffix(suffix) for suffix in _DATA_SUFFIXES]
+        text += "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    return hashlib.sha256(text.encode()).hexdigest(), targets
+
+
+def _used_names(code: ast.Module) -> set[str]:
+    """Return all names in `code`, each with the dotted attributes read from it."""
+    nodes = [node for node in ast.walk(code) if isinstance(node, (ast.Name, ast.Attribute))]
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    return {_dotted(node) for node in nodes if id(node) not in inner}
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _text(node: Any, message: bool = False) -> str:
-    """A syntax tree as text: no positions, no docstrings, no empty fields (which differ between versions of Python).
+    """Return a syntax tree as text without positions and docstrings.
 
-    Of an error that is raised and of what is only said the strings are left out.
+    Empty fields are left out: they differ between versions of Python. The text leaves out the strings of raised errors
+    and of printed messages, and the help of options and components.
     """
     if isinstance(node, list):
         return "[" + ",".join(_text(item, message) for item in node) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    message = message or isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _called(node) in _SAYING)
+    message = message or isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _called(node) in _LOGGING)
     if message and (isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)):
         return "message"
     fields = dict(ast.iter_fields(node))
-    if isinstance(node, ast.Call) and _called(node) == "option":  # an option's value counts, its help does not
+    if isinstance(node, ast.Call) and _called(node) == "option":  # the value counts, the help does not
         fields["args"] = fields["args"][:1] + fields["args"][2:]
         fields["keywords"] = [keyword for keyword in fields["keywords"] if keyword.arg != "help"]
-    if isinstance(node, ast.Call) and _called(node) == "demand":  # what it demands counts, its words do not
+    if isinstance(node, ast.Call) and _called(node) == "demand":  # the condition counts, the message does not
         fields["args"] = fields["args"][:1]
+    if isinstance(node, ast.ClassDef):
+        fields["decorator_list"] = [_without_help(decorator) for decorator in node.decorator_list]
     may_have = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
     if may_have and ast.get_docstring(node, clean=False) is not None:
         fields["body"] = fields["body"][1:]
@@ -119,26 +289,12 @@ def _text(node: Any, message: bool = False) -> str:
     return f"{type(node).__name__}({text})"
 
 
+def _without_help(decorator: ast.expr) -> ast.expr:
+    """Return a decorator; one that registers a component has the component's name as its only argument."""
+    if isinstance(decorator, ast.Call) and _called(decorator) in _REGISTERING:
+        return ast.Call(decorator.func, decorator.args[:1], [])
+    return decorator
+
+
 def _called(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
-
-
-def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below a node, without what is there for type checkers only."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING"):
-            yield from _executed(child)
-
-
-@functools.cache
-def _imports(module: str) -> tuple[str, ...]:
-    names: set[str] = set()
-    for node in _executed(_parsed(module)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names.add(node.module)
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    inside = {name for name in names if name.split(".")[0] in _PACKAGES}
-    return tuple(sorted(name for name in inside if name not in _PACKAGES and _path(name) is not None))
