@@ -4,7 +4,7 @@ EXPERIMENT ?= params.yaml
 PROFILE ?= profiles/slurm
 FLAGS ?=
 CORES ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ "$$n" -gt 1 ] && echo "$$n" || echo 2)
-TESTS ?= tests
+TESTS ?= tests library/tests
 CLUSTER_TESTS ?= tests/cluster
 # a process without tests left takes some of another's
 PYTEST = $(BIN)/python -m pytest -n $(CORES) --dist worksteal
@@ -20,7 +20,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run cluster test test-long test-all test-nightly test-cluster systems recipes gpu ui record adopt reproduce docs lint format clean
+.PHONY: help setup demo run cluster test test-library test-long test-all test-nightly test-cluster systems recipes gpu ui record adopt reproduce docs lint format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ cluster: setup  ## on a SLURM cluster, from its login node; PROFILE=profiles/slu
 
 test: setup  ## the quick tests
 	@$(PYTEST) -m "not long and not cluster and not nightly" $(TESTS)
+
+test-library: setup  ## the quick tests of the library alone
+	@$(PYTEST) -m "not long and not nightly" library/tests
 
 test-long: setup  ## the tests that take longer
 	@$(PYTEST) -m "long and not cluster and not nightly" $(TESTS)

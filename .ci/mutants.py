@@ -48,6 +48,7 @@ TESTS = [
         "combinations",
         "compare",
         "couplings",
+        "couplings_in_experiments",
         "data",
         "disk",
     ),
@@ -58,6 +59,7 @@ TESTS = [
 ]
 
 SECONDS_A_MUTANT = 20  # tests are added, quickest first, until their CPU time without a mutant exceeds this
+TEST_FOLDERS = ("library/tests", "tests")
 LIBRARIES = ["torch", "numpy", "scipy.stats", "scipy.linalg", "PIL.Image", "yaml", "pytest", "hypothesis"]
 
 COMPARISONS = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn}
@@ -201,6 +203,22 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
+def test_files(root: Path) -> list[str]:
+    """Return the path of each file of TESTS, relative to the root.
+
+    Raises:
+        FileNotFoundError: neither folder has a file of TESTS.
+    """
+    files = []
+    for name in TESTS:
+        paths = [f"{folder}/test_{name}.py" for folder in TEST_FOLDERS]
+        existing = [path for path in paths if (root / path).is_file()]
+        if not existing:
+            raise FileNotFoundError(f"TESTS: no {' and no '.join(paths)}; correct the name {name!r}")
+        files += existing
+    return files
+
+
 class Recorder:
     """Pytest plugin: records for each test the executed lines of MODULES and the CPU seconds.
 
@@ -303,6 +321,8 @@ def run_tests(root: Path, files: list[str], plugin: object, limit: float) -> str
             os.chdir(root)
             sys.path[:0] = [str(root / folder) for folder in FOLDERS.values()]
             options = [
+                "-c",
+                str(root / "pyproject.toml"),  # or pytest derives other test ids from files of one folder
                 "-x",
                 "-q",
                 "-n",
@@ -374,7 +394,7 @@ def try_mutants(options: argparse.Namespace, root: Path) -> list[str]:
     os.environ["PYTHONPATH"] = os.pathsep.join(str(root / folder) for folder in FOLDERS.values())
     mutants = sample(options.modules, options.count, options.seed, root)
     path = root.parent / "record"
-    if run_tests(root, [f"tests/test_{name}.py" for name in TESTS], Recorder(root, path), 1800) != "survived":
+    if run_tests(root, test_files(root), Recorder(root, path), 1800) != "survived":
         sys.exit(f"The tests fail without a mutant:\n{(root.parent / 'log.txt').read_text()[-5000:]}")
     record = pickle.loads(path.read_bytes())
     report(f"{len(record[1])} tests pass without a mutant; {cpu_seconds():.0f} CPU seconds")

@@ -1,8 +1,5 @@
 """Presets against the trainers' formulas written anew: quantiles, weights, draws, signs, refusals."""
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -41,13 +38,6 @@ def test_every_preset_has_its_formula_and_the_promised_names_exist():
     assert kairos_timesteps.names("preset") == sorted(TRAINERS)
     for name, options in REQUIRED.items():
         assert options <= kairos_timesteps.preset(name).options.keys()
-
-
-def test_the_guide_names_every_preset_and_no_other():
-    text = Path(__file__).parents[1].joinpath("docs/trainers.md").read_text(encoding="utf-8")
-    trainers = {name.split(":")[0] for name in TRAINERS}
-    named = {name for name in re.findall(r"`(\w+:\w+)`", text) if name.split(":")[0] in trainers}
-    assert named == set(TRAINERS)
 
 
 @pytest.mark.parametrize("name", sorted(TRAINERS))

@@ -7,7 +7,8 @@ from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.distributed import gather, rank, ranks
 from kairos_timesteps.strategy import Strategy
 
-GLOBAL_BATCH, STEPS = 7, 14
+GLOBAL_BATCH = 7
+STEPS, STEPS_WITHOUT_STATE = 14, 3  # of strategies that learn from losses, and of all others
 
 
 class Network(nn.Module):
@@ -37,7 +38,8 @@ def train(name):
     borders = [0, 3, GLOBAL_BATCH] if ranks() == 2 else [0, GLOBAL_BATCH]  # unequal parts
     mine = slice(borders[rank()], borders[rank() + 1])
     drawn = []
-    for k in range(STEPS):
+    learned = strategy.sampler.learned or strategy.weighting.learned
+    for k in range(STEPS if learned else STEPS_WITHOUT_STATE):
         draw = strategy.draw(images[mine], index=range(mine.start, mine.stop), total=GLOBAL_BATCH)
         drawn.append(gather(draw.t).tolist())
         noise = torch.randn(images.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(k))[mine]

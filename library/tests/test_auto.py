@@ -5,28 +5,24 @@ import pytest
 import torch
 
 import kairos_timesteps
-from kairos.forward_process import build_process
-from kairos.section import build
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.build import make_sampler, make_weighting
+from kairos_timesteps.diffusion import registries
 from kairos_timesteps.diffusion.schedule import error_ratio
 from test_couplings import coupled, digits
 from test_measured import Known, T
 
 PROCESSES = {
-    "cosine": {"process": {"name": "discrete", "schedule": "cosine"}, "prediction": "v"},
-    "linear": {"process": {"name": "discrete", "schedule": "linear"}, "prediction": "epsilon"},
-    "flow": {"process": {"name": "flow"}, "prediction": "flow"},
-    "edm": {"process": {"name": "edm", "sigma_data": 0.5}, "prediction": "x0"},
+    "cosine": registries.PROCESSES.build("discrete", {"schedule": "cosine"}, "v"),
+    "linear": registries.PROCESSES.build("discrete", {"schedule": "linear"}, "epsilon"),
+    "flow": registries.PROCESSES.build("flow", {}, "flow"),
+    "edm": registries.PROCESSES.build("edm", {"sigma_data": 0.5}, "x0"),
 }
 
 
 def parts(name):
-    schedule = build_process(PROCESSES[name]).schedule
-    return (
-        schedule,
-        build(SAMPLERS, {"name": "auto"}, schedule),
-        build(WEIGHTINGS, {"name": "auto"}, schedule, PROCESSES[name]["prediction"]),
-    )
+    process = PROCESSES[name]
+    sampler = make_sampler({"name": "auto"}, process.schedule)
+    return process.schedule, sampler, make_weighting({"name": "auto"}, process.schedule, process.prediction)
 
 
 @pytest.mark.parametrize("name", PROCESSES)
@@ -34,7 +30,7 @@ def test_the_objective_is_one_integral_over_ln_snr(name):
     """On any process and prediction: the error of x0 times SNR/sqrt(1 + SNR)."""
     schedule, _, weighting = parts(name)
     level = np.log(schedule.snr)
-    of_x0 = weighting.weights() * error_ratio(schedule.snr, PROCESSES[name]["prediction"])
+    of_x0 = weighting.weights() * error_ratio(schedule.snr, PROCESSES[name].prediction)
     within = (abs(level) < 3) & (np.arange(len(level)) > 5) & (np.arange(len(level)) < len(level) - 6)
     wanted = schedule.snr / np.sqrt(1 + schedule.snr) * abs(np.gradient(level))
     ratio = (of_x0 / wanted)[within]
@@ -71,7 +67,7 @@ def test_its_density_follows_the_gradient_and_its_weights_keep_the_objective():
 
 def trained(name, told, steps=700):
     """The weighting after steps in which the error of epsilon is what `told` leaves of a guess, by SNR."""
-    process = build_process(PROCESSES[name])
+    process = PROCESSES[name]
     strategy, snr = kairos_timesteps.Strategy("uniform+coarse_to_fine", process), process.schedule.snr
     ratio = error_ratio(snr, process.prediction) / error_ratio(snr, "epsilon")
     x0 = torch.zeros(64, 1)
@@ -107,7 +103,7 @@ def test_a_network_that_predicts_nothing_keeps_the_objective():
 def test_its_weights_go_on_after_a_resume():
     told = lambda snr: 0.8 / (1 + snr / 4)  # noqa: E731
     strategy, _ = trained("linear", told, steps=450)
-    other = kairos_timesteps.Strategy("uniform+coarse_to_fine", build_process(PROCESSES["linear"]))
+    other = kairos_timesteps.Strategy("uniform+coarse_to_fine", PROCESSES["linear"])
     other.load_state_dict(strategy.state_dict())
     for _ in range(160):  # the weights change on the way
         both = []

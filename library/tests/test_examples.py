@@ -1,22 +1,18 @@
-"""The strategies in other people's loops: examples on real images, the guide's code, a bare environment."""
+"""Strategies in users' training loops: the examples on real images, a bare environment."""
 
 import re
 import runpy
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import kairos_timesteps
-from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 
-ROOT = Path(__file__).parents[1]
-GUIDE = (ROOT / "docs/strategies.md").read_text()
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture
@@ -24,10 +20,10 @@ def example(monkeypatch):
     """Import an example by name."""
     from importlib import import_module
 
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     yield import_module
     for name in [
-        name for name, module in sys.modules.items() if "/examples/" in (getattr(module, "__file__", 0) or "")
+        name for name, module in sys.modules.items() if str(EXAMPLES) in (getattr(module, "__file__", 0) or "")
     ]:
         del sys.modules[name]
 
@@ -116,8 +112,8 @@ def test_a_folder_of_images_and_a_command_line(tmp_path, monkeypatch, capsys):
         Image.fromarray((digit * 15.9).astype(np.uint8)).resize((20, 30)).save(tmp_path / "class" / f"{k}.png")
     arguments = [*SMALL, "--images", str(tmp_path), "--size", "16", "--steps", "2"]
     monkeypatch.setattr(sys, "argv", ["plain_pytorch.py", *arguments])
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    runpy.run_path(str(ROOT / "examples/plain_pytorch.py"), run_name="__main__")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    runpy.run_path(str(EXAMPLES / "plain_pytorch.py"), run_name="__main__")
     assert re.search(r"step 2/2  loss \d\.\d+\n", capsys.readouterr().out)
 
 
@@ -132,58 +128,6 @@ def test_help_and_unknown_names(example, capsys, name):
     assert "--strategy" in shown and "--images" in shown
     with pytest.raises(kairos_timesteps.errors.ConfigError, match=r"unknown strategy 'sped'.*speed_official"):
         example(name).main([*SMALL, "--strategy", "sped"])
-
-
-# The guide
-
-
-def names_in_table(heading):
-    section = GUIDE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("heading", "registry"), [("Samplers", SAMPLERS), ("Weightings", WEIGHTINGS), ("Couplings", COUPLINGS)]
-)
-def test_the_guide_names_every_sampler_and_weighting(heading, registry):
-    assert names_in_table(heading) == list(registry), f"docs/strategies.md, {heading}: one row for each, in this order"
-
-
-def test_the_guide_marks_what_observe_needs():
-    section = GUIDE.split("\n## Samplers\n")[1].split("\n## ")[0]
-    needs = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w, ]*)\|$", section, re.MULTILINE))
-    for name, entry in SAMPLERS.items():
-        assert ("network" in needs[name]) == entry.load().measures, name
-        assert ("reweighted" in section.split(f"| `{name}` |")[1].split("\n")[0]) == (
-            kairos_timesteps.Strategy(name).sampler.corrected
-        ), name
-
-
-def test_the_guides_code_runs(monkeypatch):
-    blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(blocks) == 5
-    module = types.ModuleType("guide")
-    monkeypatch.setitem(sys.modules, "guide", module)
-    convolution = nn.Conv2d(1, 1, 3, padding=1)
-    module.batches = [torch.randn(4, 1, 8, 8) for _ in range(2)]
-    module.network, module.heldout = lambda x, t: convolution(x), torch.randn(16, 1, 8, 8)
-    module.optimizer = torch.optim.SGD(convolution.parameters(), 0.1)
-    known = set(SAMPLERS), set(WEIGHTINGS)
-    try:
-        for block in blocks:
-            exec(compile(block, "docs/strategies.md", "exec"), module.__dict__)
-            if "for x0 in" in block:
-                assert module.strategy.step == 2
-    finally:
-        for registry, names in zip((SAMPLERS, WEIGHTINGS), known):
-            for name in set(registry) - names:
-                del registry[name]
-    table = module.strategy.table()
-    assert table["p"].sum() == pytest.approx(1) and table["p"][0] > table["p"][-1] >= 0.05 / 1000
-    snr = module.strategy.process.schedule.snr
-    np.testing.assert_allclose(table["w"], np.maximum(snr, 1) / snr * snr / (snr + 1))
-    draw = module.strategy.draw(torch.zeros(100_000, 1))
-    assert (draw.t < 125).double().mean() == pytest.approx(0.95 * 0.125 ** (1 / 3) + 0.05 * 0.125, abs=0.01)
 
 
 # Loops that do not do the usual

@@ -1,0 +1,14 @@
+"""Fixtures and hooks of the library's tests; nothing here imports the pipeline."""
+
+import pytest
+
+from hooks import environment, pytest_collection_finish, pytest_collection_modifyitems, pytest_unconfigure
+
+__all__ = ["environment", "pytest_collection_finish", "pytest_collection_modifyitems", "pytest_unconfigure"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers where the repository's pyproject.toml is absent, as in the source distribution."""
+    if not any(line.startswith("long:") for line in config.getini("markers")):
+        config.addinivalue_line("markers", "long: takes more than half a minute")
+        config.addinivalue_line("markers", "nightly: more inputs")

@@ -1,0 +1,59 @@
+"""Couplings of noise with images in experiments: identity, validation errors, sweeps, exact resume."""
+
+import numpy as np
+import pytest
+import torch
+
+from kairos.data.latents import open_latents
+from kairos.training.identity import code_roots, trajectory_settings
+from kairos.training.loop import steps
+from kairos.training.state import Training
+from kairos_timesteps.errors import ConfigError
+from training_case import experiment, make_latents
+
+METHODS = {
+    "uniform": {},
+    "usual": {"coupling": "independent"},
+    "assignment": {"coupling": "assignment"},
+    "nearest": {"sampler": "loss_rms", "coupling": {"name": "nearest", "k": 3}},
+}
+
+
+def test_an_experiment_from_before_couplings_stays_what_it_was():
+    plain = experiment(METHODS)
+    assert plain["methods"]["uniform"] == plain["methods"]["usual"] and "coupling" not in plain["methods"]["uniform"]
+    assert plain["methods"]["nearest"]["coupling"] == {"name": "nearest", "k": 3}
+    module = "kairos_timesteps.couplings"
+    assert [name for name in METHODS if module in code_roots(plain, name)] == ["assignment", "nearest"]
+    by_rank = [name for name in METHODS if "processes" in trajectory_settings(plain, name)]
+    assert by_rank == ["assignment"]  # whose result depends on their number
+
+
+def test_a_wrong_coupling_in_an_experiment_is_one_line():
+    with pytest.raises(ConfigError, match=r"methods.x.coupling.*nearest.k: got 0, allowed: integer >= 2"):
+        experiment({"x": {"coupling": {"name": "nearest", "k": 0}}})
+
+
+@pytest.mark.parametrize("method", ["assignment", "nearest"])
+def test_a_training_with_a_coupling_resumes_to_the_bit(method, tmp_path):
+    latents = open_latents(make_latents(tmp_path))
+    plain = experiment(METHODS)
+
+    def training(name=method):
+        return Training(plain, name, 0, latents, torch.device("cpu"))
+
+    def weights(of):
+        return torch.cat([value.flatten() for value in of.model.state_dict().values()])
+
+    whole, first, second, usual = training(), training(), training(), training("uniform")
+    for one, end in ((whole, 8), (first, 5), (usual, 8)):
+        list(steps(one, end))
+    second.load(first.state(), 5)
+    list(steps(second, 8))
+    assert torch.equal(weights(second), weights(whole))
+    assert not torch.equal(weights(usual), weights(whole)) and np.isfinite(weights(whole)).all()
+
+
+def test_a_coupling_can_be_swept():
+    plain = experiment({"near": {"grid": {"coupling.k": [2, 8]}, "coupling": "nearest"}})
+    assert {name: its["coupling"]["k"] for name, its in plain["methods"].items()} == {"near-k=2": 2, "near-k=8": 8}
