@@ -163,10 +163,11 @@ def test_statements_that_are_no_definition_count_with_every_definition(changed):
     assert changed("kairos_timesteps.samplers.fixed", edit, [MODE, LOG_NORMAL, LOOP]) == {MODE, LOG_NORMAL}
 
 
-@pytest.mark.parametrize("name", sorted({*kairos_timesteps.__all__} - {"__version__", "names", "LossByLevel"}))
+@pytest.mark.parametrize("name", sorted({*kairos_timesteps.__all__} - {"__version__"}))
 def test_every_public_name_of_the_library_leads_to_its_definition(name):
     module = getattr(kairos_timesteps, name).__module__
-    assert f"{module}:{name}" in fingerprint.reached([f"kairos_timesteps:{name}"])
+    hashes = fingerprint.reached([f"kairos_timesteps:{name}"])
+    assert f"{module}:{name}" in hashes or (fingerprint._is_left_out(module) and not hashes)
 
 
 def plugin(folder, monkeypatch, **files):
