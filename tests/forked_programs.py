@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 PROGRAMS = ("snakemake", "kairos", "python")  # the last with -c CODE alone
-OURS = ("kairos", "snakemake_executor_plugin_kairos")
+OURS = ("kairos", "kairos_timesteps", "snakemake_executor_plugin_kairos")
 _server: "subprocess.Popen[str] | None" = None
 
 

@@ -25,7 +25,7 @@ _LEFT_OUT = (
     *(f"kairos.{name}" for name in ("config", "progress", "clock", "cli", "files", "section")),
     *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.store", "training.checkpoint")),
     *(f"kairos.{name}" for name in ("training.job", "training.launch", "training.provenance")),
-    *(f"kairos_timesteps.{name}" for name in ("registry", "options", "errors", "component_options", "components")),
+    *(f"kairos_timesteps.{name}" for name in ("registry", "options", "errors", "components")),
     "kairos_timesteps.monitoring",
     "kairos.data.referred",  # returns the pixels of stage prepare, or none
 )

@@ -28,10 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kairos_timesteps.diffusion.schedule import NoiseSchedule, linear_coefficients
+from kairos_timesteps.diffusion.schedule import Array, NoiseSchedule, linear_coefficients, tau_of_magnitude
 from kairos_timesteps.errors import ConfigError
-from kairos_timesteps.numeric import Array
-from kairos_timesteps.samplers.speed import tau_of_magnitude
 
 PROCESSES = ("vp", "ve", "edm", "flow")
 AREAS = ("acceleration", "steady", "deceleration", "convergence")

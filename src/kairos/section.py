@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kairos_timesteps import options
-from kairos_timesteps.errors import ConfigError, Refusal, refusal
+from kairos_timesteps.errors import ConfigError, ValueRejected, rejection
 from kairos_timesteps.registry import Registry, split
 
 S = TypeVar("S", bound=BaseModel)
@@ -43,7 +43,7 @@ def component(registry: Registry, default: str | None = None) -> Any:
                 raise ConfigError(f"got {value!r}, allowed: a name or {{name: ..., options}} of {sorted(registry)}")
             parsed = registry.parse(*split(value), f"{registry.kind} {value['name']}")
         except ConfigError as error:
-            raise Refusal(str(error)) from None
+            raise ValueRejected(str(error)) from None
         return {"name": value["name"], **options.dump(parsed)}
 
     return Annotated[dict[str, Any], BeforeValidator(complete), _Schema(registry, default)]
@@ -120,10 +120,10 @@ def _line(item: Any, model: type[BaseModel]) -> str:
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if not where or message.startswith((f"{where}.", f"{where}: ")):
         return message
-    if isinstance(item.get("ctx", {}).get("error"), Refusal):
+    if isinstance(item.get("ctx", {}).get("error"), ValueRejected):
         return f"{where}: {message}"
     hint = options.meant_number(value) if kind.startswith(("int_", "float_")) else ""
-    return str(refusal(where, _short(value), message + (f" ({meaning})" if meaning else "") + hint))
+    return str(rejection(where, _short(value), message + (f" ({meaning})" if meaning else "") + hint))
 
 
 def _short(value: Any) -> str:

@@ -6,16 +6,12 @@ Densities need numpy alone; torch is imported with the first draw.
 
 from typing import Any
 
-from kairos_timesteps.base import Observation, Sampler, Weighting
-from kairos_timesteps.component_options import Fixed
+from kairos_timesteps.base import FixedDensity, Sampler, Weighting
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, NoiseSchedule
 from kairos_timesteps.errors import demand
-from kairos_timesteps.lookup import parts
+from kairos_timesteps.lookup import build_pair
 from kairos_timesteps.registry import split
-
-__all__ = ["SAMPLERS", "WEIGHTINGS", "Observation", "Sampler", "Weighting", "make_sampler", "make_weighting"]
-__all__ += ["density", "weighting"]
 
 
 def make_sampler(named: dict[str, Any], schedule: NoiseSchedule, seed: int = 0) -> Sampler:
@@ -38,8 +34,8 @@ def density(name: str, process: Any = "flow", **options: Any) -> Sampler:
     """
     from kairos_timesteps.diffusion.adapters import as_process  # torch
 
-    demand(issubclass(SAMPLERS.entry(name).options, Fixed), "density", name, "samplers of a fixed density")
-    return parts(as_process(process), (name, "none"), options, None)[0]
+    demand(issubclass(SAMPLERS.entry(name).load(), FixedDensity), "density", name, "samplers of a fixed density")
+    return build_pair(as_process(process), (name, "none"), options, None)[0]
 
 
 def weighting(name: str, process: Any = "flow", prediction: str | None = None, **options: Any) -> Weighting:
@@ -55,6 +51,6 @@ def weighting(name: str, process: Any = "flow", prediction: str | None = None, *
 
     allowed = (*PREDICTIONS, "flow")
     demand(prediction in (None, *allowed), "prediction", prediction, ", ".join(allowed))
-    found = parts(as_process(process), ("uniform", name), None, options)[1]
+    found = build_pair(as_process(process), ("uniform", name), None, options)[1]
     found.prediction = prediction or found.prediction
     return found

@@ -1,9 +1,10 @@
-"""Uniform points that draws are made from: random, or spread evenly so that a batch covers the process better.
+"""Random coordinates of a batch, and the uniform points in [0, 1) that timesteps are drawn from.
 
-Each point on its own is uniform in [0, 1), so a density drawn through its inverse stays exact; only the variance falls.
+Every point alone is uniform, so a density drawn through its inverse distribution function stays exact. Even points
+cover the process better within a batch, which lowers the variance of its gradient.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,142 +20,163 @@ _GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where samples stand in everything random.
+class RandomCoordinates:
+    """Random coordinates of a batch: seed, step and sample indices. All random numbers are functions of these.
 
     Attributes:
-        seed: of the training.
-        step: its number, from 0; an int64 tensor () on the device, where a graph is to be replayed; or a range, which
-            gives everything a leading axis of steps.
-        first: samples of the step that were drawn before, where gradients of several batches are accumulated.
-        before: samples of the training that were drawn before the step and in it; None: as many in each step as in
-            this one.
-        index: numbers of these samples in the global batch, a range or an int64 tensor (n,); None: see `of`.
-        total: size of the global batch.
-        shape: of the times of one sample: (), or (frames,), (tokens,).
-        device: where numbers are made.
-        context: what else the caller says of these samples, such as ``tokens``; each a number or a tensor that
-            broadcasts with (n, *shape).
+        seed: seed of the training run.
+        step: training step from 0; an int64 tensor () on the device, for graphs that are replayed; or a range of steps,
+            which gives all results a leading axis.
+        offset: number of samples drawn earlier in this step, by previous micro-batches.
+        samples_before: number of samples drawn before this step and earlier in it; None: `step` times `batch_size`.
+        sample_indices: indices in the global batch, a range or an int64 tensor (n,); None: see `for_batch`.
+        batch_size: size of the global batch.
+        times_shape: shape of the times of one sample: (), (frames,) or (tokens,).
+        device: device of the random numbers.
+        context: further properties of the samples, such as ``tokens``: each a number, or a tensor that broadcasts with
+            (n, *times_shape).
     """
 
     seed: int = 0
     step: Any = 0
-    first: int = 0
-    before: int | None = None
-    index: Any = None
-    total: int = 1
-    shape: tuple[int, ...] = ()
+    offset: int = 0
+    samples_before: int | None = None
+    sample_indices: Any = None
+    batch_size: int = 1
+    times_shape: tuple[int, ...] = ()
     device: Any = "cpu"
     context: Mapping[str, Any] = field(default_factory=dict)
 
-    def of(self, batch: "Tensor", group: Any = None) -> "Place":
-        """Complete for a batch: its device and, unless they are known, sample indices and global batch size.
+    def for_batch(self, batch: "Tensor", group: Any = None) -> "RandomCoordinates":
+        """Return coordinates with the device of a batch and, unless they are set, its sample indices and global size.
 
         Args:
-            batch: this rank's part of the global batch, to which each rank brings equally many samples.
-            group: process group of the ranks over which the batch is split; None: all ranks.
+            batch: this rank's slice of the global batch; all ranks contribute slices of equal length.
+            group: process group of the ranks that share the global batch; None: all ranks.
         """
-        if self.index is not None:
-            return self.but(device=batch.device)
+        if self.sample_indices is not None:
+            return self.replace(device=batch.device)
         count = len(batch)
         begin = distributed.rank(group) * count
-        index, total = range(begin, begin + count), distributed.ranks(group) * count
-        return self.but(index=index, total=total, device=batch.device)
+        indices, size = range(begin, begin + count), distributed.ranks(group) * count
+        return self.replace(sample_indices=indices, batch_size=size, device=batch.device)
 
-    def but(self, **changes: Any) -> "Place":
-        """The same with changes; a graph of torch 2.4 cannot hold dataclasses.replace."""
-        return Place(**{name: changes.get(name, getattr(self, name)) for name in _FIELDS})
+    def replace(self, **changes: Any) -> "RandomCoordinates":
+        """Return a changed copy. dataclasses.replace cannot be compiled by torch 2.4."""
+        return RandomCoordinates(**{name: changes.get(name, getattr(self, name)) for name in _FIELDS})
 
     @property
-    def steps(self) -> Any:
-        """The step as what broadcasts with numbers of samples."""
+    def broadcast_step(self) -> Any:
+        """The step, or a tensor of steps that broadcasts with (steps, n, *times_shape)."""
         if not isinstance(self.step, range):
             return self.step
         import torch
 
-        return torch.arange(self.step.start, self.step.stop, device=self.device).view(-1, 1, *[1] * len(self.shape))
+        steps = torch.arange(self.step.start, self.step.stop, device=self.device)
+        return steps.view(-1, 1, *[1] * len(self.times_shape))
 
     @property
-    def now(self) -> Any:
-        """The same as real numbers, in double precision."""
-        return self.steps if isinstance(self.step, int) else self.steps.double()
+    def float_step(self) -> Any:
+        """The step as an int, or as a float64 tensor that broadcasts with (steps, n, *times_shape)."""
+        return self.step if isinstance(self.step, int) else self.broadcast_step.double()
+
+    @property
+    def step_indices(self) -> "range | Tensor":
+        """Sample indices among all samples of the step, earlier micro-batches included."""
+        indices, offset = self.sample_indices, self.offset
+        return range(indices.start + offset, indices.stop + offset) if isinstance(indices, range) else indices + offset
+
+    def index_tensor(self) -> "Tensor":
+        """Return the sample indices as an int64 tensor (n,) on the device."""
+        import torch
+
+        indices = self.sample_indices
+        return torch.arange(indices.start, indices.stop, device=self.device) if isinstance(indices, range) else indices
 
     def stream(self, name: str) -> Stream:
-        """The random numbers of one purpose."""
+        """Return the random stream of one purpose."""
         return Stream(self.seed, name)
 
-    def uniform(self, name: str, *shape: int, index: Any = None) -> "Tensor":
-        """A number in [0, 1) for each time of each sample, float64 (n, *self.shape, *shape)."""
-        place = self if index is None else self.but(index=index)
-        return self.stream(name).uniform(self.step, place.numbers, (*self.shape, *shape), self.device)
+    def uniform(self, name: str, *shape: int, sample_indices: Any = None) -> "Tensor":
+        """Uniform numbers in [0, 1) from a named stream, float64 (n, *times_shape, *shape)."""
+        at = self if sample_indices is None else self.replace(sample_indices=sample_indices)
+        return self.stream(name).uniform(self.step, at.step_indices, (*self.times_shape, *shape), self.device)
 
-    @property
-    def numbers(self) -> "range | Tensor":
-        """Numbers of these samples among all of the step."""
-        index, first = self.index, self.first
-        return range(index.start + first, index.stop + first) if isinstance(index, range) else index + first
-
-    def said(self, name: str, who: str) -> Any:
-        """What the context holds under a name: a number, a word, or a tensor that broadcasts with times of samples.
+    def arguments(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the step and the context values under `names` that exist, ready to broadcast with times of samples.
 
         Raises:
-            ConfigError: nothing, or not a number for each sample.
+            ConfigError: a value has not one number for each sample.
         """
-        value = self.context.get(name)
-        if value is None:
-            raise ConfigError(f"{who}: needs {name}, and the call did not say it; allowed: draw(..., {name}=)")
+        found = {name: self._broadcast(name) for name in names if self.context.get(name) is not None}
+        return {**found, "step": self.float_step} if "step" in names else found
+
+    def _broadcast(self, name: str) -> Any:
+        value = self.context[name]
         if isinstance(value, (int, float, str)):
             return value
         import torch
 
-        value = torch.as_tensor(value, device=self.device)
-        counts = value.shape[:1] if self.index is None else (1, len(self.index))
-        if value.ndim > 1 + len(self.shape) or (value.ndim and value.shape[0] not in counts):
+        value, axes = torch.as_tensor(value, device=self.device), 1 + len(self.times_shape)
+        counts = value.shape[:1] if self.sample_indices is None else (1, len(self.sample_indices))
+        if value.ndim > axes or (value.ndim and value.shape[0] not in counts):
             shape, count = tuple(value.shape), counts[-1]
             raise ConfigError(f"{name}: got shape {shape}, allowed: a number, or one for each of {count} samples")
-        return value.reshape(*value.shape, *[1] * (1 + len(self.shape) - value.ndim)) if value.ndim else value
+        return value.reshape(*value.shape, *[1] * (axes - value.ndim)) if value.ndim else value
 
 
-_FIELDS = tuple(Place.__dataclass_fields__)
+_FIELDS = tuple(RandomCoordinates.__dataclass_fields__)
 
 
-def points(kind: str, place: Place) -> "Tensor":
-    """Numbers in [0, 1) for the samples of a place, float64 (n, *place.shape); even ones in random order.
+def required(name: str, value: Any, user: str) -> Any:
+    """Return a context value that `user` cannot do without.
 
-    Args:
-        kind: ``random``; of `place.total` equal cells one number each: anywhere in its cell (``stratified``), or at the
-            same place of every cell (``systematic``); ``sobol``: the next points of the one-dimensional Sobol sequence
-            (van der Corput, base 2), which goes on from batch to batch, all shifted by one number that depends on the
-            seed; ``epochs``: even over each epoch's samples, and over the epochs of each sample, from the context's
-            ``item`` of ``items`` (number of the sample in the data set and their number) and ``epoch``.
-        place: where they stand.
+    Raises:
+        ConfigError: the value is None.
+    """
+    if value is None:
+        raise ConfigError(f"{user}: needs {name}; pass it with the call: draw(..., {name}=)")
+    return value
+
+
+def points(kind: str, coordinates: RandomCoordinates) -> "Tensor":
+    """Uniform numbers in [0, 1) for the samples of a batch, float64 (n, *times_shape), in random order.
+
+    ``random``: independent numbers. ``stratified``: one number in each of `batch_size` equal cells. ``systematic``: one
+    number in each cell, at a common offset within the cells. ``sobol``: the next points of the one-dimensional Sobol
+    sequence (van der Corput, base 2), continued from batch to batch and shifted by a number that depends on the seed.
+    ``epochs``: evenly spread over the samples of each epoch, and over the epochs of each sample; the context contains
+    ``item`` and ``items`` (index of the sample in the data set, size of the data set) and ``epoch``.
     """
     if kind == "random":
-        return place.uniform("timesteps")
+        return coordinates.uniform("timesteps")
     import torch
 
+    shape, device, size = coordinates.times_shape, coordinates.device, coordinates.batch_size
     if kind == "epochs":
-        item, items, epoch = (place.said(name, "points: epochs") for name in ("item", "items", "epoch"))
-        shift = place.stream("sobol").uniform(0, range(1), place.shape, place.device)  # (1, *shape)
+        values = coordinates.arguments(("item", "items", "epoch"))
+        item, items, epoch = (required(name, values.get(name), "points: epochs") for name in ("item", "items", "epoch"))
+        shift = coordinates.stream("sobol").uniform(0, range(1), shape, device)  # (1, *shape)
         even = (item / items + epoch * _GOLDEN + shift) % 1.0
-        return even.expand(len(place.index), *place.shape)
-    whole = place.but(index=range(place.total))
-    keys, axis = whole.uniform("order of timesteps"), -1 - len(place.shape)
-    order = keys.argsort(dim=axis, stable=True)  # of the global batch, which every rank computes
-    index = place.index
-    mine = torch.arange(index.start, index.stop, device=place.device) if isinstance(index, range) else index
-    order = order.index_select(axis, mine)
+        return even.expand(len(coordinates.sample_indices), *shape)
+    whole = coordinates.replace(sample_indices=range(size))
+    keys, axis = whole.uniform("order of timesteps"), -1 - len(shape)
+    order = keys.argsort(dim=axis, stable=True)  # of the global batch: every rank computes the whole order
+    indices = coordinates.sample_indices
+    rows = torch.arange(indices.start, indices.stop, device=device) if isinstance(indices, range) else indices
+    order = order.index_select(axis, rows)
     if kind == "sobol":
-        before = place.steps * place.total if place.before is None else place.before
-        shift = place.stream("sobol").uniform(0, range(1), (), place.device)
+        before = coordinates.samples_before
+        before = coordinates.broadcast_step * size if before is None else before
+        shift = coordinates.stream("sobol").uniform(0, range(1), (), device)
         return (van_der_corput(before + order) + shift) % 1.0
     if kind == "systematic":
-        return (order + place.uniform("timesteps", index=range(1))) / place.total
-    return (order + whole.uniform("timesteps").gather(axis, order)) / place.total
+        return (order + coordinates.uniform("timesteps", sample_indices=range(1))) / size
+    return (order + whole.uniform("timesteps").gather(axis, order)) / size
 
 
 def van_der_corput(index: "Tensor") -> "Tensor":
-    """The lower 53 bits of each index mirrored at the binary point, elementwise, float64."""
+    """Mirror the lower 53 bits of each index at the binary point, elementwise, float64."""
     value = 0.0 * index
     for bit in range(53):
         value = value + (index >> bit & 1) * 2.0 ** -(bit + 1)

@@ -1,47 +1,47 @@
-"""What a user sees when something is wrong: one message, no traceback."""
+"""Errors that a user sees as one message, without a traceback."""
 
 from importlib import import_module
 from typing import Any
 
 
 class KairosError(Exception):
-    """A mistake or misfortune that the message explains in full; the command line prints it and exits with 1."""
+    """An error that its message explains in full; the command line prints it and exits with status 1."""
 
 
 class ConfigError(KairosError):
-    """An experiment file or an option that cannot be used; names the field, the value and what is allowed."""
+    """An experiment file or option that cannot be used; reports the field, the value and what is allowed."""
 
 
-class Refusal(ConfigError, ValueError):
-    """A value that cannot be used; a ValueError too, which is what pydantic and the checks of a dataclass may raise."""
+class ValueRejected(ConfigError, ValueError):
+    """A value that is not allowed. It is a ValueError as well, because pydantic expects that of checks."""
 
 
-def refusal(where: str, got: object, allowed: str) -> Refusal:
-    """The one form of it: the field or argument, the value as a user would write it, and what is allowed."""
-    return Refusal(f"{where}: got {got}, allowed: {allowed}")
+def rejection(where: str, got: object, allowed: str) -> ValueRejected:
+    """Return the error for a field or argument, its value as a user would write it, and what is allowed."""
+    return ValueRejected(f"{where}: got {got}, allowed: {allowed}")
 
 
-def demand(good: object, where: str, got: object, allowed: str) -> None:
-    """Raise that `refusal` of what is not good."""
-    if not good:
-        raise refusal(where, got, allowed)
+def demand(condition: object, where: str, got: object, allowed: str) -> None:
+    """Raise the error of `rejection` unless the condition holds."""
+    if not condition:
+        raise rejection(where, got, allowed)
 
 
-def needed(module: str, extra: str, who: str) -> Any:
-    """A module of a package that `who` needs and that not everyone has installed: an extra of kairos-timesteps.
+def optional_module(module: str, extra: str, user: str) -> Any:
+    """Import a module of a package that an extra of kairos-timesteps installs.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it is not installed; the message gives the command that installs it.
     """
     try:
         return import_module(module)
     except ImportError:
-        raise ConfigError(f"{who}: no {module}; allowed: pip install kairos-timesteps[{extra}]") from None
+        raise ConfigError(f"{user}: no {module}; allowed: pip install kairos-timesteps[{extra}]") from None
 
 
 class DivergedError(KairosError):
-    """A training whose next step is not finite; done again, it ends at the same step."""
+    """A training run whose next step is not finite; a repetition diverges at the same step."""
 
 
 class DamagedError(KairosError):
-    """A file whose content does not match the checksum it carries, or that ends early."""
+    """A file that is truncated or whose content does not match its checksum."""

@@ -1,4 +1,4 @@
-"""A strategy's name, and what it trains on as a table. No torch here."""
+"""Names of strategies, their components, and the table of what a strategy trains on; without torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from kairos_timesteps.base import NOTHING, Sampler, Weighting
+from kairos_timesteps.base import Sampler, Weighting
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS, checked
-from kairos_timesteps.coordinates import Place
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import suggestion
@@ -17,16 +16,18 @@ Options = Mapping[str, Any] | None
 
 
 def parse_name(name: str) -> tuple[str, str]:
-    """Sampler and weighting of ``sampler+weighting``; of a bare name what has it, else ``uniform`` or ``none``.
+    """Return the names of sampler and weighting of ``sampler+weighting``, or of one of them alone.
+
+    A missing sampler is ``uniform``, a missing weighting ``none``.
 
     Raises:
-        ConfigError: a part is unknown; the message lists what exists.
+        ConfigError: a name is unknown; the message lists what exists.
     """
     first, plus, second = (part.strip() for part in name.partition("+"))
     if not plus:
         second = first if first in WEIGHTINGS else "none"
         first = "uniform" if second == first not in SAMPLERS else first
-    if not plus and first not in SAMPLERS and first not in SAMPLERS.refused:
+    if not plus and first not in SAMPLERS and first not in SAMPLERS.unavailable:
         samplers, weightings = (", ".join(sorted(registry)) for registry in (SAMPLERS, WEIGHTINGS))
         hint = suggestion(first, [*SAMPLERS, *WEIGHTINGS])
         raise ConfigError(
@@ -38,48 +39,49 @@ def parse_name(name: str) -> tuple[str, str]:
     return first, second
 
 
-def parts(
+def build_pair(
     process: Any, names: tuple[str, str], sampler: Options, weighting: Options, seed: int = 0
 ) -> tuple[Sampler, Weighting]:
-    """A sampler and a weighting with their options on a process; the weighting takes sigma_data from it where it can.
+    """Build a sampler and a weighting on a process. The process provides sigma_data if the weighting does not set it.
 
     Raises:
         ConfigError: an option is unknown, not allowed, or does not fit the process.
     """
     schedule = process.schedule
-    its_sampler = checked(SAMPLERS, names[0], sampler, schedule.timesteps, schedule.name)
-    its_weighting = checked(WEIGHTINGS, names[1], weighting, schedule.timesteps, schedule.name)
-    if getattr(its_weighting, "sigma_data", 0) is None:
-        its_weighting = replace(its_weighting, sigma_data=getattr(process, "sigma_data", None))
+    sampler_options = checked(SAMPLERS, names[0], sampler, schedule.timesteps, schedule.name)
+    weighting_options = checked(WEIGHTINGS, names[1], weighting, schedule.timesteps, schedule.name)
+    if getattr(weighting_options, "sigma_data", 0) is None:
+        weighting_options = replace(weighting_options, sigma_data=getattr(process, "sigma_data", None))
     try:
         return (
-            SAMPLERS[names[0]].load()(its_sampler, schedule, seed),
-            WEIGHTINGS[names[1]].load()(its_weighting, schedule, process.prediction),
+            SAMPLERS[names[0]].load()(sampler_options, schedule, seed),
+            WEIGHTINGS[names[1]].load()(weighting_options, schedule, process.prediction),
         )
-    except ValueError as error:  # what only the component itself can know; its message names the option
+    except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def table(sampler: Sampler, weighting: Weighting, x0: Any = None, place: Place = NOTHING) -> dict[str, Array]:
-    """What a strategy trains on at a place's step and context, each (T,).
+def table(sampler: Sampler, weighting: Weighting, x0: Any = None, step: int = 0, **context: Any) -> dict[str, Array]:
+    """Return what a strategy trains on at a step, each column (T,).
 
-    ``t`` (the process' own time), ``p`` (the mass of its cell), ``w`` with importance weights, ``effective`` = p w.
+    ``t`` is the process' own time, ``p`` the probability of its timestep, ``w`` the weight with importance weights,
+    and ``effective`` is p w.
     """
-    p, w = sampler.density(x0, place), weighting.weights(place.step)
-    if sampler.corrected:
+    p, w = sampler.probabilities(x0, step=step, **context), weighting.weights(step)
+    if sampler.importance:
         w = np.where(p > 0, w / (len(p) * np.where(p > 0, p, 1.0)), w)
     return {"t": sampler.schedule.times, "p": p, "w": w, "effective": p * w}
 
 
 def warnings_of(columns: dict[str, Array]) -> list[str]:
-    """What is wrong with a table: weights that are negative or not finite, timesteps that are never drawn."""
-    found = []
-    for what, bad in (
+    """Describe faults of a table: weights that are negative or not finite, timesteps that are never drawn."""
+    warnings = []
+    for fault, bad in (
         ("weight is negative", columns["w"] < 0),
         ("weight is not finite", ~np.isfinite(columns["w"])),
         ("timestep is never drawn (p = 0)", columns["p"] == 0),
     ):
         if bad.any():
             first, last = columns["t"][bad][[0, -1]]
-            found.append(f"{what} at {bad.sum()} of {len(bad)} timesteps between t = {first:g} and {last:g}")
-    return found
+            warnings.append(f"{fault} at {bad.sum()} of {len(bad)} timesteps between t = {first:g} and {last:g}")
+    return warnings

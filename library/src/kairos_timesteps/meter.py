@@ -1,7 +1,6 @@
-"""Measurements on a network around one optimiser step: losses and gradients at any timesteps, leaving no trace."""
+"""Measurements of a network around one optimiser step: losses and gradients at any timesteps, without side effects."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from kairos_timesteps import distributed
-from kairos_timesteps.coordinates import Place
+from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.processes import per_sample
-from kairos_timesteps.errors import refusal
+from kairos_timesteps.errors import rejection
 from kairos_timesteps.numeric import on_device
+from kairos_timesteps.validation import evaluating
 
 if TYPE_CHECKING:
     from kairos_timesteps.base import Weighting
@@ -26,11 +26,11 @@ class Meter:
 
     Args:
         process: forward process.
-        network: a module; a wrapper of DistributedDataParallel is looked through.
+        network: a module; a DistributedDataParallel wrapper is removed.
         x0: this rank's images of the step, (batch, ...).
-        place: random coordinates of the images.
+        coordinates: random coordinates of the images.
         conditions: conditions of the images, each (batch, ...); None: the network is called as ``network(x_t, t)``.
-        weighting: weights of the losses whose gradients are measured.
+        weighting: weighting of the losses whose gradients are measured.
         optimizer: optimizer of the network, for the metric of `metric`.
         autocast: context that the network is called in.
         group: process group of the ranks over which the batch is split; None: all ranks.
@@ -40,7 +40,7 @@ class Meter:
     process: Any
     network: Any
     x0: Tensor
-    place: Place
+    coordinates: RandomCoordinates
     conditions: dict[str, Tensor] | None = None
     weighting: "Weighting | None" = None
     optimizer: torch.optim.Optimizer | None = None
@@ -49,7 +49,7 @@ class Meter:
     pass_size: int | None = None
 
     def __post_init__(self) -> None:
-        self.place = self.place.of(self.x0, self.group)
+        self.coordinates = self.coordinates.for_batch(self.x0, self.group)
         if isinstance(self.network, nn.parallel.DistributedDataParallel):
             self.network = self.network.module
 
@@ -67,12 +67,12 @@ class Meter:
         here, held = self._here(index)
         if len(here):
             errors_here = []
-            for rows, mine in zip(here.split(size), held.split(size)):
+            for rows, local in zip(here.split(size), held.split(size)):
                 with torch.no_grad():
-                    _, drawn, t, x_t, output = self._predict(rows, mine, fractions, noise, dropout)
-                    off = self.process.epsilon(output, x_t, t) - drawn.to(x_t.dtype)
+                    _, noise_rows, t, x_t, output = self._predict(rows, local, fractions, noise, dropout)
+                    off = self.process.epsilon(output, x_t, t) - noise_rows.to(x_t.dtype)
                     errors_here.append(per_sample(off**2).double())
-            errors[here] = torch.cat(errors_here).cpu()  # waits for the device once, not once a pass
+            errors[here] = torch.cat(errors_here).cpu()  # one synchronisation, not one per pass
         distributed.sum_tensors([errors], self.group)  # exact: one rank holds each sample, the others add 0
         return errors
 
@@ -87,27 +87,27 @@ class Meter:
             noise: name of its random stream.
             factors: (n,).
         """
-        (rows, mine), parameters = self._here(index), self.parameters()
-        found = [torch.zeros_like(parameter) for parameter in parameters]
+        (rows, local), parameters = self._here(index), self.parameters()
+        gradients = [torch.zeros_like(parameter) for parameter in parameters]
         if len(rows):
             with torch.enable_grad():
-                clean, drawn, t, _, output = self._predict(rows, mine, fractions, noise, False)
-                losses = per_sample((output - self.process.target(clean, drawn, t)) ** 2)
+                clean, noise_rows, t, _, output = self._predict(rows, local, fractions, noise, False)
+                losses = per_sample((output - self.process.target(clean, noise_rows, t)) ** 2)
                 if self.weighting is not None:
-                    losses = losses * self.weighting.at(self.process, t, self.place.step)
+                    losses = losses * self.weighting.at(self.process, t, self.coordinates.step)
                 total = (losses * on_device(factors[rows], losses.device).to(losses.dtype)).sum()
-                found = list(torch.autograd.grad(total, parameters, materialize_grads=True))
-        distributed.sum_tensors(found, self.group)
-        return found
+                gradients = list(torch.autograd.grad(total, parameters, materialize_grads=True))
+        distributed.sum_tensors(gradients, self.group)
+        return gradients
 
     def noise(self, name: str, rows: Tensor) -> Tensor:
-        """Rows of a measurement's noise, each a function of the step and the row: alike on any number of ranks."""
+        """Return rows of a measurement's noise, each a function of step and row, independent of the number of ranks."""
         shape, device = tuple(self.x0.shape[1:]), self.x0.device
-        return self.place.stream(name).normal(self.place.step, on_device(rows, device), shape, device)
+        return self.coordinates.stream(name).normal(self.coordinates.step, on_device(rows, device), shape, device)
 
     def _here(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of `index` whose samples this rank holds, on the CPU, and the rows of `x0` that these are."""
-        held, total, device = self.place.index, self.place.total, self.x0.device
+        """Return rows of `index` whose samples this rank holds, on the CPU, and their rows in `x0`."""
+        held, total, device = self.coordinates.sample_indices, self.coordinates.batch_size, self.x0.device
         if isinstance(held, range) and len(held) == total:
             return torch.arange(len(index)), on_device(index, device)
         samples = torch.arange(held.start, held.stop) if isinstance(held, range) else held.cpu()
@@ -117,16 +117,15 @@ class Meter:
         rows = (wanted >= 0).nonzero()[:, 0]
         return rows, on_device(wanted[rows], device)
 
-    def _predict(self, rows: Tensor, mine: Tensor, fractions: Tensor, noise: str, dropout: bool) -> tuple[Tensor, ...]:
-        """x0, noise, times, x_t and output of the samples `mine` of this rank, which are `rows` of what is asked."""
-        clean, drawn = self.x0[mine], self.noise(noise, rows)
+    def _predict(self, rows: Tensor, local: Tensor, fractions: Tensor, noise: str, dropout: bool) -> tuple[Tensor, ...]:
+        """Return x0, noise, times, x_t and output of this rank's samples `local`, which are `rows` of the request."""
+        clean, noise_rows = self.x0[local], self.noise(noise, rows)
         t = on_device(self.process.times(fractions[rows]), clean.device)
-        x_t = self.process.noised(clean, drawn.to(clean.dtype), t)
-        given = self.conditions
-        chosen = None if given is None else {name: values[mine] for name, values in given.items()}
+        x_t = self.process.noised(clean, noise_rows.to(clean.dtype), t)
+        conditions = self.conditions and {name: values[local] for name, values in self.conditions.items()}
         with evaluating(self.network, dropout), self.autocast or nullcontext():
-            output = self.process.mean(self.process.predict(self.network, x_t, t, chosen), x_t).float()
-        return clean, drawn, t, x_t, output
+            output = self.process.mean(self.process.predict(self.network, x_t, t, conditions), x_t).float()
+        return clean, noise_rows, t, x_t, output
 
     def parameters(self) -> list[Tensor]:
         """Return the trained parameters of the network, or of its optimizer where the network is a function.
@@ -141,7 +140,7 @@ class Meter:
         else:
             got = f"{type(self.network).__name__} without parameters"
             allowed = "an nn.Module, or a function together with optimizer=, whose parameters are then measured"
-            raise refusal("observe: network", got, allowed)
+            raise rejection("observe: network", got, allowed)
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def metric(self) -> list[Tensor]:
@@ -153,18 +152,3 @@ class Meter:
             1 / (moments[each].sqrt() + eps[each]) if each in moments else torch.ones((), device=each.device)
             for each in self.parameters()
         ]
-
-
-@contextmanager
-def evaluating(network: Any, dropout: bool = False) -> Iterator[None]:
-    """Evaluation mode for a while (unless `dropout`), then each module as it was."""
-    if not isinstance(network, nn.Module):
-        yield
-        return
-    modes = [(module, module.training) for module in network.modules()]
-    network.train(dropout)
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

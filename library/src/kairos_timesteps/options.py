@@ -1,7 +1,7 @@
-"""Checked options of named components, without pydantic: the strategies must work in a plain torch environment.
+"""Typed, checked options of components, without pydantic: the library needs nothing but torch and numpy.
 
-A component's options are a subclass of `Options` whose fields are made by `option`. `parse` turns a mapping into an
-instance and refuses unknown keys, wrong types and impossible values in one message.
+A component declares its options as class attributes made by `option`. `parse` turns a mapping into checked options; it
+rejects unknown keys, wrong types and values out of bounds in one message.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import dataclass_transform  # torch's own; Python has it from 3.11 on
 
-from kairos_timesteps.errors import ConfigError, refusal
+from kairos_timesteps.errors import ConfigError, rejection
 
 T = TypeVar("T")
 _BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", operator.lt), "le": ("<=", operator.le)}
@@ -25,10 +25,16 @@ _BOUNDS = {"gt": (">", operator.gt), "ge": (">=", operator.ge), "lt": ("<", oper
 def option(
     default: Any, help: str, *, choices: Collection[Any] = (), alias: str = "", component: Any = False, **bounds: float
 ) -> Any:
-    """A dataclass field with its meaning and the values it allows; `bounds` are of gt, ge, lt and le.
+    """Declare an option with its default, meaning and allowed values.
 
-    `alias` is its name outside Python (`lambda`); the value of a `component` names another one of the same registry, or
-    several: what takes and returns it, with its place, where that is more than a name.
+    Args:
+        default: value of the option if it is not given.
+        help: meaning of the option, in a few words.
+        choices: allowed values.
+        alias: name of the option outside of Python, where it differs (``lambda``).
+        component: True if the value names another component of the same registry; or a function of the value and its
+            field name that checks and completes such a value.
+        bounds: limits of a number: ``gt``, ``ge``, ``lt``, ``le``.
     """
     metadata = {"help": help, "bounds": bounds, "choices": choices, "alias": alias, "component": component}
     if isinstance(default, (list, dict)):
@@ -38,9 +44,9 @@ def option(
 
 @dataclass_transform(frozen_default=True)
 class Options:
-    """Base of what a component can be told: every subclass is a frozen dataclass, without a decorator.
+    """Base of options: every subclass is a frozen dataclass, without a decorator.
 
-    Its methods are these: a dataclass' own, made for each class, took most of the time that the strategies' import did.
+    The methods are written here once: those that dataclasses generates for each class took most of the import time.
     """
 
     def __init_subclass__(cls) -> None:
@@ -57,7 +63,7 @@ class Options:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Refuse fields that do not go together; raises ValueError."""
+        """Check that the values go together; raises ValueError if they do not."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -69,22 +75,76 @@ class Options:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
+class Component:
+    """Base of samplers, weightings, couplings and processes: options are class attributes made by `option`.
+
+    A subclass inherits options and may add or redeclare some. A subclass that sets an option to a plain value fixes it:
+    it is an option no longer. Every instance has the values as attributes; `options` holds them together.
+
+    Attributes:
+        Options: class of the options of this component, made from the declarations.
+        options: the checked options of an instance.
+    """
+
+    Options: type[Options] = Options
+    options: Any
+    _declared: typing.ClassVar[dict[str, tuple[Any, Any]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        declared: dict[str, tuple[Any, Any]] = {}  # name -> type and field
+        for base in reversed(cls.__bases__):
+            declared |= getattr(base, "_declared", {})
+        hints = vars(cls).get("__annotations__", {})
+        for name, value in vars(cls).items():
+            if isinstance(value, dataclasses.Field):
+                if name not in hints:
+                    raise TypeError(
+                        f"{cls.__name__}.{name}: an option needs a type, such as {name}: float = option(...)"
+                    )
+                declared[name] = hints[name], value
+            else:
+                declared.pop(name, None)
+        fields = {name: field for name, (_, field) in declared.items()}
+        namespace = {"__annotations__": {name: hint for name, (hint, _) in declared.items()}, **fields}
+        namespace |= {
+            "__module__": cls.__module__,
+            "__qualname__": f"{cls.__qualname__}.Options",
+            "__doc__": cls.__doc__,
+        }
+        namespace["__post_init__"] = lambda options: cls.check(options)
+        cls._declared, cls.Options = declared, type("Options", (Options,), namespace)
+        for name in fields.keys() & vars(cls).keys():
+            setattr(cls, name, getattr(cls.Options, name, None))
+
+    def __init__(self, options: Any):
+        self.options = options
+        vars(self).update(vars(options))
+
+    @staticmethod
+    def check(options: Any) -> None:
+        """Check that the values of options go together; raises ValueError if they do not."""
+
+    @staticmethod
+    def check_process(options: Any, timesteps: int, schedule: str) -> None:
+        """Check options against the number of timesteps and the name of a process; raises ValueError."""
+
+
 def public_name(field: dataclasses.Field[Any]) -> str:
-    """The name a user writes."""
+    """Return the name of an option outside of Python."""
     return field.metadata.get("alias") or field.name
 
 
 def defaults(cls: type) -> dict[str, Any]:
     """Return the default of every option of an options class by its public name."""
-    found = {}
+    values = {}
     for field in dataclasses.fields(cls):
         factory = field.default_factory
-        found[public_name(field)] = field.default if factory is dataclasses.MISSING else factory()
-    return found
+        values[public_name(field)] = field.default if factory is dataclasses.MISSING else factory()
+    return values
 
 
 def but_name(named: Mapping[str, Any]) -> dict[str, Any]:
-    """What a named component has but its name: its options."""
+    """Return the options of a named component: everything but its name."""
     return {key: value for key, value in named.items() if key != "name"}
 
 
@@ -95,20 +155,20 @@ def suggestion(key: str, allowed: Collection[str]) -> str:
 
 
 def instead(key: str, allowed: Collection[str]) -> str:
-    """End of the error for an unknown name: the most similar name that exists, and all names that exist."""
+    """Return the end of an error on an unknown name: the most similar name that exists, and all that exist."""
     return f"{suggestion(key, allowed)} Allowed: {', '.join(sorted(allowed)) or 'no options'}"
 
 
 def unknown_key(key: str, allowed: Collection[str], where: str) -> ConfigError:
-    """The error for a key that does not exist."""
+    """Return the error for a key that does not exist."""
     return ConfigError(f"{where}: unknown option {key!r}{instead(key, allowed)}")
 
 
 def parse(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Build the options dataclass `cls` from `values`; `where` names the place in messages.
+    """Build an options class from values; messages begin with `where`.
 
     Raises:
-        ConfigError: a key is unknown, a value has the wrong type or lies outside what is allowed.
+        ConfigError: a key is unknown, or a value has the wrong type or is not allowed.
     """
     fields = {public_name(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
@@ -120,25 +180,25 @@ def parse(cls: type[T], values: Mapping[str, Any], where: str) -> T:
         arguments[field.name] = _checked(value, hints[field.name], field.metadata, f"{where}.{key}")
     try:
         return cls(**arguments)
-    except ValueError as error:  # a check between fields in __post_init__
+    except ValueError as error:  # from __post_init__
         raise ConfigError(f"{where}: {error}") from None
 
 
 def meant_number(value: Any) -> str:
-    """What to write for a text that means a number, such as ``1e-3``, which YAML takes for text; else empty."""
-    found = re.fullmatch(r"([-+]?\d+)(\.\d*)?(?:[eE]([-+]?)(\d+))?", value) if isinstance(value, str) else None
-    if found is None:
+    """Return a hint on a text that means a number, such as ``1e-3``, which YAML reads as text; else an empty text."""
+    match = re.fullmatch(r"([-+]?\d+)(\.\d*)?(?:[eE]([-+]?)(\d+))?", value) if isinstance(value, str) else None
+    if match is None:
         return ""
-    whole, part, sign, exponent = found.groups()
+    whole, decimals, sign, exponent = match.groups()
     if abs(float(value)) < 1e15 and float(value).is_integer():
         number = str(int(float(value)))
     else:
-        number = value if exponent is None else f"{whole}{part or '.0'}e{sign or '+'}{exponent}"
+        number = value if exponent is None else f"{whole}{decimals or '.0'}e{sign or '+'}{exponent}"
     return f"; in YAML this is text, write {number}"
 
 
 def dump(options: Any) -> dict[str, Any]:
-    """All options of an instance with their public names, defaults included: what identifies a component."""
+    """Return all options of an instance by their public names, defaults included."""
     return {public_name(field): getattr(options, field.name) for field in dataclasses.fields(options)}
 
 
@@ -155,7 +215,7 @@ def _checked(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> 
         valid = all(within) and (not choices or converted in choices)
     if not valid:
         numeric = {int, float} & {hint, *typing.get_args(hint)}
-        raise refusal(where, repr(value), _describe(hint, metadata) + (meant_number(value) if numeric else ""))
+        raise rejection(where, repr(value), _describe(hint, metadata) + (meant_number(value) if numeric else ""))
     return converted
 
 

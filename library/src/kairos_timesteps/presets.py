@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from kairos_timesteps.build import density, weighting
-from kairos_timesteps.coordinates import Place
+from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError, demand
-from kairos_timesteps.numeric import bisect
 from kairos_timesteps.options import Options, dump, instead, option, parse
 
 # bounds of what presets can be told, beyond those that the samplers and weightings state under the same name
@@ -214,26 +213,22 @@ class Preset:
         Raises:
             ConfigError: it was not said.
         """
-        place = Place(seed, step, 0, None, range(n), n, (), device, context)
+        at = RandomCoordinates(seed, step, 0, None, range(n), n, (), device, context)
         if hasattr(self.sampler, "level"):
-            return self._of(self.sampler.uniforms(place), place).float()
-        return self._time(self.sampler.drawn(place)).float()
+            return self._of(self.sampler.uniforms(at), at).float()
+        return self._time(self.sampler.draw(at)).float()
 
     def quantile(self, probability: Any, **context: Any) -> Any:
         """The time below which a draw falls with a probability, elementwise, float64; a tensor of a tensor."""
         given = torch.as_tensor(probability, dtype=torch.float64)
-        found = self._of(given, Place(device=given.device, context=context))
+        found = self._of(given, RandomCoordinates(device=given.device, context=context))
         return found if isinstance(probability, torch.Tensor) else found.numpy()
 
-    def _of(self, probability: Any, place: Place) -> Any:
+    def _of(self, probability: Any, at: RandomCoordinates) -> Any:
         sampler: Any = self.sampler
         if hasattr(sampler, "level"):
-            drawn = (-sampler.level(1 - probability) / 2).exp()
-        elif sampler.split:
-            drawn = bisect(lambda u: sampler.cdf(u, place), probability)
-        else:
-            drawn = sampler.quantile(probability, place)
-        return self._time(drawn)
+            return self._time((-sampler.level(1 - probability) / 2).exp())
+        return self._time(sampler.quantile(probability, **at.arguments(sampler.context_names)))
 
     def weights(self, t: Any) -> torch.Tensor:
         """What the losses at such times are multiplied with, float32, in the shape of t and where t is.

@@ -1,87 +1,149 @@
-"""Named components: a dictionary from a name to its options and to where its code is.
+"""Named components: a dictionary from a name to a component and its options.
 
-An entry names its code as ``"module:attribute"``, so looking a name up, checking its options or listing what exists
-imports nothing heavy, and a job's code fingerprint covers the components it uses and no others.
+An entry is either a class that a decorator registers, or names its code as ``"module:attribute"``. Looking a name up,
+checking options and listing what exists import nothing heavy. The code fingerprint of a run covers the components that
+the run uses and no others.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from kairos_timesteps import options as _options
-from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.errors import ConfigError, demand
+
+C = TypeVar("C", bound=type)
 
 
 class NoOptions(_options.Options):
-    """The options of a component that has none."""
+    """Options of a component that has none."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A named component: its options dataclass, its code, in one line what it is, and facts that its kind states."""
+    """A named component.
+
+    Attributes:
+        options: class of its options.
+        code: ``module:attribute``.
+        help: one line on what it is.
+        facts: properties that its kind of component declares.
+        component: the class, if a decorator registered it; None: `load` imports it.
+    """
 
     options: type
     code: str
     help: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    component: Any = None
 
     @property
     def module(self) -> str:
-        """The module that holds the code: what the fingerprint of a job that uses the component covers."""
+        """The module that contains the code."""
         return self.code.split(":")[0]
 
+    @property
+    def root(self) -> str:
+        """The code that a fingerprint covers: the definition of a registered class, else the whole module."""
+        return self.module if self.component is None else self.code
+
     def load(self) -> Any:
-        """Import the component's code."""
+        """Import the component's code and return it."""
+        if self.component is not None:
+            return self.component
         module, attribute = self.code.split(":")
         return getattr(importlib.import_module(module), attribute)
 
 
 def split(named: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name and options of a component given as ``{"name": ..., option: ...}``."""
+    """Return name and options of a component given as ``{"name": ..., option: ...}``."""
     return named["name"], _options.but_name(named)
 
 
-class Registry(dict[str, Entry]):
-    """All components of one kind by name."""
+class Registry(MutableMapping[str, Entry]):
+    """All components of one kind by name.
 
-    def __init__(self, kind: str):
-        super().__init__()
+    Args:
+        kind: such as ``sampler``.
+        modules: modules whose import registers components; they are imported when the registry is first read.
+    """
+
+    def __init__(self, kind: str, *modules: str):
         self.kind = kind
-        self.refused: dict[str, str] = {}
+        self.unavailable: dict[str, str] = {}  # names that people ask for and that cannot be had, with the reason
+        self._entries: dict[str, Entry] = {}
+        self._modules = list(modules)
+
+    def _complete(self) -> dict[str, Entry]:
+        while self._modules:
+            importlib.import_module(self._modules.pop(0))
+        return self._entries
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._complete()[name]
+
+    def __setitem__(self, name: str, entry: Entry) -> None:
+        self._entries[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._complete())
+
+    def __len__(self) -> int:
+        return len(self._complete())
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def add(self, name: str, code: str, options: type = NoOptions, help: str = "", **facts: Any) -> None:
-        """Register a component; its `code` is called with its options first."""
+        """Register a component by the name of its code, which is called with its options first."""
         self[name] = Entry(options, code, help, facts)
 
-    def refuse(self, name: str, reason: str) -> None:
-        """A name that people will ask for and that cannot be had, with the reason."""
-        self.refused[name] = reason
+    def register(self, name: str, help: str = "", **facts: Any) -> Callable[[C], C]:
+        """Register a `Component` class: a decorator.
+
+        Raises:
+            ConfigError: another component has the name.
+        """
+
+        def decorate(component: C) -> C:
+            code = f"{component.__module__}:{component.__qualname__}"
+            taken = self._entries.get(name)
+            free = taken is None or taken.code == code or taken.facts.get("replaceable")
+            demand(free, f"{self.kind} {name}", code, f"a name that is not taken (it is {taken and taken.code})")
+            options = component.Options  # type: ignore[attr-defined]
+            self[name] = Entry(options, code, help, facts, component)
+            return component
+
+        return decorate
 
     def entry(self, name: str, where: str = "") -> Entry:
-        """The entry of a name.
+        """Return the entry of a name.
 
         Raises:
             ConfigError: no such component; the message lists those that exist.
         """
-        if name in self.refused:
-            raise ConfigError(f"{where or self.kind}: {self.kind} {name!r} is not available: {self.refused[name]}")
+        if name in self.unavailable:
+            raise ConfigError(f"{where or self.kind}: {self.kind} {name!r} is not available: {self.unavailable[name]}")
         if name not in self:
-            place = f"{where}: " if where else ""
-            raise ConfigError(f"{place}unknown {self.kind} {name!r}{_options.instead(str(name), self)}")
+            prefix = f"{where}: " if where else ""
+            raise ConfigError(f"{prefix}unknown {self.kind} {name!r}{_options.instead(str(name), self)}")
         return self[name]
 
-    def modules(self, named: Mapping[str, Any]) -> list[str]:
-        """The modules of a component, given by ``name`` among its options, and of the components its options name."""
+    def roots(self, named: Mapping[str, Any]) -> list[str]:
+        """Return the code of a component and of the components that its options name: roots of a fingerprint."""
         entry = self.entry(named["name"])
         inner = [field for field in fields(entry.options) if field.metadata.get("component")]
         values = [named.get(_options.public_name(field), field.default) for field in inner]
-        parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
-        found = [{"name": part} if isinstance(part, str) else part for part in parts if part is not MISSING]
-        return [entry.module, *(module for part in found for module in self.modules(part))]
+        flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+        components = [{"name": item} if isinstance(item, str) else item for item in flat if item is not MISSING]
+        return [entry.root, *(root for component in components for root in self.roots(component))]
 
     def parse(self, name: str, values: Mapping[str, Any] | None = None, where: str = "") -> Any:
-        """The checked options of component `name`."""
+        """Return the checked options of component `name`."""
         return _options.parse(self.entry(name, where).options, values or {}, where or f"{self.kind} {name}")
 
     def build(self, name: str, values: Mapping[str, Any] | None = None, *arguments: Any, **keywords: Any) -> Any:

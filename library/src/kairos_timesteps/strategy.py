@@ -1,14 +1,14 @@
-"""A whole strategy in anyone's training loop: which timesteps, and what their losses weigh.
+"""Strategy for a training loop: which timesteps to train on, and how to weight their losses.
 
-    strategy = Strategy("adaptive+min_snr", schedule="cosine", prediction="v")
+    strategy = Strategy("adaptive+min_snr", "cosine", prediction="v")
     draw = strategy.draw(x0)                                # draw.t: timesteps of the batch, draw.weights
-    loss = strategy.loss(draw, per_sample_squared_error)    # the mean of weight x error
+    loss = strategy.loss(draw, per_sample_squared_error)    # mean of weight x error
     loss.backward()
     with strategy.observe(draw, network=model, optimizer=optimizer):
         optimizer.step()
 
-Everything random in step k is a function of (seed, k), and `state_dict` holds the rest: a resumed training draws what
-an uninterrupted one would have drawn. Under torch.distributed each rank passes its part of the global batch.
+All random numbers of step k are functions of (seed, k), and `state_dict` contains the rest: a resumed training run
+draws what an uninterrupted one would have drawn. Under torch.distributed each rank passes its slice of the batch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,38 +23,35 @@ import torch
 from torch import Tensor
 
 from kairos_timesteps import distributed
-from kairos_timesteps.base import Observation, Sampler, Weighting
-from kairos_timesteps.component_options import Fixed
+from kairos_timesteps.base import FixedDensity, Learned, MeasuresNetwork, Observation
 from kairos_timesteps.components import COUPLINGS
-from kairos_timesteps.coordinates import Place
+from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, demand
-from kairos_timesteps.lookup import parse_name, parts, table
+from kairos_timesteps.lookup import build_pair, parse_name, table
 from kairos_timesteps.meter import Meter
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.registry import split
 
-_TURN, _PARTS = (
-    16,
-    64,
-)  # steps that fixed strategies draw at a time: a small draw costs its calls, which they share; parts of a batch kept
+_BLOCK_STEPS = 16  # steps of a prefetch block: a small draw costs its calls, which the steps share
+_CACHED_BLOCKS = 64  # prefetch blocks that are kept, one per slice of the batch
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The timesteps of one batch, where the batch is; tensors are (batch,), or (batch, times) where so many are asked.
+    """Timesteps of one batch, on the device of the batch; tensors are (batch,), or (batch, times).
 
     Attributes:
-        place: where the samples stand in everything random.
+        coordinates: random coordinates of the batch.
         x0: the batch.
-        fractions: of the process in [0, 1), float64.
-        t: the process' own time: int64 timesteps, or a continuous process' times, float64.
-        fixed_weights: of the weighting, float32.
-        importance: 1/(T p(t)) where the sampler is corrected, else 1; likewise.
+        fractions: fractions of the process in [0, 1), float64.
+        t: times of the process: int64 timesteps, or float64 times of a continuous process.
+        fixed_weights: factors of the weighting, float32.
+        importance: importance weights 1/(T p(t)), float32; 1 unless the sampler has them.
     """
 
-    place: Place
+    coordinates: RandomCoordinates
     x0: Tensor
     fractions: Tensor
     t: Tensor
@@ -63,24 +60,24 @@ class Draw:
 
     @property
     def step(self) -> Any:
-        """Number of the step, from 0."""
-        return self.place.step
+        """Training step from 0."""
+        return self.coordinates.step
 
     @property
     def weights(self) -> Tensor:
-        """What a sample's loss is multiplied with: weighting times importance."""
+        """Factors of the samples' losses: weighting times importance."""
         return self.fixed_weights * self.importance
 
     def rows(self, start: int, stop: int) -> "Draw":
-        """The samples `start` to `stop` - 1 of this draw: a micro-batch, with random coordinates of its own."""
-        index = self.place.index[start:stop]
+        """Return samples `start` to `stop` - 1 as a draw of their own, such as a micro-batch."""
+        indices = self.coordinates.sample_indices[start:stop]
         tensors = (self.x0, self.fractions, self.t, self.fixed_weights, self.importance)
-        return Draw(self.place.but(index=index), *(values[start:stop] for values in tensors))
+        return Draw(self.coordinates.replace(sample_indices=indices), *(values[start:stop] for values in tensors))
 
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """A draw of the present step with the losses that were computed for it."""
+    """A draw of the current step with the losses that were computed for it."""
 
     draw: Draw
     losses: Tensor | None = None  # with the weighting's weights
@@ -96,17 +93,17 @@ class Strategy:
             diffusers' schedulers, or alpha-bar as an array of T numbers); or the name of a schedule (linear, cosine,
             quadratic) or of a process in continuous time (edm, flow, vp).
         timesteps: T, for a schedule given by name.
-        prediction: what the network predicts: ``epsilon``, ``x0`` or ``v``; for processes that leave it open.
+        prediction: what the network predicts, ``epsilon``, ``x0`` or ``v``, for processes that leave it open.
         sampler: options of the sampler.
         weighting: options of the weighting.
         coupling: name of the coupling, or its name and options, ``{"name": "nearest", "k": 8}``; see `couple`.
-        seed: of everything random.
-        process_group: ranks of torch.distributed over which the batch is split: a process group, or one dimension of a
+        seed: seed of all random numbers.
+        process_group: ranks of torch.distributed that share the global batch: a process group, or one dimension of a
             `DeviceMesh`, such as ``mesh["dp"]``; None: all ranks. With context, tensor or pipeline parallelism several
             ranks hold the same samples; the errors given to `loss` are then those of whole samples.
 
     Raises:
-        ConfigError: an unknown name or option, or a value that is not allowed; the message says what is.
+        ConfigError: an unknown name or option, or a value that is not allowed; the message lists what is.
     """
 
     def __init__(
@@ -124,7 +121,8 @@ class Strategy:
     ):
         self.name = name
         self.process = as_process(process, timesteps, prediction)
-        self.sampler, self.weighting = parts(self.process, parse_name(name), sampler, weighting, seed)
+        names = parse_name(name)
+        self.sampler, self.weighting = build_pair(self.process, names, sampler, weighting, seed)
         named = {"name": "independent", **coupling} if isinstance(coupling, Mapping) else {"name": coupling}
         self.coupling = COUPLINGS.build(*split(named))
         self.seed = seed
@@ -132,16 +130,17 @@ class Strategy:
         self.group = distributed.batch_group(process_group)
         self.sampler.group = self.weighting.group = self.group
         self._drawn = [0, 0]  # samples of all ranks: in this step so far, in the steps before it
-        sampler_observes = type(self.sampler).observe is not Sampler.observe
-        self._learns = sampler_observes or type(self.weighting).step is not Weighting.step
-        self._micro_batches: list[_MicroBatch] = []  # of the present step, those with losses
-        self._turns: dict[Any, tuple[int, list[Tensor]]] = {}  # of each part of a batch that is asked for
-        if not (self.sampler.asks or np.isfinite(self.weighting.weights()[self.sampler.density() > 0]).all()):
-            raise ConfigError(
-                f"strategy {name}: its weights are not finite at timesteps that it draws; allowed: a range"
-            )
+        self._learns = isinstance(self.sampler, Learned) or isinstance(self.weighting, Learned)
+        self._micro_batches: list[_MicroBatch] = []  # of the current step, those with losses
+        self._blocks: dict[Any, tuple[int, list[Tensor]]] = {}  # prefetch block of each slice of the batch
+        if not self.sampler.required_context(self.sampler.options):
+            finite = np.isfinite(self.weighting.weights()[self.sampler.probabilities() > 0]).all()
+            if not finite:
+                raise ConfigError(
+                    f"strategy {name}: its weights are not finite at timesteps that it draws; allowed: a range"
+                )
         for purpose in ("timesteps", "order of timesteps", "sobol", "floor", "part", "coupling"):
-            Stream(seed, purpose)  # whose keys a compiled graph cannot make
+            Stream(seed, purpose)  # compute their keys now, because a compiled graph cannot
 
     def draw(
         self,
@@ -154,117 +153,129 @@ class Strategy:
         total: int | None = None,
         **context: Any,
     ) -> Draw:
-        """Timesteps and weights for a batch (batch, channels, height, width), or any shape for most samplers.
+        """Draw timesteps and weights for a batch (batch, channels, height, width), or any shape for most samplers.
 
-        Each `observe` ends a step. Where gradients of several micro-batches are accumulated for one step, each has its
-        own draw and its own call of `loss`; `observe` takes the last draw and sees them all. Ranks of torch.distributed
-        share a global batch, to which each brings equally many samples; no rank communicates with another one.
+        `observe` ends a step. With gradient accumulation every micro-batch of a step has its own draw and its own call
+        of `loss`; `observe` takes the last draw and uses all of them. Ranks of torch.distributed share a global batch,
+        to which each contributes equally many samples; the ranks do not communicate.
 
         Args:
             x0: the batch.
             times: shape of one sample's times, such as ``(frames,)``.
             same: one time for the whole batch; not with samplers that give each image its own density.
-            step: its number as a tensor on the device, for graphs that are replayed; None: `self.step`.
-            index: numbers of the samples in the global batch, where the ranks' parts are not alike.
+            step: training step as a tensor on the device, for graphs that are replayed; None: `self.step`.
+            index: indices of the samples in the global batch, if the ranks' slices are not alike.
             total: size of the global batch, with `index`.
-            context: what samplers ask for: ``tokens``, ``frames``, ``group``, ``progress``, ``item``, ``items``,
-                ``epoch``, each a number or a tensor (batch,).
+            context: properties that samplers require: ``tokens``, ``frames``, ``group``, ``progress``, ``item``,
+                ``items``, ``epoch``; each a number or a tensor (batch,).
 
         Raises:
-            ConfigError: the sampler needs context that is missing, or gives each image its own density, with `same`.
+            ConfigError: required context is missing, or `same` with a density per image.
         """
         sampler_name = self.name.partition("+")[0]
         allowed = f"false: {sampler_name} gives each image a density of its own"
         demand(not (same and self.sampler.per_image), "draw: same", "true", allowed)
         total = total or len(x0) * distributed.ranks(self.group)
-        now, (first, earlier) = self.step if step is None else step, self._drawn
-        first = first if index is None else 0  # who says where the samples lie says it of the whole step
-        place = Place(self.seed, now, first, first + earlier, index, total, times, context=context).of(x0, self.group)
+        now, (offset, earlier) = self.step if step is None else step, self._drawn
+        offset = offset if index is None else 0  # indices given by the caller count from the start of the step
+        coordinates = RandomCoordinates(self.seed, now, offset, offset + earlier, index, total, times, context=context)
+        coordinates = coordinates.for_batch(x0, self.group)
         if step is None:
-            self._drawn[0] = first + total
-        if step is not None:
-            place = place.but(first=0, before=None)
-        mine = place
+            self._drawn[0] = offset + total
+        else:
+            coordinates = coordinates.replace(offset=0, samples_before=None)
+        of_draw = coordinates
         if same:  # one draw; Sobol points continue from the number of draws before, not of samples
-            draws_before = None if place.before is None else place.before // total
-            place = place.but(index=range(1), total=1, before=draws_before)
-        made = self._ahead(place) if self._steady(place) else self._made(x0, place)
-        return Draw(mine, x0, *(values.expand(len(x0), *times) if same else values for values in made))
+            before = coordinates.samples_before
+            draws_before = None if before is None else before // total
+            of_draw = coordinates.replace(sample_indices=range(1), batch_size=1, samples_before=draws_before)
+        drawn = self._prefetched(of_draw) if self._depends_on_step_alone(of_draw) else self._draw(x0, of_draw)
+        return Draw(coordinates, x0, *(values.expand(len(x0), *times) if same else values for values in drawn))
 
     @property
     def _drawn_weighting(self) -> Any:
-        """What gives the weights of a draw: the factor that `edm2` learns is applied with the loss."""
-        return getattr(self.weighting, "base", self.weighting)
+        """Weighting of a draw: the factor that `edm2` learns is applied with the loss."""
+        return getattr(self.weighting, "base_weighting", self.weighting)
 
-    def _steady(self, place: Place) -> bool:
-        """Whether the draws of a step depend on its number alone: they can be made before it."""
-        if isinstance(place.step, Tensor) or torch.compiler.is_compiling():
+    def _depends_on_step_alone(self, coordinates: RandomCoordinates) -> bool:
+        """Return True if the draws of a step are a function of its number, so that they can be made ahead."""
+        if isinstance(coordinates.step, Tensor) or torch.compiler.is_compiling():
             return False
-        if getattr(self.sampler.options, "points", "") == "epochs":  # which depend on the epoch
+        if self.sampler.points == "epochs":
             return False
-        regular = not place.first and place.before == place.step * place.total and isinstance(place.index, range)
-        said = all(isinstance(value, (int, str)) for value in place.context.values())
-        return regular and said and isinstance(self.sampler.options, Fixed) and not self._drawn_weighting.learned
+        size, indices = coordinates.batch_size, coordinates.sample_indices
+        regular = not coordinates.offset and coordinates.samples_before == coordinates.step * size
+        constant = all(isinstance(value, (int, str)) for value in coordinates.context.values())
+        fixed = isinstance(self.sampler, FixedDensity) and not isinstance(self._drawn_weighting, Learned)
+        return regular and isinstance(indices, range) and constant and fixed
 
-    def _ahead(self, place: Place) -> list[Tensor]:
-        """Of a turn of steps at once."""
-        turn, row = divmod(place.step, _TURN)
-        key = place.index, place.total, place.shape, str(place.device), tuple(place.context.items())
-        if self._turns.get(key, (None,))[0] != turn:
-            if len(self._turns) >= _PARTS:
-                self._turns.clear()
-            steps = range(turn * _TURN, (turn + 1) * _TURN)
-            self._turns[key] = turn, self._made(None, place.but(step=steps, before=None))
-        return [values[row] for values in self._turns[key][1]]
+    def _prefetched(self, coordinates: RandomCoordinates) -> list[Tensor]:
+        """Return the draws of a step from the prefetch block of 16 steps that contains it."""
+        block, row = divmod(coordinates.step, _BLOCK_STEPS)
+        key = (
+            coordinates.sample_indices,
+            coordinates.batch_size,
+            coordinates.times_shape,
+            str(coordinates.device),
+            tuple(coordinates.context.items()),
+        )
+        if self._blocks.get(key, (None,))[0] != block:
+            if len(self._blocks) >= _CACHED_BLOCKS:
+                self._blocks.clear()
+            steps = range(block * _BLOCK_STEPS, (block + 1) * _BLOCK_STEPS)
+            self._blocks[key] = block, self._draw(None, coordinates.replace(step=steps, samples_before=None))
+        return [values[row] for values in self._blocks[key][1]]
 
-    def _made(self, x0: Any, place: Place) -> list[Tensor]:
-        """Fractions, times, weights and importance of a place's samples."""
-        fractions = self.sampler.drawn(place) if x0 is None else self.sampler.fractions(x0, place)
+    def _draw(self, x0: Any, coordinates: RandomCoordinates) -> list[Tensor]:
+        """Return fractions, times, weights and importance weights of the samples."""
+        sampler = self.sampler
+        fractions = sampler.draw(coordinates) if x0 is None else sampler.draw_for_batch(x0, coordinates)
         t = self.process.times(fractions)
-        fixed = self._drawn_weighting.at(self.process, t, place.now)
-        importance = self.sampler.importance(x0, fractions, place)
+        fixed = self._drawn_weighting.at(self.process, t, coordinates.float_step)
+        importance = sampler.importance_weights(x0, fractions, coordinates)
         return [fractions, t, fixed, torch.ones_like(fixed) if importance is None else importance]
 
     def sample(self, shape: int | tuple[int, ...], step: Any = 0, device: Any = "cpu", **context: Any) -> Tensor:
-        """The process' own times without a batch or a state; see `Sampler.sample`."""
+        """Draw times of the process without a batch or a state; see `Sampler.sample`."""
         return self.process.times(self.sampler.sample(shape, self.seed, step, device, **context))
 
     def couple(self, draw: Draw, noise: Tensor) -> Tensor:
-        """The noise that each image of a draw gets, (batch, ...): what was drawn, in another order, or nearer.
+        """Return the noise of each image of a draw, (batch, ...), in the order or from the choice of the coupling.
 
         Args:
-            draw: of this batch.
-            noise: standard normal, shape of x0. Ranks of torch.distributed couple their own parts.
+            draw: draw of this batch.
+            noise: standard normal noise, shape of x0. Ranks of torch.distributed couple their own slices.
 
         Raises:
-            ConfigError: it has another shape.
+            ConfigError: the noise has another shape.
         """
         shape = tuple(draw.x0.shape)
         demand(noise.shape == shape, "couple: noise", f"shape {tuple(noise.shape)}", f"that of x0, {shape}")
-        return self.coupling(draw.x0, noise, draw.fractions, draw.place)
+        return self.coupling(draw.x0, noise, draw.fractions, draw.coordinates)
 
     def weighted(self, draw: Draw, losses: Tensor) -> Tensor:
-        """What is minimised, (batch,): weight x loss, and whatever a learned weighting adds.
+        """Return what is minimised, (batch,): weight times loss, and the terms that a learned weighting adds.
+
+        Samplers and weightings that learn keep the losses for `observe`, unless gradients are disabled
+        (``torch.no_grad``).
 
         Args:
-            draw: of this batch.
-            losses: errors of the samples without any weight, shape of ``draw.t``: (batch,), or (batch, times).
-
-        Samplers and weightings that learn take the losses in, unless gradients are disabled (``torch.no_grad``).
+            draw: draw of this batch.
+            losses: unweighted errors of the samples, shape of ``draw.t``: (batch,), or (batch, times).
 
         Raises:
             ConfigError: `losses` have another shape.
         """
         allowed = f"the shape of draw.t, {tuple(draw.t.shape)}: one unweighted error per sample"
         demand(losses.shape == draw.t.shape, "losses", f"shape {tuple(losses.shape)}", allowed)
-        if self._learns and torch.is_grad_enabled():  # losses for validation teach nothing
+        if self._learns and torch.is_grad_enabled():  # validation losses are not learned from
             errors = losses.detach()
-            others = [one for one in self._micro_batches if one.draw is not draw]
+            others = [each for each in self._micro_batches if each.draw is not draw]
             self._micro_batches = [*others, _MicroBatch(draw, errors * draw.fixed_weights, errors)]
         return self.weighting.apply(losses, draw.fixed_weights, draw.importance, draw.fractions)
 
     def loss(self, draw: Draw, losses: Tensor) -> Tensor:
-        """The mean of `weighted`: what to call ``backward`` on."""
+        """Return the mean of `weighted`: call ``backward`` on it."""
         return self.weighted(draw, losses).mean()
 
     @contextmanager
@@ -276,46 +287,45 @@ class Strategy:
         conditions: dict[str, Tensor] | None = None,
         autocast: AbstractContextManager[Any] | None = None,
     ) -> Iterator[None]:
-        """Surround the optimiser step: samplers that learn look at the network before and after it.
+        """Surround the optimiser step, so that samplers that learn can look at the network before and after it.
 
-        The sampler learns from all draws since the last `observe` for which `loss` was called: those of the step's
-        micro-batches.
+        The sampler learns from all draws since the last `observe` for which `loss` was called: the micro-batches of the
+        step.
 
         Args:
-            draw: the last draw of this step.
-            network: called as ``network(x_t, t)`` by the process (as ``network(x_t, t, conditions)`` with conditions);
-                needed by samplers that measure.
-            optimizer: optimizer of the network, for samplers that look at its state.
-            conditions: conditions of the step's images, each (batch, ...), the micro-batches' one after the other.
+            draw: last draw of this step.
+            network: called as ``network(x_t, t)`` by the process (``network(x_t, t, conditions)`` with conditions);
+                samplers that measure the network need it.
+            optimizer: optimizer of the network, for samplers that use its state.
+            conditions: conditions of the step's images, each (batch, ...), concatenated over micro-batches.
             autocast: context that the network is called in.
 
         Raises:
-            ConfigError: the sampler measures and there is no network, or conditions are not of the step's images.
+            ConfigError: the sampler measures the network and there is none, or conditions do not match the images.
             ValueError: the sampler follows losses and `loss` was not called.
         """
-        seen = self._step_so_far(draw)
-        meter = None
-        if self.sampler.measures:
+        observation = self._observation(draw)
+        if isinstance(self.sampler, MeasuresNetwork):
             allowed = "the network, which the sampler measures: pass observe(..., network=)"
             demand(network is not None, f"strategy {self.name}: network", "none", allowed)
             for name, values in (conditions or {}).items():
-                rows, allowed = f"{len(values)} rows", f"{len(seen.x0)}, one for each image of the step"
-                demand(len(values) == len(seen.x0), f"observe: conditions.{name}", rows, allowed)
+                rows, allowed = f"{len(values)} rows", f"{len(observation.x0)}, one for each image of the step"
+                demand(len(values) == len(observation.x0), f"observe: conditions.{name}", rows, allowed)
             meter = Meter(
-                self.process, network, seen.x0, seen.place, conditions, self.weighting, optimizer, autocast, self.group,
-                pass_size=len(draw.x0),
+                self.process, network, observation.x0, observation.coordinates, conditions, self.weighting, optimizer,
+                autocast, self.group, pass_size=len(draw.x0),
             )  # fmt: skip
-        observation = replace(seen, meter=meter)
+            observation = replace(observation, meter=meter)
         with self.sampler.observe(observation):
             yield
         self.weighting.step(observation)
         self._micro_batches = []
         self.step, self._drawn = self.step + 1, [0, sum(self._drawn)]
 
-    def _step_so_far(self, last: Draw) -> Observation:
-        """The draws of the present step whose losses are known as one batch; without any, the draw `last` alone."""
-        parts = self._micro_batches or [_MicroBatch(last)]
-        draws = [part.draw for part in parts]
+    def _observation(self, last: Draw) -> Observation:
+        """Join the draws of the current step whose losses are known; without any, return the draw `last` alone."""
+        micro_batches = self._micro_batches or [_MicroBatch(last)]
+        draws = [each.draw for each in micro_batches]
 
         def joined(values: list[Any]) -> Any:
             return values[0] if len(values) == 1 else torch.cat(values)
@@ -324,42 +334,42 @@ class Strategy:
             step=last.step,
             x0=joined([draw.x0 for draw in draws]),
             fractions=joined([draw.fractions for draw in draws]),
-            losses=joined([part.losses for part in parts]),
+            losses=joined([each.losses for each in micro_batches]),
             meter=None,
-            place=_joined_place([draw.place for draw in draws], distributed.ranks(self.group)),
-            errors=joined([part.errors for part in parts]),
+            coordinates=_joined_coordinates([draw.coordinates for draw in draws], distributed.ranks(self.group)),
+            errors=joined([each.errors for each in micro_batches]),
             prediction=self.process.prediction,
         )
 
     def table(self, x0: Tensor | None = None, **context: Any) -> dict[str, Array]:
-        """What the strategy trains on now: ``t``, ``p``, ``w`` and ``effective`` = p w, each (T,)."""
-        return table(self.sampler, self.weighting, x0, Place(self.seed, self.step, context=context))
+        """Return what the strategy trains on now: ``t``, ``p``, ``w`` and ``effective`` = p w, each (T,)."""
+        return table(self.sampler, self.weighting, x0, self.step, **context)
 
     def preview(
         self, path: str | Path | None = None, *, draws: int = 100_000, bins: int = 50, batch: int = 256, **context: Any
     ) -> dict[str, Array]:
-        """A histogram of what the next steps will draw, before anything runs; the strategy stays as it is.
+        """Return a histogram of the draws of the next steps; the strategy does not change.
 
         Args:
-            path: of a picture of it, in the format of the file's name.
-            draws: how many, in batches of `batch`; of samplers that move with the step, in one batch.
-            bins: of equal width in u.
+            path: file of a picture of the histogram, in the format of the file's name.
+            draws: number of draws, in batches of `batch`; in one batch if the density depends on the step.
+            bins: number of bins of equal width in u.
             batch: size of the global batch.
-            context: what samplers ask for, as in `draw`.
+            context: properties that samplers require, as in `draw`.
 
         Returns:
-            ``low`` and ``high`` (fractions u of the process), ``t`` (its own time in the middle), ``count`` and
-            ``expected``, what the density says, each (bins,). Samplers that look at images: as they are without any.
+            ``low`` and ``high`` (fractions u of the process), ``t`` (time of the process in the middle), ``count`` and
+            ``expected`` (from the density), each (bins,). A density per image is shown as it is without images.
 
         Raises:
-            ConfigError: a context is missing, or matplotlib, for a picture.
+            ConfigError: context is missing, or matplotlib, for a picture.
         """
         from kairos_timesteps.monitoring import preview
 
         return preview(self, path, draws, bins, batch, context)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resume needs."""
+        """Return everything that a resume needs."""
         return {
             "step": self.step,
             "drawn": list(self._drawn),
@@ -368,47 +378,45 @@ class Strategy:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Restore what `state_dict` gave, tensors on `device`."""
+        """Restore a state that `state_dict` returned, with its tensors on `device`."""
         self.step, self._drawn = state["step"], list(state["drawn"])
         self._micro_batches = []
         self.sampler.load_state_dict(state["sampler"], device)
         self.weighting.load_state_dict(state["weighting"], device)
 
 
-def _joined_place(places: list[Place], ranks: int) -> Place:
-    """Random coordinates of a step's draws as one batch, samples numbered without gaps.
+def _joined_coordinates(parts: list[RandomCoordinates], ranks: int) -> RandomCoordinates:
+    """Join random coordinates of a step's draws into those of one batch, with samples numbered without gaps.
 
-    Draws whose numbers of samples before them differ are different micro-batches of all ranks; draws with equal numbers
-    are slices of one.
+    Draws with different offsets are different micro-batches of all ranks; draws with equal offsets are slices of one.
     """
-    last = places[-1]
+    last = parts[-1]
     if ranks == 1:
-        count = sum(len(place.index) for place in places)
-        return last.but(first=0, index=range(count), total=count)
-    if len(places) == 1:
+        count = sum(len(each.sample_indices) for each in parts)
+        return last.replace(offset=0, sample_indices=range(count), batch_size=count)
+    if len(parts) == 1:
         return last
-    offsets: dict[int, int] = {}
+    starts: dict[int, int] = {}
     total = 0
-    for place in places:
-        if place.first not in offsets:
-            offsets[place.first] = total
-            total += place.total
-    indices = [_shifted(place.index, offsets[place.first]) for place in places]
-    return last.but(first=0, index=_joined_index(indices, last.device), total=total)
+    for each in parts:
+        if each.offset not in starts:
+            starts[each.offset] = total
+            total += each.batch_size
+    indices = [_shifted(each.sample_indices, starts[each.offset]) for each in parts]
+    return last.replace(offset=0, sample_indices=_joined_indices(indices, last.device), batch_size=total)
 
 
-def _shifted(index: "range | Tensor", offset: int) -> "range | Tensor":
-    return range(index.start + offset, index.stop + offset) if isinstance(index, range) else index + offset
+def _shifted(indices: "range | Tensor", offset: int) -> "range | Tensor":
+    return range(indices.start + offset, indices.stop + offset) if isinstance(indices, range) else indices + offset
 
 
-def _joined_index(indices: "list[range | Tensor]", device: Any) -> "range | Tensor":
-    """Sample indices one after the other: a range where ranges adjoin, which no measurement must copy to the CPU."""
-    ranges = [index for index in indices if isinstance(index, range)]
+def _joined_indices(parts: "list[range | Tensor]", device: Any) -> "range | Tensor":
+    """Concatenate sample indices: to a range if ranges adjoin, which a measurement need not copy to the CPU."""
+    ranges = [each for each in parts if isinstance(each, range)]
     adjoin = all(before.stop == after.start for before, after in pairwise(ranges))
-    if len(ranges) == len(indices) and adjoin:
+    if len(ranges) == len(parts) and adjoin:
         return range(ranges[0].start, ranges[-1].stop)
-    return torch.cat([_as_tensor(index, device) for index in indices])
-
-
-def _as_tensor(index: "range | Tensor", device: Any) -> Tensor:
-    return torch.arange(index.start, index.stop, device=device) if isinstance(index, range) else index
+    tensors = [
+        torch.arange(each.start, each.stop, device=device) if isinstance(each, range) else each for each in parts
+    ]
+    return torch.cat(tensors)

@@ -1,17 +1,32 @@
 """A validation loss that two runs can be compared by: fixed images, noise and times, whatever either trains on."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import demand
-from kairos_timesteps.meter import evaluating
 from kairos_timesteps.randomness import Stream
+
+
+@contextmanager
+def evaluating(network: Any, dropout: bool = False) -> Iterator[None]:
+    """Put a network in evaluation mode (unless `dropout`), and restore the mode of each module afterwards."""
+    if not isinstance(network, nn.Module):
+        yield
+        return
+    modes = [(module, module.training) for module in network.modules()]
+    network.train(dropout)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def spread_over(stratum: tuple[float, float], count: int) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kairos.losses.registries import LossOptions
 from kairos.losses.terms import Prediction, Samples, mse
-from kairos_timesteps.meter import evaluating
-from kairos_timesteps.numeric import Array
+from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
+from kairos_timesteps.validation import evaluating
 
 Loss = Callable[[Prediction], Tensor]  # the losses of some samples, (batch,)
 

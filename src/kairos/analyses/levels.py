@@ -21,7 +21,7 @@ from kairos.losses.terms import Prediction, vlb
 from kairos.milestones import Milestone, open_milestone
 from kairos.strategy_file import parse_strategy_csv
 from kairos.training import checkpoint
-from kairos_timesteps.numeric import Array
+from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.registry import split
 

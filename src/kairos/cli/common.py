@@ -12,7 +12,7 @@ from typing import Any
 from kairos import clock, portable
 from kairos.shards import Shard
 from kairos_timesteps import errors
-from kairos_timesteps.errors import ConfigError, KairosError, refusal
+from kairos_timesteps.errors import ConfigError, KairosError, rejection
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def plain(option: str, allowed: str) -> Callable[[str], Any]:
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError:
-            raise ConfigError(str(refusal(f"--{option}", repr(text), allowed))) from None
+            raise ConfigError(str(rejection(f"--{option}", repr(text), allowed))) from None
 
     return read
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from kairos.cli.common import experiment_at
-from kairos_timesteps.errors import demand, refusal
+from kairos_timesteps.errors import demand, rejection
 
 # below a folder of milestones, a run, a method, an experiment, and all results
 _MILESTONES = ("*", "milestones/*", "seed*/milestones/*", "*/seed*/milestones/*", "*/*/seed*/milestones/*")
@@ -48,4 +48,4 @@ def _list_milestones(path: Path, out: Path | None) -> None:
     for record in sorted(records):
         print(record.parent)
     if out is not None:
-        raise refusal("PATH", path, f"{allowed}: one of those listed")
+        raise rejection("PATH", path, f"{allowed}: one of those listed")

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 from kairos.losses.registries import LOSSES
 from kairos.models import check_takes
 from kairos.models.registries import MODELS
-from kairos_timesteps.component_options import asked
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS, checked
 from kairos_timesteps.diffusion.registries import CELLS
-from kairos_timesteps.errors import Refusal, demand
+from kairos_timesteps.errors import ValueRejected, demand
 from kairos_timesteps.registry import split
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def _low_resolution(experiment: "Experiment") -> None:
     allowed = "a number, since model.conditions has" if told else "null, since model.conditions has no"
     demand(told == (factor is not None), "dataset.low_resolution", factor, f"{allowed} low_resolution")
     if not told and "psnr" in experiment.metrics:
-        raise Refusal("evaluation.metrics: got psnr, allowed where model.conditions has low_resolution")
+        raise ValueRejected("evaluation.metrics: got psnr, allowed where model.conditions has low_resolution")
 
 
 def _shapes(experiment: "Experiment") -> None:
@@ -104,8 +103,9 @@ def _process(experiment: "Experiment") -> None:
     demand(rows >= shown, "model.timesteps", rows, f"at least the indices that a discrete process shows ({of})")
     timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
     for name, method in experiment.methods.items():
-        needs, where = ", ".join(sorted(asked(method.sampler))), f"methods.{name}.sampler"
-        got = f"{method.sampler['name']}, which must be told {needs}"
-        demand(not needs, where, got, "samplers that need nothing but the step")
+        sampler, options = split(method.sampler)
+        required = SAMPLERS[sampler].load().required_context(SAMPLERS.parse(sampler, options))
+        got = f"{sampler}, which requires {', '.join(sorted(required))}"
+        demand(not required, f"methods.{name}.sampler", got, "samplers that need nothing but the step")
         for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
             checked(registry, *split(getattr(method, part)), timesteps, schedule, f"methods.{name}.{part}")

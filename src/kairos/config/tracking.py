@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kairos.section import Section, field
-from kairos_timesteps.errors import Refusal
+from kairos_timesteps.errors import ValueRejected
 
 # names of query parameters that hold a user name or a secret; others, such as sslmode, are allowed
 _SECRET = re.compile("user|uid|pass|pwd|token|secret|odbc_connect", re.IGNORECASE)
@@ -25,4 +25,6 @@ class TrackingConfig(Section):
         environment = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database MLFLOW_TRACKING_URI)"
         address = urlsplit(self.uri or "")
         if "@" in address.netloc or any(_SECRET.search(name) for name, _ in parse_qsl(address.query)):
-            raise Refusal(f"tracking.uri: got {got}; allowed: the address alone; set {environment} in the environment")
+            raise ValueRejected(
+                f"tracking.uri: got {got}; allowed: the address alone; set {environment} in the environment"
+            )

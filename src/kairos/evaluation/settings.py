@@ -8,7 +8,7 @@ from pydantic import SerializerFunctionWrapHandler, model_serializer
 from kairos.evaluation.registries import EXTRACTORS, FRECHET, METRICS, default_metrics, needs_of
 from kairos.section import Section, component, field
 from kairos_timesteps import options
-from kairos_timesteps.errors import ConfigError, Refusal, demand
+from kairos_timesteps.errors import ConfigError, ValueRejected, demand
 
 
 class EvaluationConfig(Section):
@@ -82,7 +82,7 @@ def check_metrics(metrics: list[dict[str, Any]], extractor: str) -> None:
     for name in names:
         needed = METRICS.entry(name).facts.get("extractor")
         if needed and extractor not in (needed, "auto"):
-            raise Refusal(f"evaluation.metrics: {name} needs evaluation.extractor {needed}, got {extractor}")
+            raise ValueRejected(f"evaluation.metrics: {name} needs evaluation.extractor {needed}, got {extractor}")
         demand(names.count(name) == 1, "evaluation.metrics", f"{name} twice", "each once")
     allowed = f"exactly one of {', '.join(FRECHET)}, by which methods are ranked, and any others"
     ranked = len(set(names) & set(FRECHET)) == 1

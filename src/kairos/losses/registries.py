@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from kairos_timesteps.errors import demand, refusal
+from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.options import Options, option
 from kairos_timesteps.registry import Registry
 
@@ -47,4 +47,4 @@ def check_losses(losses: list[dict[str, Any]], process: dict[str, Any]) -> None:
         demand(training_it, where, got, allowed)
     elif training_it:
         got = f"{training_it[0]} with process {process['name']} and variance {variance}"
-        raise refusal(where, got, "with process discrete and variance learned_range")
+        raise rejection(where, got, "with process discrete and variance learned_range")

@@ -4,7 +4,7 @@ from itertools import chain
 from typing import Literal
 
 from kairos.section import Section, field
-from kairos_timesteps.errors import Refusal
+from kairos_timesteps.errors import ValueRejected
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # one of these; the latter is the form of older files
 TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("vocab.txt",))  # one of these
@@ -29,10 +29,10 @@ class TextEncoderConfig(Section):
         """The section without ``auto``, for a model that takes ``tokens`` or ``pooled`` states (None: either).
 
         Raises:
-            Refusal: the model takes the other.
+            ValueRejected: the model takes the other.
         """
         if takes and self.output not in ("auto", takes):
-            raise Refusal(f"text_encoder.output: got {self.output}, allowed with this model: {takes} or auto")
+            raise ValueRejected(f"text_encoder.output: got {self.output}, allowed with this model: {takes} or auto")
         output = takes or "tokens" if self.output == "auto" else self.output
         dropped = {"tokens": "empty", "pooled": "random"}[output] if self.dropped == "auto" else self.dropped
         return self.model_copy(update={"output": output, "dropped": dropped})

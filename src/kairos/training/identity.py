@@ -46,7 +46,7 @@ def code_roots(plain: dict[str, Any], method: str) -> list[str]:
         *((LOSSES, loss) for loss in plain["diffusion"]["losses"]),
         *((PROBES, probe) for probe in training["probes"]),
     ]
-    return ["kairos.training.run", *(module for registry, named in components for module in registry.modules(named))]
+    return ["kairos.training.run", *(root for registry, named in components for root in registry.roots(named))]
 
 
 def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str, Any], device: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def steps(training: Training, end: int) -> Iterator[dict[str, Any] | None]:
         logs = (step + 1) % every == 0
 
         # draw timesteps with their weights, and noise for each image
-        said = batch.visit if getattr(strategy.sampler.options, "points", "") == "epochs" else {}
+        said = batch.visit if strategy.sampler.points == "epochs" else {}
         draw = strategy.draw(batch.x0, index=batch.index, total=training.settings["batch_size"], **said)
         drawn = Stream(seed, "noise").normal(step, batch.index, shape, training.device, training.dtype)
         noise = strategy.couple(draw, drawn)

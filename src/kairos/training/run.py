@@ -27,6 +27,7 @@ from kairos.training.provenance import provenance, versions
 from kairos.training.state import Training
 from kairos.training.store import Store, exclusive, read_timing
 from kairos_timesteps import distributed
+from kairos_timesteps.base import Learned
 from kairos_timesteps.errors import DivergedError
 
 
@@ -35,8 +36,8 @@ def import_components(plain: dict[str, Any], method: str) -> None:
 
     torch's optimisers import its compiler when the first one is made.
     """
-    for module in ("torch._dynamo", *code_roots(plain, method)):
-        importlib.import_module(module)
+    for root in ("torch._dynamo", *code_roots(plain, method)):
+        importlib.import_module(root.partition(":")[0])
 
 
 def train(
@@ -255,7 +256,7 @@ class Run:
             "provenance": provenance(training.plain, training.device, versions(), self.store.resumed_under),
             "step": training.step,
             "images_seen": training.step * training.settings["batch_size"],
-            "learned": sampler.learned,
+            "learned": isinstance(sampler, Learned),
             "strategy": {
                 **{name: statistics.get(name) for name in ("updates", "a", "b")},
                 "tv_from_start": float(abs(columns["p"] - self.start_density).sum() / 2),

@@ -26,7 +26,7 @@ from kairos.tracking.store import tracking_uri, without_credentials
 from kairos.training.job import last_word
 from kairos.workflow import interrupts, preload, start_over
 from kairos.workflow.layout import FROZEN, Layout, Segment, frozen, lay_out
-from kairos_timesteps.errors import KairosError, refusal
+from kairos_timesteps.errors import KairosError, rejection
 from snakemake_executor_plugin_kairos.private import together
 
 _DEFAULT = "params.yaml"
@@ -141,7 +141,7 @@ def starts(workflow: Any, layout: Layout) -> None:
     """Before the first job: hold the results; see `start_over` and `interrupts`."""
     with _ending():
         if workflow.executor_plugin.name == "slurm":
-            raise refusal("executor", "'slurm'", "'kairos', whose settings are kairos-… instead of slurm-…")
+            raise rejection("executor", "'slurm'", "'kairos', whose settings are kairos-… instead of slurm-…")
         _held.append(_lock(Path(layout.results)))
     if not workflow.touch:
         start_over.mark(workflow, Path(layout.results))

@@ -17,7 +17,7 @@ from kairos.progress import say
 from kairos.workflow import dependencies
 from kairos.workflow.layout import Layout, lay_out
 from kairos.workflow.reproduction import machines, provenance
-from kairos_timesteps.errors import ConfigError, KairosError, demand, refusal
+from kairos_timesteps.errors import ConfigError, KairosError, demand, rejection
 
 _PYTHON = (sys.executable, "-m")
 _STAGES = Path("dvc.yaml")
@@ -75,7 +75,7 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
     if stage in dependencies.PER_TRAINING:
         allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
         if method not in layout.methods or seed not in layout.experiment.seeds:
-            raise refusal(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
+            raise rejection(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
         sums = [layout.sums(stage, method, seed, segment) for segment in layout.segments]
         return [f"{rule}{segment.name}" for rule in rules for segment in layout.segments], sums
     if method is not None or seed is not None:

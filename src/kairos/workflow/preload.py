@@ -188,7 +188,7 @@ def _import(config: str) -> bool:
     roots |= {"torch._dynamo", "kairos.training.run", "kairos.staging", "kairos.tracking.live"}
     roots |= {"kairos.autoencoders.train"} if plain["autoencoder"]["kind"] != "none" else set()
     for module in sorted(root for root in roots if root.startswith(("torch.", "kairos.", "kairos_timesteps."))):
-        importlib.import_module(module)
+        importlib.import_module(module.partition(":")[0])
     clock.write(Path("results", plain["experiment"], "timing", "preload.json"), "preload")
     return bool(sys.modules["torch"].cuda.is_available())
 

@@ -4,6 +4,7 @@ Index convention: t = 0 ... T-1 (the papers write 1 ... T).
 """
 
 import functools
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kairos_timesteps.diffusion.registries import ENDS
-from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.errors import ConfigError, demand
 
 Array = NDArray[np.float64]
 
 SCHEDULES = ("linear", "cosine", "quadratic", "scaled_linear")
 PREDICTIONS = ("epsilon", "x0", "v")
+CONTINUOUS = ("edm", "fdm", "flow", "vp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,3 +150,47 @@ def linear_coefficients(schedule: NoiseSchedule) -> tuple[float, float]:
     """Delta-beta and beta_0 of a linear schedule beta_t = beta_0 + Delta-beta t/T, t = 1 ... T (SpeeD, section 2.3)."""
     change = float(schedule.betas[-1] - schedule.betas[0])
     return change, float(schedule.betas[0]) - change / schedule.timesteps
+
+
+def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
+    """Timestep from which 1/alpha-bar, in SpeeD's continuous form, exceeds r (Wang et al. 2025, theorem 1).
+
+    Raises:
+        ValueError: the schedule is not linear; the closed form holds for linear schedules alone.
+    """
+    check_linear(r, schedule.name)
+    timesteps = schedule.timesteps
+    change, first = linear_coefficients(schedule)
+    offset = timesteps * first / change
+    return math.sqrt(2 * timesteps * math.log(r) / change + offset**2) - offset
+
+
+def start_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedule) -> int:
+    """First timestep of SpeeD's convergence area: tau, or derived from the magnitude r, or 0.7 T.
+
+    Raises:
+        ValueError: it is not in 1 ... T - 1.
+    """
+    timesteps = schedule.timesteps
+    if r is not None:
+        tau = min(math.ceil(tau_of_magnitude(r, schedule)), timesteps)
+    elif tau is None:
+        tau = min(max(round(0.7 * timesteps), 1), timesteps - 1)
+    check_tau(tau, timesteps)
+    return tau
+
+
+def check_linear(r: float | None, schedule: str) -> None:
+    """Reject a magnitude r unless the schedule is linear; raises ValueError."""
+    demand(r is None or schedule == "linear", "r", f"{r} with schedule {schedule}", "schedule linear, or give tau")
+
+
+def check_tau(tau: int | None, timesteps: int) -> None:
+    """Reject tau unless timesteps lie before and after it; raises ValueError."""
+    demand(tau is None or 0 < tau < timesteps, "tau", tau, f"1 to T - 1 = {timesteps - 1}")
+
+
+def check_published_form(tau: int | None, timesteps: int, schedule: str) -> None:
+    """Reject continuous processes: SpeeD's public code is defined by increments of discrete ones; raises ValueError."""
+    demand(schedule not in CONTINUOUS, "process", schedule, "discrete, as in the public code")
+    check_tau(tau, timesteps)

@@ -1,232 +1,385 @@
-"""Samplers made of others, or of numbers: a range, a shift, a mixture, a schedule over training, a table, a list."""
+"""Samplers made of other densities, or of numbers: range, shift, mixture, schedule over training, table, list."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kairos_timesteps.base import NOTHING, Sampler
-from kairos_timesteps.components import SAMPLERS
-from kairos_timesteps.coordinates import Place
+from kairos_timesteps.base import FixedDensity
+from kairos_timesteps.components import SAMPLERS, sampler
+from kairos_timesteps.coordinates import RandomCoordinates, required
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
-from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.errors import ConfigError, ValueRejected, demand, rejection
 from kairos_timesteps.numeric import Array, Values, bisect, interp, like, of, spline
+from kairos_timesteps.options import but_name, dump, option
 from kairos_timesteps.registry import split
 
 
-def _component(named: dict[str, Any], schedule: NoiseSchedule, seed: int, *extra: str) -> Sampler:
-    """The sampler that a dictionary of name and options states, without the keys `extra`."""
-    sampler: Sampler = SAMPLERS.build(*split({k: v for k, v in named.items() if k not in extra}), schedule, seed)
-    return sampler
+def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
+    """Check and complete a fixed sampler given by its name, or by name and options; `extra` keys are kept as they are.
+
+    Raises:
+        ConfigError: the sampler is unknown, learns, or has options that only the whole sampler can have.
+    """
+    named = {"name": value} if isinstance(value, str) else value
+    if not isinstance(named, Mapping) or not isinstance(named.get("name"), str):
+        raise rejection(where, repr(value), "a sampler's name, or its name and options")
+    missing = [key for key in extra if key not in named]
+    demand(not missing, f"{where}.{', '.join(missing)}", "nothing", "one for each component")
+    if not issubclass(SAMPLERS.entry(named["name"], where).load(), FixedDensity):
+        raise rejection(f"{where}.name", named["name"], "samplers of a fixed density")
+    given = {key: value for key, value in but_name(dict(named)).items() if key not in extra}
+    options = SAMPLERS.parse(named["name"], given, where)
+    demand(not options.importance, f"{where}.importance", "true", "false; set it for the whole sampler")
+    allowed = "random; the whole sampler has points, its components do not"
+    demand(options.points == "random", f"{where}.points", options.points, allowed)
+    in_turn = getattr(options, "in_turn", False)
+    demand(not in_turn, f"{where}.in_turn", "true", "false; a component is drawn at random")
+    return {"name": named["name"], **dump(options), **{key: named[key] for key in extra}}
 
 
-class OfOne(Sampler):
-    """Base of samplers that change one density, `part`, whose uniform floor belongs to it."""
+def density_option() -> Any:
+    """Declare an option whose value is a fixed sampler."""
+    help = "a fixed sampler: its name, or its name and options"
+    return option({"name": "uniform"}, help, component=checked_density)
+
+
+def components_option(key: str, kind: type, first: Any, meaning: str) -> Any:
+    """Declare an option whose value is a list of fixed samplers, each with a number or name under `key`."""
+
+    def check(value: Any, where: str) -> list[dict[str, Any]]:
+        demand(isinstance(value, (list, tuple)) and value, where, repr(value), "a list of samplers, one or more")
+        components = [checked_density(item, f"{where}[{number}]", key) for number, item in enumerate(value)]
+        values = [component[key] for component in components]
+        for item in values:
+            is_number = isinstance(item, (int, float)) and not isinstance(item, bool) and item >= 0
+            demand(is_number or kind is not float, f"{where}.{key}", repr(item), "a number, 0 or more")
+        if key == "start":
+            demand(values == sorted(values), f"{where}.{key}", values, meaning)
+        if key == "share":
+            demand(sum(values) > 0, f"{where}.share", values, "one above 0")
+        else:
+            demand(len({*map(str, values)}) == len(values), f"{where}.{key}", values, meaning)
+        return components
+
+    help = f"samplers with options, each with its {key}: {meaning}"
+    return option([{"name": "uniform", key: first}], help, component=check)
+
+
+def _build(named: dict[str, Any], schedule: NoiseSchedule, seed: int, *extra: str) -> FixedDensity:
+    """Build the sampler of a dictionary of name and options, without the keys `extra`."""
+    given = {key: value for key, value in named.items() if key not in extra}
+    component: FixedDensity = SAMPLERS.build(*split(given), schedule, seed)
+    return component
+
+
+def _required_context(named: Mapping[str, Any], *extra: str) -> set[str]:
+    """Return the context that a component requires, given by its name and options."""
+    given = {key: value for key, value in named.items() if key not in extra}
+    name, values = split(given)
+    return SAMPLERS[name].load().required_context(SAMPLERS.parse(name, values))
+
+
+class Transformed(FixedDensity):
+    """Base of samplers that transform one density, `base`. The floor of the density belongs to it."""
+
+    density: Any = density_option()
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.part = _component(options.density, schedule, seed)
-        self.moving, self.asks = self.part.moving, self.part.asks
-        self.split = self.part.split or self.part.floor > 0  # `transform` draws the floor apart from the rest
+        self.base = _build(self.density, schedule, seed)
+        self.context_names = (*self.context_names, *self.base.context_names)
 
-    def uniforms(self, place: Place) -> Any:
-        """Uniform numbers of this sampler; of a mixture with ``per: batch`` the mixture's."""
-        per_batch = getattr(self.part.options, "per", "sample") == "batch"
-        return self.part.uniforms(place) if per_batch else super().uniforms(place)
+    @classmethod
+    def required_context(cls, options: Any) -> set[str]:
+        """Return the context that the density requires."""
+        return _required_context(options.density)
 
-    def inverse(self, probability: Values, place: Place) -> Values:
-        """Inverse of the part's distribution function, floor included; it does not fall with the probability."""
-        if self.part.split or self.part.floor:
-            return bisect(lambda u: self.part.cdf_with_floor(u, place), probability)
-        return self.part.quantile(probability, place)
+    def uniforms(self, coordinates: RandomCoordinates) -> Any:
+        """Uniform numbers of this sampler; for a mixture with ``per: batch`` those of the mixture."""
+        per_batch = getattr(self.base, "per", "sample") == "batch"
+        return self.base.uniforms(coordinates) if per_batch else super().uniforms(coordinates)
 
 
-class Range(OfOne):
-    r"""A density between two fractions of the process: what lies outside is cut off, or all of it is scaled into it.
+@sampler("range", "a density cut to, or scaled into, an interval of the process")
+class Range(Transformed):
+    r"""Density between two fractions of the process: cut off outside of them, or scaled into them.
 
     $$p(u) = \frac{q(u)}{\int_{\mathrm{low}}^{\mathrm{high}} q(v) \, dv} \text{ on } \mathrm{low} \le u < \mathrm{high},
     \quad \text{or} \quad p(u) = \frac{1}{\mathrm{high} - \mathrm{low}} \,
     q\left(\frac{u - \mathrm{low}}{\mathrm{high} - \mathrm{low}}\right)$$
 
     Raises:
-        ValueError: nothing of the density is left.
+        ValueError: the density has no mass in the interval.
     """
+
+    low: float = option(0.0, "t/T where the interval begins", ge=0, lt=1)
+    high: float = option(1.0, "t/T where the interval ends", gt=0, le=1)
+    cut: bool = option(True, "true: cut off what lies outside; false: scale the whole density into the interval")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.split = self.split and not options.cut
-        if options.cut and not self.asks:
-            first, last = self.part.cdf_with_floor(np.array([options.low, options.high]))
+        if self.cut and not self.required_context(options):
+            first, last = self.base.cdf_with_floor(np.array([self.low, self.high]))
             if not last > first:
-                raise ValueError(
-                    f"low and high: got {options.low:g} and {options.high:g}, where the density has no mass"
-                )
+                raise ValueError(f"low and high: got {self.low:g} and {self.high:g}, where the density has no mass")
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
-        """Of the density, cut off or scaled."""
-        low, high = self.options.low, self.options.high
-        cdf = self.part.cdf_with_floor
-        if not self.options.cut:
-            return cdf(((fraction - low) / (high - low)).clip(0, 1), place)
-        first, last = (cdf(0 * fraction + end, place) for end in (low, high))
-        return (cdf(fraction.clip(low, high), place) - first) / (last - first)
+    @staticmethod
+    def check(options: Any) -> None:
+        """Reject an empty interval, and importance weights that cannot reach what lies outside."""
+        low, high = options.low, options.high
+        demand(low < high, "low and high", f"{low} and {high}", "low < high")
+        if options.importance and not options.floor and (low, high) != (0, 1):
+            raise ValueRejected("importance: got true with a range; allowed: false, or a floor above 0")
 
-    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
-        """The inverse."""
-        low, high = self.options.low, self.options.high
-        if not self.options.cut:
-            return low + (high - low) * self.part.transform(probability, place)
-        first, last = (self.part.cdf_with_floor(0 * probability + end, place) for end in (low, high))
-        return self.inverse(first + (last - first) * probability, place).clip(low, high)
+    def cdf(self, u: Values, **context: Any) -> Values:
+        """Distribution function of the density, cut off or scaled."""
+        low, high, cdf = self.low, self.high, self.base.cdf_with_floor
+        if not self.cut:
+            return cdf(((u - low) / (high - low)).clip(0, 1), **context)
+        first, last = (cdf(0 * u + end, **context) for end in (low, high))
+        return (cdf(u.clip(low, high), **context) - first) / (last - first)
+
+    def quantile(self, p: Values, **context: Any) -> Values:
+        """Quantile of the density between the probabilities of the ends, or scaled."""
+        low, high = self.low, self.high
+        if not self.cut:
+            return low + (high - low) * self.base.quantile_with_floor(p, **context)
+        first, last = (self.base.cdf_with_floor(0 * p + end, **context) for end in (low, high))
+        return self.base.quantile_with_floor(first + (last - first) * p, **context).clip(low, high)
+
+    def spread(self, uniform: Values, **context: Any) -> Values:
+        """Draws of the density, scaled; of a density that is cut off its quantiles."""
+        if self.cut:
+            return self.quantile(uniform, **context)
+        return self.low + (self.high - self.low) * self.base.transform(uniform, **context)
 
 
-class Shift(OfOne):
-    r"""A density q of u = t/T shifted, alpha a number or a function of the images' size.
+@sampler("shift", "a density shifted by a number, or by resolution (SD3, Flux)")
+class Shift(Transformed):
+    r"""Density q of u = t/T, shifted by alpha: a number, or a function of the images' size.
 
     $$u = \frac{\alpha v}{1 + (\alpha - 1) v}, \qquad v \sim q$$
 
     ``constant``: alpha itself (SD3, section 5.3.2). ``exponential``: alpha = e^mu, mu linear through (`first`, `low`)
-    and (`last`, `high`) in the number of tokens (Flux). ``linear``: alpha itself so, times the root of the number of
-    frames, where the call says it (Open-Sora 2). ``root``: alpha times the root of tokens over `last`, at least `low`.
+    and (`last`, `high`) in the number of tokens (Flux). ``linear``: alpha linear through these points, times the square
+    root of the number of frames, if the call passes it (Open-Sora 2). ``root``: alpha times the square root of tokens
+    over `last`, at least `low`.
     """
 
-    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        super().__init__(options, schedule, seed)
-        self.asks = self.asks or options.law != "constant"
+    law: str = option("constant", "how alpha follows", choices=("constant", "exponential", "linear", "root"))
+    alpha: float = option(3.0, "for constant and root; above 1 it prefers noise", gt=0)
+    first: float = option(256.0, "tokens at `low`", gt=0)
+    last: float = option(4096.0, "tokens at `high`; for root the tokens where alpha is `alpha`", gt=0)
+    low: float = option(0.5, "mu (exponential) or alpha (linear) at `first` tokens; the least alpha (root)")
+    high: float = option(1.15, "mu (exponential) or alpha (linear) at `last` tokens")
 
-    def alpha(self, place: Place) -> Any:
-        """The shift of each sample."""
-        options = self.options
-        if options.law == "constant":
-            return options.alpha
-        tokens = place.said("tokens", "shift")
+    context_names = ("tokens", "frames")
+
+    @staticmethod
+    def check(options: Any) -> None:
+        """Reject lines that are undefined, or whose alpha is not positive."""
+        first, last, low, high = options.first, options.last, options.low, options.high
+        if options.law in ("exponential", "linear"):
+            demand(first != last, "first and last", f"{first:g} and {last:g}", "different numbers")
+        if options.law == "linear":
+            slope = (high - low) / (last - first)
+            positive = slope >= 0 and low - slope * first > 0
+            allowed = "an alpha that does not fall with the number of tokens and is above 0 for any number"
+            demand(positive, "low and high", f"{low:g} and {high:g}", allowed)
+
+    @classmethod
+    def required_context(cls, options: Any) -> set[str]:
+        """Return ``tokens``, unless alpha is constant, and the context of the density."""
+        return super().required_context(options) | (set() if options.law == "constant" else {"tokens"})
+
+    def shift(self, tokens: Any = None, frames: Any = None) -> Any:
+        """Return alpha for images of so many tokens and frames.
+
+        Raises:
+            ConfigError: the number of tokens is needed and missing, or not positive.
+        """
+        if self.law == "constant":
+            return self.alpha
+        tokens = required("tokens", tokens, "shift")
         if isinstance(tokens, (int, float)) and not tokens > 0:
             raise ConfigError(f"shift: tokens: got {tokens}, allowed: a number above 0")
-        if options.law == "root":
-            alpha = options.alpha * (tokens / options.last) ** 0.5
-            return max(alpha, options.low) if isinstance(alpha, float) else alpha.clip(options.low, None)
-        line = options.low + (options.high - options.low) * (tokens - options.first) / (options.last - options.first)
-        if options.law == "exponential":
+        if self.law == "root":
+            alpha = self.alpha * (tokens / self.last) ** 0.5
+            return max(alpha, self.low) if isinstance(alpha, float) else alpha.clip(self.low, None)
+        line = self.low + (self.high - self.low) * (tokens - self.first) / (self.last - self.first)
+        if self.law == "exponential":
             return math.e**line
-        frames = 1 if place.context.get("frames") is None else place.said("frames", "shift")
-        return line * frames**0.5
+        return line * (1 if frames is None else frames) ** 0.5
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
-        """The density's, with the shift taken back."""
-        alpha = self.alpha(place)
-        return self.part.cdf_with_floor(fraction / (alpha - (alpha - 1) * fraction), place)
+    def cdf(self, u: Values, *, tokens: Any = None, frames: Any = None, **context: Any) -> Values:
+        """Distribution function of the density at the fraction before the shift."""
+        alpha = self.shift(tokens, frames)
+        inner = {"tokens": tokens, "frames": frames, **context}
+        return self.base.cdf_with_floor(u / (alpha - (alpha - 1) * u), **inner)
 
-    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
-        """The density's, shifted."""
-        alpha, drawn = self.alpha(place), self.part.transform(probability, place)
-        return alpha * drawn / (1 + (alpha - 1) * drawn)
+    def quantile(self, p: Values, *, tokens: Any = None, frames: Any = None, **context: Any) -> Values:
+        """Shifted quantile of the density."""
+        inner = {"tokens": tokens, "frames": frames, **context}
+        return self._shifted(self.base.quantile_with_floor(p, **inner), tokens, frames)
+
+    def spread(self, uniform: Values, *, tokens: Any = None, frames: Any = None, **context: Any) -> Values:
+        """Shifted draws of the density."""
+        inner = {"tokens": tokens, "frames": frames, **context}
+        return self._shifted(self.base.transform(uniform, **inner), tokens, frames)
+
+    def _shifted(self, v: Values, tokens: Any, frames: Any) -> Values:
+        alpha = self.shift(tokens, frames)
+        return alpha * v / (1 + (alpha - 1) * v)
 
 
-class Mixture(Sampler):
-    r"""Several densities, each with its share of the draws; with ``per: batch`` a whole batch is drawn from one.
+class Combined(FixedDensity):
+    """Base of samplers that combine several densities, `components`, each with a share of the draws.
 
-    $$p(u) = \frac{\sum_i \mathrm{share}_i \, p_i(u)}{\sum_i \mathrm{share}_i}$$
-
-    A number in [0, 1) chooses the part and, stretched, draws from it, so even points are even in every part.
+    A uniform number picks the component by cumulative share and, rescaled to [0, 1) within it, draws from it. Even
+    points are therefore even within every component.
     """
 
-    split = True
-    key = "share"
+    parts: Any
+    key: str  # of the numbers or names of the components
+    per = "sample"
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.parts = [_component(part, schedule, seed, self.key) for part in options.parts]
-        self.numbers = [part[self.key] for part in options.parts]
-        self.moving = self.moving or any(part.moving for part in self.parts)
-        self.asks = self.asks or any(part.asks for part in self.parts)
+        self.components = [_build(named, schedule, seed, self.key) for named in self.parts]
+        self.values = [named[self.key] for named in self.parts]
+        inner = [name for component in self.components for name in component.context_names]
+        self.context_names = tuple(dict.fromkeys([*self.context_names, *inner]))
 
-    def shares(self, place: Place) -> list[Any]:
-        """Of the parts, each a number or what broadcasts with the times of the place; they sum to 1."""
-        return [number / sum(self.numbers) for number in self.numbers]
+    @classmethod
+    def required_context(cls, options: Any) -> set[str]:
+        """Return the context that the components require."""
+        return set().union(*(_required_context(named, cls.key) for named in options.parts))
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+    def shares(self, **context: Any) -> list[Any]:
+        """Return the share of each component: numbers, or tensors that broadcast with draws; they sum to 1."""
+        raise NotImplementedError
+
+    def cdf(self, u: Values, **context: Any) -> Values:
         """Sum of the components' distribution functions, floors included, times their shares."""
-        shares = self.shares(place)
-        return sum(share * part.cdf_with_floor(fraction, place) for part, share in zip(self.parts, shares))
+        shares = self.shares(**context)
+        terms = zip(shares, self.components)
+        return sum(share * component.cdf_with_floor(u, **context) for share, component in terms)
 
-    def uniforms(self, place: Place) -> Any:
-        """Numbers whose first choice is one for the whole batch, where that is asked for."""
-        drawn = super().uniforms(place)
-        if getattr(self.options, "per", "sample") == "sample":
-            return drawn
-        one, below = place.uniform("part", index=range(1)), 0.0
-        for share in self.shares(place):
-            drawn = of(drawn).where((one >= below) & (one < below + share), below + share * drawn.clip(0, 1), drawn)
+    def quantile(self, p: Values, **context: Any) -> Values:
+        """Inverse of `cdf` by bisection."""
+        return bisect(lambda u: self.cdf(u, **context), p)
+
+    def uniforms(self, coordinates: RandomCoordinates) -> Any:
+        """Uniform numbers; with ``per: batch`` those of a batch lie in the share of one component."""
+        uniform = super().uniforms(coordinates)
+        if self.per == "sample":
+            return uniform
+        choice, below = coordinates.uniform("part", sample_indices=range(1)), 0.0
+        for share in self.shares(**coordinates.arguments(self.context_names)):
+            chosen = (choice >= below) & (choice < below + share)
+            uniform = of(uniform).where(chosen, below + share * uniform.clip(0, 1), uniform)
             below += share
-        return drawn
+        return uniform
 
-    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
-        """A draw: the number less the shares before its part, over the part's share."""
-        drawn, below = 0.0 * probability, 0.0
-        for part, share in zip(self.parts, self.shares(place)):
-            inside = ((probability - below) / (share + 1e-300)).clip(0.0, 1.0 - 2**-53)
-            drawn = of(probability).where(probability >= below, part.transform(inside, place), drawn)
+    def spread(self, uniform: Values, **context: Any) -> Values:
+        """Pick a component by cumulative share, then rescale the number to [0, 1) within the share."""
+        draws, below = 0.0 * uniform, 0.0
+        for component, share in zip(self.components, self.shares(**context)):
+            inside = ((uniform - below) / (share + 1e-300)).clip(0.0, 1.0 - 2**-53)
+            draws = of(uniform).where(uniform >= below, component.transform(inside, **context), draws)
             below = below + share
-        return drawn
+        return draws
 
 
-class ByGroup(Mixture):
-    r"""A density for each group of the data set; the call says the samples' ``group``: a name, or numbers (n,).
+@sampler("mixture", "several densities, each with its share")
+class Mixture(Combined):
+    r"""Mixture of densities, each with its share of the draws; with ``per: batch`` a whole batch is drawn from one.
+
+    $$p(u) = \frac{\sum_i \mathrm{share}_i \, p_i(u)}{\sum_i \mathrm{share}_i}$$
+    """
+
+    parts: Any = components_option("share", float, 1.0, "of the draws, any sum above 0")
+    per: str = option("sample", "what is drawn from one component", choices=("sample", "batch"))
+    key = "share"
+
+    def shares(self, **context: Any) -> list[Any]:
+        """Return the shares over their sum."""
+        return [value / sum(self.values) for value in self.values]
+
+
+@sampler("by_group", "a density for each group of the data set")
+class ByGroup(Combined):
+    r"""Density for each group of the data set; a call passes ``group``: a name, or numbers of groups (n,).
 
     $$p(u \mid \mathrm{group} = g) = p_g(u)$$
     """
 
+    parts: Any = components_option("group", str, "all", "names, each once")
     key = "group"
+    context_names = ("group",)
 
-    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        super().__init__(options, schedule, seed)
-        self.asks = self.asks or len(self.parts) > 1
+    @classmethod
+    def required_context(cls, options: Any) -> set[str]:
+        """Return ``group`` if there are several, and the context of the components."""
+        return super().required_context(options) | ({"group"} if len(options.parts) > 1 else set())
 
-    def shares(self, place: Place) -> list[Any]:
-        """1 for the group's part; the only one of all samples."""
-        if len(self.parts) == 1:
+    def shares(self, *, group: Any = None, **context: Any) -> list[Any]:
+        """1 for the component of the sample's group, 0 for the others."""
+        if len(self.components) == 1:
             return [1.0]
-        group = place.said("group", "by_group")
+        group = required("group", group, "by_group")
         if isinstance(group, str):
-            if group not in self.numbers:
-                raise ConfigError(f"group: got {group!r}, allowed: {', '.join(map(str, self.numbers))}")
-            group = self.numbers.index(group)
-        chosen = [group == number for number in range(len(self.parts))]
-        return [float(one) if isinstance(one, bool) else one.double() for one in chosen]
+            if group not in self.values:
+                raise ConfigError(f"group: got {group!r}, allowed: {', '.join(map(str, self.values))}")
+            group = self.values.index(group)
+        chosen = [group == number for number in range(len(self.components))]
+        return [float(item) if isinstance(item, bool) else item.double() for item in chosen]
 
 
-class Schedule(Mixture):
+@sampler("schedule", "densities one after the other over training")
+class Schedule(Combined):
     r"""Densities over training: each from its `start` on, at once or blended over `ramp` before the next begins.
 
     $$p_k(u) = \sum_i b_i(k) \, (1 - b_{i + 1}(k)) \, p_i(u), \qquad
     b_i(k) = \min\left(1, \max\left(0, \, \frac{k - \mathrm{start}_i}{\mathrm{ramp}} + 1\right)\right)$$
 
-    Starts count steps, or with ``of: progress`` shares of the training, which the call says as ``progress``.
+    Starts count steps, or with ``of: progress`` fractions of the training run, which a call passes as ``progress``.
     """
 
-    key, moving = "start", True
+    parts: Any = components_option("start", float, 0, "rising")
+    of: str = option("steps", "what starts and ramp count", choices=("steps", "progress"))
+    ramp: float = option(0.0, "how long a density is blended in before its start", ge=0)
+    key = "start"
+    context_names = ("step", "progress")
 
-    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        super().__init__(options, schedule, seed)
-        self.asks = self.asks or options.of == "progress"
+    @classmethod
+    def required_context(cls, options: Any) -> set[str]:
+        """Return ``progress`` if starts are fractions, and the context of the components."""
+        return super().required_context(options) | ({"progress"} if options.of == "progress" else set())
 
-    def shares(self, place: Place) -> list[Any]:
-        """What the ramps at the place's step say."""
-        now = place.now if self.options.of == "steps" else place.said("progress", "schedule")
-        ramp = self.options.ramp
+    def shares(self, *, step: Any = 0, progress: Any = None, **context: Any) -> list[Any]:
+        """Return the shares of the ramps at a step, or at a fraction of the training run."""
+        now = step if self.of == "steps" else required("progress", progress, "schedule")
         begun = [1.0]
-        for start in self.numbers[1:]:
-            up = (now - start) / ramp + 1 if ramp else 1.0 * (now >= start)
+        for start in self.values[1:]:
+            up = (now - start) / self.ramp + 1 if self.ramp else 1.0 * (now >= start)
             begun.append(min(max(up, 0.0), 1.0) if isinstance(up, (int, float)) else up.clip(0.0, 1.0))
         return [this * (1 - after) for this, after in zip(begun, [*begun[1:], 0.0])]
 
 
-class Table(Sampler):
-    r"""A density by numbers evenly spread over the process: of equal cells, or knots with lines or a spline between.
+@sampler("table", "a density by numbers: cells, lines or a spline")
+class Table(FixedDensity):
+    r"""Density by numbers evenly spread over the process: of equal cells, or knots with lines or a spline between.
 
     $$p(u) = \frac{f(u)}{\int_0^1 f(v) \, dv}, \qquad f \text{ through the numbers}$$
     """
+
+    values: list[float] = option([1.0, 1.0], "relative densities, t/T from 0 to 1")
+    file: str | None = option(None, "a file of them instead, comma or line separated")
+    between: str = option("lines", "numbers are of equal cells, or knots", choices=("cells", "lines", "spline"))
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -234,16 +387,22 @@ class Table(Sampler):
         below = np.concatenate([[0.0], tabled(options, (np.arange(count) + 0.5) / count).cumsum()])
         self._nodes = below / below[-1], np.arange(count + 1) / count
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
-        """Of the nodes."""
-        return interp(fraction, *self.nodes(fraction)[::-1])
+    @staticmethod
+    def check(options: Any) -> None:
+        """Reject a single knot."""
+        enough = options.file or options.between == "cells" or len(options.values) > 1
+        demand(enough, "values", options.values, "two knots or more")
+
+    def cdf(self, u: Values, **context: Any) -> Values:
+        """Interpolated between the nodes."""
+        return interp(u, *self.nodes(u)[::-1])
 
 
-def tabled(options: Any, places: Array) -> Array:
-    """What a table of `values` or a `file` of numbers holds at places in [0, 1), elementwise.
+def tabled(options: Any, positions: Array) -> Array:
+    """Evaluate a table of `values`, or of a `file` of numbers, at positions in [0, 1], elementwise.
 
     Raises:
-        ValueError: it holds no numbers, or none above 0, or some below.
+        ValueError: there are no numbers, none is above 0, or some are below.
     """
     values = np.asarray(options.values, np.float64)
     if options.file:
@@ -253,47 +412,55 @@ def tabled(options: Any, places: Array) -> Array:
             raise ValueError(f"file: got {options.file}, allowed: a file of numbers ({error})") from None
     least = 1 if options.between == "cells" else 2
     if len(values) < least or not np.isfinite(values).all() or values.min() < 0 or values.max() <= 0:
-        found = f"{len(values)} numbers from {min(values, default=0):g} to {max(values, default=0):g}"
-        raise ValueError(f"values: got {found}, allowed: {least} or more, none below 0 and one above")
+        got = f"{len(values)} numbers from {min(values, default=0):g} to {max(values, default=0):g}"
+        raise ValueError(f"values: got {got}, allowed: {least} or more, none below 0 and one above")
     if options.between == "cells":
-        return np.asarray(values[(places * len(values)).astype(np.int64).clip(0, len(values) - 1)])
+        return np.asarray(values[(positions * len(values)).astype(np.int64).clip(0, len(values) - 1)])
     if options.between == "lines":
-        return np.asarray(np.interp(places, np.linspace(0, 1, len(values)), values))
-    return spline(places, values)
+        return np.asarray(np.interp(positions, np.linspace(0, 1, len(values)), values))
+    return spline(positions, values)
 
 
-class Listed(Sampler):
-    r"""Times of a list alone, as fractions of the process, one as often as another; in turn with ``in_turn``.
+@sampler("listed", "the times of a list alone")
+class Listed(FixedDensity):
+    r"""Times of a list, as fractions of the process, all equally often; with ``in_turn`` one after the other.
 
     $$p(u) = \frac{1}{n} \sum_{i=1}^n \delta(u - u_i)$$
     """
 
+    times: list[float] = option([1.0, 0.75, 0.5, 0.25], "fractions t/T of the process")
+    in_turn: bool = option(False, "true: sample after sample takes the next one")
+
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        if not options.times or min(options.times) < 0 or max(options.times) > 1:
-            raise ValueError(f"times: got {options.times}, allowed: one or more numbers from 0 to 1")
-        self._times = np.minimum(np.sort(options.times), 1 - 2**-53)
+        if not self.times or min(self.times) < 0 or max(self.times) > 1:
+            raise ValueError(f"times: got {self.times}, allowed: one or more numbers from 0 to 1")
+        self._times = np.minimum(np.sort(self.times), 1 - 2**-53)
 
-    def uniforms(self, place: Place) -> Any:
-        """With ``in_turn`` each time of each sample is the next of the list."""
-        if not self.options.in_turn:
-            return super().uniforms(place)
+    @staticmethod
+    def check(options: Any) -> None:
+        """Reject a floor with times in turn."""
+        allowed = "0 with in_turn, which leaves nothing to chance"
+        demand(not (options.in_turn and options.floor), "floor", options.floor, allowed)
+
+    def uniforms(self, coordinates: RandomCoordinates) -> Any:
+        """Uniform numbers; with ``in_turn`` each time of each sample is the next of the list."""
+        if not self.in_turn:
+            return super().uniforms(coordinates)
         import torch
 
-        index = place.index
-        if isinstance(index, range):
-            index = torch.arange(index.start, index.stop, device=place.device)
-        before = place.steps * place.total if place.before is None else place.before
-        count = math.prod(place.shape)  # times of one sample
-        sample = before + index.reshape(-1, *[1] * len(place.shape))
-        number = sample * count + torch.arange(count, device=place.device).view(place.shape)
+        shape, before = coordinates.times_shape, coordinates.samples_before
+        before = coordinates.broadcast_step * coordinates.batch_size if before is None else before
+        count = math.prod(shape)  # times of one sample
+        sample = before + coordinates.index_tensor().reshape(-1, *[1] * len(shape))
+        number = sample * count + torch.arange(count, device=coordinates.device).view(shape)
         return ((number % len(self._times) + 0.5) / len(self._times)).double()
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+    def cdf(self, u: Values, **context: Any) -> Values:
         """Steps at the times."""
-        return of(fraction).searchsorted(like(self._times, fraction), fraction, side="left") / len(self._times)
+        return of(u).searchsorted(like(self._times, u), u, side="left") / len(self._times)
 
-    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
-        """The next time of the list."""
-        number = of(probability).floor(probability * len(self._times)).clip(0, len(self._times) - 1)
-        return like(self._times, probability)[number.astype(np.int64) if of(number) is np else number.long()]
+    def quantile(self, p: Values, **context: Any) -> Values:
+        """Next time of the list."""
+        number = of(p).floor(p * len(self._times)).clip(0, len(self._times) - 1)
+        return like(self._times, p)[number.astype(np.int64) if of(number) is np else number.long()]

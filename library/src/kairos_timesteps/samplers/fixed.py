@@ -1,6 +1,6 @@
-"""Samplers with a fixed density of u = t/T, 0 the image and 1 noise, given by its distribution function or its inverse.
+"""Samplers with a fixed density of u = t/T, 0 the image and 1 noise.
 
-Those that are densities of the log signal-to-noise ratio are in `laws`, those made of others in `combined`.
+Densities of the log signal-to-noise ratio are in `log_snr`, those made of other densities in `combined`.
 """
 
 import math
@@ -8,76 +8,111 @@ from typing import Any
 
 import numpy as np
 
-from kairos_timesteps.base import NOTHING, Sampler
-from kairos_timesteps.coordinates import Place
+from kairos_timesteps.base import FixedDensity
+from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
+from kairos_timesteps.errors import ValueRejected, demand
 from kairos_timesteps.incomplete_beta import beta_cdf
-from kairos_timesteps.numeric import Array, Values, interp, logit, normal_cdf, normal_quantile, of, sigmoid
+from kairos_timesteps.numeric import Array, Values, bisect, interp, logit, normal_cdf, normal_quantile, of, sigmoid
+from kairos_timesteps.options import option
 
 
-class Uniform(Sampler):
-    r"""Every timestep alike (Ho et al. 2020), or those of a range: start ... end - 1, and no others.
+@sampler("uniform", "every timestep alike (DDPM), or a range of them")
+class Uniform(FixedDensity):
+    r"""Uniform timesteps (Ho et al. 2020), or those of a range: start ... end - 1, and no others.
 
     $$p(t) = \frac{1}{\mathrm{end} - \mathrm{start}}, \qquad \mathrm{start} \le t < \mathrm{end}$$
 
     Raises:
-        ValueError: the range is not one of the process.
+        ValueError: the range does not fit the process.
     """
+
+    start: int = option(0, "first timestep drawn", ge=0)
+    end: int | None = option(None, "timestep after the last one drawn; null: T", ge=1)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        options.check_fits(schedule.timesteps, schedule.name)
-        self._end = schedule.timesteps if options.end is None else options.end
-        self._start = options.start / schedule.timesteps
-        self._width = (self._end - options.start) / schedule.timesteps
+        self.check_process(options, schedule.timesteps, schedule.name)
+        self._end = schedule.timesteps if self.end is None else self.end
+        self._first = self.start / schedule.timesteps
+        self._width = (self._end - self.start) / schedule.timesteps
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+    @staticmethod
+    def check(options: Any) -> None:
+        """Reject an empty range, and importance weights that cannot reach timesteps outside of the range."""
+        start, end = options.start, options.end
+        demand(end is None or start < end, "start and end", f"{start} and {end}", "start < end")
+        if options.importance and not options.floor and (start or end is not None):
+            why = "those outside are never drawn, so no weight brings back uniform's objective"
+            raise ValueRejected(
+                f"importance: got true with a range of timesteps; {why}; allowed: false, or a floor above 0"
+            )
+
+    @staticmethod
+    def check_process(options: Any, timesteps: int, schedule: str) -> None:
+        """Reject a range outside of the process."""
+        demand(options.start < timesteps, "start", options.start, f"0 to T - 1 = {timesteps - 1}")
+        demand((options.end or 0) <= timesteps, "end", options.end, f"start + 1 to T = {timesteps}")
+
+    def cdf(self, u: Values, **context: Any) -> Values:
         """Linear within the range."""
-        return ((fraction - self._start) / self._width).clip(0.0, 1.0)
+        return ((u - self._first) / self._width).clip(0.0, 1.0)
 
-    def masses(self, x0: Any = None, place: Place = NOTHING) -> Array:
+    def masses(self, x0: Any = None, **context: Any) -> Array:
         """Exactly 0 outside of the range."""
         t = np.arange(self.schedule.timesteps)
-        return np.where((t >= self.options.start) & (t < self._end), 1 / (self._end - self.options.start), 0.0)
+        return np.where((t >= self.start) & (t < self._end), 1 / (self._end - self.start), 0.0)
 
-    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
+    def quantile(self, p: Values, **context: Any) -> Values:
         """Linear."""
-        return self._start + self._width * probability
+        return self._first + self._width * p
 
 
-class LogNormal(Sampler):
-    r"""The logit-normal density of Esser et al. 2024 (Kim et al. 2025, appendix 10), u = t/T.
+@sampler("log_normal", "logit-normal, middle timesteps (SD3)")
+class LogNormal(FixedDensity):
+    r"""Logit-normal density of u = t/T (Esser et al. 2024; Kim et al. 2025, appendix 10).
 
     $$p(u) = \frac{1}{s \sqrt{2 \pi} \, u (1 - u)} \exp\left(-\frac{(\ln\frac{u}{1 - u} - m)^2}{2 s^2}\right)$$
 
-    It never reaches the ends of the process. With `low` and `high` the normal's quantiles below and above are cut off
-    and what is left is stretched to the whole process (Sana).
+    It never reaches the ends of the process. `low` and `high` cut off the normal's quantiles below and above; the rest
+    is stretched to the whole process (Sana).
     """
+
+    m: float = option(0.0, "mean of logit(t/T)")
+    s: float = option(1.0, "standard deviation of logit(t/T)", gt=0)
+    low: float = option(0.0, "quantile of the normal below which it is cut off, the rest stretched", ge=0, lt=1)
+    high: float = option(1.0, "quantile of the normal above which it is cut off", gt=0, le=1)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
         self._ends = 0.0, 1.0
-        if (options.low, options.high) != (0, 1):
-            low, high = self._logits(np.array([options.low, options.high]))
+        if (self.low, self.high) != (0, 1):
+            low, high = self._logits(np.array([self.low, self.high]))
             self._ends = float(sigmoid(low)), float(sigmoid(high))
 
-    def _logits(self, probability: Values) -> Values:
-        return self.options.m + self.options.s * normal_quantile(probability)
+    @staticmethod
+    def check(options: Any) -> None:
+        """Reject an empty interval of quantiles."""
+        demand(options.low < options.high, "low and high", f"{options.low} and {options.high}", "low < high")
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
-        """Phi((logit(fraction) - m) / s)."""
-        (first, last), options = self._ends, self.options
-        below = normal_cdf((logit(first + (last - first) * fraction) - options.m) / options.s)
-        return (below - options.low) / (options.high - options.low)
+    def _logits(self, p: Values) -> Values:
+        return self.m + self.s * normal_quantile(p)
 
-    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
-        """sigmoid(m + s Phi^-1(probability))."""
-        (first, last), options = self._ends, self.options
-        drawn = sigmoid(self._logits(options.low + (options.high - options.low) * probability))
+    def cdf(self, u: Values, **context: Any) -> Values:
+        """Phi((logit(u) - m) / s)."""
+        first, last = self._ends
+        below = normal_cdf((logit(first + (last - first) * u) - self.m) / self.s)
+        return (below - self.low) / (self.high - self.low)
+
+    def quantile(self, p: Values, **context: Any) -> Values:
+        """sigmoid(m + s Phi^-1(p))."""
+        first, last = self._ends
+        drawn = sigmoid(self._logits(self.low + (self.high - self.low) * p))
         return (drawn - first) / (last - first)
 
 
-class Mode(Sampler):
+@sampler("mode", "SD3's mode sampling")
+class Mode(FixedDensity):
     r"""Mode sampling of SD3 (Esser et al. 2024, eq. 19): u = t/T is this function of a uniform v.
 
     $$u = 1 - v - m \left(\cos^2\frac{\pi v}{2} - 1 + v\right), \qquad v \sim U(0, 1)$$
@@ -85,138 +120,163 @@ class Mode(Sampler):
     Monotone for -1 <= m <= 2/(pi - 2); m > 0 prefers the middle, m < 0 the ends.
     """
 
-    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
-        """The formula at u = 1 - probability: it falls with u."""
-        bump = of(probability).cos(math.pi / 2 * (1 - probability)) ** 2 - probability
-        return (probability - self.options.m * bump).clip(0.0, 1.0)
+    m: float = option(1.29, "scale of the bump: > 0 the middle, < 0 the ends; at most 2/(pi - 2)", ge=-1, le=1.7519)
+
+    def quantile(self, p: Values, **context: Any) -> Values:
+        """The formula at v = 1 - p, because it falls with v."""
+        bump = of(p).cos(math.pi / 2 * (1 - p)) ** 2 - p
+        return (p - self.m * bump).clip(0.0, 1.0)
 
 
-class Beta(Sampler):
-    r"""u = t/T of a beta distribution (B-TTDM, Zheng et al. 2024; a = 0.8, b = 1 recommended).
-
-    $$p(u) = \frac{u^{a - 1} (1 - u)^{b - 1}}{B(a, b)}$$
-
-    With b = 1 or a = 1 the inverse is a power.
-    """
-
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
-        """The regularised incomplete beta function; of a tensor by the nodes, exact at the borders of timesteps."""
-        if of(fraction) is np:
-            return beta_cdf(fraction, np.array(self.options.a), np.array(self.options.b))
-        return interp(fraction, *self.nodes(fraction)[::-1])
-
-    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
-        """Its inverse."""
-        if self.options.b == 1:
-            return probability ** (1 / self.options.a)
-        if self.options.a == 1:
-            return 1 - (1 - probability) ** (1 / self.options.b)
-        return super().quantile(probability)
-
-
-class CosMap(Sampler):
-    r"""The angle of a linear flow is uniform (SD3, Esser et al. 2024), u = t/T.
+@sampler("cosmap", "a uniform angle on a linear flow (SD3)")
+class CosMap(FixedDensity):
+    r"""Uniform angle of a linear flow (SD3, Esser et al. 2024), u = t/T.
 
     $$u = 1 - \frac{1}{\tan(\pi v / 2) + 1}, \quad v \sim U(0, 1) \qquad p(u) = \frac{2}{\pi (1 - 2 u + 2 u^2)}$$
     """
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
-        """2/pi arctan(t/(1 - t)), without the division."""
-        return 2 / math.pi * of(fraction).arctan2(fraction, 1 - fraction)
+    def cdf(self, u: Values, **context: Any) -> Values:
+        """2/pi arctan(u/(1 - u)), without the division."""
+        return 2 / math.pi * of(u).arctan2(u, 1 - u)
 
-    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
+    def quantile(self, p: Values, **context: Any) -> Values:
         """sin/(sin + cos): the formula without an infinite tangent."""
-        angle = math.pi / 2 * probability
+        angle = math.pi / 2 * p
         sine, cosine = of(angle).sin(angle), of(angle).cos(angle)
         return sine / (sine + cosine)
 
 
-class Parabola(Sampler):
-    r"""An inverted parabola of u = t/T (OneTrainer; Chroma: 7.7 and 0).
+@sampler("parabola", "an inverted parabola (OneTrainer, Chroma)")
+class Parabola(FixedDensity):
+    r"""Inverted parabola of u = t/T (OneTrainer; Chroma: 7.7 and 0).
 
     $$p(u) \propto \max\left(0, \; 2 - \mathrm{weight} \, (u - \tfrac{1}{2} - \mathrm{bias})^2\right)$$
     """
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
+    weight: float = option(7.7, "factor of the square; 0 is uniform", ge=0)
+    bias: float = option(0.0, "offset of the middle", gt=-0.5, lt=0.5)
+
+    def cdf(self, u: Values, **context: Any) -> Values:
         """The cubic between the parabola's roots."""
-        centre, weight = 0.5 + self.options.bias, self.options.weight
+        centre, weight = 0.5 + self.bias, self.weight
         reach = math.sqrt(2 / weight) if weight else math.inf
         low, high = max(0.0, centre - reach), min(1.0, centre + reach)
 
         def area(x: Any) -> Any:
             return 2 * x - weight * (x - centre) ** 3 / 3
 
-        return (area(fraction.clip(low, high)) - area(low)) / (area(high) - area(low))
+        return (area(u.clip(low, high)) - area(low)) / (area(high) - area(low))
 
 
-class Slope(Sampler):
-    r"""A sigmoid of u = t/T (OneTrainer).
+@sampler("slope", "rising or falling by a sigmoid (OneTrainer)")
+class Slope(FixedDensity):
+    r"""Sigmoid of u = t/T (OneTrainer).
 
     $$p(u) \propto \frac{1}{1 + \exp\left(-\mathrm{weight} \, (u - \tfrac{1}{2} - \mathrm{bias})\right)}$$
     """
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
-        """Differences of softplus over the weight; of a weight of 0, the fraction itself.
+    weight: float = option(4.0, "steepness; above 0 it prefers noise", ge=-100, le=100)
+    bias: float = option(0.0, "where the sigmoid is 1/2, from the middle", ge=-5, le=5)
+
+    def cdf(self, u: Values, **context: Any) -> Values:
+        """Differences of softplus over the weight; a weight of 0 gives u itself.
 
         A falling density is computed as the mirror image of a rising one, which does not round to 0.
         """
-        weight, bias = self.options.weight or 1e-9, self.options.bias
+        weight, bias = self.weight or 1e-9, self.bias
         if weight < 0:
-            return 1 - self._rising(1 - fraction, -weight, -bias)
-        return self._rising(fraction, weight, bias)
+            return 1 - self._rising(1 - u, -weight, -bias)
+        return self._rising(u, weight, bias)
 
-    def _rising(self, fraction: Values, weight: float, bias: float) -> Values:
+    def _rising(self, u: Values, weight: float, bias: float) -> Values:
         start = 1 / (1 + math.exp(weight * (0.5 + bias)))
-        area = of(fraction).log1p(of(fraction).expm1(weight * fraction) * start)
+        area = of(u).log1p(of(u).expm1(weight * u) * start)
         return area / math.log1p(math.expm1(weight) * start)
 
 
-class UShape(Sampler):
-    r"""The ends of u = t/T, more with a (Lee et al. 2024, rectified flow++).
+@sampler("u_shape", "the ends (rectified flow++)")
+class UShape(FixedDensity):
+    r"""Density of the ends of u = t/T, more with a (Lee et al. 2024, rectified flow++).
 
     $$p(u) = \frac{a}{2 (e^a - 1)} \left(e^{a u} + e^{a (1 - u)}\right)$$
     """
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
-        """1/2 + sinh(a (t - 1/2))/(2 sinh(a/2))."""
-        a = self.options.a
-        return 0.5 + of(fraction).sinh(a * (fraction - 0.5)) / (2 * math.sinh(a / 2))
+    a: float = option(4.0, "how much the ends are preferred", gt=0, le=100)
 
-    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
-        """Its inverse."""
-        a = self.options.a
-        return 0.5 + of(probability).arcsinh((2 * probability - 1) * math.sinh(a / 2)) / a
+    def cdf(self, u: Values, **context: Any) -> Values:
+        """1/2 + sinh(a (u - 1/2))/(2 sinh(a/2))."""
+        return 0.5 + of(u).sinh(self.a * (u - 0.5)) / (2 * math.sinh(self.a / 2))
+
+    def quantile(self, p: Values, **context: Any) -> Values:
+        """Inverse of the hyperbolic sine."""
+        return 0.5 + of(p).arcsinh((2 * p - 1) * math.sinh(self.a / 2)) / self.a
 
 
-class Clts(Sampler):
-    r"""Curriculum of Xu et al. 2024 (CLTS): from uniform in u = t/T to a normal density, l rises with the step k.
+@sampler("beta", "t/T ~ Beta(0.8, 1) (B-TTDM)")
+class Beta(FixedDensity):
+    r"""Beta distribution of u = t/T (B-TTDM, Zheng et al. 2024; a = 0.8, b = 1 recommended).
+
+    $$p(u) = \frac{u^{a - 1} (1 - u)^{b - 1}}{B(a, b)}$$
+
+    With b = 1 or a = 1 the inverse is a power.
+    """
+
+    a: float = option(0.8, "first parameter; below 1 it prefers small t", gt=0)
+    b: float = option(1.0, "second parameter; below 1 it prefers large t", gt=0)
+
+    def cdf(self, u: Values, **context: Any) -> Values:
+        """Regularised incomplete beta function; for tensors between nodes, exact at the borders of timesteps."""
+        if of(u) is np:
+            return beta_cdf(u, np.array(self.a), np.array(self.b))
+        return interp(u, *self.nodes(u)[::-1])
+
+    def quantile(self, p: Values, **context: Any) -> Values:
+        """Inverse of the incomplete beta function."""
+        if self.b == 1:
+            return p ** (1 / self.a)
+        if self.a == 1:
+            return 1 - (1 - p) ** (1 / self.b)
+        return super().quantile(p)
+
+
+@sampler("clts", "curriculum from uniform to a normal density at 0.3 T (CLTS)")
+class Clts(FixedDensity):
+    r"""Curriculum of Xu et al. 2024 (CLTS): from uniform in u = t/T to a normal density; l rises with the step k.
 
     $$p_k(u) = (1 - l_k) + l_k \, N_{[0, 1]}(u; \, \mu, s^2), \qquad l_k = \min(k / \mathrm{length}, \, 1)$$
 
-    No public code; the paper does not state s. The normal density is truncated to the process and l grows linearly over
-    the first `length` steps, an option of its own: it does not follow the number of steps that a training is given.
+    There is no public code, and the paper does not state s. Here the normal density is truncated to the process, and l
+    grows linearly over the first `length` steps, whatever the number of training steps.
     """
 
-    moving = split = True
+    context_names = ("step",)
+
+    mu: float = option(0.3, "mean of t/T at the end of the curriculum", ge=0, le=1)
+    s: float = option(0.2, "its standard deviation; not published, this is our choice", gt=0)
+    length: int = option(50_000, "steps until the density is normal alone", ge=1)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self._low, self._high = normal_cdf((np.array([0.0, 1.0]) - options.mu) / options.s).tolist()
+        self._low, self._high = normal_cdf((np.array([0.0, 1.0]) - self.mu) / self.s).tolist()
 
-    def _progress(self, place: Place) -> Any:
-        """The mixture's l at the place's step."""
-        share = place.now / self.options.length
+    def progress(self, step: Any) -> Any:
+        """Share l of the normal density at a step."""
+        share = step / self.length
         return min(share, 1.0) if isinstance(share, float) else share.clip(None, 1.0)
 
-    def cdf(self, fraction: Values, place: Place = NOTHING) -> Values:
-        """The mixture at the place's step."""
-        below = normal_cdf((fraction - self.options.mu) / self.options.s)
-        truncated, progress = ((below - self._low) / (self._high - self._low)).clip(0.0, 1.0), self._progress(place)
-        return (1 - progress) * fraction + progress * truncated
+    def cdf(self, u: Values, *, step: Any = 0, **context: Any) -> Values:
+        """Mixture at the step."""
+        below = normal_cdf((u - self.mu) / self.s)
+        truncated, progress = ((below - self._low) / (self._high - self._low)).clip(0.0, 1.0), self.progress(step)
+        return (1 - progress) * u + progress * truncated
 
-    def quantile(self, probability: Values, place: Place = NOTHING) -> Values:
-        """A share 1 - l of the range goes to the uniform part, the rest to the normal one."""
-        part = 1 - self._progress(place)
-        uniform, rest = probability / (part + 1e-300), (probability - part).clip(0.0, None) / (1 - part + 1e-300)
-        normal = self.options.mu + self.options.s * normal_quantile(self._low + rest * (self._high - self._low))
-        return of(probability).where(probability < part, uniform, normal.clip(0.0, 1.0))
+    def quantile(self, p: Values, **context: Any) -> Values:
+        """Inverse of `cdf` by bisection."""
+        return bisect(lambda u: self.cdf(u, **context), p)
+
+    def spread(self, uniform: Values, *, step: Any = 0, **context: Any) -> Values:
+        """A share 1 - l of the numbers stays uniform, the rest goes to the normal density."""
+        share = 1 - self.progress(step)
+        even, rest = uniform / (share + 1e-300), (uniform - share).clip(0.0, None) / (1 - share + 1e-300)
+        normal = self.mu + self.s * normal_quantile(self._low + rest * (self._high - self._low))
+        return of(uniform).where(uniform < share, even, normal.clip(0.0, 1.0))

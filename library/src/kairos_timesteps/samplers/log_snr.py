@@ -1,13 +1,15 @@
-"""Densities of the log signal-to-noise ratio, lambda = -2 ln sigma: of any process that has one."""
+"""Samplers with a fixed density of the log signal-to-noise ratio, lambda = -2 ln sigma, on any process."""
 
 import math
 from typing import Any
 
 import numpy as np
 
-from kairos_timesteps.base import Tabled
+from kairos_timesteps.base import FixedDensity, TableDensity
+from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.numeric import Values, bisect, levels, logit, normal_cdf, normal_quantile, of, sigmoid
+from kairos_timesteps.options import option
 
 
 def _laplace_cdf(x: Values) -> Values:
@@ -18,8 +20,8 @@ def _laplace_quantile(p: Values) -> Values:
     return -of(p).sign(p - 0.5) * of(p).log1p(-2 * abs(p - 0.5))
 
 
-# distribution function of location 0 and scale 1, and its inverse
-LAWS: dict[str, tuple[Any, Any]] = {
+# distribution function with location 0 and scale 1, and its inverse
+DISTRIBUTIONS: dict[str, tuple[Any, Any]] = {
     "normal": (normal_cdf, normal_quantile),
     "laplace": (_laplace_cdf, _laplace_quantile),
     "logistic": (sigmoid, logit),
@@ -31,29 +33,59 @@ LAWS: dict[str, tuple[Any, Any]] = {
 }
 
 
-class OfLogSnr(Tabled):
-    """Base: on a process a timestep has the mass of its cell in lambda.
+class LogSnrDensity(TableDensity, FixedDensity):
+    """Base of densities of lambda: a timestep has the probability of its cell in lambda.
 
-    Borders of cells are half-way to their neighbours; the tails go to the first and the last.
+    Borders of cells are half-way between neighbours. The tails belong to the first and the last cell.
     """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        below, above = self.shares(levels(schedule))
+        below, above = self.tails(levels(schedule))
         inner = np.where(below[:-1] < 0.5, -np.diff(below), np.diff(above))  # exact in both tails
         self.set_masses(np.concatenate([above[:1], inner, below[-1:]]))
 
-    def shares(self, level: Values) -> tuple[Values, Values]:
-        """Probability of lambda below and above `level`, elementwise."""
+    def tails(self, level: Values) -> tuple[Values, Values]:
+        """Probability of lambda below `level` and above it, elementwise."""
         raise NotImplementedError
 
-    def level(self, probability: Values) -> Values:
-        """The quantile of lambda, on no process, elementwise."""
+    def level(self, p: Values) -> Values:
+        """Quantile of lambda, independent of the process, elementwise."""
         raise NotImplementedError
 
 
-class LogSnr(OfLogSnr):
-    r"""lambda = ln SNR by a symmetric law with a location m and a scale s: Laplace (Hang et al. 2025) or another.
+class SymmetricLogSnr(LogSnrDensity):
+    """Base of densities of lambda by a symmetric distribution, with a location and a scale on each side of it."""
+
+    law: str
+    location: float
+    scale: float
+    scale_above: float | None = None
+
+    def _sides(self) -> tuple[float, float, float]:
+        """Return the scales below and above the location, and the probability below it."""
+        above = self.scale_above or self.scale
+        return self.scale, above, self.scale / (self.scale + above)
+
+    def tails(self, level: Values) -> tuple[Values, Values]:
+        """Probability on each side of the location."""
+        cdf, (scale_below, scale_above, share) = DISTRIBUTIONS[self.law][0], self._sides()
+        off, where = level - self.location, of(level).where
+        low = 2 * share * cdf(-abs(off) / scale_below)
+        high = 2 * (1 - share) * cdf(-abs(off) / scale_above)
+        return where(off < 0, low, 1 - high), where(off < 0, 1 - low, high)
+
+    def level(self, p: Values) -> Values:
+        """Quantile on each side of the location."""
+        quantile, (scale_below, scale_above, share) = DISTRIBUTIONS[self.law][1], self._sides()
+        below = p < share
+        off = quantile(of(p).where(below, p / share, (1 - p) / (1 - share)) / 2)
+        return self.location + of(p).where(below, scale_below * off, -scale_above * off)
+
+
+@sampler("log_snr", "ln SNR by Laplace's distribution (Hang et al. 2025) or another")
+class LogSnr(SymmetricLogSnr):
+    r"""Symmetric density of lambda = ln SNR, location m and scale s: Laplace (Hang et al. 2025) or another.
 
     $$p(\lambda) = \frac{1}{s} f\left(\frac{\lambda - m}{s}\right), \qquad
     f_{\mathrm{laplace}}(x) = \frac{1}{2} e^{-|x|}$$
@@ -62,34 +94,44 @@ class LogSnr(OfLogSnr):
     f_{\mathrm{logistic}} = \frac{e^{-x}}{(1 + e^{-x})^2},
     \quad f_{\mathrm{cauchy}} = \frac{1}{\pi (1 + x^2)}, \quad f_{\mathrm{secant}} = \frac{1}{2 \pi \cosh(x / 2)}$$
 
-    ``secant`` with scale 1 and location 0 is that of a uniform angle, tan(angle) = sigma (v-diffusion). With
-    `scale_above` another scale holds above the location, with as much more or less of the mass: the density is
-    continuous (k-diffusion's split normal).
+    ``secant`` with scale 1 and location 0 is the density of a uniform angle, tan(angle) = sigma (v-diffusion). With
+    `scale_above` another scale holds above the location, and the density stays continuous (k-diffusion's split normal).
     """
 
-    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        self._cdf, self._quantile = LAWS[options.law]
-        self._place, self._low = options.location, options.scale
-        self._high = options.scale_above or self._low
-        self._share = self._low / (self._low + self._high)
-        super().__init__(options, schedule, seed)
-
-    def shares(self, level: Values) -> tuple[Values, Values]:
-        """Of each side of the location."""
-        off, where = level - self._place, of(level).where
-        low = 2 * self._share * self._cdf(-abs(off) / self._low)
-        high = 2 * (1 - self._share) * self._cdf(-abs(off) / self._high)
-        return where(off < 0, low, 1 - high), where(off < 0, 1 - low, high)
-
-    def level(self, probability: Values) -> Values:
-        """Of each side of the location."""
-        below = probability < self._share
-        side = of(probability).where(below, probability / self._share, (1 - probability) / (1 - self._share)) / 2
-        off = self._quantile(side)
-        return self._place + of(probability).where(below, self._low * off, -self._high * off)
+    law: str = option(
+        "laplace", "distribution of ln SNR", choices=("normal", "laplace", "logistic", "cauchy", "secant")
+    )
+    location: float = option(0.0, "middle of ln SNR")
+    scale: float = option(0.5, "scale of the distribution (normal: standard deviation)", gt=0)
+    scale_above: float | None = option(None, "scale above the location; null: equal to `scale`", gt=0)
 
 
-class CosineInterpolated(OfLogSnr):
+@sampler("edm_log_normal", "ln sigma ~ N(-1.2, 1.2²) (EDM)")
+class EdmLogNormal(SymmetricLogSnr):
+    r"""Normal density of ln sigma, sigma² = 1/SNR (Karras et al. 2022, table 1).
+
+    $$\ln \sigma \sim N(\mathrm{mean}, \mathrm{std}^2), \qquad
+    p(\sigma) = \frac{1}{\mathrm{std} \sqrt{2 \pi} \, \sigma}
+    \exp\left(-\frac{(\ln \sigma - \mathrm{mean})^2}{2 \, \mathrm{std}^2}\right)$$
+    """
+
+    mean: float = option(-1.2, "mean of ln sigma, sigma² = 1/SNR")
+    std: float = option(1.2, "standard deviation of ln sigma", gt=0)
+    law = "normal"
+
+    @property
+    def location(self) -> float:  # type: ignore[override]
+        """Mean of ln SNR."""
+        return -2 * self.mean
+
+    @property
+    def scale(self) -> float:  # type: ignore[override]
+        """Standard deviation of ln SNR."""
+        return 2 * self.std
+
+
+@sampler("cosine_interpolated", "shifted cosines of ln SNR")
+class CosineInterpolated(LogSnrDensity):
     r"""Cosine schedules of lambda, shifted for two resolutions and interpolated (Hoogeboom et al. 2023; k-diffusion).
 
     $$\lambda = (1 - v) \, \lambda_{\mathrm{high}}(v) + v \, \lambda_{\mathrm{low}}(v), \qquad v \sim U(0, 1)$$
@@ -98,19 +140,25 @@ class CosineInterpolated(OfLogSnr):
     \tan a_r = \sigma_{\min} \frac{r}{\mathrm{image}}, \quad \tan b_r = \sigma_{\max} \frac{r}{\mathrm{image}}$$
     """
 
-    def level(self, probability: Values) -> Values:
-        """From clean, 1 - probability of 0, to noise."""
-        options, u = self.options, 1 - probability
+    image: float = option(64.0, "side of the images", gt=0)
+    low: float = option(32.0, "side that the schedule is shifted to at the end of noise", gt=0)
+    high: float = option(64.0, "side that the schedule is shifted to at the image's end", gt=0)
+    sigma_min: float = option(1e-3, "smallest noise level, over the data's standard deviation", gt=0)
+    sigma_max: float = option(1e3, "largest noise level, over the data's standard deviation", gt=0)
+
+    def level(self, p: Values) -> Values:
+        """From clean, p = 1, to noise, p = 0."""
+        u = 1 - p
 
         def cosine(side: float) -> Any:
-            shift = 2 * math.log(side / options.image)
-            first, last = (math.atan(s * math.exp(shift / 2)) for s in (options.sigma_min, options.sigma_max))
+            shift = 2 * math.log(side / self.image)
+            first, last = (math.atan(s * math.exp(shift / 2)) for s in (self.sigma_min, self.sigma_max))
             return shift - 2 * of(u).log(of(u).tan(first + u * (last - first)))
 
-        clean, noisy = cosine(options.high), cosine(options.low)
+        clean, noisy = cosine(self.high), cosine(self.low)
         return clean + u * (noisy - clean)
 
-    def shares(self, level: Values) -> tuple[Values, Values]:
-        """The inverse, by bisection."""
+    def tails(self, level: Values) -> tuple[Values, Values]:
+        """Inverse of `level` by bisection."""
         below = bisect(self.level, level)
         return below, 1 - below

@@ -1,36 +1,42 @@
-"""Samplers that follow the losses of the training itself: no pass of the network beyond the step's own.
+"""Samplers that follow the losses of the training step: no forward pass beyond the step's own.
 
-What they keep are tensors where the batch is, from the first step on; nothing waits for a device.
+Their state is tensors on the device of the batch from the first step on. Nothing synchronises with the device.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kairos_timesteps import distributed
-from kairos_timesteps.base import Observation, Tabled
+from kairos_timesteps.base import Learned, Observation, TableDensity
+from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule, error_ratio
 from kairos_timesteps.numeric import Array, on_device
+from kairos_timesteps.options import option
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class FromLosses(Tabled):
-    """A density that follows the losses observed at the timesteps drawn, with importance weights 1/(T p(t)).
+class FollowsLosses(Learned, TableDensity):
+    """Base of densities that follow the losses observed at the drawn timesteps, with importance weights 1/(T p(t)).
 
-    The weights keep uniform's objective, with less noise in its gradient where the density follows the gradient's size.
+    The weights keep the objective of uniform timesteps. Its gradient has less noise where the density follows the size
+    of the gradient.
     """
 
-    learned = corrected = True
+    importance = True
     kept: tuple[str, ...] = ("updates", "_masses")
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Learn from the losses of all the step's micro-batches, of all ranks."""
+        """Learn from the losses of all micro-batches of the step, of all ranks."""
+        import torch
+
         yield
         if observation.losses is None:
             raise ValueError(f"{type(self).__name__}: observe needs the step's per-sample losses")
@@ -38,88 +44,107 @@ class FromLosses(Tabled):
         for name in self.kept:
             if hasattr(value := getattr(self, name), "shape"):
                 setattr(self, name, torch.as_tensor(value, device=losses.device))
-        both, place = torch.stack([observation.fractions, losses], 1), observation.place
-        joined = distributed.joined(both, place.index, place.total, self.group)
+        stacked, coordinates = torch.stack([observation.fractions, losses], 1), observation.coordinates
+        joined = distributed.joined(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
         fractions, losses = joined.transpose(0, 1).flatten(1)
         self.take((fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1), losses)
 
-    def take(self, cells: Tensor, losses: Tensor) -> None:
+    def take(self, cells: "Tensor", losses: "Tensor") -> None:
         """Learn from losses (batch,) at timesteps `cells`, int64 (batch,)."""
         raise NotImplementedError
 
     def restored(self) -> None:
-        """Draw from the density that was set last, the same bits."""
+        """Draw from the stored density, bit for bit."""
         self.set_masses(self._masses, normalised=True)
 
 
-class LossSecondMoment(FromLosses):
-    r"""Follows the last 10 losses L at each timestep (Nichol and Dhariwal 2021, eq. 18).
+@sampler("loss_second_moment", "loss-second-moment resampling of improved DDPM")
+class LossSecondMoment(FollowsLosses):
+    r"""Density by the last 10 losses L at each timestep (Nichol and Dhariwal 2021, eq. 18).
 
     $$p(t) \propto \sqrt{\frac{1}{10} \sum_{i=1}^{10} L_{t, i}^2}, \qquad w(t) = \frac{1}{T p(t)}$$
 
-    Mixed with 0.1 % uniform; uniform until every timestep has its 10 losses. Unlike the public code, which starts over
-    on resume, the history is part of the state.
+    It is mixed with 0.1 % uniform, and uniform until every timestep has 10 losses. The public code starts over on
+    resume; here the history is part of the state.
     """
+
+    floor: float = option(0.001, "share of draws that are uniform instead", gt=0, lt=1)
+    history: int = option(10, "losses kept per timestep; uniform until each has them", ge=1)
 
     kept = ("_losses", "_counts", "updates", "_masses")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        import torch
+
         super().__init__(options, schedule, seed)
-        self._losses = torch.zeros(schedule.timesteps, options.history, dtype=torch.float64)
+        self._losses = torch.zeros(schedule.timesteps, self.history, dtype=torch.float64)
         self._counts = torch.zeros(schedule.timesteps, dtype=torch.int64)
 
-    def take(self, cells: Tensor, losses: Tensor) -> None:
-        """Put each loss in the place of the oldest at its timestep."""
-        history = self.options.history
+    def take(self, cells: "Tensor", losses: "Tensor") -> None:
+        """Replace the oldest losses of each timestep."""
+        import torch
+
         cells, order = cells.sort(stable=True)
-        first, behind = torch.searchsorted(cells, cells), torch.searchsorted(cells, cells, right=True)
+        first, end = torch.searchsorted(cells, cells), torch.searchsorted(cells, cells, right=True)
         number = torch.arange(len(cells), device=cells.device)
-        slot = (self._counts[cells] + number - first) % history
-        kept = behind - number <= history  # of more losses at one timestep the last ones, each with a slot of its own
-        here = torch.where(kept, cells * history + slot, self._losses.numel())
-        grown = torch.cat([self._losses.flatten(), losses[:1]]).scatter(0, here, losses[order])
-        self._losses = grown[:-1].view_as(self._losses)
+        slot = (self._counts[cells] + number - first) % self.history
+        kept = end - number <= self.history  # if a timestep has more new losses, its last ones: each has its own slot
+        target = torch.where(kept, cells * self.history + slot, self._losses.numel())
+        extended = torch.cat([self._losses.flatten(), losses[:1]]).scatter(0, target, losses[order])
+        self._losses = extended[:-1].view_as(self._losses)
         self._counts = self._counts.index_put((cells,), torch.ones_like(cells), accumulate=True)
-        ready = self._counts.min() >= history
+        complete = self._counts.min() >= self.history
         mean = (self._losses**2).mean(1).sqrt()
-        self.set_masses(torch.where(ready, mean, torch.ones_like(mean)))
-        self.updates = self.updates + ready.long()
+        self.set_masses(torch.where(complete, mean, torch.ones_like(mean)))
+        self.updates = self.updates + complete.long()
 
 
-class LossRms(FromLosses):
-    r"""Follows the root mean square of the loss near t: the second moment, smoothed over t and in time.
+class SmoothedLosses(FollowsLosses):
+    """Base of densities by a mean of the loss that is smoothed over t and decays over steps.
 
-    $$p(t) \propto \sqrt{\frac{\sum_{t'} K(t - t') \sum_k d^{\,n - k} L_{t', k}^2}
-    {\sum_{t'} K(t - t') \sum_k d^{\,n - k}}},
-    \qquad w(t) = \frac{1}{T p(t)}$$
-
-    Ours. Sums of squared losses and of their numbers decay from step to step and are smoothed by a Gaussian in t before
-    they are divided, so a density is there after a hundred steps instead of after 10 losses at every timestep.
+    Attributes:
+        power: power of the losses that is averaged; the density takes the corresponding root.
     """
 
+    floor: float = option(0.1, "share of draws that are uniform instead", gt=0, lt=1)
+    width: float = option(0.02, "standard deviation of the smoothing in t, as a fraction of T", gt=0, le=1)
+    decay: float = option(0.999, "decay per step of earlier observations", gt=0, lt=1)
+    start: int = option(100, "steps before the density is first set", ge=1)
+    frequency: int = option(10, "steps between settings of the density", ge=1)
+
     kept = ("_sums", "_taken", "updates", "_masses")
-    power = 2  # of the losses whose mean is taken, and the root of that
+    power = 1
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        import torch
+
         super().__init__(options, schedule, seed)
-        self._sums = torch.zeros(2, schedule.timesteps, dtype=torch.float64)  # of losses' powers and of their number
+        self._sums = torch.zeros(2, schedule.timesteps, dtype=torch.float64)  # of powers of losses, and of their number
         self._taken = 0
-        reach = max(math.ceil(3 * options.width * schedule.timesteps), 1)
-        offset = torch.arange(-reach, reach + 1, dtype=torch.float64) / (options.width * schedule.timesteps)
+        reach = max(math.ceil(3 * self.width * schedule.timesteps), 1)
+        offset = torch.arange(-reach, reach + 1, dtype=torch.float64) / (self.width * schedule.timesteps)
         self._kernel = torch.exp(-(offset**2) / 2)
 
-    def take(self, cells: Tensor, losses: Tensor) -> None:
-        """Decay what is there, add the step's, and every so many steps set the density anew."""
-        both = torch.stack([losses**self.power, torch.ones_like(losses)])
+    def take(self, cells: "Tensor", losses: "Tensor") -> None:
+        """Decay the sums, add the losses of the step, and set the density every `frequency` steps."""
+        import torch
+
+        powers = torch.stack([losses**self.power, torch.ones_like(losses)])
         rows = torch.arange(2, device=cells.device)[:, None]
-        self._sums = (self._sums * self.options.decay).index_put((rows, cells[None]), both, accumulate=True)
+        self._sums = (self._sums * self.decay).index_put((rows, cells[None]), powers, accumulate=True)
         self._taken = self._taken + 1
-        if self._taken >= self.options.start and self._taken % self.options.frequency == 0:
-            self.set_masses(self._smoothed() ** (1 / self.power))
+        if self._taken >= self.start and self._taken % self.frequency == 0:
+            self.set_masses(self.relative(self.smoothed()))
             self.updates = self.updates + 1
 
-    def _smoothed(self) -> Tensor:
-        """Mean power of the loss near every timestep, (T,); where there is none the next one's below, or above."""
+    def relative(self, mean: "Tensor") -> "Tensor":
+        """Relative probabilities from the mean near every timestep, (T,)."""
+        return mean ** (1 / self.power)
+
+    def smoothed(self) -> "Tensor":
+        """Mean power of the loss near every timestep, (T,); without losses that of the nearest one below or above."""
+        import torch
+
         self._kernel = on_device(self._kernel, self._sums.device)
         around = torch.nn.functional.conv1d(self._sums[:, None], self._kernel.view(1, 1, -1), padding="same")[:, 0]
         known = around[1] > 1e-12 * around[1].max()
@@ -130,33 +155,50 @@ class LossRms(FromLosses):
         return (around[0] / around[1])[nearest].clamp(min=1e-300)
 
 
-class LossMean(LossRms):
-    r"""Follows the mean weighted loss near t.
+@sampler("loss_rms", "kairos: loss_second_moment smoothed over t, with a floor")
+class LossRms(SmoothedLosses):
+    r"""Density by the root mean square of the loss near t: the second moment, smoothed over t and in time.
+
+    $$p(t) \propto \sqrt{\frac{\sum_{t'} K(t - t') \sum_k d^{\,n - k} L_{t', k}^2}
+    {\sum_{t'} K(t - t') \sum_k d^{\,n - k}}},
+    \qquad w(t) = \frac{1}{T p(t)}$$
+
+    A method of kairos. Sums of squared losses and of their numbers decay from step to step. A Gaussian in t smooths
+    them before they are divided. A density is there after a hundred steps, not after 10 losses at every timestep.
+    """
+
+    power = 2
+
+
+@sampler("loss_mean", "mean weighted loss, after VDM++, in ln SNR or any time")
+class LossMean(SmoothedLosses):
+    r"""Density by the mean weighted loss near t.
 
     $$p(t) \propto E[w L \mid t], \qquad \text{times } \frac{1}{T p(t)} \text{ in the loss}$$
 
-    After VDM++ (Kingma and Gao 2023), whose density makes the weighted loss alike at all lambda, by bins there; the
-    smoothing is ours. Without importance weights it is the loss map of people's trainers.
+    After VDM++ (Kingma and Gao 2023), whose density, by bins, makes the weighted loss equal at all lambda. The
+    smoothing is that of kairos. Without importance weights it is the loss map of public trainers.
     """
 
-    power = 1
+    importance: bool = option(True, "keep uniform's objective; false: the density changes it (loss map)")
 
 
-class InfoRate(LossMean):
-    r"""Follows the mean error of epsilon per lambda = ln SNR, which is the rate of conditional entropy.
+class FollowsErrors(SmoothedLosses):
+    """Base of densities that follow the error of epsilon instead of the loss.
 
-    $$p(\lambda) \propto E\left[\|\hat\epsilon - \epsilon\|^2 \mid \lambda\right]$$
-
-    After InfoNoise (2602.18647), whose formula we have from its abstract: dH/d sigma = mmse/sigma³. The error follows
-    from the loss that the training has anyway; the estimate and its smoothing are ours.
+    Attributes:
+        by_level: multiply errors by |d ln SNR/dt|, so that the density is one of ln SNR.
     """
 
-    _factor: Tensor | None = None  # from the error of what is predicted to that
-    by_level = True  # per ln SNR
+    importance: bool = option(False, "keep uniform's objective; false, as published: the weights stay")
+    by_level = True
+    _factor: Any = None  # from the error of what is predicted to the error of epsilon, (T,)
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Take in errors of epsilon per ln SNR instead of losses."""
+        """Learn from errors of epsilon instead of losses."""
+        import torch
+
         if observation.errors is not None:
             if self._factor is None or self._factor.device != observation.errors.device:
                 snr = self.schedule.snr
@@ -169,11 +211,21 @@ class InfoRate(LossMean):
             yield
 
 
-class Predicted(InfoRate):
-    """Follows the error of epsilon itself, for whoever asks for it."""
+@sampler("info_rate", "error of epsilon per ln SNR: the rate of conditional entropy, without InfoNoise's gate")
+class InfoRate(FollowsErrors):
+    r"""Density by the mean error of epsilon per lambda = ln SNR, which is the rate of conditional entropy.
+
+    $$p(\lambda) \propto E\left[\|\hat\epsilon - \epsilon\|^2 \mid \lambda\right]$$
+
+    The rate of InfoNoise (2602.18647), dH/d sigma = mmse/sigma³, without its gate; `info_noise` is the whole method.
+    """
+
+
+class ErrorOfEpsilon(FollowsErrors):
+    """Mean error of epsilon near every timestep, for components that use it."""
 
     by_level = False
 
     def mean(self) -> Array:
-        """The mean error near every timestep, float64 (T,)."""
-        return self._smoothed().cpu().numpy()
+        """Mean error near every timestep, float64 (T,)."""
+        return self.smoothed().cpu().numpy()

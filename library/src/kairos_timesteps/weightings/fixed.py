@@ -6,49 +6,59 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kairos_timesteps.base import Weighting
+from kairos_timesteps.components import weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
+from kairos_timesteps.errors import demand
 from kairos_timesteps.numeric import Array, Values, interp, of, sigmoid
+from kairos_timesteps.options import option
 from kairos_timesteps.samplers.combined import tabled
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@weighting("none", "every timestep alike")
 class Unweighted(Weighting):
-    r"""Every timestep alike, for whatever is predicted.
+    r"""Equal weights, for whatever is predicted.
 
     $$w = 1$$
     """
 
-    stated = "predicted"
+    stated_for = "predicted"
 
-    def of_snr(self, snr: Values) -> Values:
-        """Ones."""
+    def formula(self, snr: Values) -> Values:
+        """Return ones."""
         return of(snr).ones_like(snr)
 
 
+@weighting("vlb", "the variational bound's own c_t")
 class Vlb(Weighting):
-    r"""The variational bound's own coefficient (Kim et al. 2025, eq. 7), mean 1/T sum as the bound has it.
+    r"""Coefficient of the variational bound (Kim et al. 2025, eq. 7), mean 1/T sum as the bound has it.
 
     $$w_\epsilon(t) = \frac{\beta_t^2}{2 \sigma_t^2 (1 - \beta_t) (1 - \bar\alpha_t)}, \qquad \sigma_t^2 = \beta_t$$
     """
 
     def weights(self, step: Any = 0) -> Array:
-        """c_t converted to the prediction."""
+        """Convert c_t to the prediction."""
         return self.schedule.in_prediction(self.schedule.vlb, self.prediction)
 
 
+@weighting("p2", "perception prioritised (Choi et al. 2022)")
 class P2(Weighting):
     r"""Perception prioritised (Choi et al. 2022, eq. 8), on the error of epsilon; gamma 0 is no weighting.
 
     $$w_\epsilon = \frac{1}{(k + \mathrm{SNR})^\gamma}$$
     """
 
-    def of_snr(self, snr: Values) -> Values:
+    k: float = option(1.0, "offset of the SNR", gt=0)
+    gamma: float = option(1.0, "exponent; 0 switches the weighting off", ge=0)
+
+    def formula(self, snr: Values) -> Values:
         """The formula."""
-        return (self.options.k + snr) ** -self.options.gamma
+        return (self.k + snr) ** -self.gamma
 
 
+@weighting("min_snr", "Min-SNR-gamma (Hang et al. 2023)")
 class MinSnr(Weighting):
     r"""Min-SNR-gamma (Hang et al. 2023, eq. 3 and appendix).
 
@@ -58,68 +68,82 @@ class MinSnr(Weighting):
     SNR = 0 gives 1, 0 and 0.
     """
 
-    def of_snr(self, snr: Values) -> Values:
+    gamma: float = option(5.0, "cap of the SNR", gt=0)
+
+    def formula(self, snr: Values) -> Values:
         """min(SNR, gamma)/SNR without the division by 0."""
-        return self.options.gamma / snr.clip(self.options.gamma, None)
+        return self.gamma / snr.clip(self.gamma, None)
 
 
+@weighting("soft_min_snr", "Min-SNR without the kink (Crowson et al. 2024)")
 class SoftMinSnr(Weighting):
     r"""Min-SNR without the kink, on the error of epsilon (Crowson et al. 2024, section 3.4).
 
     $$w_\epsilon = \frac{\gamma}{\mathrm{SNR} + \gamma}$$
     """
 
-    def of_snr(self, snr: Values) -> Values:
+    gamma: float = option(5.0, "cap of the SNR", gt=0)
+
+    def formula(self, snr: Values) -> Values:
         """The formula."""
-        return self.options.gamma / (snr + self.options.gamma)
+        return self.gamma / (snr + self.gamma)
 
 
+@weighting("debiased", "debiased estimation (Yu et al. 2023)")
 class Debiased(Weighting):
     r"""Debiased estimation (Yu et al. 2023).
 
     $$w_\epsilon = \frac{1}{\sqrt{\min(\mathrm{SNR}, 1000)}}, \qquad w_v = \frac{1}{\mathrm{SNR} + 1}$$
 
     For v-prediction public trainers use 1/(SNR + 1), which is not the conversion of the epsilon form,
-    sqrt(SNR)/(SNR + 1); ``convert: true`` asks for the latter. x0 is converted. SNR = 0 gives an infinite weight for
-    epsilon, and 0 for x0.
+    sqrt(SNR)/(SNR + 1); ``convert: true`` selects the conversion. The weight for x0 is converted. SNR = 0 gives an
+    infinite weight for epsilon, and 0 for x0.
     """
 
-    stated = "x0"  # where it is finite
+    convert: bool = option(False, "for v: convert the epsilon form instead of the published 1/(SNR + 1)")
 
-    def of_snr(self, snr: Values) -> Values:
+    stated_for = "x0"  # the form that is finite
+
+    def formula(self, snr: Values) -> Values:
         """SNR/sqrt(min(SNR, 1000))."""
         return (snr * snr.clip(1000.0, None) / 1000.0) ** 0.5
 
     def converted(self, factor: Values, snr: Values) -> Values:
-        """The stated form of each prediction."""
-        if self.prediction == "v" and not self.options.convert:
+        """Return the published form of each prediction."""
+        if self.prediction == "v" and not self.convert:
             return 1 / (snr + 1)
         return super().converted(factor, snr)
 
 
+@weighting("edm", "EDM's, on the error of x0 (Karras et al. 2022)")
 class Edm(Weighting):
-    r"""EDM's, on the error of x0 (Karras et al. 2022, table 1), sigma² = 1/SNR.
+    r"""Weighting of EDM, on the error of x0 (Karras et al. 2022, table 1), sigma² = 1/SNR.
 
     $$w_{x_0} = \frac{\sigma^2 + \sigma_{\mathrm{data}}^2}{(\sigma \, \sigma_{\mathrm{data}})^2}$$
 
-    With a warm-up it is at most 5 * 100^(step/warmup) until that is 500, and free from then on (Wu et al. 2023). As the
-    weight is never below 1/sigma_data² = 4, the first steps weigh almost alike.
+    With a warm-up the weight is at most 5 * 100^(step/warmup) until that is 500, and free from then on (Wu et al.
+    2023). The weight is never below 1/sigma_data² = 4, so the first steps weigh almost alike.
     """
 
-    stated = "x0"
+    sigma_data: float | None = option(
+        None, "standard deviation of the data; null: that of process edm, else 0.5, as of pixels", gt=0
+    )
+    warmup: int | None = option(None, "steps in which a cap of 5 grows to 500 and goes (FDM); null: no cap", ge=1)
+
+    stated_for = "x0"
 
     @property
-    def moving(self) -> bool:  # type: ignore[override]
-        """Where it warms up."""
-        return self.options.warmup is not None
+    def depends_on_step(self) -> bool:  # type: ignore[override]
+        """True with a warm-up."""
+        return self.warmup is not None
 
-    def of_snr(self, snr: Values) -> Values:
+    def formula(self, snr: Values) -> Values:
         """The formula in SNR: 1/sigma_data² + SNR."""
-        return 1 / (self.options.sigma_data or 0.5) ** 2 + snr
+        return 1 / (self.sigma_data or 0.5) ** 2 + snr
 
     def __call__(self, snr: Values, step: Any = 0) -> Values:
         """The formula and, in the warm-up, its cap; `step` is a number or a tensor that broadcasts with `snr`."""
-        weight, warmup = self.of_snr(snr), self.options.warmup
+        weight, warmup = self.formula(snr), self.warmup
         if warmup is None or (isinstance(step, int) and step >= warmup):
             return self.converted(weight, snr)
         capped = of(weight).minimum(weight, 5 * 100 ** (step / warmup) + 0 * weight)
@@ -128,139 +152,176 @@ class Edm(Weighting):
         return self.converted(capped, snr)
 
 
+@weighting("sigmoid", "of ln SNR, in its measure (VDM++, SiD2)")
 class Sigmoid(Weighting):
-    r"""A sigmoid on the error of epsilon (Kingma and Gao 2023; SiD2), of the integral over lambda = ln SNR.
+    r"""Sigmoid on the error of epsilon (Kingma and Gao 2023; SiD2), of the integral over lambda = ln SNR.
 
     $$w_\epsilon = \frac{1}{1 + e^{\lambda - b}} \left|\frac{d \lambda}{d t}\right|$$
 
     The measure is |d ln SNR/dt| of the schedule, mean 1, so that uniform timesteps give that integral.
     """
 
-    def of_snr(self, snr: Values) -> Values:
-        """The formula, with its measure."""
-        weight = sigmoid(self.options.bias - of(snr).log(snr))
-        return weight * measure(snr, self.schedule.snr) if self.options.measure else weight
+    bias: float = option(0.0, "ln SNR where it is 1/2")
+    measure: bool = option(True, "times |d ln SNR/dt|, mean 1: on any process the integral over ln SNR, with uniform t")
+
+    def formula(self, snr: Values) -> Values:
+        """The formula, times its measure."""
+        weight = sigmoid(self.bias - of(snr).log(snr))
+        return weight * level_measure(snr, self.schedule.snr) if self.measure else weight
 
 
+@weighting("auto", "kairos: the error of epsilon over ln SNR, less where little noise is left")
 class Auto(Weighting):
-    r"""The error of epsilon over all of ln SNR, less where little noise is left, whatever is predicted.
+    r"""Error of epsilon over all of ln SNR, less where little noise is left, whatever is predicted.
 
     $$w_\epsilon = \frac{1}{\sqrt{1 + \mathrm{SNR}}} \left|\frac{d \lambda}{d t}\right|$$
 
-    Where noise prevails this is the error of epsilon in the measure of lambda = ln SNR; where the image does, that over
-    sqrt(SNR), the error of v with every angle alike (tan(angle) = sigma), which v-prediction with a cosine schedule and
-    a linear flow have without a weight (Kingma and Gao 2023, table 1). Ours.
+    A method of kairos. Where noise prevails it is the error of epsilon in the measure of lambda = ln SNR. Where the
+    image prevails it is that error over sqrt(SNR): the error of v with all angles alike (tan(angle) = sigma).
+    v-prediction with a cosine schedule, and a linear flow, have that weight already (Kingma and Gao 2023, table 1).
     """
 
-    def of_snr(self, snr: Values) -> Values:
+    def formula(self, snr: Values) -> Values:
         """The formula between the schedule's ends."""
         inside = snr.clip(self.schedule.snr.min(), self.schedule.snr.max())
-        return (1 + inside) ** -0.5 * measure(inside, self.schedule.snr)
+        return (1 + inside) ** -0.5 * level_measure(inside, self.schedule.snr)
 
     def converted(self, factor: Values, snr: Values) -> Values:
-        """Within the schedule's ends, too."""
+        """Convert between the schedule's ends."""
         return super().converted(factor, snr.clip(self.schedule.snr.min(), self.schedule.snr.max()))
 
 
-def measure(snr: Values, schedule: Array) -> Values:
-    """|d ln SNR/dt| of a schedule, (T,), at any ratio; mean 1 over its timesteps."""
+def level_measure(snr: Values, schedule: Array) -> Values:
+    """|d ln SNR/dt| of a schedule of ratios (T,), at any ratio, elementwise; its mean over the timesteps is 1."""
     level = -np.log(schedule)
     slope = np.gradient(level, edge_order=2)
     return interp(-of(snr).log(snr), level, slope / slope.mean())
 
 
+@weighting("snr", "a power of the SNR, with bounds")
 class Snr(Weighting):
-    r"""A power of the SNR within bounds, on the error of epsilon (Hang et al. 2023; Salimans and Ho 2022: x0).
+    r"""Power of the SNR within bounds, on the error of epsilon (Hang et al. 2023; Salimans and Ho 2022: x0).
 
     $$w_\epsilon = \mathrm{scale} \cdot \min(\max(\mathrm{SNR}, \mathrm{low}), \mathrm{high})^{\mathrm{power}}$$
     """
 
-    def of_snr(self, snr: Values) -> Values:
+    power: float = option(0.0, "exponent of the SNR: 0 none, 1 the error of x0, -1 inverse")
+    low: float = option(0.0, "lower bound of the SNR", ge=0)
+    high: float | None = option(None, "upper bound of the SNR; null: no bound", gt=0)
+    scale: float = option(1.0, "factor of the weight", gt=0)
+
+    def formula(self, snr: Values) -> Values:
         """The formula."""
-        return self.options.scale * snr.clip(self.options.low, self.options.high) ** self.options.power
+        return self.scale * snr.clip(self.low, self.high) ** self.power
 
 
-class OfSigma(Weighting):
-    """Base of weights on the error of whatever is predicted, by sigma = 1/(1 + sqrt(SNR)), t of a linear flow."""
+class SigmaWeighting(Weighting):
+    """Base of functions of sigma = 1/(1 + sqrt(SNR)), t of a linear flow, on the error of whatever is predicted."""
 
-    stated = "predicted"
+    stated_for = "predicted"
 
-    def of_snr(self, snr: Values) -> Values:
-        """`of_sigma` there."""
-        return self.of_sigma(1 / (1 + snr**0.5))
+    def formula(self, snr: Values) -> Values:
+        """The formula in sigma."""
+        return self.sigma_formula(1 / (1 + snr**0.5))
 
-    def of_sigma(self, sigma: Values) -> Values:
-        """The formula, elementwise."""
+    def sigma_formula(self, sigma: Values) -> Values:
+        """Weight at sigma, elementwise."""
         raise NotImplementedError
 
 
-class Linear(OfSigma):
-    r"""A line in sigma, t of a linear flow (NeMo: 1 and 3; OneTrainer's SIGMA: 0 and 1).
+@weighting("linear", "1 + 3 sigma (NeMo)")
+class Linear(SigmaWeighting):
+    r"""Line in sigma, t of a linear flow (NeMo: 1 and 3; OneTrainer's SIGMA: 0 and 1).
 
     $$w = \mathrm{offset} + \mathrm{slope} \cdot \sigma, \qquad \sigma = \frac{1}{1 + \sqrt{\mathrm{SNR}}}$$
     """
 
-    def of_sigma(self, sigma: Values) -> Values:
+    offset: float = option(1.0, "weight at sigma = 0", ge=0)
+    slope: float = option(3.0, "change of the weight per sigma")
+
+    @staticmethod
+    def check(options: Any) -> None:
+        """Reject weights below 0."""
+        offset, slope = options.offset, options.slope
+        demand(offset + slope >= 0, "slope", slope, f"at least -{offset}: no weight below 0")
+
+    def sigma_formula(self, sigma: Values) -> Values:
         """The formula."""
-        return self.options.offset + self.options.slope * sigma
+        return self.offset + self.slope * sigma
 
 
-class Power(OfSigma):
-    r"""A power of sigma, t of a linear flow (diffusers' sigma_sqrt: -2).
+@weighting("power", "sigma^-2 (sigma_sqrt of diffusers)")
+class Power(SigmaWeighting):
+    r"""Power of sigma, t of a linear flow (diffusers' sigma_sqrt: -2).
 
     $$w = \sigma^{\mathrm{power}}, \qquad \sigma = \frac{1}{1 + \sqrt{\mathrm{SNR}}}$$
     """
 
-    def of_sigma(self, sigma: Values) -> Values:
+    power: float = option(-2.0, "exponent of sigma; -2 is sigma_sqrt of diffusers")
+    least: float = option(0.0, "lower bound of sigma", ge=0, lt=1)
+
+    def sigma_formula(self, sigma: Values) -> Values:
         """The formula."""
-        return sigma.clip(self.options.least, None) ** self.options.power
+        return sigma.clip(self.least, None) ** self.power
 
 
-class CosMap(OfSigma):
-    r"""The density of a uniform angle as a weight, sigma as in `Linear` (Esser et al. 2024).
+@weighting("cosmap_weight", "the density of a uniform angle as a weight (SD3)")
+class CosMap(SigmaWeighting):
+    r"""Density of a uniform angle as a weight, sigma as in `Linear` (Esser et al. 2024).
 
     $$w = \frac{2}{\pi (1 - 2 \sigma + 2 \sigma^2)}$$
     """
 
-    def of_sigma(self, sigma: Values) -> Values:
+    def sigma_formula(self, sigma: Values) -> Values:
         """The formula."""
         return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
 
 
-class Bell(OfSigma):
-    r"""A bell less its ends, of mean 1 on [0, 1], sigma as in `Linear` (DiffSynth; NeMo's bsmntw).
+@weighting("bell", "the middle (DiffSynth)")
+class Bell(SigmaWeighting):
+    r"""Bell less its ends, of mean 1 on [0, 1], sigma as in `Linear` (DiffSynth; NeMo's bsmntw).
 
     $$w \propto e^{-2 (\sigma - 1/2)^2} - e^{-1/2}$$
     """
 
-    def of_sigma(self, sigma: Values) -> Values:
-        """The formula; flat from the middle on where that is asked for (ai-toolkit's second)."""
-        sigma = sigma.clip(0.5, None) if self.options.flat else sigma
+    flat: bool = option(False, "flat at its largest from the middle to the image")
+
+    def sigma_formula(self, sigma: Values) -> Values:
+        """The formula; with `flat` constant from the middle to the image (ai-toolkit's second)."""
+        sigma = sigma.clip(0.5, None) if self.flat else sigma
         mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - math.exp(-0.5)
         return (of(sigma).exp(-2 * (sigma - 0.5) ** 2) - math.exp(-0.5)) / mean
 
 
+@weighting("v_like_loss", "v_pred_like_loss (kohya)")
 class VLikeLoss(Weighting):
-    r"""Some of the error of epsilon added to that of v (kohya's v_pred_like_loss); converted for others.
+    r"""Part of the error of epsilon added to the error of v (kohya's v_pred_like_loss); converted for others.
 
     $$w_v = 1 + c \, \frac{\mathrm{SNR} + 1}{\mathrm{SNR}}$$
     """
 
-    stated = "v"
+    c: float = option(0.1, "factor of the added error", ge=0)
 
-    def of_snr(self, snr: Values) -> Values:
+    stated_for = "v"
+
+    def formula(self, snr: Values) -> Values:
         """The formula."""
-        return 1 + self.options.c * (snr + 1) / snr
+        return 1 + self.c * (snr + 1) / snr
 
 
+@weighting("table_weight", "weights by numbers: cells, lines or a spline")
 class Table(Weighting):
-    r"""Numbers evenly spread over the process, on the error of whatever is predicted.
+    r"""Table of numbers evenly spread over the process, on the error of whatever is predicted.
 
     $$w(t) = f(t / T), \qquad f \text{ through the numbers}$$
 
     Raises:
-        ValueError: the numbers are none, not finite, below 0 or all 0.
+        ValueError: there are no numbers, or they are not finite, below 0 or all 0.
     """
+
+    values: list[float] = option([1.0, 1.0], "weights, t/T from 0 to 1")
+    file: str | None = option(None, "a file of them instead, comma or line separated")
+    between: str = option("lines", "numbers are of equal cells, or knots", choices=("cells", "lines", "spline"))
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
         super().__init__(options, schedule, prediction)
@@ -268,22 +329,26 @@ class Table(Weighting):
         self._weights = tabled(options, middles)
 
     def weights(self, step: Any = 0) -> Array:
-        """At the middles of the timesteps."""
+        """Return the table at the middles of the timesteps, (T,)."""
         return self._weights
 
 
+@weighting("robust", "1/(loss + c)^p (MeanFlow)")
 class Robust(Weighting):
-    r"""A sample's own loss, through which no gradient goes (Geng et al. 2025, MeanFlow).
+    r"""Function of a sample's loss L, through which no gradient flows (Geng et al. 2025, MeanFlow).
 
     $$w = \frac{1}{(L + c)^p}$$
     """
 
-    stated = "predicted"
+    p: float = option(1.0, "power; 0.5 is a pseudo-Huber loss, 1 a logarithm", ge=0)
+    c: float = option(1e-3, "offset that keeps the weight finite", gt=0)
 
-    def of_snr(self, snr: Values) -> Values:
-        """Ones: it depends on the loss alone."""
+    stated_for = "predicted"
+
+    def formula(self, snr: Values) -> Values:
+        """Return ones: the weight depends on the loss alone."""
         return of(snr).ones_like(snr)
 
     def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":
-        """Each loss over its own power."""
-        return importance * losses / (losses.detach() + self.options.c) ** self.options.p
+        """Divide each loss by its power."""
+        return importance * losses / (losses.detach() + self.c) ** self.p

@@ -1,76 +1,92 @@
-"""The learned uncertainty of EDM2 as a weighting that is trained beside the network."""
+"""Learned uncertainty of EDM2: a weighting that is trained together with the network."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from kairos_timesteps import distributed
-from kairos_timesteps.base import Observation, Weighting
-from kairos_timesteps.components import WEIGHTINGS
+from kairos_timesteps.base import Learned, Observation, Weighting
+from kairos_timesteps.components import WEIGHTINGS, weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.numeric import Array
+from kairos_timesteps.options import option
 from kairos_timesteps.randomness import Stream
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-class Uncertainty(Weighting):
-    r"""An uncertainty u that is trained (Karras et al. 2024, eq. 21), linear in Fourier features of ln sigma.
+_BASES = ("none", "vlb", "p2", "min_snr", "soft_min_snr", "debiased", "edm", "change_aware")
+
+
+@weighting("edm2", "learned uncertainty of EDM2 (Karras et al. 2024)")
+class Uncertainty(Learned, Weighting):
+    r"""Trained uncertainty u (Karras et al. 2024, eq. 21), linear in Fourier features of ln sigma.
 
     $$\frac{w(\sigma)}{e^{u(\sigma)}} L + u(\sigma)$$
 
-    u is the logarithm of the loss that is to be expected at a noise level, so all levels contribute alike. It starts
-    at 0 and is trained by an Adam of its own, without a part in the network's gradient clipping.
+    u is the logarithm of the loss to be expected at a noise level, so all levels contribute equally. It starts at 0 and
+    is trained by an Adam optimiser of its own; its gradient is not part of the network's gradient clipping.
     """
 
-    learned = True
+    base: str = option("edm", "weighting w", choices=_BASES, component=True)
+    sigma_data: float | None = option(None, "standard deviation of the data, for base edm", gt=0)
+    channels: int = option(128, "Fourier features of ln sigma that u is linear in", ge=1)
+    lr: float = option(1e-2, "learning rate of u", gt=0)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
+        import torch
+
         super().__init__(options, schedule, prediction)
-        given = {"sigma_data": options.sigma_data} if options.base == "edm" else {}
-        self.base: Weighting = WEIGHTINGS.build(options.base, given, schedule, prediction)
-        self._base = self.base.weights()
+        given = {"sigma_data": self.sigma_data} if self.base == "edm" else {}
+        self.base_weighting: Weighting = WEIGHTINGS.build(self.base, given, schedule, prediction)
+        self._base_weights = self.base_weighting.weights()
         level = torch.from_numpy(-np.log(schedule.snr) / 8).float()[:, None]  # ln(sigma)/4, EDM's c_noise
         random = Stream(0, "uncertainty")
-        frequency = 2 * math.pi * random.normal(0, range(options.channels))
-        phase = 2 * math.pi * random.uniform(1, range(options.channels)).float()
-        self._features = torch.cos(level * frequency + phase) * math.sqrt(2 / options.channels)  # (T, channels)
-        self.linear = nn.Parameter(torch.zeros(options.channels))
-        self.optimizer = torch.optim.Adam([self.linear], lr=options.lr)
+        frequency = 2 * math.pi * random.normal(0, range(self.channels))
+        phase = 2 * math.pi * random.uniform(1, range(self.channels)).float()
+        self._features = torch.cos(level * frequency + phase) * math.sqrt(2 / self.channels)  # (T, channels)
+        self.linear = torch.nn.Parameter(torch.zeros(self.channels))
+        self.optimizer = torch.optim.Adam([self.linear], lr=self.lr)
 
-    def _go(self, device: torch.device | str) -> None:
-        """Be where the losses are."""
+    def _move(self, device: "torch.device | str") -> None:
+        """Move everything to the device of the losses."""
+        import torch
+
         if self.linear.device != torch.device(device):
             self._features, self.linear.data = self._features.to(device), self.linear.data.to(device)
-            for its in self.optimizer.state.values():
-                its.update({name: its[name].to(device) for name in ("exp_avg", "exp_avg_sq")})
+            for state in self.optimizer.state.values():
+                state.update({name: state[name].to(device) for name in ("exp_avg", "exp_avg_sq")})
 
-    def expected(self) -> Tensor:
+    def expected(self) -> "Tensor":
         """u of every timestep, (T,)."""
         return self._features @ self.linear
 
     def weights(self, step: Any = 0) -> Array:
         """w/exp(u) of every timestep, float64 (T,)."""
-        return self._base * np.exp(-self.expected().detach().double().cpu().numpy())
+        return self._base_weights * np.exp(-self.expected().detach().double().cpu().numpy())
 
-    def uncertainty(self, fractions: Tensor) -> Tensor:
+    def uncertainty(self, fractions: "Tensor") -> "Tensor":
         """u at fractions of the process, float32, shape and device of `fractions`."""
-        self._go(fractions.device)
+        self._move(fractions.device)
         cell = (fractions * len(self._features)).long().clamp_(0, len(self._features) - 1)
         return self._features[cell] @ self.linear
 
-    def at(self, process: Any, t: Tensor, step: Any = 0) -> Tensor:
-        """w/exp(u) at times of a process, float32, for measurements; never cached, since u is trained."""
-        return self.base.at(process, t, step) * torch.exp(-self.uncertainty(process.fractions(t)).detach())
+    def at(self, process: Any, t: "Tensor", step: Any = 0) -> "Tensor":
+        """w/exp(u) at times of a process, float32, for measurements; never cached, because u is trained."""
+        import torch
 
-    def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
-        """The sum above, times the importance; `weights` hold w, without exp(u)."""
+        uncertainty = self.uncertainty(process.fractions(t)).detach()
+        return self.base_weighting.at(process, t, step) * torch.exp(-uncertainty)
+
+    def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":
+        """Return the formula times the importance weights; `weights` contain w, without exp(u)."""
         u = self.uncertainty(fractions)
-        return importance * (weights * losses * torch.exp(-u) + u)
+        return importance * (weights * losses * (-u).exp() + u)
 
     def step(self, observation: Observation) -> None:
-        """Take a step on u with the gradient that the backward pass has left."""
+        """Take an optimiser step on u with the gradient of the backward pass."""
         if self.linear.grad is None:
             return
         distributed.sum_tensors([self.linear.grad], self.group)
@@ -79,12 +95,14 @@ class Uncertainty(Weighting):
         self.optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """u and its optimiser."""
+        """Return u and the state of its optimiser."""
         return {"linear": self.linear.detach().clone(), "optimizer": self.optimizer.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Restore what `state_dict` gave."""
-        self._go(device)
+    def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
+        """Restore a state that `state_dict` returned."""
+        import torch
+
+        self._move(device)
         with torch.no_grad():
             self.linear.copy_(state["linear"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kairos_timesteps import options
-from kairos_timesteps.component_options import Fixed
+from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.registry import Registry
 
@@ -21,17 +21,17 @@ COMBINATIONS = {
     "edm_log_normal+edm2": "EDM2 (Karras et al. 2024), with --process edm",
 }
 
-_COMMON = options.dump(Fixed())  # what every fixed sampler can be told
+_COMMON = options.dump(FixedDensity.Options())  # options of every fixed sampler
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print samplers, weightings, couplings, what cannot be had, and combinations."""
-    width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.refused, *COMBINATIONS)))
+    width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.unavailable, *COMBINATIONS)))
     for title, entries in (
         (f"samplers, with options and defaults; fixed ones also have {described(_COMMON)}", _entries(SAMPLERS)),
         ("\nweightings, with options and defaults", _entries(WEIGHTINGS)),
         ("\ncouplings of noise with images, with options and defaults", _entries(COUPLINGS)),
-        ("\nknown, but not available", {**SAMPLERS.refused, **WEIGHTINGS.refused}.items()),
+        ("\nknown, but not available", {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}.items()),
         ("\ncombinations of the papers; any sampler goes with any weighting", COMBINATIONS.items()),
     ):
         print(title)
@@ -46,7 +46,7 @@ def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
     """Each component's name and what it is; under no name its own options."""
     for name, entry in registry.items():
         yield name, entry.help
-        shared = _COMMON if issubclass(entry.options, Fixed) else {}
+        shared = _COMMON if issubclass(entry.load(), FixedDensity) else {}
         yield "", described({key: value for key, value in options.dump(entry.options()).items() if key not in shared})
 
 

@@ -12,7 +12,6 @@ from kairos.cli.strategies.show import Named, View, named_parts, process_of
 from kairos.files import read_json, sha256_file
 from kairos.forward_process import measured
 from kairos.strategy_file import parse_strategy_csv
-from kairos_timesteps.component_options import Adaptive
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
 from kairos_timesteps.lookup import parse_name
@@ -136,4 +135,4 @@ def _of_record(record: dict[str, Any], arguments: argparse.Namespace) -> Named:
 
 
 def _looks_at_images(sampler: str) -> bool:
-    return sampler in SAMPLERS and issubclass(SAMPLERS[sampler].options, Adaptive)
+    return sampler in SAMPLERS and SAMPLERS[sampler].load().per_image

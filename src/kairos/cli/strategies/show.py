@@ -14,14 +14,13 @@ from kairos.cli.strategies.listing import described
 from kairos.cli.strategies.output import aligned, bar, deliver, strata, warn
 from kairos.forward_process import build_process, chosen_prediction, measured
 from kairos.strategy_file import strategy_csv
-from kairos_timesteps.base import Sampler
+from kairos_timesteps.base import Learned, Sampler
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
-from kairos_timesteps.coordinates import Place
 from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.errors import ConfigError
-from kairos_timesteps.lookup import parse_name, parts, table, warnings_of
-from kairos_timesteps.numeric import Array
+from kairos_timesteps.lookup import build_pair, parse_name, table, warnings_of
 from kairos_timesteps.options import but_name, dump, unknown_key
 
 Named = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # sampler and weighting with options, `diffusion`
@@ -161,39 +160,39 @@ def computed(arguments: argparse.Namespace) -> View:
     """The strategy that the arguments name, as it is before any training."""
     *named, diffusion = named_parts(arguments)
     names = named[0]["name"], named[1]["name"]
-    sampler, weighting = parts(process_of(diffusion), names, but_name(named[0]), but_name(named[1]))
-    place, notes = _place(sampler, names[0], arguments.progress)
-    if sampler.learned:
+    sampler, weighting = build_pair(process_of(diffusion), names, but_name(named[0]), but_name(named[1]))
+    context, notes = _shown_at(sampler, names[0], arguments.progress)
+    if isinstance(sampler, Learned):
         notes.append("p(t) is the initial density: this sampler learns; --checkpoint shows what it has learned")
-    if sampler.corrected:
+    if sampler.importance:
         notes.append("w(t) holds the importance weight 1/(T p(t)) as well")
-    if weighting.learned:
+    if isinstance(weighting, Learned):
         notes.append("w(t) is the initial one: this weighting learns; --checkpoint shows what it has learned")
     complete = [{"name": name, **dump(its)} for name, its in zip(names, (sampler.options, weighting.options))]
-    with np.errstate(all="ignore"):  # what is not finite is warned of by its place
-        columns = table(sampler, weighting, place=place)
+    with np.errstate(all="ignore"):  # `warnings_of` reports what is not finite
+        columns = table(sampler, weighting, **context)
     return View(complete[0], complete[1], diffusion, columns, tuple(notes))
 
 
-def _place(sampler: Sampler, name: str, progress: float | None) -> tuple[Place, list[str]]:
-    """Where a curriculum should be shown, and what to say about it.
+def _shown_at(sampler: Sampler, name: str, progress: float | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the context at which a curriculum is shown, and notes on it.
 
     Raises:
-        ConfigError: the sampler has no curriculum, or it does not go there.
+        ConfigError: the sampler has no curriculum, or `progress` is not between 0 and 1.
     """
-    if not sampler.moving:
+    if "step" not in sampler.context_names:
         if progress is not None:
-            why = "learns from what it observes" if sampler.learned else "is the same at every step"
+            why = "learns from what it observes" if isinstance(sampler, Learned) else "is the same at every step"
             fault = f"got {progress:g}, but sampler {name} {why}"
             raise ConfigError(f"--progress: {fault}; allowed: curricula, such as clts")
-        return Place(), []
+        return {}, []
     share = 0.0 if progress is None else progress
     demand(0 <= share <= 1, "progress", f"{share:g}", "0 to 1")
-    length = getattr(sampler.options, "length", 0) or max(getattr(sampler, "numbers", [0]))
+    length = getattr(sampler, "length", 0) or max(getattr(sampler, "values", [0]))
     step = round(share * length)
     note = f"curriculum at step {step} of {length}"
     note += "" if progress is not None else "; --progress 0..1 shows other places"
-    return Place(step=step, context={"progress": share}), [note]
+    return {"step": step, "progress": share}, [note]
 
 
 def _text(view: View) -> str:
