@@ -11,8 +11,7 @@ from typing import Any
 import kairos_timesteps
 from kairos.cli import COMMANDS
 from kairos.config import Experiment
-from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
-from kairos_timesteps.options import dump
+from kairos_timesteps.preset_table import CONVENTIONS, TABLE
 
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
 _BASES = ("strategies.Sampler", "strategies.Weighting", "options.Options", "options.option", "errors.ConfigError")
@@ -70,14 +69,17 @@ def _command(parser: argparse.ArgumentParser, level: int = 2) -> Iterator[str]:
 
 
 def presets() -> str:
-    """What each preset is here."""
+    """Return a table of all presets, and a table of the conventions that its rows refer to."""
     rows = []
-    for name in kairos_timesteps.names("preset"):
-        its = kairos_timesteps.preset(name)
-        told = ", ".join(f"{key}={_value(value)}" for key, value in its.options.items())
-        rows.append([f"`{name}`", plain(its.help), f"`{told}`" if told else "", _named(SAMPLERS, its.sampler)])
-        rows[-1].append(_named(WEIGHTINGS, its.weighting))
-    return table(["preset", "what it is", "its options", "sampler", "weighting"], rows)
+    for row in sorted(TABLE):
+        options = ", ".join(f"{key}={_value(value)}" for key, value in row.options.items())
+        components = [_linked(row.sampler, "samplers"), _linked(row.weighting, "weightings")]
+        texts = [f"`{row.name}`", plain(row.help), f"`{options}`" if options else ""]
+        rows.append([*texts, *components, f"[{row.convention}](#conventions)", plain(row.source)])
+    head = ["preset", "formula or description", "options", "sampler", "weighting", "convention", "source"]
+    conventions = [[name, each.meaning] for name, each in CONVENTIONS.items()]
+    meanings = table(["convention", "time and signs"], [[plain(cell) for cell in row] for row in conventions])
+    return f"{table(head, rows)}\n\n## Conventions\n\n{meanings}"
 
 
 def api() -> str:
@@ -163,13 +165,10 @@ def _allowed(node: Mapping[str, Any], key: str) -> str:
     return f"{kind} {bounds}".strip() + pattern
 
 
-def _named(registry: Mapping[str, Any], made: Any) -> str:
-    """A sampler or weighting by its name, with the options that are not its defaults."""
-    names = [n for n, e in registry.items() if e.options is type(made.options) and e.load() is type(made)]
-    default = dump(type(made.options)())
-    told = ", ".join(f"{k}={_value(v)}" for k, v in dump(made.options).items() if v != default[k])
-    page = "samplers" if registry is SAMPLERS else "weightings"
-    return "" if names[0] == "none" else f"[{names[0]}]({page}.md#{names[0]})" + (f" `{told}`" if told else "")
+def _linked(specification: str, page: str) -> str:
+    """Return a component of a preset as a link to its page, with the arguments; an empty text for no weighting."""
+    name, _, arguments = specification.removesuffix(")").partition("(")
+    return "" if name == "none" else f"[{name}]({page}.md#{name})" + (f" `{arguments}`" if arguments else "")
 
 
 def plain(text: str) -> str:

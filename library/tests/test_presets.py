@@ -1,11 +1,17 @@
 """Presets against the trainers' formulas written anew: quantiles, weights, draws, signs, refusals."""
 
+import re
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 import kairos_timesteps
 from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.preset_table import BOUNDS, CONVENTIONS, TABLE
+from kairos_timesteps.presets import evaluate
 
 pytest.importorskip("scipy")
 from trainers import TRAINERS
@@ -38,6 +44,38 @@ def test_every_preset_has_its_formula_and_the_promised_names_exist():
     assert kairos_timesteps.names("preset") == sorted(TRAINERS)
     for name, options in REQUIRED.items():
         assert options <= kairos_timesteps.preset(name).options.keys()
+
+
+def test_every_row_has_a_source_and_a_convention_and_uses_its_options():
+    names = [row.name for row in TABLE]
+    assert len({*names}) == len(names)
+    for row in TABLE:
+        preset = kairos_timesteps.preset(row.name)
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+: [\w/]+\.py|[\w .]+ 20\d\d, arXiv:\d{4}\.\d{5}", preset.source), row.name
+        assert (preset.trainer, preset.convention) == (row.name.split(":")[0], CONVENTIONS[row.convention].meaning)
+        assert preset.options == row.options
+        words = {*re.findall(r"\w+", row.sampler + row.weighting)}
+        assert row.options.keys() <= words, row.name
+    assert BOUNDS.keys() <= {option for row in TABLE for option in row.options}
+    assert {row.convention for row in TABLE} == CONVENTIONS.keys()
+
+
+def test_specifications_are_calls_with_arithmetic_of_options():
+    options = {"mean": 3.0, "shift": 2.0, "values": [1.0, 4.0]}
+    assert evaluate("shift(alpha=shift, density=beta(a=1 / 4, b=-mean / 2))", options) == {
+        "name": "shift",
+        "alpha": 2.0,
+        "density": {"name": "beta", "a": 0.25, "b": -1.5},
+    }
+    assert evaluate("table(values=values, between='spline')", options)["values"] == [1.0, 4.0]
+    assert evaluate("[1 - 2 * mean, (mean / 3) ** 0.5, True]", options) == [-5.0, 1.0, True]
+    with pytest.raises(KeyError):
+        evaluate("beta(a=missing)", options)
+
+
+def test_names_of_presets_need_no_torch():
+    code = "import sys, kairos_timesteps; assert kairos_timesteps.names('preset'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", sorted(TRAINERS))
