@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kairos_timesteps.base import Observation
 from kairos_timesteps.meter import errors
-from kairos_timesteps.samplers.adaptive import select
+from kairos_timesteps.samplers.policy import select_timesteps
 
 FEATURES = {  # name: timesteps (None: all), images, which of the independent draws of image and noise
     "all T, one image": (None, "one", 0),
@@ -73,7 +73,7 @@ def agreement(vectors: dict[str, tuple[Array, Array]], queue: int, selected: int
 
     def pick(name: str, part: Array) -> Array:
         t, rows = vectors[name]
-        return t[select(torch.from_numpy(rows[part]), selected).numpy()]
+        return t[select_timesteps(torch.from_numpy(rows[part]), selected).numpy()]
 
     def predicts(chosen: Array, part: Array) -> float:
         rest = np.setdiff1d(np.arange(count), part)

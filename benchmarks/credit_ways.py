@@ -19,7 +19,7 @@ from kairos.losses.terms import per_sample
 from kairos.training.state import Training
 from kairos_timesteps.base import Observation
 from kairos_timesteps.build import make_sampler, make_weighting
-from kairos_timesteps.coordinates import Place
+from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.meter import Meter, evaluating
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.strategy import Strategy
@@ -128,7 +128,7 @@ class Moment:
 
     def observation(self, x0: Tensor, conditions: dict[str, Tensor], number: int) -> Observation:
         """What a sampler would be shown before a step."""
-        place = Place(self.first, number)
+        place = RandomCoordinates(self.first, number)
         meter = Meter(self.process, self.network, x0, place, conditions, self.weighting, self.optimizer)
         fractions = torch.zeros(len(x0), dtype=torch.float64)
         return Observation(number, x0, fractions, None, meter, place)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kairos_timesteps.base import Tabled
+from kairos_timesteps.base import TableDensity
 from kairos_timesteps.strategy import Strategy
 
 PERIOD = 10  # steps between two looks at a sampler's density
@@ -175,7 +175,7 @@ class Quadratics(nn.Module):
         return (epsilon + self.k[t] * self.distance[t] + self.v[t] * epsilon)[:, None, None, None]
 
 
-class Fixed(Tabled):
+class Fixed(TableDensity):
     """A density given as a table, with importance weights or without."""
 
     def __init__(self, strategy: Strategy, p: Tensor, corrected: bool):
@@ -196,7 +196,7 @@ def train(problem: Problem, strategy: Strategy) -> tuple[Tensor, list[Tensor]]:
     densities = []
     for step in range(problem.steps):
         if step % PERIOD == 0:
-            densities.append(torch.from_numpy(strategy.sampler.density(x0[:1]).copy()))
+            densities.append(torch.from_numpy(strategy.sampler.probabilities(x0[:1]).copy()))
         draw = strategy.draw(x0)
         noise = torch.randn(x0.shape, generator=generator)
         output = network(strategy.process.noised(x0, noise, draw.t), draw.t)
@@ -248,7 +248,7 @@ def rows_of(problem: Problem, samplers: list[str], seeds: int) -> list[dict[str,
         for seed in range(seeds):
             strategy = make_strategy(problem, name, seed)
             distance, densities = train(problem, strategy)
-            corrected = strategy.sampler.corrected or name == "uniform"
+            corrected = strategy.sampler.importance or name == "uniform"
             losses.append(problem.loss(distance**2))
             given.append(problem.loss(along(problem, densities, corrected)))
             last.append(densities[-1])

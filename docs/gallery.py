@@ -10,6 +10,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from kairos_timesteps.base import FixedDensity
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from reference import described, fields, schema
@@ -21,7 +22,6 @@ from kairos.cli.strategies.show import computed
 from kairos.report.canvas import STYLE, Label, figure, label_lines
 from kairos.report.strategy_figure import draw_strategy
 from kairos_timesteps import options
-from kairos_timesteps.component_options import Fixed
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.lookup import warnings_of
@@ -149,7 +149,7 @@ def _svg(drawing: Figure, box: Any) -> bytes:
 
 
 _uniform = described(schema()["$defs"]["MethodConfig"]["properties"]["sampler"])["uniform"]["properties"]
-_COMMON = {key: its for key, its in _uniform.items() if key in options.dump(Fixed())}
+_COMMON = {key: its for key, its in _uniform.items() if key in options.dump(FixedDensity.Options())}
 PARTS = {
     "levels": levels,
     "example": lambda: pictured("speed+change_aware"),

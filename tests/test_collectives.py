@@ -182,4 +182,4 @@ def test_a_process_group_without_this_process_is_rejected():
             Strategy("uniform", process_group=others)
         half = torch.distributed.new_group([1, 3])
         draw = Strategy("uniform", process_group=half).draw(torch.zeros(3, 1))
-    assert draw.place.total == 6
+    assert draw.coordinates.batch_size == 6

@@ -47,7 +47,7 @@ OF_LOGGING = {
     "copy to the host in loop._line": 1,  # the losses
     "value read in loop._line": 1,  # the gradient norm
     "value read in loop.steps": 1,  # whether everything was finite
-    "value read in base.Tabled.statistics": 1,
+    "value read in base.TableDensity.statistics": 1,
     "copy to the host in distributed.gather": 1,  # a and b of a policy
 }
 OF_MEASURING = {

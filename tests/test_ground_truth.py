@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kairos_timesteps.base import Tabled
+from kairos_timesteps.base import TableDensity
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 ground_truth = importlib.import_module("ground_truth")
@@ -16,7 +16,7 @@ ground_truth = importlib.import_module("ground_truth")
 NOISE, FLAT, SLOW = ground_truth.problems(12)
 
 
-class Fixed(Tabled):
+class Fixed(TableDensity):
     """A density given as a table, with importance weights or without."""
 
     def __init__(self, strategy, p, corrected):

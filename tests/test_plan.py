@@ -19,7 +19,7 @@ from kairos.costs.text import text, values
 from kairos.forward_process import build_process
 from kairos.training.run import train
 from kairos_timesteps.base import Cost, Sampler
-from kairos_timesteps.component_options import Fixed
+from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name
@@ -142,7 +142,7 @@ class Honest(Silent):
 
 def test_a_new_sampler_says_itself_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Silent", "Honest"):
-        monkeypatch.setitem(SAMPLERS, name.lower(), Entry(Fixed, f"{__name__}:{name}"))
+        monkeypatch.setitem(SAMPLERS, name.lower(), Entry(FixedDensity.Options, f"{__name__}:{name}"))
     methods = {name: {"sampler": name} for name in ("uniform", "silent", "honest")}
     values = {**experiment(methods, dataset__color="grey"), "autoencoder": {"kind": "none"}}
     found = estimate(validate(values)).methods

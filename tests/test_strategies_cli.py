@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from kairos_timesteps.base import FixedDensity
 from PIL import Image
 
 from kairos.cli import main
@@ -18,14 +19,13 @@ from kairos.cli.strategies.listing import COMBINATIONS
 from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.base import Weighting
 from kairos_timesteps.build import make_sampler, make_weighting
-from kairos_timesteps.component_options import Fixed
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, make_schedule
 from kairos_timesteps.lookup import parse_name, table
 from kairos_timesteps.registry import Entry, NoOptions
 
 EVERYWHERE = [name for name in SAMPLERS if name not in ("listed", "cosine_interpolated")]  # have mass at all timesteps
-NEED_NO_TORCH = [name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed)]
+NEED_NO_TORCH = [name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity)]
 NEED_NO_TORCH += [f"uniform+{name}" for name in WEIGHTINGS if name not in ("edm2", "coarse_to_fine")]  # they learn
 
 
@@ -317,6 +317,6 @@ def test_initial_densities_are_called_that(call):
 
 def test_options_as_an_experiment_file_has_them_are_the_same(columns):
     named = yaml.safe_load("{name: beta, a: 2, b: 3, points: sobol}")
-    expected = make_sampler(named, make_schedule("quadratic", 50)).density()
+    expected = make_sampler(named, make_schedule("quadratic", 50)).probabilities()
     settings = [part for key in ("a", "b", "points") for part in ("--set", f"{key}={named[key]}")]
     assert np.array_equal(columns("beta", "--schedule", "quadratic", "--timesteps", 50, *settings)["p"], expected)

@@ -40,7 +40,7 @@ from kairos.training.job import Leave
 from kairos.training.loop import steps
 from kairos.training.registries import OPTIMIZERS
 from kairos.training.run import train
-from kairos_timesteps.component_options import Fixed
+from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.errors import KairosError
@@ -191,7 +191,7 @@ class Correct:
 
     def graphed(self) -> dict[str, Any]:
         """Draws of fixed strategies, replayed with another step, are those of that step on the CPU."""
-        worst, names = 0.0, [name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed)]
+        worst, names = 0.0, [name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity)]
         x0 = torch.zeros(self.batch, *SHAPE)
         for name in names:
             made, step = Strategy(name, "cosine"), torch.zeros((), dtype=torch.int64, device=self.device)

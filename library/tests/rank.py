@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from kairos_timesteps.base import Learned
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.distributed import gather, rank, ranks
 from kairos_timesteps.strategy import Strategy
@@ -38,7 +39,7 @@ def train(name):
     borders = [0, 3, GLOBAL_BATCH] if ranks() == 2 else [0, GLOBAL_BATCH]  # unequal parts
     mine = slice(borders[rank()], borders[rank() + 1])
     drawn = []
-    learned = strategy.sampler.learned or strategy.weighting.learned
+    learned = isinstance(strategy.sampler, Learned) or isinstance(strategy.weighting, Learned)
     for k in range(STEPS if learned else STEPS_WITHOUT_STATE):
         draw = strategy.draw(images[mine], index=range(mine.start, mine.stop), total=GLOBAL_BATCH)
         drawn.append(gather(draw.t).tolist())

@@ -16,15 +16,23 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from kairos_timesteps import component_options as options
-from kairos_timesteps.component_options import Fixed, asked
+import kairos_timesteps.samplers.combined
+import kairos_timesteps.samplers.speed
+import kairos_timesteps.weightings.change_aware
+import kairos_timesteps.weightings.fixed
+from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import POINTS
 from kairos_timesteps.options import but_name, public_name
 from kairos_timesteps.registry import Registry
+from kairos_timesteps.samplers.adaptive import Adaptive
+from kairos_timesteps.samplers.fixed import Clts
+from kairos_timesteps.samplers.gradients import FollowsGradients
+from kairos_timesteps.samplers.losses import LossSecondMoment, SmoothedLosses
 from kairos_timesteps.strategy import Strategy
+from kairos_timesteps.weightings.uncertainty import Uncertainty
 
-FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed))
+FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity))
 COMBINED = ("range", "shift", "mixture", "by_group", "schedule")
 LEARNED = sorted(set(SAMPLERS) - set(FIXED))
 LOOKS_AT_IMAGES = ("adaptive", "adaptive_official")
@@ -47,30 +55,33 @@ SMALL: dict[str, SearchStrategy[Any]] = {
     "length": st.integers(1, 10),
     "channels": st.just(8),
 }
-SMALL_IN = (options.LossSecondMoment, options.LossRms, options.Measured, options.Adaptive, options.Clts)
-SMALL_IN += (options.Uncertainty,)
+SMALL_IN = (LossSecondMoment, SmoothedLosses, FollowsGradients, Adaptive, Clts, Uncertainty)
 
 # options that several fields or the process restrict
+TABLE = st.lists(st.sampled_from([0.0, 0.2, 1.0, 3.0]), min_size=2, max_size=5)
+TAU = st.sampled_from([None, 1, 5, SMALLEST_T - 1])
 RESTRICTED: dict[tuple[type, str], SearchStrategy[Any]] = {
-    (options.Uniform, "start"): st.integers(0, 4),
-    (options.Uniform, "end"): st.sampled_from([None, 5, 7, SMALLEST_T]),
-    (options.LogNormal, "low"): st.sampled_from([0.0, 0.1, 0.4]),
-    (options.LogNormal, "high"): st.sampled_from([0.6, 0.9, 1.0]),
-    (options.Range, "low"): st.sampled_from([0.0, 0.13, 0.4]),
-    (options.Range, "high"): st.sampled_from([0.5, 0.77, 1.0]),
-    (options.Speed, "tau"): st.sampled_from([None, 1, 5, SMALLEST_T - 1]),
-    (options.SpeedOfficial, "tau"): st.sampled_from([None, 1, 5, SMALLEST_T - 1]),
-    (options.ChangeAwareOfficial, "tau"): st.sampled_from([None, 1, 5, SMALLEST_T - 1]),
-    (options.Adaptive, "lr"): st.sampled_from([0.001, 0.01]),  # a policy that diverges draws at the clamped ends
-    (options.Uncertainty, "lr"): st.sampled_from([0.001, 0.01, 0.1]),
-    (options.LossRms, "width"): st.sampled_from([0.02, 0.1, 0.5]),
-    (options.Edm, "warmup"): st.sampled_from([None, 1, 6]),
-    (options.Table, "values"): st.lists(st.sampled_from([0.0, 0.2, 1.0, 3.0]), min_size=2, max_size=5),
-    (options.TableWeights, "values"): st.lists(st.sampled_from([0.0, 0.2, 1.0, 3.0]), min_size=2, max_size=5),
-    (options.Listed, "times"): st.lists(st.sampled_from([0.0, 0.21, 0.5, 0.83, 1.0]), min_size=1, max_size=5),
-    (options.Table, "file"): st.none(),
-    (options.TableWeights, "file"): st.none(),
-    (options.Schedule, "ramp"): st.sampled_from([0.0, 0.3, 3.0]),
+    (kairos_timesteps.samplers.fixed.Uniform, "start"): st.integers(0, 4),
+    (kairos_timesteps.samplers.fixed.Uniform, "end"): st.sampled_from([None, 5, 7, SMALLEST_T]),
+    (kairos_timesteps.samplers.fixed.LogNormal, "low"): st.sampled_from([0.0, 0.1, 0.4]),
+    (kairos_timesteps.samplers.fixed.LogNormal, "high"): st.sampled_from([0.6, 0.9, 1.0]),
+    (kairos_timesteps.samplers.combined.Range, "low"): st.sampled_from([0.0, 0.13, 0.4]),
+    (kairos_timesteps.samplers.combined.Range, "high"): st.sampled_from([0.5, 0.77, 1.0]),
+    (kairos_timesteps.samplers.combined.Table, "values"): TABLE,
+    (kairos_timesteps.samplers.combined.Table, "file"): st.none(),
+    (kairos_timesteps.samplers.combined.Listed, "times"): st.lists(
+        st.sampled_from([0.0, 0.21, 0.5, 0.83, 1.0]), min_size=1, max_size=5
+    ),
+    (kairos_timesteps.samplers.combined.Schedule, "ramp"): st.sampled_from([0.0, 0.3, 3.0]),
+    (kairos_timesteps.samplers.speed.Speed, "tau"): TAU,
+    (kairos_timesteps.samplers.speed.SpeedOfficial, "tau"): TAU,
+    (Adaptive, "lr"): st.sampled_from([0.001, 0.01]),  # a policy that diverges draws at the clamped ends
+    (SmoothedLosses, "width"): st.sampled_from([0.02, 0.1, 0.5]),
+    (kairos_timesteps.weightings.change_aware.ChangeAwareOfficial, "tau"): TAU,
+    (kairos_timesteps.weightings.fixed.Edm, "warmup"): st.sampled_from([None, 1, 6]),
+    (kairos_timesteps.weightings.fixed.Table, "values"): TABLE,
+    (kairos_timesteps.weightings.fixed.Table, "file"): st.none(),
+    (Uncertainty, "lr"): st.sampled_from([0.001, 0.01, 0.1]),
 }
 
 
@@ -123,7 +134,9 @@ class Specification:
     def needs(self) -> set[str]:
         """Names of the context that a draw requires."""
         by_epochs = self.sampler.get("points") == "epochs"
-        return asked(self.sampler) | ({"item", "items", "epoch"} if by_epochs else set())
+        name = self.sampler["name"]
+        required = SAMPLERS[name].load().required_context(SAMPLERS.parse(name, but_name(self.sampler)))
+        return required | ({"item", "items", "epoch"} if by_epochs else set())
 
     def holds(self, key: str, value: Any) -> bool:
         """True if the sampler, or a component of it, has this option."""
@@ -183,20 +196,20 @@ def options_of(draw: Any, registry: Registry, name: str, depth: int, top: bool) 
 
     Importance weights and points belong to the whole sampler, so only the `top` one gets them.
     """
-    kind, values = registry[name].options, {}
-    hints = typing.get_type_hints(kind)
-    for one in dataclasses.fields(kind):
+    component, values = registry[name].load(), {}
+    hints = typing.get_type_hints(component.Options)
+    for one in dataclasses.fields(component.Options):
         key = public_name(one)
         if key in ("importance", "points") and not top:
             continue
-        small = issubclass(kind, SMALL_IN) and key in SMALL
+        small = issubclass(component, SMALL_IN) and key in SMALL
         combines = key in ("density", "parts")
         if not (small or combines or draw(st.booleans())):
             continue
         if combines:
             values[key] = draw(_density(depth - 1) if key == "density" else _parts(name, values, depth - 1))
         else:
-            chosen = _restricted(kind, one.name)
+            chosen = _restricted(component, one.name)
             values[key] = draw(_values(hints[one.name], one.metadata) if chosen is None else chosen)
     if name == "schedule":  # what its starts count is known with the parts
         values["of"] = "progress" if values["parts"][-1]["start"] < 1 and len(values["parts"]) > 1 else "steps"

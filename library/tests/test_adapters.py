@@ -7,7 +7,7 @@ from torch import nn
 
 import kairos_timesteps
 from kairos_timesteps.components import WEIGHTINGS
-from kairos_timesteps.coordinates import Place
+from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.diffusion.schedule import NoiseSchedule, make_schedule
 from kairos_timesteps.errors import ConfigError
@@ -172,7 +172,7 @@ def test_a_meter_looks_through_what_diffusers_models_return():
     x0 = torch.randn(5, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     fractions = torch.full((5,), 0.5, dtype=torch.float64)
     networks = (lambda x, t: 2 * x, lambda x, t: Output(2 * x))
-    meters = [Meter(as_process("cosine"), network, x0, Place()) for network in networks]
+    meters = [Meter(as_process("cosine"), network, x0, RandomCoordinates()) for network in networks]
     plain, wrapped = (meter.errors(torch.arange(5), fractions, "noise") for meter in meters)
     assert torch.equal(plain, wrapped) and plain.shape == (5,)
 

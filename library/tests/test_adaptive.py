@@ -6,10 +6,10 @@ import torch
 
 from kairos_timesteps.base import Observation
 from kairos_timesteps.build import make_sampler
-from kairos_timesteps.coordinates import Place
+from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.randomness import Stream
-from kairos_timesteps.samplers.adaptive import select
+from kairos_timesteps.samplers.policy import select_timesteps
 
 
 def test_selection_is_that_of_f_regression_among_positive_correlations():
@@ -22,13 +22,13 @@ def test_selection_is_that_of_f_regression_among_positive_correlations():
         statistic, _ = f_regression(queue, target)
         positive = [i for i in range(40) if np.corrcoef(queue[:, i], target)[0, 1] > 0]
         wanted = sorted(positive, key=lambda i: -statistic[i])[:3]
-        assert select(torch.from_numpy(queue), 3).tolist() == sorted(wanted)
+        assert select_timesteps(torch.from_numpy(queue), 3).tolist() == sorted(wanted)
 
 
 def test_selection_leaves_out_a_timestep_that_goes_against_the_target():
     target = torch.linspace(-1, 1, 10, dtype=torch.float64)
     queue = torch.stack([-5 * target, 8 * target + torch.sin(9 * target), 6 * target + torch.cos(9 * target)], 1)
-    assert 0 not in select(queue, 2).tolist()
+    assert 0 not in select_timesteps(queue, 2).tolist()
 
 
 class Bandit:
@@ -45,11 +45,11 @@ class Bandit:
         return (1.0 - (self.gain[index] if self.after else 0.0) + 0.01 * drawn.flatten(1).mean(1)).double()
 
     def step(self, k):
-        fractions = self.sampler.fractions(self.x0, Place(step=k))
+        fractions = self.sampler.draw_for_batch(self.x0, RandomCoordinates(step=k))
         self.gain = torch.where(fractions < 0.5, self.better[0], self.better[1]).float()
         self.after = False
         self.number = k
-        random = Place(step=1000 + k).of(self.x0)
+        random = RandomCoordinates(step=1000 + k).for_batch(self.x0)
         with self.sampler.observe(Observation(k, self.x0, fractions, None, self, random)):
             self.after = True
         return fractions
@@ -62,7 +62,7 @@ def adaptive(**options):
 def test_adaptive_starts_almost_uniform_for_any_shape():
     for shape in ((1, 1, 1), (3, 32, 32), (4, 7, 5)):
         sampler = adaptive()
-        sampler.fractions(torch.randn(3, *shape), Place())
+        sampler.draw_for_batch(torch.randn(3, *shape), RandomCoordinates())
         a, b = sampler.policy(torch.randn(3, *shape))
         torch.testing.assert_close(a, torch.full((3,), 0.97409), atol=1e-4, rtol=0)
         torch.testing.assert_close(a, b)
@@ -79,7 +79,7 @@ def test_adaptive_uses_the_same_noise_before_and_after_and_needs_no_policy_step_
             assert all(torch.equal(x, y) for x, y in zip(before[:2], after[:2], strict=True)) and before[2] == after[2]
             assert not before[3] and not after[3]
         assert sampler.updates == max(0, k - 2)
-    assert len(sampler.selected) == 3
+    assert len(sampler.reward_timesteps) == 3
 
 
 def test_adaptive_counts_one_network_pass_per_loss():
@@ -100,7 +100,7 @@ def test_adaptive_moves_towards_timesteps_whose_step_lowers_the_loss():
         bandit = Bandit(adaptive(lr=2e-3), better, batch=16)
         for k in range(80):
             bandit.step(k)
-        return (bandit.sampler.density(bandit.x0) * np.arange(50)).sum() / 50
+        return (bandit.sampler.probabilities(bandit.x0) * np.arange(50)).sum() / 50
 
     assert mean_fraction((0.1, 0.0)) < 0.3 and mean_fraction((0.0, 0.1)) > 0.7
 
@@ -109,10 +109,10 @@ def test_adaptive_density_with_images_matches_its_draws():
     bandit = Bandit(adaptive(), (0.1, 0.0), batch=16)
     for k in range(30):
         bandit.step(k)
-    p = bandit.sampler.density(bandit.x0)
+    p = bandit.sampler.probabilities(bandit.x0)
     assert p.sum() == pytest.approx(1)
     repeated = bandit.x0.repeat(250, 1, 1, 1)
-    draws = torch.cat([bandit.sampler.fractions(repeated, Place(step=k)) for k in range(30)])
+    draws = torch.cat([bandit.sampler.draw_for_batch(repeated, RandomCoordinates(step=k)) for k in range(30)])
     share = np.bincount((draws * 50).long().numpy(), minlength=50) / len(draws)
     np.testing.assert_allclose(share, p, atol=4 * np.sqrt(p.max() / len(draws)) + 1e-3)
 
@@ -141,7 +141,7 @@ def test_adaptive_works_with_a_batch_of_one_and_feature_timesteps():
     bandit = Bandit(sampler, (0.1, 0.0), batch=1)
     for k in range(6):
         bandit.step(k)
-    assert sampler.updates == 3 and all(np.isfinite(sampler.density(bandit.x0)))
+    assert sampler.updates == 3 and all(np.isfinite(sampler.probabilities(bandit.x0)))
 
 
 def official(**options):
@@ -151,7 +151,7 @@ def official(**options):
 def test_official_measures_with_other_noise_dropout_and_from_the_first_step():
     sampler = official()
     bandit = Bandit(sampler, (0.1, 0.0), batch=16)
-    assert sampler.selected.tolist() == [0, 1, 2]
+    assert sampler.reward_timesteps.tolist() == [0, 1, 2]
     bandit.step(0)
     half = len(bandit.calls) // 2
     for before, after in zip(bandit.calls[:half], bandit.calls[half:], strict=True):
@@ -162,9 +162,9 @@ def test_official_measures_with_other_noise_dropout_and_from_the_first_step():
 
 def test_official_rounds_and_has_half_cells_at_the_ends():
     sampler = official()
-    p = sampler.density()
+    p = sampler.probabilities()
     assert p[0] / p[1] == pytest.approx(0.5, abs=0.05) and p.sum() == pytest.approx(1)
-    draws = sampler.fractions(torch.zeros(50_000, 1, 2, 2), Place(step=0))
+    draws = sampler.draw_for_batch(torch.zeros(50_000, 1, 2, 2), RandomCoordinates(step=0))
     share = np.bincount((draws * 50).long().numpy(), minlength=50) / len(draws)
     np.testing.assert_allclose(share, p, atol=5e-3)
     assert share[0] < 0.7 * share[1]
@@ -184,7 +184,7 @@ def test_official_selection_ignores_the_sign_and_two_rows_say_nothing():
     wave = 3 * torch.sin(20 * target)
     queue = torch.stack([-5 * target, 8 * target + wave, 6 * target - wave, 6 * target + 0.1 * wave], 1)
     sampler = official(selected=2)
-    assert 0 in sampler.select(queue).tolist() and 0 not in select(queue, 2).tolist()
+    assert 0 in sampler.select(queue).tolist() and 0 not in select_timesteps(queue, 2).tolist()
     assert sampler.select(queue[:2]).tolist() == [0, 1]
 
 
@@ -201,14 +201,14 @@ def test_entropy_bonus_alone_moves_towards_uniform_whatever_the_density():
     """The public code multiplies the entropy into log pi, so its sign flips where the density is under 1."""
     sampler = adaptive(entropy=1.0, lr=1e-2)
     bandit = Bandit(sampler, (0.0, 0.0))
-    sampler.fractions(bandit.x0, Place())
+    sampler.draw_for_batch(bandit.x0, RandomCoordinates())
     with torch.no_grad():
         sampler.policy.last.bias.copy_(torch.tensor([2.0, 4.0]))
     x0 = bandit.x0
-    far = abs(sampler.density(x0) - 1 / 50).sum()
+    far = abs(sampler.probabilities(x0) - 1 / 50).sum()
     for k in range(60):
         bandit.step(k)
-    assert abs(sampler.density(x0) - 1 / 50).sum() < 0.5 * far
+    assert abs(sampler.probabilities(x0) - 1 / 50).sum() < 0.5 * far
 
 
 def test_the_policy_reaches_the_beta_nearest_to_the_optimum_for_fixed_rewards():
@@ -229,9 +229,9 @@ def test_the_policy_reaches_the_beta_nearest_to_the_optimum_for_fixed_rewards():
     sampler.advantage = lambda change: change.mean(1)  # unscaled, so that the weight means what it says
     x0 = torch.randn(64, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     for k in range(100):
-        u = sampler.fractions(x0, Place(step=k))
+        u = sampler.draw_for_batch(x0, RandomCoordinates(step=k))
         centred = reward(u) - reward(u).mean()
-        sampler._learn(Observation(k, x0, u, None, None, Place(step=k).of(x0)), centred[:, None])
+        sampler._learn(Observation(k, x0, u, None, None, RandomCoordinates(step=k).for_batch(x0)), centred[:, None])
     with torch.no_grad():
         a, b = (value.mean().item() for value in sampler.policy(x0))
     assert divergence(a, b) < best + 0.03 and divergence(0.974, 0.974) > best + 0.3
@@ -242,10 +242,10 @@ def test_a_floor_keeps_every_timestep_alive_and_importance_weights_fit_each_imag
     bandit = Bandit(sampler, (0.1, 0.0))
     for k in range(30):
         bandit.step(k)
-    p = sampler.density(bandit.x0)
+    p = sampler.probabilities(bandit.x0)
     assert p.min() >= 0.2 / 50 * 0.999 and p.sum() == pytest.approx(1)
     means = []
     for k in range(200):
-        u = sampler.fractions(bandit.x0, Place(step=k))
-        means.append((sampler.importance(bandit.x0, u).double() * u).mean().item())
+        u = sampler.draw_for_batch(bandit.x0, RandomCoordinates(step=k))
+        means.append((sampler.importance_weights(bandit.x0, u, RandomCoordinates()).double() * u).mean().item())
     assert np.mean(means) == pytest.approx(0.5, abs=4 * np.std(means) / 200**0.5)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, distributed
 
 import kairos_timesteps
+from kairos_timesteps.base import Learned
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import public_name
@@ -52,7 +53,7 @@ def built(specification: Specification) -> kairos_timesteps.Strategy | None:
     except ConfigError as error:
         assert names_a_field(str(error), specification), f"no field is named: {error}"
         return None
-    if specification.learned or strategy.weighting.learned:
+    if specification.learned or isinstance(strategy.weighting, Learned):
         loop = SmallLoop(specification)
         for _ in range(4):
             loop.step()
@@ -228,7 +229,7 @@ def check_density(specification: Specification, strategy: kairos_timesteps.Strat
             objective += here.numel() / timesteps * (p > 0)
             variance += here.numel() / (timesteps**2 * reached)
             least = np.where(p > 0, np.minimum(least, p), least)
-            if strategy.sampler.corrected and not by_image:
+            if strategy.sampler.importance and not by_image:
                 stated = torch.from_numpy(1 / (timesteps * reached)).float()[here]
                 torch.testing.assert_close(weights.float(), stated, rtol=1e-3, atol=1e-6)
         total += cells.numel()
@@ -238,7 +239,7 @@ def check_density(specification: Specification, strategy: kairos_timesteps.Strat
     p, share = pooled(expected / total), pooled(counts / total)
     variation = 0.5 * abs(share - p).sum()
     assert variation <= tolerance(p, independent), f"total variation {variation:.3f} from the stated density"
-    if strategy.sampler.corrected:
+    if strategy.sampler.importance:
         off, error = pooled(inverse - objective), np.sqrt(pooled(variance) * total / independent)
         often = np.array([part.min() for part in np.array_split(least, len(p))]) * independent > 30
         spread = 3 if by_image else 1  # the density of an image is not constant within a cell

@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 import torch
+from kairos_timesteps.base import FixedDensity
 
 import kairos_timesteps
 from kairos_timesteps.build import make_sampler
-from kairos_timesteps.component_options import Fixed
 from kairos_timesteps.components import SAMPLERS
-from kairos_timesteps.coordinates import Place
+from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import spline
 
-FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.options, Fixed))
+FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity))
 BATCH = torch.zeros(16, 1, 2, 2)
 U = np.linspace(0, 1, 1001)
 
@@ -70,7 +70,7 @@ def test_parts_of_a_batch_are_the_whole(name, points):
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_turns_and_single_steps_are_alike_and_a_resume_too(name):
+def test_prefetch_blocks_and_single_steps_are_alike_and_a_resume_too(name):
     ahead, alone = strategy(name, importance=True), strategy(name, importance=True)
     for step in range(20):
         alone._steady = lambda place: False
@@ -106,7 +106,7 @@ def test_followers_learn_from_several_times_of_a_sample(name):
 
 @pytest.mark.parametrize("density", ["log_normal", "beta", "mixture", {"name": "clts", "length": 10}])
 def test_ranges_are_cut_or_scaled(density):
-    low, high, place = 0.25, 0.75, Place(step=5)
+    low, high = 0.25, 0.75
     if density == "mixture":
         density = {"name": density, "parts": [{"name": "log_normal", "share": 3}, {"name": "beta", "a": 4, "share": 1}]}
     whole = sampler(
@@ -114,14 +114,14 @@ def test_ranges_are_cut_or_scaled(density):
         **({} if isinstance(density, str) else {k: v for k, v in density.items() if k != "name"}),
     )
     cut = sampler("range", density=density, low=low, high=high)
-    ends = whole.cdf(np.array([low, high]), place)
-    wanted = (whole.cdf(U.clip(low, high), place) - ends[0]) / (ends[1] - ends[0])
-    np.testing.assert_allclose(cut.cdf(U, place), wanted, atol=1e-12)
-    drawn = cut.drawn(Place(0, 5, index=range(4000), total=4000))
-    assert drawn.min() >= low and drawn.max() <= high
-    assert np.abs(cut.cdf(drawn.sort().values.numpy(), place) - np.arange(4000) / 4000).max() < 0.04
+    ends = whole.cdf(np.array([low, high]), step=5)
+    wanted = (whole.cdf(U.clip(low, high), step=5) - ends[0]) / (ends[1] - ends[0])
+    np.testing.assert_allclose(cut.cdf(U, step=5), wanted, atol=1e-12)
+    draws = cut.draw(RandomCoordinates(0, 5, sample_indices=range(4000), batch_size=4000))
+    assert draws.min() >= low and draws.max() <= high
+    assert np.abs(cut.cdf(draws.sort().values.numpy(), step=5) - np.arange(4000) / 4000).max() < 0.04
     scaled = sampler("range", density=density, low=low, high=high, cut=False)
-    np.testing.assert_allclose(scaled.cdf(low + (high - low) * U, place), whole.cdf(U, place), atol=1e-9)
+    np.testing.assert_allclose(scaled.cdf(low + (high - low) * U, step=5), whole.cdf(U, step=5), atol=1e-9)
 
 
 def test_shifts_follow_tokens():
@@ -132,11 +132,9 @@ def test_shifts_follow_tokens():
     many = torch.full((5000,), 1024)
     assert torch.allclose(flux.sample(5000, tokens=many), flux.sample(5000, tokens=1024), atol=1e-12)
     open_sora = sampler("shift", law="linear", low=1, high=3)
-    assert open_sora.alpha(Place(context={"tokens": 4096, "frames": 4})) == pytest.approx(6)
-    assert sampler("shift", law="root", alpha=1.0, last=4096).alpha(Place(context={"tokens": 9216})) == pytest.approx(
-        1.5
-    )
-    with pytest.raises(ConfigError, match=r"shift: needs tokens.*allowed: draw\(\.\.\., tokens=\)"):
+    assert open_sora.shift(tokens=4096, frames=4) == pytest.approx(6)
+    assert sampler("shift", law="root", alpha=1.0, last=4096).shift(tokens=9216) == pytest.approx(1.5)
+    with pytest.raises(ConfigError, match=r"shift: needs tokens.*draw\(\.\.\., tokens=\)"):
         flux.sample(3)
     with pytest.raises(ConfigError, match=r"tokens: got shape \(2,\), allowed: a number, or one for each of 3 samples"):
         flux.sample(3, tokens=torch.ones(2))

@@ -180,7 +180,7 @@ schedule = make_schedule("cosine", 100)
 learned = ("loss", "info", "gradient", "first_order", "adaptive", "edm2", "auto")
 fixed = [name for name in SAMPLERS if not name.startswith(learned)]
 for name in fixed:
-    assert abs(make_sampler({"name": name}, schedule).density().sum() - 1) < 1e-9
+    assert abs(make_sampler({"name": name}, schedule).probabilities().sum() - 1) < 1e-9
 for name in WEIGHTINGS:
     name in ("edm2", "coarse_to_fine") or make_weighting({"name": name}, schedule).weights()
 assert "torch" not in sys.modules, "densities need torch"

@@ -8,13 +8,8 @@ import rank_groups
 from kairos_timesteps import Strategy
 from kairos_timesteps.distributed import rank, ranks
 
-try:
-    from torch.distributed.fsdp import fully_shard
-except ImportError:
-    fully_shard = None
 NAMES = ("log_normal+min_snr", "speed+change_aware", "uniform")
 GLOBAL_BATCH, MICRO, STEPS = 8, 2, 4  # samples of a micro-batch over all ranks, micro-batches, optimiser steps
-pytestmark = pytest.mark.skipif(fully_shard is None, reason="this torch has no torch.distributed.fsdp.fully_shard")
 
 
 class Network(nn.Module):
@@ -35,6 +30,8 @@ def train(name):
     torch.manual_seed(0)
     network = Network().double()
     if ranks() > 1:
+        from torch.distributed.fsdp import fully_shard  # its import takes a second
+
         for layer in (network.first, network.last, network):
             fully_shard(layer, mesh=distributed.device_mesh.init_device_mesh("cpu", (ranks(),)))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
@@ -65,6 +62,8 @@ def train(name):
 @pytest.mark.long
 @pytest.mark.timeout(150)
 def test_two_sharded_processes_draw_and_learn_what_one_does(tmp_path):
+    if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
+        pytest.skip("this torch has no torch.distributed.fsdp.fully_shard")
     both = rank_groups.run(train_all, tmp_path, 2)
     whole = train_all()
     for name in NAMES:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import kairos_timesteps
+from kairos_timesteps.base import MeasuresNetwork
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -35,15 +36,15 @@ def test_the_guide_marks_what_observe_needs():
     section = GUIDE.split("\n## Samplers\n")[1].split("\n## ")[0]
     needs = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w, ]*)\|$", section, re.MULTILINE))
     for name, entry in SAMPLERS.items():
-        assert ("network" in needs[name]) == entry.load().measures, name
+        assert ("network" in needs[name]) == issubclass(entry.load(), MeasuresNetwork), name
         assert ("reweighted" in section.split(f"| `{name}` |")[1].split("\n")[0]) == (
-            kairos_timesteps.Strategy(name).sampler.corrected
+            kairos_timesteps.Strategy(name).sampler.importance
         ), name
 
 
 def test_the_guides_code_runs(monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     module = types.ModuleType("guide")
     monkeypatch.setitem(sys.modules, "guide", module)
     convolution = nn.Conv2d(1, 1, 3, padding=1)

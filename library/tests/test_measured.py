@@ -10,7 +10,7 @@ from torch import nn
 from kairos_timesteps.base import Observation
 from kairos_timesteps.build import make_sampler
 from kairos_timesteps.components import SAMPLERS
-from kairos_timesteps.coordinates import Place
+from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.meter import Meter, evaluating
 from kairos_timesteps.strategy import Strategy
@@ -23,8 +23,8 @@ def follow(name, loss_at, steps=400, batch=32, **options):
     sampler = make_sampler({"name": name, **options}, make_schedule("linear", T))
     x0 = torch.zeros(batch, 1)
     for k in range(steps):
-        u = sampler.fractions(x0, Place(step=k))
-        with sampler.observe(Observation(k, x0, u, loss_at(u), None, Place().of(x0))):
+        u = sampler.draw_for_batch(x0, RandomCoordinates(step=k))
+        with sampler.observe(Observation(k, x0, u, loss_at(u), None, RandomCoordinates().for_batch(x0))):
             pass
     return sampler
 
@@ -33,13 +33,13 @@ def test_loss_second_moment_is_the_root_of_the_mean_of_the_last_ten_squared_loss
     sampler = follow("loss_second_moment", lambda u: torch.where(u < 0.5, 3.0, 1.0))
     p = sampler.masses()
     assert p[: T // 2] == pytest.approx(3 / (4 * T / 2)) and p[T // 2 :] == pytest.approx(1 / (4 * T / 2))
-    density = sampler.density()
+    density = sampler.probabilities()
     assert density == pytest.approx(0.999 * p + 0.001 / T)
 
 
 def test_loss_second_moment_is_uniform_until_every_timestep_has_ten_losses():
     sampler = follow("loss_second_moment", lambda u: 1 + u, steps=9)
-    assert sampler.density() == pytest.approx(1 / T) and sampler.updates == 0
+    assert sampler.probabilities() == pytest.approx(1 / T) and sampler.updates == 0
 
 
 def test_loss_second_moment_forgets_all_but_the_last_losses():
@@ -95,7 +95,7 @@ def test_loss_rms_finds_a_smooth_profile_with_few_losses():
     sampler = follow("loss_rms", profile, steps=200, start=50, width=0.05)
     wanted = profile((torch.arange(T) + 0.5) / T).numpy()
     np.testing.assert_allclose(sampler.masses(), wanted / wanted.sum(), rtol=0.12)
-    assert sampler.density().min() >= 0.1 / T
+    assert sampler.probabilities().min() >= 0.1 / T
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
@@ -106,7 +106,7 @@ def test_info_rate_follows_the_error_of_epsilon_per_log_signal_to_noise_ratio(pr
     u = (torch.arange(T, dtype=torch.float64) + 0.5) / T
     errors = 1 + u
     x0 = torch.zeros(T, 1)
-    with sampler.observe(Observation(0, x0, u, errors, None, Place().of(x0), errors, prediction)):
+    with sampler.observe(Observation(0, x0, u, errors, None, RandomCoordinates().for_batch(x0), errors, prediction)):
         pass
     of_epsilon = errors.numpy() * (noise.alphas_cumprod if prediction == "v" else 1)
     wanted = of_epsilon * -np.gradient(np.log(noise.snr))
@@ -181,11 +181,11 @@ def test_first_order_draws_what_goes_with_the_target():
     process = Strategy("uniform", make_schedule("linear", T)).process
     x0 = torch.zeros(32, 1, 2, 2)
     for k in range(4):
-        meter = Clean(process, network, x0, Place(step=k))
-        u = sampler.fractions(x0, Place(step=k))
-        with sampler.observe(Observation(k, x0, u, None, meter, Place(step=k).of(x0))):
+        meter = Clean(process, network, x0, RandomCoordinates(step=k))
+        u = sampler.draw_for_batch(x0, RandomCoordinates(step=k))
+        with sampler.observe(Observation(k, x0, u, None, meter, RandomCoordinates(step=k).for_batch(x0))):
             pass
-    p = sampler.density()
+    p = sampler.probabilities()
     assert p[: T // 2].sum() > 0.85 and p.min() >= 0.2 / T * 0.999
 
 
@@ -193,7 +193,7 @@ def test_a_measurement_leaves_no_trace():
     network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Dropout(0.5), nn.Conv2d(4, 1, 1))
     network[2].eval()
     process = Strategy("uniform").process
-    meter = Meter(process, _Timeless(network), torch.randn(4, 1, 5, 5), Place())
+    meter = Meter(process, _Timeless(network), torch.randn(4, 1, 5, 5), RandomCoordinates())
     network[0].weight.grad = torch.ones_like(network[0].weight)
     before, state = network[0].weight.detach().clone(), torch.get_rng_state()
     index, u = torch.arange(4), torch.full((4,), 0.3, dtype=torch.float64)
@@ -224,7 +224,7 @@ def test_sums_of_gradients_are_those_of_autograd():
     x0 = torch.randn(6, 1, 4, 4)
     u = torch.linspace(0.05, 0.95, 6, dtype=torch.float64)
     factors = torch.tensor([1.0, -1, 1, 1, -1, 0.5])
-    meter = Meter(strategy.process, network, x0, Place(), weighting=strategy.weighting)
+    meter = Meter(strategy.process, network, x0, RandomCoordinates(), weighting=strategy.weighting)
     found, noise = meter.gradient(torch.arange(6), u, "noise", factors), meter.noise("noise", torch.arange(6))
     t = strategy.process.times(u)
     output = network(strategy.process.noised(x0, noise, t), t)

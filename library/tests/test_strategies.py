@@ -7,13 +7,13 @@ from scipy import stats
 
 from kairos_timesteps.build import make_sampler, make_weighting
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
-from kairos_timesteps.coordinates import Place
-from kairos_timesteps.diffusion.schedule import make_schedule
+from kairos_timesteps.coordinates import RandomCoordinates
+from kairos_timesteps.diffusion.schedule import make_schedule, tau_of_magnitude
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.incomplete_beta import beta_cdf
 from kairos_timesteps.lookup import parse_name, table, warnings_of
-from kairos_timesteps.samplers.log_snr import LAWS
-from kairos_timesteps.samplers.speed import meaningful_steps, tau_of_magnitude
+from kairos_timesteps.samplers.log_snr import DISTRIBUTIONS
+from kairos_timesteps.samplers.speed import meaningful_steps
 from kairos_timesteps.strategy import Strategy
 
 SCHEDULES = ("linear", "cosine", "quadratic")
@@ -52,7 +52,7 @@ def test_speed_tau_of_published_magnitudes(r, tau):
 
 
 def test_speed_masses_are_those_of_equation_6():
-    p = make_sampler({"name": "speed", "k": 5, "tau": 700}, make_schedule()).density()
+    p = make_sampler({"name": "speed", "k": 5, "tau": 700}, make_schedule()).probabilities()
     np.testing.assert_allclose(p[:700], 5 / (1000 + 700 * 4), rtol=1e-12)
     np.testing.assert_allclose(p[700:], 1 / (1000 + 700 * 4), rtol=1e-12)
     assert p[700:].sum() == pytest.approx(0.079, abs=0.0005)
@@ -62,7 +62,7 @@ def test_speed_masses_are_those_of_equation_6():
 def test_density_sums_to_one_and_matches_its_histogram(name):
     check_histogram(make_sampler({"name": name}, make_schedule("linear", 37)), draws=50_000)
     for timesteps in (10, 1000):
-        density = make_sampler({"name": name}, make_schedule("linear", timesteps)).density()
+        density = make_sampler({"name": name}, make_schedule("linear", timesteps)).probabilities()
         assert density.sum() == pytest.approx(1, abs=1e-12) and (density >= 0).all()
 
 
@@ -76,10 +76,10 @@ def test_densities_with_a_floor_and_even_points_match_their_histograms(name, poi
 def check_histogram(sampler, batch=10_000, step=0, draws=100_000):
     """Density and the histogram of so many draws agree: chi-square on pooled cells."""
     timesteps = sampler.schedule.timesteps
-    p = sampler.density(place=Place(step=step))
+    p = sampler.probabilities(step=step)
     assert p.sum() == pytest.approx(1, abs=1e-12) and (p >= 0).all()
     x0 = torch.zeros(batch, 1, 2, 2)
-    draws = torch.cat([sampler.fractions(x0, Place(k, step)) for k in range(draws // batch)])
+    draws = torch.cat([sampler.draw_for_batch(x0, RandomCoordinates(k, step)) for k in range(draws // batch)])
     assert draws.dtype == torch.float64 and draws.min() >= 0 and draws.max() < 1
     counts = np.bincount((draws * timesteps).long().numpy(), minlength=timesteps)
     expected = p * len(draws)
@@ -102,8 +102,8 @@ def test_laws_of_the_log_signal_to_noise_ratio_are_scipys():
         "secant": stats.hypsecant(scale=2),
     }
     values, probabilities = np.linspace(-9, 9, 91), np.linspace(0.01, 0.99, 99)
-    assert scipys.keys() == LAWS.keys()
-    for name, (cdf, quantile) in LAWS.items():
+    assert scipys.keys() == DISTRIBUTIONS.keys()
+    for name, (cdf, quantile) in DISTRIBUTIONS.items():
         np.testing.assert_allclose(cdf(values), scipys[name].cdf(values), rtol=1e-9, err_msg=name)
         np.testing.assert_allclose(quantile(probabilities), scipys[name].ppf(probabilities), atol=1e-9, err_msg=name)
 
@@ -132,8 +132,8 @@ def test_the_probability_density_of_uniform_is_1_at_the_ends_too():
 
 def test_fixed_draws_depend_on_the_generator_alone():
     sampler = make_sampler({"name": "log_normal"}, make_schedule())
-    first = sampler.fractions(torch.zeros(7, 3, 4, 4), Place(step=3))
-    second = sampler.fractions(torch.ones(7, 1), Place(step=3))
+    first = sampler.draw_for_batch(torch.zeros(7, 3, 4, 4), RandomCoordinates(step=3))
+    second = sampler.draw_for_batch(torch.ones(7, 1), RandomCoordinates(step=3))
     assert torch.equal(first, second)
 
 
@@ -249,8 +249,8 @@ def test_speed_official_reflects_at_the_published_timestep(schedule, m):
 
 def test_speed_official_has_half_the_papers_tail_and_depends_on_the_batch():
     sampler = make_sampler({"name": "speed_official", "tau": 700}, make_schedule())
-    sampler.fractions(torch.zeros(32, 1), Place())
-    assert sampler.density()[700:].sum() == pytest.approx(17 / 32 * 0.0789, abs=2e-4)  # 4.2 %, the paper's: 7.9 %
+    sampler.draw_for_batch(torch.zeros(32, 1), RandomCoordinates())
+    assert sampler.probabilities()[700:].sum() == pytest.approx(17 / 32 * 0.0789, abs=2e-4)  # 4.2 %, the paper's: 7.9 %
     check_histogram(sampler, batch=32, draws=20_000)
 
 
@@ -258,18 +258,18 @@ def test_speed_official_has_half_the_papers_tail_and_depends_on_the_batch():
 @pytest.mark.parametrize("name", ["speed_official", "speed_v1"])
 def test_reflected_halves_fill_odd_and_tiny_batches(name, batch):
     sampler = make_sampler({"name": name}, make_schedule())
-    assert sampler.fractions(torch.zeros(batch, 1), Place()).shape == (batch,)
+    assert sampler.draw_for_batch(torch.zeros(batch, 1), RandomCoordinates()).shape == (batch,)
 
 
 def test_speed_official_pairs_each_draw_with_its_reflection():
     sampler = make_sampler({"name": "speed_official"}, make_schedule())
-    t = (sampler.fractions(torch.zeros(64, 1), Place(step=5)) * 1000).long()
+    t = (sampler.draw_for_batch(torch.zeros(64, 1), RandomCoordinates(step=5)) * 1000).long()
     drawn, reflected = t[:31], t[33:]
     assert torch.equal(reflected, torch.where(drawn < 642, 642 - drawn, drawn - 642))
 
 
 def test_speed_v1_weighs_the_two_areas_five_to_one():
-    drawn = make_sampler({"name": "speed_v1"}, make_schedule()).drawn_half()
+    drawn = make_sampler({"name": "speed_v1"}, make_schedule()).half_masses()
     assert drawn[300] == pytest.approx(2.5, abs=1e-3) and drawn[900] == pytest.approx(0.5, abs=1e-3)
 
 
@@ -296,7 +296,7 @@ def test_beta_of_any_parameters_matches_its_histogram(a, b):
 
 def test_edm_log_normal_is_normal_in_ln_sigma():
     noise = make_schedule("cosine")
-    p = make_sampler({"name": "edm_log_normal"}, noise).density()
+    p = make_sampler({"name": "edm_log_normal"}, noise).probabilities()
     level = -0.5 * np.log(noise.snr)
     assert (p * level).sum() == pytest.approx(-1.2, abs=0.01)
     assert (p * (level + 1.2) ** 2).sum() ** 0.5 == pytest.approx(1.2, abs=0.01)
@@ -304,17 +304,17 @@ def test_edm_log_normal_is_normal_in_ln_sigma():
 
 def test_clts_moves_from_uniform_to_a_truncated_normal_density():
     sampler = make_sampler({"name": "clts", "length": 100}, make_schedule())
-    assert sampler.density() == pytest.approx(1 / 1000)
+    assert sampler.probabilities() == pytest.approx(1 / 1000)
     check_histogram(sampler, step=50)
-    p = sampler.density(place=Place(step=1_000_000))
+    p = sampler.probabilities(step=1_000_000)
     assert abs(int(p.argmax()) - 300) <= 1 and np.isfinite(p).all()
 
 
 def test_uniform_on_a_range_draws_nothing_else():
     sampler = make_sampler({"name": "uniform", "start": 200, "end": 300}, make_schedule())
-    p = sampler.density()
+    p = sampler.probabilities()
     assert p[200:300] == pytest.approx(0.01) and p.sum() == pytest.approx(1)
-    t = (sampler.fractions(torch.zeros(5000, 1), Place()) * 1000).long()
+    t = (sampler.draw_for_batch(torch.zeros(5000, 1), RandomCoordinates()) * 1000).long()
     assert t.min() == 200 and t.max() == 299
     found = warnings_of(table(sampler, make_weighting({"name": "none"}, make_schedule())))
     assert found == ["timestep is never drawn (p = 0) at 900 of 1000 timesteps between t = 0 and 999"]
@@ -323,10 +323,10 @@ def test_uniform_on_a_range_draws_nothing_else():
 @pytest.mark.parametrize("name", ["speed_official", "speed_v1"])
 def test_a_sampler_with_a_table_keeps_its_density_as_a_component(name):
     noise = make_schedule("linear", 50)
-    alone = make_sampler({"name": name}, noise).density()
+    alone = make_sampler({"name": name}, noise).probabilities()
     mixture = make_sampler({"name": "mixture", "parts": [{"name": name, "share": 1}]}, noise)
     assert alone.max() > 1.1 * alone.min()
-    np.testing.assert_allclose(mixture.density(), alone, atol=1e-9)
+    np.testing.assert_allclose(mixture.probabilities(), alone, atol=1e-9)
     check_histogram(mixture)
 
 
@@ -337,9 +337,9 @@ def test_importance_weights_bring_back_uniforms_objective(name):
     columns = table(sampler, make_weighting({"name": "none"}, noise))
     assert columns["effective"] == pytest.approx(1 / 50)
     x0 = torch.zeros(100_000, 1)
-    fractions = sampler.fractions(x0, Place(step=0))
+    fractions = sampler.draw_for_batch(x0, RandomCoordinates(step=0))
     losses = torch.exp(3 * fractions)
-    mean = (sampler.importance(x0, fractions).double() * losses).mean().item()
+    mean = (sampler.importance_weights(x0, fractions, RandomCoordinates()).double() * losses).mean().item()
     assert mean == pytest.approx((np.exp(3) - 1) / 3, rel=0.01)
 
 
@@ -348,7 +348,7 @@ def test_even_points_have_less_variance_and_fill_every_cell():
         sampler = make_sampler({"name": "speed", "points": kind}, make_schedule())
         means, plain = [], []
         for k in range(60):
-            u = sampler.fractions(torch.zeros(batch, 1), Place(step=k))
+            u = sampler.draw_for_batch(torch.zeros(batch, 1), RandomCoordinates(step=k))
             means.append(u.mean().item())
             plain.append(torch.rand(batch, generator=torch.Generator().manual_seed(k)).mean().item())
         assert np.std(means) < np.std(plain) / 5
@@ -360,7 +360,7 @@ def test_sobol_points_go_on_from_step_to_step():
     sampler = make_sampler({"name": "uniform", "points": "sobol"}, make_schedule())
     u = []
     for k in range(8):
-        u.append(sampler.fractions(torch.zeros(16, 1), Place(step=k)))
+        u.append(sampler.draw_for_batch(torch.zeros(16, 1), RandomCoordinates(step=k)))
     together = np.sort(torch.cat(u).numpy())
     assert np.diff(together).max() < 1.01 / 128 and np.diff(together).min() > 0.99 / 128
 
@@ -411,5 +411,5 @@ def test_edm2s_importance_weighs_the_whole_sum():
     losses = 1.0 + draw.t.float()
     found = strategy.weighted(draw, losses).mean().item()
     u = strategy.weighting.expected().detach().double().numpy()
-    weights, t = strategy.weighting.base.weights(), np.arange(10)
+    weights, t = strategy.weighting.base_weighting.weights(), np.arange(10)
     assert found == pytest.approx((weights * (1 + t) * np.exp(-u) + u).mean(), rel=0.02)

@@ -39,6 +39,7 @@ class Observation:
         meter: a `Meter` that measures losses and gradients of the network; None for components that do not need one.
         coordinates: random coordinates of the step's samples.
         prediction: prediction type of the network, whose squared errors are given.
+        weighting: fixed part of the strategy's weighting, without factors that are trained; None: all weights are 1.
     """
 
     step: int
@@ -49,6 +50,7 @@ class Observation:
     coordinates: RandomCoordinates
     errors: "Tensor | None" = None
     prediction: str = "epsilon"
+    weighting: "Weighting | None" = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,10 @@ class Sampler(Stateful):
     def required_context(cls, options: Any) -> set[str]:
         """Return the context names that every draw must pass, given the options."""
         return set()
+
+    def __call__(self, function: Any) -> Any:
+        """Reject to decorate a function: the name of this sampler is taken."""
+        raise ConfigError(f"{type(self).__name__}: a sampler of kairos has this name; choose another for your function")
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """Probability of a draw below u, without the floor."""

@@ -1,56 +1,202 @@
-"""Timestep strategies: a sampler draws timesteps, a weighting weights their losses, any with any.
+"""Samplers and weightings by name, and functions that are registered as such.
 
-`kairos_timesteps.Strategy` is both together in a training loop; `make_sampler` and `make_weighting` build one of them.
-Densities need numpy alone; torch is imported with the first draw.
+A function is the simplest form of a component::
+
+    @density("power")
+    def quantile(u, a: float = 2.0):
+        return u**a
+
+    @weighting("truncated")
+    def weight(snr, limit: float = 1.0):
+        return snr.clip(limit, None) / snr
+
+Parameters with a default are options. A keyword-only parameter without a default is context that a draw must pass, such
+as ``tokens``; ``step`` is the training step.
 """
 
-from typing import Any
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
 
 from kairos_timesteps.base import FixedDensity, Sampler, Weighting
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.coordinates import required
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, NoiseSchedule
-from kairos_timesteps.errors import demand
+from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.lookup import build_pair
-from kairos_timesteps.registry import split
+from kairos_timesteps.numeric import Values
+from kairos_timesteps.options import option
+from kairos_timesteps.registry import Registry, split
+
+F = TypeVar("F", bound=Callable[..., Any])
+ERRORS = (*PREDICTIONS, "flow", "predicted")  # errors that a weighting can be stated for
 
 
 def make_sampler(named: dict[str, Any], schedule: NoiseSchedule, seed: int = 0) -> Sampler:
-    """A sampler from ``{"name": ..., option: ...}``."""
-    return SAMPLERS.build(*split(named), schedule, seed)
+    """Build a sampler from ``{"name": ..., option: ...}``."""
+    sampler: Sampler = SAMPLERS.build(*split(named), schedule, seed)
+    return sampler
 
 
 def make_weighting(named: dict[str, Any], schedule: NoiseSchedule, prediction: str = "epsilon") -> Weighting:
-    """A weighting from ``{"name": ..., option: ...}``."""
-    return WEIGHTINGS.build(*split(named), schedule, prediction)
+    """Build a weighting from ``{"name": ..., option: ...}``."""
+    weighting: Weighting = WEIGHTINGS.build(*split(named), schedule, prediction)
+    return weighting
 
 
-def density(name: str, process: Any = "flow", **options: Any) -> Sampler:
-    """A sampler of a fixed density by its name and options, for those who carry times or sigma through their own code.
+def density(name: str, process: Any = "flow", *, help: str = "", **options: Any) -> Any:
+    """Return a fixed density by name, or a decorator that registers a quantile function under a new name.
 
-    It has `sample`, `pdf`, `cdf` and `quantile` of fractions of the process, 0 the image and 1 noise.
+    A density has the methods `sample`, `pdf`, `cdf` and `quantile` of fractions of the process, 0 the image and 1
+    noise. Arguments are numpy arrays or tensors; context is passed as keywords, ``quantile(u, tokens=1024)``.
+
+    Args:
+        name: name of a sampler, or a new name for the decorated function ``quantile(u, option=default, ...)``, which
+            does not decrease and maps [0, 1] to [0, 1], elementwise, for numpy arrays and tensors.
+        process: forward process, as for `Strategy`; it matters for densities of the signal-to-noise ratio.
+        help: one line on what the decorated function is.
+        options: options of the sampler.
 
     Raises:
-        ConfigError: an unknown name or option, a value that is not allowed, or a sampler that learns.
+        ConfigError: an unknown option, a value that is not allowed, a sampler that learns, or a name that is taken.
     """
-    from kairos_timesteps.diffusion.adapters import as_process  # torch
+    if name not in SAMPLERS and name not in SAMPLERS.unavailable and not options:
+        return _Decorator(SAMPLERS, name, help, _FunctionDensity, {})
+    from kairos_timesteps.diffusion.adapters import as_process  # imports torch
 
     demand(issubclass(SAMPLERS.entry(name).load(), FixedDensity), "density", name, "samplers of a fixed density")
     return build_pair(as_process(process), (name, "none"), options, None)[0]
 
 
-def weighting(name: str, process: Any = "flow", prediction: str | None = None, **options: Any) -> Weighting:
-    """A weighting by its name and options: a call with signal-to-noise ratios gives the factors of losses, elementwise.
+def weighting(
+    name: str, process: Any = "flow", prediction: str | None = None, *, error: str = "", help: str = "", **options: Any
+) -> Any:
+    """Return a weighting by name, or a decorator that registers a function of the signal-to-noise ratio.
+
+    A weighting is called with signal-to-noise ratios, numpy arrays or tensors, and returns factors of losses.
 
     Args:
-        prediction: whose squared error is weighted, ``epsilon``, ``x0``, ``v`` or ``flow``; None: the process'.
+        name: name of a weighting, or a new name for the decorated function ``weight(snr, option=default, ...)``.
+        process: forward process, as for `Strategy`; it matters for weightings of timesteps.
+        prediction: whose squared error is weighted, ``epsilon``, ``x0``, ``v`` or ``flow``; None: that of the process.
+        error: error that the decorated function is stated for, ``epsilon`` (default), ``x0``, ``v``, ``flow`` or
+            ``predicted`` (whatever the network predicts); it is converted to other predictions.
+        help: one line on what the decorated function is.
+        options: options of the weighting.
 
     Raises:
-        ConfigError: an unknown name, prediction or option, or a value that is not allowed.
+        ConfigError: an unknown name, prediction or option, a value that is not allowed, or a name that is taken.
     """
+    demand(error in ("", *ERRORS), "error", repr(error), ", ".join(ERRORS))
+    if name not in WEIGHTINGS and not options and prediction is None:
+        return _Decorator(WEIGHTINGS, name, help, _FunctionWeighting, {"stated_for": error or "epsilon"})
     from kairos_timesteps.diffusion.adapters import as_process
 
     allowed = (*PREDICTIONS, "flow")
     demand(prediction in (None, *allowed), "prediction", prediction, ", ".join(allowed))
-    found = build_pair(as_process(process), ("uniform", name), None, options)[1]
-    found.prediction = prediction or found.prediction
-    return found
+    built = build_pair(as_process(process), ("uniform", name), None, options)[1]
+    built.prediction = prediction or built.prediction
+    return built
+
+
+class _FunctionDensity(FixedDensity):
+    """Base of densities whose quantile is a function."""
+
+    function: Callable[..., Any]
+    parameters: tuple[str, ...] = ()  # of the function that are options
+    required: tuple[str, ...] = ()  # context that the function needs
+
+    def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
+        super().__init__(options, schedule, seed)
+        if self.required:
+            return
+        name, values = type(self).__name__, np.asarray(self.quantile(np.linspace(0, 1, 1001)))
+        demand(values.shape == (1001,), name, f"shape {values.shape}", "an elementwise function: a number per number")
+        rises = bool((np.diff(values) >= 0).all() and values[0] >= 0 and values[-1] <= 1)  # False with NaN
+        got = f"values between {values.min():g} and {values.max():g}, {'rising' if rises else 'not all rising'}"
+        demand(rises, name, got, "a function that maps [0, 1] to [0, 1] and does not decrease")
+
+    @classmethod
+    def required_context(cls, options: Any) -> set[str]:
+        """Return the keyword parameters without a default."""
+        return set(cls.required)
+
+    def quantile(self, p: Values, **context: Any) -> Values:
+        """Call the function with its options and the context that it names."""
+        user, available = f"sampler {type(self).__name__}", {"step": 0, **context}
+        needed = {name: required(name, available.get(name), user) for name in self.context_names}
+        return self.function(p, **{name: getattr(self.options, name) for name in self.parameters}, **needed)
+
+    def __call__(self, function: F) -> F:
+        """Register the function of a module or a notebook cell that is executed again."""
+        return _Decorator(SAMPLERS, type(self).__name__, "", _FunctionDensity, {})(function)
+
+
+class _FunctionWeighting(Weighting):
+    """Base of weightings by a function of the signal-to-noise ratio."""
+
+    function: Callable[..., Any]
+    parameters: tuple[str, ...] = ()
+
+    def formula(self, snr: Values) -> Values:
+        """Call the function with its options."""
+        return self.function(snr, **{name: getattr(self.options, name) for name in self.parameters})
+
+    def __call__(self, snr: Any, step: Any = 0) -> Any:
+        """Return factors of losses; or register the function of a module or notebook cell that is executed again."""
+        if inspect.isfunction(snr):
+            attributes = {"stated_for": self.stated_for}
+            return _Decorator(WEIGHTINGS, type(self).__name__, "", _FunctionWeighting, attributes)(snr)
+        return super().__call__(snr, step)
+
+
+class _Decorator:
+    """Decorator that registers a function as a component; any other use reports that the name is unknown."""
+
+    def __init__(self, registry: Registry, name: str, help: str, base: type, attributes: dict[str, Any]):
+        self._arguments = registry, name, help, base, attributes
+
+    def __call__(self, function: F) -> F:
+        registry, name, help, base, attributes = self._arguments
+        if not inspect.isfunction(function):
+            registry.entry(name)  # reports the unknown name
+        attributes = {**attributes, **_declaration(name, function, base), "function": staticmethod(function)}
+        component = type(name, (base,), attributes)
+        registry.register(name, help or (inspect.getdoc(function) or "").partition("\n")[0])(component)
+        return function
+
+    def __getattr__(self, attribute: str) -> Any:
+        self._arguments[0].entry(self._arguments[1])
+        raise AttributeError(attribute)
+
+
+def _declaration(name: str, function: Callable[..., Any], base: type) -> dict[str, Any]:
+    """Return the attributes of a component class that the signature of a function declares.
+
+    Raises:
+        ConfigError: a parameter cannot be an option or context.
+    """
+    hints = typing.get_type_hints(function)
+    _, *parameters = inspect.signature(function).parameters.values()
+    attributes: dict[str, Any] = {"__annotations__": {}, "__doc__": inspect.getdoc(function) or name}
+    context = []
+    for each in parameters:
+        where = f"{name}: parameter {each.name}"
+        free = not hasattr(base, each.name) and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        demand(free, where, str(each), "a name that the base class does not use, without * or **")
+        if each.default is not each.empty:
+            hint = hints.get(each.name, type(each.default))
+            default = float(each.default) if hint is float else each.default
+            attributes["__annotations__"][each.name] = hint
+            attributes[each.name] = option(default, f"parameter of {function.__name__}")
+        elif base is _FunctionDensity and each.kind == each.KEYWORD_ONLY:
+            context.append(each.name)
+        else:
+            raise rejection(where, "no default", "a default; or, for context of a density, keyword-only")
+    attributes["parameters"] = tuple(attributes["__annotations__"])
+    if base is _FunctionDensity:
+        attributes |= {"context_names": tuple(context), "required": tuple(set(context) - {"step"})}
+    return attributes | {"__module__": function.__module__, "__qualname__": function.__qualname__}

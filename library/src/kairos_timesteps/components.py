@@ -9,7 +9,9 @@ from typing import Any
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.registry import Registry
 
-_SAMPLERS = ("fixed", "log_snr", "combined", "speed", "losses", "gradients", "adaptive", "adaptive_official")
+_SAMPLERS = (
+    "fixed", "log_snr", "combined", "speed", "losses", "info_noise", "gradients", "adaptive", "adaptive_official"
+)  # fmt: skip
 _WEIGHTINGS = ("fixed", "change_aware", "coarse_to_fine", "uncertainty")
 
 SAMPLERS = Registry("sampler", *(f"kairos_timesteps.samplers.{name}" for name in _SAMPLERS))

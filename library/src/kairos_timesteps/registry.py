@@ -73,11 +73,17 @@ class Registry(MutableMapping[str, Entry]):
         self.kind = kind
         self.unavailable: dict[str, str] = {}  # names that people ask for and that cannot be had, with the reason
         self._entries: dict[str, Entry] = {}
-        self._modules = list(modules)
+        self._modules = modules  # not imported yet
 
     def _complete(self) -> dict[str, Entry]:
-        while self._modules:
-            importlib.import_module(self._modules.pop(0))
+        """Return all entries, in the order of their modules, after importing these."""
+        modules, self._modules = self._modules, ()
+        for module in modules:
+            importlib.import_module(module)
+        if modules:
+            order = {module: number for number, module in enumerate(modules)}
+            ordered = sorted(self._entries.items(), key=lambda item: order.get(item[1].module, len(order)))
+            self._entries = dict(ordered)
         return self._entries
 
     def __getitem__(self, name: str) -> Entry:
@@ -112,7 +118,7 @@ class Registry(MutableMapping[str, Entry]):
         def decorate(component: C) -> C:
             code = f"{component.__module__}:{component.__qualname__}"
             taken = self._entries.get(name)
-            free = taken is None or taken.code == code or taken.facts.get("replaceable")
+            free = taken is None or taken.code == code  # a notebook cell or a module that is executed again
             demand(free, f"{self.kind} {name}", code, f"a name that is not taken (it is {taken and taken.code})")
             options = component.Options  # type: ignore[attr-defined]
             self[name] = Entry(options, code, help, facts, component)

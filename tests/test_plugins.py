@@ -1,0 +1,385 @@
+"""Plugin files: components of a user's module in experiments, in identities of runs, and in all processes of a run."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kairos.cli import main
+from kairos.config import freeze, load, plugins, validate
+from kairos.files import read_json
+from kairos.fingerprint import fingerprint
+from kairos.training.identity import code_roots, identity_of
+from kairos.workflow import dependencies
+from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.errors import ConfigError, KairosError
+from training_case import experiment, hashes, make_latents, train_command, write_experiment
+from workflow_copy import Copy
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = """
+import numpy as np
+
+from kairos_timesteps.base import FixedDensity, Weighting
+from kairos_timesteps.components import coupling, sampler, weighting
+from kairos_timesteps.couplings import Coupling
+from kairos_timesteps.options import option
+
+SCALE = 1
+
+
+@sampler("test_power", "a power of a uniform number")
+class Power(FixedDensity):
+    exponent: float = option(2.0, "power of the number", gt=0)
+
+    def quantile(self, p, **context):
+        return SCALE * p**self.exponent
+
+    def cdf(self, u, **context):
+        return u ** (1 / self.exponent)
+
+
+@sampler("test_other", "another density")
+class Other(FixedDensity):
+    def quantile(self, p, **context):
+        return p * p
+
+
+@weighting("test_capped", "SNR with an upper bound")
+class Capped(Weighting):
+    limit: float = option(5.0, "largest weight", gt=0)
+
+    def formula(self, snr):
+        return snr.clip(None, self.limit) / snr
+
+
+@coupling("test_independent", "as the noise comes")
+class Untouched(Coupling):
+    pass
+"""
+METHODS = {
+    "uniform": {},
+    "power": {"sampler": {"name": "test_power", "exponent": 3.0}, "weighting": "test_capped"},
+    "coupled": {"coupling": "test_independent"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a plugin file; its components are removed from this process afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("my_strategies.py").write_text(FILE)
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(tmp_path):
+            plugins.forget(name)
+    for registry in (SAMPLERS, WEIGHTINGS, COUPLINGS):
+        assert not [name for name in registry if name.startswith("test_")]
+
+
+def case(*files, methods=METHODS, **changes):
+    """A tiny experiment with plugin files as plain values."""
+    return experiment(methods, plugins=[*files] or ["my_strategies.py"], **changes)
+
+
+def edit(old, new, file="my_strategies.py"):
+    text = Path(file).read_text()
+    assert old in text
+    Path(file).write_text(text.replace(old, new))
+
+
+def test_components_of_a_plugin_are_known_with_their_options(folder, capsys):
+    write_experiment(Path("case.yaml"), case())
+    assert main(["check", "case.yaml"]) == 0
+    printed = capsys.readouterr().out
+    for text in (r"test_power \(exponent 3.0\)", "test_capped", "test_independent"):
+        assert re.search(text, printed)
+    assert main(["plan", "case.yaml"]) == 0
+    with pytest.raises(ConfigError, match="unknown option 'exponnt'; did you mean 'exponent'"):
+        case(methods={"a": {"sampler": {"name": "test_power", "exponnt": 3.0}}})
+    with pytest.raises(ConfigError, match="exponent: got -1"):
+        case(methods={"a": {"sampler": {"name": "test_power", "exponent": -1.0}}})
+
+
+def test_a_grid_may_vary_an_option_of_a_plugin(folder):
+    grid = {"a": {"sampler": "test_power", "grid": {"sampler.exponent": [1, 2]}}}
+    assert [*case(methods=grid)["methods"]] == ["a-exponent=1", "a-exponent=2"]
+
+
+def test_paths_are_from_the_working_directory_in_extended_files_too(folder):
+    Path("deep").mkdir()
+    write_experiment(Path("deep/base.yaml"), case())
+    Path("top.yaml").write_text("extends: deep/base.yaml\nexperiment: top\n")
+    assert load("top.yaml").plugins == ["my_strategies.py"]
+
+
+def test_components_can_be_listed_and_shown(folder, capsys):
+    assert main(["strategies", "list", "--plugin", "my_strategies.py"]) == 0
+    assert "test_power" in capsys.readouterr().out
+    assert main(["strategies", "show", "test_power+test_capped", "--plugin", "my_strategies.py"]) == 0
+    assert main(["schema", "--plugin", "my_strategies.py"]) == 0
+    assert '"const": "test_capped"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("broken", "x = 1\ndef f(:\n", "plugins: broken.py, line 2: SyntaxError: invalid syntax"),
+        ("raises", "x = 1\n\n1 / 0\n", "plugins: raises.py, line 3: ZeroDivisionError: division by zero"),
+        ("leaves", "import sys\nsys.exit('bye')\n", "plugins: leaves.py, line 2: SystemExit: bye"),
+        ("imports", "import no_such_module\n", "line 1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("zero", "x = 1\0\n", "plugins: zero.py"),
+        ("yaml", "", "plugins: yaml.py: module 'yaml' is .*yaml/__init__.py; rename the file"),
+        ("kairos", "", "plugins: kairos.py: module 'kairos' is .*; rename the file"),
+        ("random", "", "plugins: random.py: module 'random' is .*; rename the file"),
+        ("my-file", "", "plugins: got 'my-file.py', allowed: a Python file whose name has letters"),
+        ("taken", FILE.replace("test_other", "uniform"), "line 26: sampler uniform: got taken:Other, allowed: a name"),
+        ("twice", FILE.replace("test_other", "test_power"), "line 26: sampler test_power: got twice:Other, allowed"),
+        ("function", FILE.replace("class Other(FixedDensity)", "class Other"), "line 26: AttributeError: .*'Options'"),
+        ("untyped", FILE.replace("limit: float =", "limit ="), "line .*Capped.limit: an option needs a type"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_message(name, text, message, folder, capsys):
+    write_experiment(Path("case.yaml"), case(methods={"uniform": {}}) | {"plugins": [f"{name}.py"]})
+    plugins.forget("my_strategies")
+    Path(f"{name}.py").write_text(text)
+    for _ in range(2):  # a second attempt in one process fails likewise
+        assert main(["check", "case.yaml"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("kairos: case.yaml: plugins: ") and re.search(message, line), line
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (["missing.py"], "missing.py: cannot be read .No such file or directory.; give the path"),
+        (["folder.py"], "folder.py: cannot be read"),
+        (["latin.py"], "latin.py: not UTF-8"),
+        (["notes.txt"], "got 'notes.txt', allowed: a Python file"),
+        ("my_strategies.py", "got 'my_strategies.py', allowed: a list of Python files"),
+        ([1], "allowed: a list of Python files"),
+        (["my_strategies.py", "folder.py/my_strategies.py"], "my_strategies.py is module .* rename one of the files"),
+    ],
+)
+def test_a_list_that_cannot_be_used_is_one_message(value, message, folder):
+    Path("folder.py").mkdir()
+    Path("folder.py/my_strategies.py").write_text(FILE)
+    Path("latin.py").write_bytes(b"x = '\xff'")
+    values = {"experiment": "x", "plugins": value, "methods": {"power": {"sampler": "test_power"}}}
+    with pytest.raises(ConfigError, match=message) as raised:
+        validate(values)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_plugin_that_only_another_experiment_lists_is_rejected(folder):
+    plain = case()
+    del plain["plugins"]
+    with pytest.raises(ConfigError, match=r"methods.power: my_strategies:Power is from .*; list that file in plugins"):
+        validate(plain)
+
+
+def test_a_file_is_imported_once_for_each_content(folder):
+    case()
+    component = SAMPLERS["test_power"].load()
+    case("my_strategies.py", "./my_strategies.py")
+    assert SAMPLERS["test_power"].load() is component
+    edit("test_other", "test_renamed")
+    case()
+    assert "test_other" not in SAMPLERS and "test_renamed" in SAMPLERS
+    edit("option(2.0", "option(4.0")
+    assert case(methods={"a": {"sampler": "test_power"}})["methods"]["a"]["sampler"]["exponent"] == 4
+
+
+def codes(**changes):
+    """Code fingerprint of each method's training, after the plugin file was read again."""
+    plain = case(**changes)
+    return {method: fingerprint(code_roots(plain, method)) for method in plain["methods"]}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("p**self.exponent", "p**self.exponent + 0", {"power"}),
+        ("SCALE = 1", "SCALE = 1.0", {"power"}),
+        ("snr.clip(None, self.limit)", "snr.clip(0, self.limit)", {"power"}),
+        ("(Coupling):\n    pass", "(Coupling):\n    extra = 1", {"coupled"}),
+        ("p * p", "p * p * p", set()),
+        ("SCALE = 1", "# a comment\n\nSCALE = 1", set()),
+        ('"a power of a uniform number"', '"better words"', set()),
+    ],
+)
+def test_code_that_a_method_uses_counts_in_its_identity(folder, old, new, expected):
+    before = codes()
+    edit(old, new)
+    after = codes()
+    assert {method for method in before if before[method] != after[method]} == expected
+
+
+def test_code_that_a_plugin_imports_from_its_folder_counts(folder):
+    edit("SCALE = 1", "from scale_of_test import SCALE")
+    Path("scale_of_test.py").write_text("SCALE = 1\nOTHER = 1\n")
+    before = codes()
+    assert plugins.source_files(["my_strategies.py"]) == ["my_strategies.py", "scale_of_test.py"]
+    kept = freeze(validate(case()))
+    edit("OTHER = 1", "OTHER = 2", "scale_of_test.py")
+    edit("SCALE = 1", "SCALE = 2", "scale_of_test.py")
+    code = f"from kairos.config import load; from kairos.config.plugins import method_codes\n\
+print(method_codes(load({str(kept)!r}).plain()['methods'])['my_strategies:Power'])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert printed != read_json(plugins.codes_file(kept))["my_strategies:Power"]
+    assert before == codes()  # this process has imported the earlier text
+
+
+def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
+    Path("deep").mkdir()
+    plain, manifest = case(), {"content_sha256": "", "autoencoder_sha256": ""}
+    identities = [identity_of(plain, method, 0, manifest, "cpu")["identity"] for method in METHODS]
+    stages = [dependencies.of(stage, plain, "power") for stage in ("prepare", "train", "sample", "evaluate", "report")]
+    without = experiment({"uniform": {}})
+    assert identity_of(without, "uniform", 0, manifest, "cpu")["identity"] == identities[0]
+    assert "plugins" not in without
+    plugins.forget("my_strategies")
+    Path("my_strategies.py").rename("deep/my_strategies.py")
+    moved = case("deep/my_strategies.py")
+    assert [identity_of(moved, method, 0, manifest, "cpu")["identity"] for method in METHODS] == identities
+    stages_after = [
+        dependencies.of(stage, moved, "power") for stage in ("prepare", "train", "sample", "evaluate", "report")
+    ]
+    assert stages_after == stages
+
+
+def test_the_identity_is_of_the_text_that_was_imported(folder):
+    before, plain = codes(), case()
+    edit("p**self.exponent", "p")
+    assert fingerprint(code_roots(plain, "power")) == before["power"]
+    assert codes()["power"] != before["power"]
+
+
+def test_a_frozen_experiment_records_the_code_of_its_plugins(folder):
+    first = freeze(validate(case()))
+    assert load(first).plugins == ["my_strategies.py"]
+    edit("SCALE = 1", "# a comment\nSCALE = 1")
+    plain = case()
+    assert freeze(validate(plain)) == first
+    for method in METHODS:
+        plugins.check_unedited(first, method, plain["methods"][method])
+    edit("p**self.exponent", "p")
+    plain = case()
+    for method in ("uniform", "coupled"):
+        plugins.check_unedited(first, method, plain["methods"][method])
+    with pytest.raises(KairosError, match=r"my_strategies.py: the code of method power was edited after this run"):
+        plugins.check_unedited(first, "power", plain["methods"]["power"])
+    second = freeze(validate(plain))
+    assert second != first
+    plugins.check_unedited(second, "power", plain["methods"]["power"])
+
+
+def test_a_training_with_a_plugin(folder, commands):
+    latents = make_latents(folder / "data")
+    file = write_experiment(Path("case.yaml"), case(training__milestones=[4], training__checkpoint_every=4))
+    frozen = freeze(load(file))
+    log = folder / "log"
+
+    def train(out):
+        status = commands.run(train_command(folder / frozen, "power", folder / out, latents), log, PWD=str(folder))
+        return status, log.read_text()
+
+    line = train_command(frozen, "power", "first", latents)
+    ended = subprocess.run(line, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    record = read_json("first/training.json")
+    assert record["parts"]["method"]["sampler"]["name"] == "test_power" and hashes(Path("first"))
+    assert read_json("first/milestones/0000004/milestone.json")["config"]["plugins"] == ["my_strategies.py"]
+
+    edit("p**self.exponent", "p")
+    ended = subprocess.run(train_command(frozen, "power", "second", latents), capture_output=True, text=True)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert "my_strategies.py: the code of method power was edited after this run began" in ended.stderr
+    ended = subprocess.run(train_command(file, "power", "first", latents), capture_output=True, text=True)
+    assert ended.returncode == 0 and "starts a new run from step 0" in ended.stderr
+    assert read_json("first/training.json")["identity"] != record["identity"]
+
+
+@pytest.mark.long
+def test_all_processes_of_a_training_have_the_plugin(folder):
+    latents = make_latents(folder / "data")
+    changes = {"training__milestones": [4], "training__checkpoint_every": 4, "training__processes": 2}
+    file = write_experiment(Path("case.yaml"), case(**changes))
+    line = train_command(freeze(load(file)), "power", "out", latents)
+    ended = subprocess.run(line, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert read_json("out/training.json")["provenance"]["processes"] == 2
+
+
+def test_dvc_depends_on_plugin_files(folder, capsys):
+    plain = case(experiment="demo")
+    write_experiment(Path("params.yaml"), plain)
+    shutil.copy(ROOT / "dvc.yaml", "dvc.yaml")
+    Path("workflow").mkdir()
+    shutil.copy(ROOT / "workflow/dvc.yaml", "workflow/dvc.yaml")
+    before = Path("workflow/dvc.yaml").read_text()
+    table = ["ledger", "fingerprints", "--out", "table.yaml"]
+    assert main(table) == 1
+    assert "workflow/dvc.yaml now lists the plugin files of params.yaml; commit it" in capsys.readouterr().err
+    added = yaml.safe_load(Path("workflow/dvc.yaml").read_text())["stages"]["dependencies"]["deps"]
+    assert added == [*yaml.safe_load(before)["stages"]["dependencies"]["deps"], "my_strategies.py"]
+    assert main(table) == 0
+    first = yaml.safe_load(Path("table.yaml").read_text())
+    edit("SCALE = 1", "# a comment\nSCALE = 1")
+    assert main(table) == 0
+    assert yaml.safe_load(Path("table.yaml").read_text()) == first
+    edit("p**self.exponent", "p")
+    assert main(table) == 0
+    second = yaml.safe_load(Path("table.yaml").read_text())
+    assert {stage for stage in first if first[stage] != second[stage]} == {"train"}
+    assert {method for method in METHODS if first["train"][method] != second["train"][method]} == {"power"}
+    write_experiment(Path("params.yaml"), experiment({"uniform": {}}, experiment="demo"))
+    assert main(table) == 1
+    assert Path("workflow/dvc.yaml").read_text() == before
+
+
+@pytest.fixture
+def project(folder):
+    """A project of `kairos init` with a plugin file."""
+    assert main(["init", "project"]) == 0
+    shutil.move("my_strategies.py", "project/my_strategies.py")
+    tiny = (ROOT / "tests/tiny.yaml").read_text()
+    method = "  power: {sampler: test_power, weighting: test_capped}\n"
+    tiny = re.sub(r"(?m)^  adaptive: .*\n", method, tiny) + "plugins: [my_strategies.py]\n"
+    (folder / "project/params.yaml").write_text(tiny)
+    return Copy.at(folder / "project")
+
+
+def test_a_project_lists_its_jobs(project):
+    assert project.to_do(config="params.yaml")["train_1"] == 2
+
+
+@pytest.mark.long
+def test_a_project_reruns_the_runs_whose_code_was_edited(project):
+    ended = project.snakemake(config="params.yaml")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert os.path.exists(project.folder / "results/tiny/report.html")
+
+    def to_do():
+        return project.to_do(config="params.yaml")
+
+    assert to_do() == {}
+    with project.edited("my_strategies.py", "SCALE = 1", "# a comment\nSCALE = 1"):
+        assert to_do() == {}
+    with project.edited("my_strategies.py", "p * p", "p * p * p"):
+        assert to_do() == {}
+    with project.edited("my_strategies.py", "p**self.exponent", "p"):
+        stages = [f"{stage}_{segment}" for stage in ("train", "sample", "evaluate") for segment in (1, 2)]
+        assert to_do() == dict.fromkeys((*stages, "report", "track"), 1)
+    (project.folder / "my_strategies.py").rename(project.folder / "renamed.py")
+    with project.edited("params.yaml", "my_strategies.py", "renamed.py"):
+        assert to_do() == {}
+    ended = project.run(sys.executable, "-m", "kairos", "report", "results/tiny")
+    assert ended.returncode == 2 and "my_strategies.py: cannot be read" in ended.stderr
