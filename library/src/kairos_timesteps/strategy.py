@@ -339,6 +339,7 @@ class Strategy:
             coordinates=_joined_coordinates([draw.coordinates for draw in draws], distributed.ranks(self.group)),
             errors=joined([each.errors for each in micro_batches]),
             prediction=self.process.prediction,
+            weighting=self._drawn_weighting,
         )
 
     def table(self, x0: Tensor | None = None, **context: Any) -> dict[str, Array]:

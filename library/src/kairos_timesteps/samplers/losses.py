@@ -44,6 +44,8 @@ class FollowsLosses(Learned, TableDensity):
         for name in self.kept:
             if hasattr(value := getattr(self, name), "shape"):
                 setattr(self, name, torch.as_tensor(value, device=losses.device))
+        if isinstance(self._below, np.ndarray):  # compute it on the device, where a resume computes it
+            self.restored()
         stacked, coordinates = torch.stack([observation.fractions, losses], 1), observation.coordinates
         joined = distributed.joined(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
         fractions, losses = joined.transpose(0, 1).flatten(1)
@@ -183,26 +185,28 @@ class LossMean(SmoothedLosses):
     importance: bool = option(True, "keep uniform's objective; false: the density changes it (loss map)")
 
 
-class FollowsErrors(SmoothedLosses):
-    """Base of densities that follow the error of epsilon instead of the loss.
+class FollowsErrors(FollowsLosses):
+    """Base of densities that follow unweighted errors instead of losses.
 
     Attributes:
+        stated_for: prediction whose squared errors are followed; errors of any other prediction are converted.
         by_level: multiply errors by |d ln SNR/dt|, so that the density is one of ln SNR.
     """
 
     importance: bool = option(False, "keep uniform's objective; false, as published: the weights stay")
+    stated_for = "epsilon"
     by_level = True
-    _factor: Any = None  # from the error of what is predicted to the error of epsilon, (T,)
+    _factor: Any = None  # from the error of what is predicted to the error that is followed, (T,)
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Learn from errors of epsilon instead of losses."""
+        """Learn from unweighted errors instead of losses."""
         import torch
 
         if observation.errors is not None:
             if self._factor is None or self._factor.device != observation.errors.device:
                 snr = self.schedule.snr
-                ratio = error_ratio(snr, "epsilon") / error_ratio(snr, observation.prediction)
+                ratio = error_ratio(snr, self.stated_for) / error_ratio(snr, observation.prediction)
                 measure = -np.gradient(np.log(snr)) if self.by_level else 1.0
                 self._factor = torch.from_numpy(measure * ratio).to(observation.errors.device)
             cells = (observation.fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1)
@@ -212,7 +216,7 @@ class FollowsErrors(SmoothedLosses):
 
 
 @sampler("info_rate", "error of epsilon per ln SNR: the rate of conditional entropy, without InfoNoise's gate")
-class InfoRate(FollowsErrors):
+class InfoRate(FollowsErrors, SmoothedLosses):
     r"""Density by the mean error of epsilon per lambda = ln SNR, which is the rate of conditional entropy.
 
     $$p(\lambda) \propto E\left[\|\hat\epsilon - \epsilon\|^2 \mid \lambda\right]$$
@@ -221,7 +225,7 @@ class InfoRate(FollowsErrors):
     """
 
 
-class ErrorOfEpsilon(FollowsErrors):
+class ErrorOfEpsilon(FollowsErrors, SmoothedLosses):
     """Mean error of epsilon near every timestep, for components that use it."""
 
     by_level = False
