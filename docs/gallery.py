@@ -10,7 +10,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from kairos_timesteps.base import FixedDensity
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from reference import described, fields, schema
@@ -22,6 +21,7 @@ from kairos.cli.strategies.show import computed
 from kairos.report.canvas import STYLE, Label, figure, label_lines
 from kairos.report.strategy_figure import draw_strategy
 from kairos_timesteps import options
+from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.lookup import warnings_of
@@ -102,7 +102,7 @@ def page(registry: Registry) -> Part:
         pictures |= found
     if registry is SAMPLERS:
         parts.insert(0, "## Options of all samplers\n\n`points` those of a fixed density.\n\n" + fields(_COMMON))
-    parts += [f"## {name}\n\nNot available: {why}." for name, why in registry.refused.items()]
+    parts += [f"## {name}\n\nNot available: {why}." for name, why in registry.unavailable.items()]
     return "\n\n".join(parts), pictures
 
 

@@ -18,8 +18,7 @@ from kairos.costs.network import measure
 from kairos.costs.text import text, values
 from kairos.forward_process import build_process
 from kairos.training.run import train
-from kairos_timesteps.base import Cost, Sampler
-from kairos_timesteps.base import FixedDensity
+from kairos_timesteps.base import Cost, FixedDensity, Sampler
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name

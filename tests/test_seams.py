@@ -95,7 +95,7 @@ def test_a_coupling(registered, latents, tmp_path):
 class Angle(Process):
     """A continuous process: x_t = cos(u) x0 + sin(u) noise, u up to a right angle; the network predicts v."""
 
-    prediction, own_time = "v", "angle"
+    prediction, time_symbol = "v", "angle"
 
     def __init__(self, options, prediction):
         assert prediction is None

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from kairos_timesteps.base import FixedDensity
 from PIL import Image
 
 from kairos.cli import main
 from kairos.cli.strategies.listing import COMBINATIONS
 from kairos.strategy_file import parse_strategy_csv
-from kairos_timesteps.base import Weighting
+from kairos_timesteps.base import FixedDensity, Weighting
 from kairos_timesteps.build import make_sampler, make_weighting
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, make_schedule

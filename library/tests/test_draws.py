@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from kairos_timesteps.base import FixedDensity
 
 import kairos_timesteps
+from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.build import make_sampler
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.coordinates import RandomCoordinates

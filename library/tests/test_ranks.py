@@ -1,14 +1,11 @@
 """Two processes (gloo): the same sampler state on both, and the timesteps that one process draws."""
 
 import io
-import time
 
-import pytest
 import torch
 
 import rank
 import rank_groups
-from kairos_timesteps import distributed
 from kairos_timesteps.components import SAMPLERS
 
 NAMES = [*sorted(SAMPLERS), "adaptive+min_snr", "uniform+coarse_to_fine", "uniform+edm2"]
@@ -51,26 +48,3 @@ def close(one, other):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     else:
         assert one == other
-
-
-def meet_late():
-    """Join, read and meet while rank 0 takes longer than a collective may; returns what `on_first` gives."""
-    distributed.LONGEST_WAIT = 3.0  # a busy machine's processes meet within that
-    late = distributed.os.environ["RANK"] == "0"
-    if late:
-        time.sleep(4)  # as a rank that waits for a lock
-    distributed.join(2, torch.device("cpu"))
-    read = distributed.on_first(lambda: time.sleep(4) or "read")
-    if late:
-        time.sleep(4)  # as a rank that writes a checkpoint
-    distributed.meet()
-    assert distributed.add([1.0]) == [2.0]
-    distributed.part()
-    return read
-
-
-@pytest.mark.long
-@pytest.mark.timeout(120)
-def test_ranks_wait_for_one_that_takes_longer_than_a_step_may(tmp_path):
-    assert rank_groups.run(meet_late, tmp_path, 2, join=False) == ["read", "read"]
-    assert 60 <= distributed.LONGEST_WAIT <= 600

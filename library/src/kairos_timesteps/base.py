@@ -1,8 +1,7 @@
 """Base classes of samplers and weightings.
 
-A sampler draws fractions of the process, u in [0, 1): timestep floor(u T) of a discrete process, or that fraction of a
-continuous one, 0 the image and 1 noise. A weighting gives a factor for each sample's loss. Neither depends on the
-other.
+A sampler draws fractions u of the process in [0, 1), 0 the image and 1 noise. A fraction is timestep floor(u T) of a
+discrete process. A weighting gives a factor for each sample's loss. Neither depends on the other.
 """
 
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a component that learns can use around one optimiser step.
+    """Observed quantities of one training step, for components that learn.
 
     Tensors hold this rank's samples of the step. With gradient accumulation they hold those of all micro-batches.
 
@@ -244,7 +243,7 @@ class Sampler(Stateful):
         yield
 
     def cost(self, batch: int, channels: int) -> Cost:
-        """Return the cost of observing a global batch of images with so many channels."""
+        """Return the cost of observing a global batch of images with `channels` channels."""
         return Cost(known=not isinstance(self, MeasuresNetwork))
 
     def statistics(self) -> dict[str, float]:

@@ -35,15 +35,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 ERRORS = (*PREDICTIONS, "flow", "predicted")  # errors that a weighting can be stated for
 
 
-def make_sampler(named: dict[str, Any], schedule: NoiseSchedule, seed: int = 0) -> Sampler:
+def make_sampler(component: dict[str, Any], schedule: NoiseSchedule, seed: int = 0) -> Sampler:
     """Build a sampler from ``{"name": ..., option: ...}``."""
-    sampler: Sampler = SAMPLERS.build(*split(named), schedule, seed)
+    sampler: Sampler = SAMPLERS.build(*split(component), schedule, seed)
     return sampler
 
 
-def make_weighting(named: dict[str, Any], schedule: NoiseSchedule, prediction: str = "epsilon") -> Weighting:
+def make_weighting(component: dict[str, Any], schedule: NoiseSchedule, prediction: str = "epsilon") -> Weighting:
     """Build a weighting from ``{"name": ..., option: ...}``."""
-    weighting: Weighting = WEIGHTINGS.build(*split(named), schedule, prediction)
+    weighting: Weighting = WEIGHTINGS.build(*split(component), schedule, prediction)
     return weighting
 
 
@@ -54,8 +54,8 @@ def density(name: str, process: Any = "flow", *, help: str = "", **options: Any)
     noise. Arguments are numpy arrays or tensors; context is passed as keywords, ``quantile(u, tokens=1024)``.
 
     Args:
-        name: name of a sampler, or a new name for the decorated function ``quantile(u, option=default, ...)``, which
-            does not decrease and maps [0, 1] to [0, 1], elementwise, for numpy arrays and tensors.
+        name: name of a sampler, or a new name for the decorated function ``quantile(u, option=default, ...)``. It
+            maps [0, 1] to [0, 1] without decreasing. It is elementwise, for numpy arrays and tensors.
         process: forward process, as for `Strategy`; it matters for densities of the signal-to-noise ratio.
         help: one line on what the decorated function is.
         options: options of the sampler.
@@ -164,8 +164,8 @@ class _Decorator:
         if not inspect.isfunction(function):
             registry.entry(name)  # reports the unknown name
         attributes = {**attributes, **_declaration(name, function, base), "function": staticmethod(function)}
-        component = type(name, (base,), attributes)
-        registry.register(name, help or (inspect.getdoc(function) or "").partition("\n")[0])(component)
+        declared = type(name, (base,), attributes)
+        registry.register(name, help or (inspect.getdoc(function) or "").partition("\n")[0])(declared)
         return function
 
     def __getattr__(self, attribute: str) -> Any:

@@ -108,8 +108,8 @@ class RandomCoordinates:
         Raises:
             ConfigError: a value has not one number for each sample.
         """
-        found = {name: self._broadcast(name) for name in names if self.context.get(name) is not None}
-        return {**found, "step": self.float_step} if "step" in names else found
+        values = {name: self._broadcast(name) for name in names if self.context.get(name) is not None}
+        return {**values, "step": self.float_step} if "step" in names else values
 
     def _broadcast(self, name: str) -> Any:
         value = self.context[name]
@@ -145,8 +145,8 @@ def points(kind: str, coordinates: RandomCoordinates) -> "Tensor":
     ``random``: independent numbers. ``stratified``: one number in each of `batch_size` equal cells. ``systematic``: one
     number in each cell, at a common offset within the cells. ``sobol``: the next points of the one-dimensional Sobol
     sequence (van der Corput, base 2), continued from batch to batch and shifted by a number that depends on the seed.
-    ``epochs``: evenly spread over the samples of each epoch, and over the epochs of each sample; the context contains
-    ``item`` and ``items`` (index of the sample in the data set, size of the data set) and ``epoch``.
+    ``epochs``: evenly spread over the samples of each epoch, and over the epochs of each sample. The context then
+    contains ``item`` (index of the sample in the data set), ``items`` (size of the data set) and ``epoch``.
     """
     if kind == "random":
         return coordinates.uniform("timesteps")

@@ -1,46 +1,39 @@
-"""One process or several: the global batch is the ranks' batches one after the other, in the order of the ranks.
+"""Arithmetic over the ranks of torch.distributed: the global batch is the ranks' batches, in the order of the ranks.
 
-Everything here is exact and the same on all ranks, and does nothing where torch.distributed is not initialised, so that
-samplers are written once, for the global batch. Functions that take a `group` are limited to the ranks of that process
-group: those over which the batch is split. None stands for all ranks.
+All functions are exact and have equal results on all ranks. They do nothing if torch.distributed is not initialised, so
+samplers are written once, for the global batch. A `group` limits a function to the ranks of a process group, those that
+share the global batch; None stands for all ranks.
 """
 
-import os
-import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kairos_timesteps.errors import ConfigError, KairosError
+from kairos_timesteps.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    import torch
     from torch import Tensor
 
 T = TypeVar("T")
-LONGEST_WAIT = 600.0  # seconds that ranks wait for each other in a step; where one may be longer they `meet`
-_PATIENCE = 0.02  # seconds between two looks whether all have come
 _BUCKET = 2**25  # bytes that are exchanged at a time
-_store: Any = None  # torchrun's, which all ranks see
-_met = 0
 
 
 def ranks(group: Any = None) -> int:
-    """Number of processes that train together."""
+    """Return the number of processes that train together."""
     from torch import distributed
 
     return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def rank(group: Any = None) -> int:
-    """Number of this process among those that train together, from 0."""
+    """Return the number of this process among those that train together, from 0."""
     from torch import distributed
 
     return distributed.get_rank(group) if ranks(group) > 1 else 0
 
 
 def batch_group(group: Any) -> Any:
-    """Process group of the ranks over which the batch is split; None: all ranks.
+    """Return the process group of the ranks that share the global batch; None: all ranks.
 
     Args:
         group: a process group, a one-dimensional `torch.distributed.DeviceMesh` such as ``mesh["dp"]``, or None.
@@ -67,77 +60,15 @@ def batch_group(group: Any) -> Any:
     return group
 
 
-def join(processes: int, device: "torch.device") -> None:
-    """Meet the other processes that torchrun has started, one of which may first wait for a lock, or copy data.
-
-    Numbers go through the CPU, gradients between GPUs by NCCL.
-
-    Raises:
-        KairosError: this is not one of so many processes.
-    """
-    from datetime import timedelta
-
-    from torch import distributed
-
-    global _store
-    if os.environ.get("WORLD_SIZE") != str(processes):
-        raise KairosError(
-            f"training.processes: got {processes}, but {os.environ.get('WORLD_SIZE', 1)} were started; use kairos train"
-        )
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    _store, number, _ = next(distributed.rendezvous("env://"))
-    meet(processes)
-    distributed.init_process_group(
-        backend, store=_store, rank=number, world_size=processes, timeout=timedelta(seconds=LONGEST_WAIT)
-    )
-
-
-def meet(processes: int | None = None) -> None:
-    """Wait for the other ranks, however long one writes or reads; `processes`: how many they are, before they know."""
-    global _met
-    processes = processes or ranks()
-    if processes > 1:
-        _met += 1
-        _store.add("met", 1)
-        while _store.add("met", 0) < _met * processes:  # torchrun ends all where one dies
-            time.sleep(_PATIENCE)
-
-
-def part() -> None:
-    """Wait for the other ranks and leave them."""
-    if ranks() > 1:
-        from torch import distributed
-
-        meet()
-        time.sleep(_PATIENCE)  # torch 2.4 waits for ever where gloo's thread still lets go of the last tensor
-        distributed.destroy_process_group()
-
-
-def add(values: list[float]) -> list[float]:
-    """Sums over the ranks, the same on all."""
-    import torch
-
-    sums = torch.tensor(values, dtype=torch.float64)
-    sum_tensors([sums])
-    return sums.tolist()
-
-
-def on_first(function: "Callable[[], T]") -> "T":
-    """What a function gives on rank 0, the only one to call it, on all ranks; it may take long."""
-    value = function() if rank() == 0 else None
-    meet()
-    return _of_all(value)[0]  # type: ignore[return-value]
-
-
 def gather(values: "Tensor", group: Any = None) -> "Tensor":
-    """All ranks' values (n, ...), one after the other, on the CPU; gradients do not pass."""
+    """Concatenate all ranks' values (n, ...) on the CPU, without gradients."""
     import torch
 
-    return torch.cat(_of_all(values.detach().cpu(), group))
+    return torch.cat(gather_objects(values.detach().cpu(), group))
 
 
 def joined(values: "Tensor", index: Any, total: int, group: Any = None) -> "Tensor":
-    """All ranks' values (n, ...), which are rows `index` of `total`, where they are; nothing waits for a GPU."""
+    """Join all ranks' values (n, ...), rows `index` of `total`, on their device and without synchronisation."""
     if ranks(group) == 1:
         return values
     rows = slice(index.start, index.stop) if isinstance(index, range) else index
@@ -147,7 +78,8 @@ def joined(values: "Tensor", index: Any, total: int, group: Any = None) -> "Tens
     return every
 
 
-def _of_all(value: T, group: Any = None) -> list[T]:
+def gather_objects(value: T, group: Any = None) -> list[T]:
+    """Gather one value of each rank, on all ranks."""
     if ranks(group) == 1:
         return [value]
     from torch import distributed
@@ -158,7 +90,7 @@ def _of_all(value: T, group: Any = None) -> list[T]:
 
 
 def sum_tensors(tensors: "Iterable[Tensor]", group: Any = None) -> None:
-    """Add up all ranks' tensors, in place; many small tensors take few collectives."""
+    """Sum tensors over all ranks, in place; many small tensors take few collectives."""
     if ranks(group) == 1:
         return
     import torch
@@ -175,7 +107,7 @@ def sum_tensors(tensors: "Iterable[Tensor]", group: Any = None) -> None:
 
 
 def _buckets(tensors: "Iterable[Tensor]") -> "list[list[Tensor]]":
-    """Group tensors of a device and type that follow each other, up to `_BUCKET` bytes a group."""
+    """Group consecutive tensors with equal device and type, up to `_BUCKET` bytes a group."""
     buckets: list[list[Tensor]] = []
     held = 0  # bytes in the last bucket
     for tensor in tensors:

@@ -83,13 +83,13 @@ def logit(x: Values) -> Values:
         return of(x).log(x) - of(x).log1p(-x)
 
 
-def interp(x: Values, places: Array, values: Array) -> Values:
-    """Linear between (places, values), each (n,) with places that do not fall; beyond them the values of the ends."""
+def interp(x: Values, positions: Array, values: Array) -> Values:
+    """Interpolate linearly between positions (n,), ascending, and values (n,); constant beyond the ends."""
     if of(x) is np:
-        return np.interp(x, places, values)
-    places, values = like(places, x), like(values, x)
-    right = of(x).searchsorted(places, x.contiguous()).clamp(1, len(places) - 1)
-    low, high = places[right - 1], places[right]
+        return np.interp(x, positions, values)
+    positions, values = like(positions, x), like(values, x)
+    right = of(x).searchsorted(positions, x.contiguous()).clamp(1, len(positions) - 1)
+    low, high = positions[right - 1], positions[right]
     share = ((x - low) / of(x).where(high > low, high - low, 1.0)).clamp(0, 1)
     return values[right - 1] + share * (values[right] - values[right - 1])
 
@@ -104,8 +104,8 @@ def bisect(function: Any, values: Values, low: float = 0.0, high: float = 1.0) -
     return (lows + highs) / 2
 
 
-def spline(places: Array, knots: Array) -> Array:
-    """A monotone cubic through knots evenly spread over [0, 1] (Fritsch and Carlson 1980), at places in it."""
+def spline(positions: Array, knots: Array) -> Array:
+    """A monotone cubic through knots evenly spread over [0, 1] (Fritsch and Carlson 1980), at positions in it."""
     step = 1 / (len(knots) - 1)
     slope = np.diff(knots) / step
     before, after = slope[:-1], slope[1:]
@@ -113,18 +113,18 @@ def spline(places: Array, knots: Array) -> Array:
         mean = np.where(before * after > 0, 2 * before * after / (before + after), 0.0)
     ends = slope if len(slope) == 1 else [_end(slope[0], slope[1]), _end(slope[-1], slope[-2])]
     tangent = step * np.concatenate([ends[:1], mean, ends[-1:]])
-    cell = np.minimum((places / step).astype(np.int64), len(slope) - 1)
-    x, rise = places / step - cell, np.diff(knots)[cell]
+    cell = np.minimum((positions / step).astype(np.int64), len(slope) - 1)
+    x, rise = positions / step - cell, np.diff(knots)[cell]
     bend = tangent[cell] * (1 - x) - tangent[cell + 1] * x + rise * (2 * x - 1)
     return np.asarray(knots[cell] + rise * x + x * (1 - x) * bend)
 
 
 def _end(first: float, second: float) -> float:
     """The slope at an end by three points, kept monotone."""
-    found = (3 * first - second) / 2
-    if found * first <= 0:
+    slope = (3 * first - second) / 2
+    if slope * first <= 0:
         return 0.0
-    return 3 * first if first * second < 0 and abs(found) > 3 * abs(first) else found
+    return 3 * first if first * second < 0 and abs(slope) > 3 * abs(first) else slope
 
 
 def levels(schedule: "NoiseSchedule") -> Array:

@@ -52,11 +52,11 @@ class Options:
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
 
-    def __init__(self, *values: Any, **named: Any) -> None:
+    def __init__(self, *values: Any, **by_name: Any) -> None:
         fields = {field.name: field for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        given = dict(zip(fields, values)) | named
-        if len(given) < len(values) + len(named) or not given.keys() <= fields.keys():
-            raise TypeError(f"{type(self).__name__} got {values} and {named}, allowed: {', '.join(fields)}")
+        given = dict(zip(fields, values)) | by_name
+        if len(given) < len(values) + len(by_name) or not given.keys() <= fields.keys():
+            raise TypeError(f"{type(self).__name__} got {values} and {by_name}, allowed: {', '.join(fields)}")
         for name, field in fields.items():
             missing = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             vars(self)[name] = given.get(name, missing)
@@ -143,9 +143,9 @@ def defaults(cls: type) -> dict[str, Any]:
     return values
 
 
-def but_name(named: Mapping[str, Any]) -> dict[str, Any]:
+def but_name(component: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a named component: everything but its name."""
-    return {key: value for key, value in named.items() if key != "name"}
+    return {key: value for key, value in component.items() if key != "name"}
 
 
 def suggestion(key: str, allowed: Collection[str]) -> str:

@@ -1,11 +1,11 @@
 """Everything random as a function of (seed, stream, step, index): a resumed training needs no random state.
 
 One counter-based generator, Philox4x32-10 of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". What a
-sample gets depends on its place in the global batch and not on the batch, microbatch, rank or device that asks. Streams
+sample gets depends on its index in the global batch and not on the batch, microbatch, rank or device that asks. Streams
 are separate, and the same for all methods of a seed, so that comparisons between methods are paired.
 
-The integers are ours because no library has them on both kinds of device: torch draws from Mersenne Twister on the CPU,
-numpy's Philox is 4x64 and knows the CPU only. Golden values in the tests freeze every draw for ever.
+No library has these integers on both kinds of device: torch draws from Mersenne Twister on the CPU, and numpy's Philox
+is 4x64 and runs on the CPU only. Golden values in the tests freeze every draw.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ _KEYS: dict[tuple[int, str], Sequence[Any]] = {}  # of streams: for torch, and f
 
 @dataclass(frozen=True)
 class Stream:
-    """One named stream of a seed: draws for the samples `index` of step `step`.
+    """Named random stream of a seed: random numbers for the samples `index` of step `step`.
 
-    `index` holds n places in the global batch (or image numbers), each in [0, 2**32), as a range or an int64 tensor
-    (n,); `step` lies in [0, 2**63); the seed is any integer. Integers are equal on all devices, real numbers to 1e-6
-    relative; on one kind of device all are bit-equal however the indices are split. The methods turn the same words
-    into numbers: what must be independent needs a stream of its own. A step of `words` and `uniform` may also be an
-    int64 tensor () on the device, which a graph can be replayed with, or a range, for a leading axis of steps that have
-    the same upper half.
+    - `index` contains n indices in the global batch (or image numbers) in [0, 2**32), as a range or an int64 tensor
+      (n,). `step` is in [0, 2**63). The seed is any integer.
+    - A step of `words` and `uniform` may be an int64 tensor () on the device, for graphs that are replayed. It may be a
+      range of steps with equal upper halves, which gives results a leading axis.
+    - Integers are equal on all devices, real numbers to 1e-6 relative. On one kind of device all numbers are bit-equal,
+      however the indices are split.
+    - All methods use the words of the stream. Numbers that must be independent need streams of different names.
     """
 
     seed: int
@@ -70,8 +71,8 @@ class Stream:
         import torch
 
         if not isinstance(step, int):
-            drawn = _uniform(self.words(step, index, 2 * math.prod(shape), device))
-            return drawn.reshape(*drawn.shape[:-1], *shape)
+            numbers = _uniform(self.words(step, index, 2 * math.prod(shape), device))
+            return numbers.reshape(*numbers.shape[:-1], *shape)
         return _numbers(self, _uniform, step, index, 2 * math.prod(shape), device, torch.float64).reshape(-1, *shape)
 
     def normal(
@@ -90,8 +91,8 @@ class Stream:
     def beta(self, step: int, index: Index, a: Tensor, b: Tensor, shape: Shape = ()) -> Tensor:
         """Draws of Beta(a_i, b_i) for each sample, float64 (n, *shape), on the device of a and b, positive (n,).
 
-        From two Gamma variates of Marsaglia and Tsang 2000, each the first accepted of a fixed number of candidates, in
-        logarithms; for small a and b the draw may round to exactly 0 or 1.
+        They are made of two Gamma variates (Marsaglia and Tsang 2000), in logarithms. Each variate is the first
+        accepted of a fixed number of candidates. For small a and b a draw may round to exactly 0 or 1.
         """
         import torch
 
@@ -134,7 +135,7 @@ def philox(counter: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def key_schedule(low: int, high: int) -> list[tuple[int, int]]:
-    """What `philox` needs beside the counter: multipliers, shift and mask, and the halves of each round's key."""
+    """Return the constants of `philox`: multipliers, shift and mask, and the halves of each round's key."""
     rounds = [(low + n * _WEYL[0] & _LOW, high + n * _WEYL[1] & _LOW) for n in range(10)]
     return [_MULTIPLIERS, (32, _LOW), *rounds]
 
@@ -148,7 +149,7 @@ def _words(stream: Stream, step: Step, index: Index, count: int, device: str) ->
     on = {} if library is np else {"device": device}  # numpy takes one from 2.0 on
     if isinstance(index, range):
         index = library.arange(index.start, index.stop, index.step, **on)
-    place = library.asarray(index, **on)[:, None]  # (n, 1)
+    column = library.asarray(index, **on)[:, None]  # (n, 1)
     block = library.arange(-(-count // 4), **on)  # (blocks,)
     if isinstance(step, torch.Tensor):
         low, high = (step & _LOW).view(1, 1, 1), (step >> 32).view(1, 1, 1)
@@ -156,25 +157,25 @@ def _words(stream: Stream, step: Step, index: Index, count: int, device: str) ->
         begin, steps = (step.start, len(step)) if isinstance(step, range) else (step, 1)
         low = library.arange(steps, **on)[:, None, None] + (begin & _LOW)  # (steps, 1, 1)
         high = library.full((1, 1, 1), begin >> 32, **on)
-    words = library.empty((len(low), len(place), len(block), 4), dtype=library.int64, **on)
-    drawn = philox((block, place, low, high), _KEYS[stream.seed, stream.name][library is np])
-    words[..., 0], words[..., 1], words[..., 2], words[..., 3] = drawn
+    words = library.empty((len(low), len(column), len(block), 4), dtype=library.int64, **on)
+    rounds = philox((block, column, low, high), _KEYS[stream.seed, stream.name][library is np])
+    words[..., 0], words[..., 1], words[..., 2], words[..., 3] = rounds
     return torch.as_tensor(words).flatten(2)[..., :count]
 
 
 def _numbers(
     stream: Stream, kind: Kind, step: Any, index: Index, count: int, device: Device, dtype: torch.dtype
 ) -> Tensor:
-    """Numbers that `kind` makes of `count` words of each sample, (n, numbers)."""
+    """Convert `count` words of each sample to numbers by `kind`, (n, numbers)."""
     if isinstance(step, int) and isinstance(index, range) and len(index) * count <= _SMALL:
         return _ahead(stream, kind, step // _AHEAD, index, count, str(device), dtype)[step % _AHEAD].clone()
     return kind(stream.words(step, index, count, device)).to(dtype)
 
 
 @functools.lru_cache(maxsize=64)
-def _ahead(stream: Stream, kind: Kind, turn: int, index: range, count: int, device: str, dtype: torch.dtype) -> Tensor:
-    """The numbers of a turn of steps: a small draw costs its calls, which the steps of a turn share."""
-    return kind(_words(stream, range(turn * _AHEAD, (turn + 1) * _AHEAD), index, count, device)).to(dtype)
+def _ahead(stream: Stream, kind: Kind, block: int, index: range, count: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Numbers of a prefetch block of steps: a small draw costs its calls, which the steps of a block share."""
+    return kind(_words(stream, range(block * _AHEAD, (block + 1) * _AHEAD), index, count, device)).to(dtype)
 
 
 def _open(words: Tensor) -> Tensor:

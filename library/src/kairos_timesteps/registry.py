@@ -56,9 +56,9 @@ class Entry:
         return getattr(importlib.import_module(module), attribute)
 
 
-def split(named: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def split(component: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return name and options of a component given as ``{"name": ..., option: ...}``."""
-    return named["name"], _options.but_name(named)
+    return component["name"], _options.but_name(component)
 
 
 class Registry(MutableMapping[str, Entry]):
@@ -139,11 +139,11 @@ class Registry(MutableMapping[str, Entry]):
             raise ConfigError(f"{prefix}unknown {self.kind} {name!r}{_options.instead(str(name), self)}")
         return self[name]
 
-    def roots(self, named: Mapping[str, Any]) -> list[str]:
+    def roots(self, component: Mapping[str, Any]) -> list[str]:
         """Return the code of a component and of the components that its options name: roots of a fingerprint."""
-        entry = self.entry(named["name"])
+        entry = self.entry(component["name"])
         inner = [field for field in fields(entry.options) if field.metadata.get("component")]
-        values = [named.get(_options.public_name(field), field.default) for field in inner]
+        values = [component.get(_options.public_name(field), field.default) for field in inner]
         flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
         components = [{"name": item} if isinstance(item, str) else item for item in flat if item is not MISSING]
         return [entry.root, *(root for component in components for root in self.roots(component))]

@@ -89,9 +89,9 @@ class Strategy:
 
     Args:
         name: ``sampler+weighting``, or one of the two: the other is then ``uniform`` or ``none``.
-        process: the forward process: a `Discrete`, `Edm`, `Flow` or `Vp`; a noise schedule (`NoiseSchedule`, one of
-            diffusers' schedulers, or alpha-bar as an array of T numbers); or the name of a schedule (linear, cosine,
-            quadratic) or of a process in continuous time (edm, flow, vp).
+        process: forward process. It is a `Discrete`, `Edm`, `Flow` or `Vp`, or the name of a process in continuous time
+            (edm, flow, vp). Or it is a noise schedule: its name (linear, cosine, quadratic), a `NoiseSchedule`, one of
+            diffusers' schedulers, or alpha-bar as an array of T numbers.
         timesteps: T, for a schedule given by name.
         prediction: what the network predicts, ``epsilon``, ``x0`` or ``v``, for processes that leave it open.
         sampler: options of the sampler.
@@ -123,13 +123,13 @@ class Strategy:
         self.process = as_process(process, timesteps, prediction)
         names = parse_name(name)
         self.sampler, self.weighting = build_pair(self.process, names, sampler, weighting, seed)
-        named = {"name": "independent", **coupling} if isinstance(coupling, Mapping) else {"name": coupling}
-        self.coupling = COUPLINGS.build(*split(named))
+        component = {"name": "independent", **coupling} if isinstance(coupling, Mapping) else {"name": coupling}
+        self.coupling = COUPLINGS.build(*split(component))
         self.seed = seed
         self.step = 0
         self.group = distributed.batch_group(process_group)
         self.sampler.group = self.weighting.group = self.group
-        self._drawn = [0, 0]  # samples of all ranks: in this step so far, in the steps before it
+        self._samples = [0, 0]  # samples of all ranks: in this step so far, in the steps before it
         self._learns = isinstance(self.sampler, Learned) or isinstance(self.weighting, Learned)
         self._micro_batches: list[_MicroBatch] = []  # of the current step, those with losses
         self._blocks: dict[Any, tuple[int, list[Tensor]]] = {}  # prefetch block of each slice of the batch
@@ -176,12 +176,12 @@ class Strategy:
         allowed = f"false: {sampler_name} gives each image a density of its own"
         demand(not (same and self.sampler.per_image), "draw: same", "true", allowed)
         total = total or len(x0) * distributed.ranks(self.group)
-        now, (offset, earlier) = self.step if step is None else step, self._drawn
+        now, (offset, earlier) = self.step if step is None else step, self._samples
         offset = offset if index is None else 0  # indices given by the caller count from the start of the step
         coordinates = RandomCoordinates(self.seed, now, offset, offset + earlier, index, total, times, context=context)
         coordinates = coordinates.for_batch(x0, self.group)
         if step is None:
-            self._drawn[0] = offset + total
+            self._samples[0] = offset + total
         else:
             coordinates = coordinates.replace(offset=0, samples_before=None)
         of_draw = coordinates
@@ -189,11 +189,12 @@ class Strategy:
             before = coordinates.samples_before
             draws_before = None if before is None else before // total
             of_draw = coordinates.replace(sample_indices=range(1), batch_size=1, samples_before=draws_before)
-        drawn = self._prefetched(of_draw) if self._depends_on_step_alone(of_draw) else self._draw(x0, of_draw)
-        return Draw(coordinates, x0, *(values.expand(len(x0), *times) if same else values for values in drawn))
+        ahead = self._depends_on_step_alone(of_draw)
+        tensors = self._prefetched(of_draw) if ahead else self._draw(x0, of_draw)
+        return Draw(coordinates, x0, *(values.expand(len(x0), *times) if same else values for values in tensors))
 
     @property
-    def _drawn_weighting(self) -> Any:
+    def _fixed_weighting(self) -> Any:
         """Weighting of a draw: the factor that `edm2` learns is applied with the loss."""
         return getattr(self.weighting, "base_weighting", self.weighting)
 
@@ -206,7 +207,7 @@ class Strategy:
         size, indices = coordinates.batch_size, coordinates.sample_indices
         regular = not coordinates.offset and coordinates.samples_before == coordinates.step * size
         constant = all(isinstance(value, (int, str)) for value in coordinates.context.values())
-        fixed = isinstance(self.sampler, FixedDensity) and not isinstance(self._drawn_weighting, Learned)
+        fixed = isinstance(self.sampler, FixedDensity) and not isinstance(self._fixed_weighting, Learned)
         return regular and isinstance(indices, range) and constant and fixed
 
     def _prefetched(self, coordinates: RandomCoordinates) -> list[Tensor]:
@@ -231,7 +232,7 @@ class Strategy:
         sampler = self.sampler
         fractions = sampler.draw(coordinates) if x0 is None else sampler.draw_for_batch(x0, coordinates)
         t = self.process.times(fractions)
-        fixed = self._drawn_weighting.at(self.process, t, coordinates.float_step)
+        fixed = self._fixed_weighting.at(self.process, t, coordinates.float_step)
         importance = sampler.importance_weights(x0, fractions, coordinates)
         return [fractions, t, fixed, torch.ones_like(fixed) if importance is None else importance]
 
@@ -320,7 +321,7 @@ class Strategy:
             yield
         self.weighting.step(observation)
         self._micro_batches = []
-        self.step, self._drawn = self.step + 1, [0, sum(self._drawn)]
+        self.step, self._samples = self.step + 1, [0, sum(self._samples)]
 
     def _observation(self, last: Draw) -> Observation:
         """Join the draws of the current step whose losses are known; without any, return the draw `last` alone."""
@@ -339,7 +340,7 @@ class Strategy:
             coordinates=_joined_coordinates([draw.coordinates for draw in draws], distributed.ranks(self.group)),
             errors=joined([each.errors for each in micro_batches]),
             prediction=self.process.prediction,
-            weighting=self._drawn_weighting,
+            weighting=self._fixed_weighting,
         )
 
     def table(self, x0: Tensor | None = None, **context: Any) -> dict[str, Array]:
@@ -373,14 +374,14 @@ class Strategy:
         """Return everything that a resume needs."""
         return {
             "step": self.step,
-            "drawn": list(self._drawn),
+            "drawn": list(self._samples),
             "sampler": self.sampler.state_dict(),
             "weighting": self.weighting.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
         """Restore a state that `state_dict` returned, with its tensors on `device`."""
-        self.step, self._drawn = state["step"], list(state["drawn"])
+        self.step, self._samples = state["step"], list(state["drawn"])
         self._micro_batches = []
         self.sampler.load_state_dict(state["sampler"], device)
         self.weighting.load_state_dict(state["weighting"], device)

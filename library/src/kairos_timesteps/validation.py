@@ -1,4 +1,4 @@
-"""A validation loss that two runs can be compared by: fixed images, noise and times, whatever either trains on."""
+"""Validation loss with fixed images, noise and times, so that runs of different strategies can be compared."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,29 +30,29 @@ def evaluating(network: Any, dropout: bool = False) -> Iterator[None]:
 
 
 def spread_over(stratum: tuple[float, float], count: int) -> Tensor:
-    """A fraction in the stratum for each of `count` images, evenly spread, float64 (count,)."""
+    """Return a fraction in the stratum for each of `count` images, evenly spread, float64 (count,)."""
     first, end = stratum
     return first + (torch.arange(count, dtype=torch.float64) + 0.5) * (end - first) / count
 
 
 @dataclass
 class ValidationLoss:
-    """The squared error of a network on fixed images, at times and with noise that depend on the seed alone.
+    """Squared error of a network on fixed images, at times and with noise that depend on the seed alone.
 
     Args:
-        images: what it is measured on, (n, ...); any device.
-        process: as of `Strategy`, such as ``strategy.process``.
-        kind: ``even``: each image once in each of `strata` equal parts of the process; ``mlperf8``: at one of the eight
-            equidistant times 0/8 to 7/8, in turn over the images (MLPerf Training, Flux.1).
-        strata: number of parts.
-        of: the error of the ``prediction`` or of ``epsilon``, which networks of different predictions share.
-        seed: of the noise.
-        batch: images that the network is given at a time.
-        conditions: of the images, each (n, ...); None: it is called as ``network(x_t, t)``.
-        device: of the network; None: that of the images.
+        images: validation images, (n, ...); any device.
+        process: forward process, as for `Strategy`, such as ``strategy.process``.
+        kind: ``even``: each image once in each of `strata` equal intervals of the process. ``mlperf8``: each image at
+            one of the eight equidistant times 0/8 to 7/8, in turn (MLPerf Training, Flux.1).
+        strata: number of intervals.
+        of: error of the ``prediction``, or of ``epsilon``, which networks of different predictions share.
+        seed: seed of the noise.
+        batch: images in one forward pass.
+        conditions: conditions of the images, each (n, ...); None: the network is called as ``network(x_t, t)``.
+        device: device of the network; None: that of the images.
 
     Raises:
-        ConfigError: no images, conditions that are not theirs, or a value that is not allowed.
+        ConfigError: no images, conditions of another number of images, or a value that is not allowed.
     """
 
     images: Tensor
@@ -75,46 +75,50 @@ class ValidationLoss:
         self.process, self.device = as_process(self.process), self.device or self.images.device
 
     def __call__(self, network: Any, autocast: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
-        """The loss of a network in evaluation mode, in `autocast` where it is given.
+        """Measure the loss of a network in evaluation mode.
+
+        Args:
+            network: network of the process.
+            autocast: context that the network is called in.
 
         Returns:
-            ``loss``, the mean, and its standard error ``error``; ``by_image`` (n,), whose difference between two runs
-            has less spread than either; and by level of noise, each (levels,): ``u`` (fraction of the process), ``t``
-            (its own time), ``level_loss``, ``level_error``.
+            ``loss``: the mean. ``error``: its standard error. ``by_image``: losses by image, (n,), whose difference
+            between two runs varies less than either. By noise level, each (levels,): ``u`` (fraction of the process),
+            ``t`` (time of the process), ``level_loss`` and ``level_error``.
         """
         count, even = len(self.images), self.kind == "even"
-        parts = self.strata if even else 8
-        u = (np.arange(parts) + even / 2) / parts  # middles of the parts, or where they begin
+        strata = self.strata if even else 8
+        u = (np.arange(strata) + even / 2) / strata  # middles of the intervals, or their lower ends
         if even:
-            image, at = np.tile(np.arange(count), parts), np.repeat(np.arange(parts), count)
-            times = [spread_over((part / parts, (part + 1) / parts), count) for part in range(parts)]
+            image, at = np.tile(np.arange(count), strata), np.repeat(np.arange(strata), count)
+            times = [spread_over((part / strata, (part + 1) / strata), count) for part in range(strata)]
         else:
-            image, at = np.arange(count), np.arange(count) % parts
+            image, at = np.arange(count), np.arange(count) % strata
             times = [torch.from_numpy(u[at])]
         with autocast or nullcontext():
             losses = torch.cat([self.errors(network, k, each, self.of) for k, each in enumerate(times)]).numpy()
-        with np.errstate(divide="ignore", invalid="ignore"):  # a level without an image has none
-            size = np.bincount(at, minlength=parts)
-            level = np.bincount(at, losses, parts) / size
-            off = losses - level[at]  # within a level: that levels differ is no noise
-            level_error = np.sqrt(np.bincount(at, off**2, parts) / (size * (size - 1)))
+        with np.errstate(divide="ignore", invalid="ignore"):  # levels without an image
+            size = np.bincount(at, minlength=strata)
+            level = np.bincount(at, losses, strata) / size
+            off = losses - level[at]  # within a level, because differences between levels are not noise
+            level_error = np.sqrt(np.bincount(at, off**2, strata) / (size * (size - 1)))
             by_chance = ((np.bincount(image, off) / len(off)) ** 2).sum()
-            error = np.sqrt(by_chance * count / max(count - (1 if even else parts), 0))
+            error = np.sqrt(by_chance * count / max(count - (1 if even else strata), 0))
         by_image = np.bincount(image, losses) / np.bincount(image)
         levels = {"u": u, "t": self.process.times(u), "level_loss": level, "level_error": level_error}
         return {"loss": float(losses.mean()), "error": float(error), "by_image": by_image, **levels}
 
     def errors(self, network: Any, number: int, u: Tensor, of: str) -> Tensor:
-        """The squared error by image, float64 (n,) on the CPU: each at its own fraction u (n,), with noise `number`."""
+        """Squared error by image at fractions u (n,), with noise `number`, float64 (n,) on the CPU."""
         noise = Stream(self.seed, "validation noise").normal(number, range(len(u)), tuple(self.images.shape[1:]))
-        found, process = [], self.process
+        errors, process = [], self.process
         with evaluating(network), torch.inference_mode():
             for part in (slice(start, start + self.batch) for start in range(0, len(u), self.batch)):
-                told = self.conditions and {k: v[part].to(self.device) for k, v in self.conditions.items()}
+                conditions = self.conditions and {k: v[part].to(self.device) for k, v in self.conditions.items()}
                 x0, eps, fraction = (values[part].to(self.device) for values in (self.images, noise, u))
                 t = process.times(fraction)
                 x_t = process.noised(x0, eps, t)
-                output = process.mean(process.predict(network, x_t, t, told), x_t).to(x_t.dtype)
+                output = process.mean(process.predict(network, x_t, t, conditions), x_t).to(x_t.dtype)
                 off = process.epsilon(output, x_t, t) - eps if of == "epsilon" else output - process.target(x0, eps, t)
-                found.append(off.double().square().flatten(1).mean(1).cpu())  # (batch,)
-        return torch.cat(found)
+                errors.append(off.double().square().flatten(1).mean(1).cpu())  # (batch,)
+        return torch.cat(errors)

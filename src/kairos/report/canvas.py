@@ -123,7 +123,7 @@ def method_lines(
 
 def own_time(process: str) -> dict[str, Any]:
     """What an axis in a process' own time is: its label, and its scale."""
-    own = PROCESSES.entry(process).load().own_time
+    own = PROCESSES.entry(process).load().time_symbol
     if own != "t":
         return {"xlabel": f"{own} (small: almost clean)", "xscale": "log"}
     return {"xlabel": f"{'timestep' if process == 'discrete' else 'time'} t (0: almost clean)", "xscale": "linear"}

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
+from kairos import ranks
 from kairos.files import glance
 from kairos.slurm import ask
 from kairos_timesteps import distributed
@@ -110,15 +111,15 @@ class LeaveTogether:
             saving: seconds that the longest checkpoint took.
         """
         asked = bool(self._leave.asked(saving))
-        ranks = distributed.ranks()
-        if ranks == 1:
+        count = distributed.ranks()
+        if count == 1:
             return asked
         self._steps += 1
         if self._steps < self._interval:
             return False
         seconds = time.monotonic() - self._exchanged
-        requests, seconds_of_all = distributed.add([float(asked), seconds])
-        steps_in_time = int(_EXCHANGE * ranks * self._steps / max(seconds_of_all, 1e-9))
+        requests, seconds_of_all = ranks.add([float(asked), seconds])
+        steps_in_time = int(_EXCHANGE * count * self._steps / max(seconds_of_all, 1e-9))
         self._interval = max(1, min(steps_in_time, 2 * self._interval))
         self._steps = 0
         self._exchanged = time.monotonic()

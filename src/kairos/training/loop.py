@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kairos import ranks
 from kairos.losses.terms import Prediction, Samples
 from kairos.training.lengths import log_interval
 from kairos.training.state import Training
@@ -150,7 +151,7 @@ def _line(training: Training, draw: Draw, computed: Computed, norm: Tensor) -> d
     told = {name: probe(training, draw, computed) for name, probe in training.probes.items()}
     share = len(draw.x0) / settings["batch_size"]
     sums = [computed.objective / distributed.ranks(), *(term.mean() * share for term in computed.terms.values())]
-    loss, *means = distributed.add(torch.stack([value.double() for value in sums]).tolist())
+    loss, *means = ranks.add(torch.stack([value.double() for value in sums]).tolist())
     training.sound &= math.isfinite(loss)
     return {
         "step": step + 1,

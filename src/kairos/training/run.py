@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kairos import compute
+from kairos import compute, ranks
 from kairos.data.latents import open_latents
 from kairos.milestones import write_milestone
 from kairos.progress import Progress, duration, say
@@ -89,7 +89,7 @@ def train(
         store = Store(out, identity)
         if restart and first:
             store.clear()
-        missing = distributed.on_first(lambda: store.start(milestones, part))
+        missing = ranks.on_first(lambda: store.start(milestones, part))
         steps_run = 0
         if missing:
             training = Training(plain, method, seed, latents, device)
@@ -129,9 +129,9 @@ def _job(settings: dict[str, Any], state: Path, last: int, wait: bool) -> Iterat
                 settings["threads"], settings["device"], settings["deterministic"], local_rank, settings["precision"]
             )
             if several:
-                distributed.join(settings["processes"], device)
+                ranks.join(settings["processes"], device)
             yield device, progress
-            distributed.part()
+            ranks.leave()
         except Left as left:
             if first:
                 progress.end("stopped", left.reason)
@@ -174,9 +174,9 @@ class Run:
         self._resume(missing[0])
         if training.step == 0 and 0 in milestones:
             self._milestone()
-        distributed.meet()
+        ranks.meet()
         self.leave.begin()
-        distributed.meet()  # who is asked to leave before leaves alone, after it all leave together
+        ranks.meet()  # who is asked to leave before leaves alone, after it all leave together
         together = LeaveTogether(self.leave)
         bar = Progress(last, self.label, "step", start=training.step) if self.first else None
         facts, begun = "", time.perf_counter()
@@ -194,7 +194,7 @@ class Run:
                     self._save(training.step in milestones)
                 self.progress.at(training.step, self.seconds)
                 if leaving:
-                    distributed.part()  # rank 0 has written by then
+                    ranks.leave()  # rank 0 has written by then
                     reason = self.leave.reason or "another process of the training was asked to leave"
                     raise Left(f"{reason}: stopped after step {training.step} of {last}, which is saved")
                 if bar is not None:
@@ -211,7 +211,7 @@ class Run:
         """Load the newest usable state up to step `at_most`, on every rank the one that rank 0 has found."""
         training, store = self.training, self.store
         state = store.resume(at_most, training.device, self.accept_versions) if self.first else None
-        step = distributed.on_first(lambda: state["step"] if state else 0)
+        step = ranks.on_first(lambda: state["step"] if state else 0)
         if step or state:
             state = state or store.at(step, training.device)
             training.load(state, step)
@@ -233,7 +233,7 @@ class Run:
             with open(self.store.timing, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **times}) + "\n")
             self.store.save(step, self.training.state())
-        distributed.meet()
+        ranks.meet()
         self.saving = max(self.saving, time.monotonic() - begun)
 
     def _milestone(self) -> None:

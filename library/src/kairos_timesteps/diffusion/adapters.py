@@ -1,4 +1,4 @@
-"""Whatever a training loop has for a noise schedule, as a forward process of ours."""
+"""Conversion of a noise schedule of any training loop to a forward process."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,11 +12,11 @@ from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, Array, N
 from kairos_timesteps.errors import ConfigError
 
 CONTINUOUS = {"edm": Edm, "fdm": Fdm, "flow": Flow, "vp": Vp}
-_PREDICTIONS = {theirs: ours for ours, theirs in DIFFUSERS.items()}
+_PREDICTIONS = {prediction_type: prediction for prediction, prediction_type in DIFFUSERS.items()}
 
 
 def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon") -> Any:
-    """A forward process.
+    """Return the forward process that `process` stands for.
 
     Args:
         process: one already; a `NoiseSchedule`; alpha-bar as numbers, (T,); the name of a schedule; a scheduler of
@@ -26,7 +26,7 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
         prediction: ``epsilon``, ``x0`` or ``v``, where `process` leaves it open.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: `process` is none of these.
     """
     if prediction not in PREDICTIONS:
         raise ConfigError(f"prediction: got {prediction!r}, allowed: {', '.join(PREDICTIONS)}")
@@ -52,7 +52,7 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
         wanted = getattr(config, "prediction_type", None)
         return Discrete(_of_scheduler(process), _PREDICTIONS.get(str(wanted), prediction))
     try:
-        return Discrete(_named(NoiseSchedule.of_alphas_cumprod(_numbers(process))), prediction)
+        return Discrete(_recognised(NoiseSchedule.of_alphas_cumprod(_numbers(process))), prediction)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(
             f"process: got {type(process).__name__}, allowed: a process, a NoiseSchedule, a scheduler of diffusers, "
@@ -66,18 +66,18 @@ def _numbers(values: Any) -> Array:
 
 
 def _of_scheduler(scheduler: Any) -> NoiseSchedule:
-    """From its betas where it has them: those of a float32 alpha-bar would be off by a thousandth at small t."""
+    """Build a schedule from the scheduler's betas; its float32 alpha-bar is off by a thousandth at small t."""
     alphas_cumprod = _numbers(scheduler.alphas_cumprod)
     if len(alphas_cumprod) > 1 and alphas_cumprod[-1] == 0:
         # Zero terminal signal-to-noise ratio: half of what is before it stands for 0, whose weights are not all finite.
         alphas_cumprod[-1] = alphas_cumprod[-2] / 2
     elif hasattr(scheduler, "betas"):
-        return _named(NoiseSchedule(_numbers(scheduler.betas)))
-    return _named(NoiseSchedule.of_alphas_cumprod(alphas_cumprod))
+        return _recognised(NoiseSchedule(_numbers(scheduler.betas)))
+    return _recognised(NoiseSchedule.of_alphas_cumprod(alphas_cumprod))
 
 
-def _named(schedule: NoiseSchedule) -> NoiseSchedule:
-    """The same, called linear where its betas are: SpeeD has closed forms for such a schedule, whatever its ends."""
+def _recognised(schedule: NoiseSchedule) -> NoiseSchedule:
+    """Name a schedule linear if its betas are: SpeeD has closed forms for linear schedules, whatever their ends."""
     betas = schedule.betas
     even = np.linspace(betas[0], betas[-1], len(betas))
     linear = betas[0] < betas[-1] and bool(np.abs(betas - even).max() < 1e-6)

@@ -1,11 +1,11 @@
 """Forward processes: how x0 becomes x_t, how the network is called, and what its output stands for.
 
-A sampler draws *fractions* of the process in [0, 1), 0 the image and 1 noise; `times` turns them into this process' own
-time: an index for a discrete process, a noise level or a time for a continuous one. Everything else that depends on
-time is asked of the process: x_t = signal x0 + noise eps with the `coefficients` of t, the signal-to-noise ratio, what
-the network is shown, and the estimate of x0 that its output stands for.
+A sampler draws *fractions* of the process in [0, 1), 0 the image and 1 noise. `times` maps them to times of the
+process: an index for a discrete process, a noise level or a time for a continuous one. A process also defines
+x_t = signal x0 + noise eps by the `coefficients` of t, and the signal-to-noise ratio. It defines the network's time
+input, and the estimate of x0 that the network's output stands for.
 
-What depends on time alone takes numpy arrays as well as tensors, so strategies can be shown without torch.
+Functions of time alone take numpy arrays as well as tensors, so tables of strategies need no torch.
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ class Process:
     """Base of all processes; t are times of the process, (batch,), images (batch, ...).
 
     Attributes:
-        prediction: what `predict` gives: ``epsilon``, ``x0``, ``v`` (signal eps - noise x0) or ``flow`` (eps - x0).
-        own_time: how the process' own time is called.
+        prediction: what `predict` returns: ``epsilon``, ``x0``, ``v`` (signal eps - noise x0) or ``flow`` (eps - x0).
+        time_symbol: symbol of the process' time.
         time_scale: the network is called with `embedded` times this, so that its sinusoids resolve it.
     """
 
     kind: type  # of the options
-    outside: ClassVar[dict[str, Any]] = {}  # what options are outside of an experiment that have another default in one
+    outside: ClassVar[dict[str, Any]] = {}  # defaults outside of an experiment, where they differ
     prediction = ""
-    own_time = "t"
+    time_symbol = "t"
     time_scale: float = 1.0
 
-    def __init__(self, options: Any = None, prediction: str = "epsilon", **named: Any):
+    def __init__(self, options: Any = None, prediction: str = "epsilon", **options_by_name: Any):
         where = f"process {type(self).__name__.lower()}"
-        self.options = options or parse(self.kind, {**self.outside, **named}, where)
+        self.options = options or parse(self.kind, {**self.outside, **options_by_name}, where)
         self.prediction = self.prediction or prediction
         self.time_scale = self.options.time_scale
 
@@ -96,7 +96,7 @@ class Process:
         raise NotImplementedError
 
     def embedded(self, t: Any) -> Any:
-        """What the network is shown of t, before the scale."""
+        """Time input of the network, before the scale."""
         return t
 
     @functools.cached_property
@@ -105,7 +105,7 @@ class Process:
         t = self.times((np.arange(CELLS) + 0.5) / CELLS)
         signal, noise = self.coefficients(t)
         cut = NoiseSchedule.of_alphas_cumprod(signal**2 / (signal**2 + noise**2))
-        return NoiseSchedule(cut.betas, name=type(self).__name__.lower(), own_times=t)
+        return NoiseSchedule(cut.betas, name=type(self).__name__.lower(), cell_times=t)
 
     def snr(self, t: Any) -> Any:
         """Signal-to-noise ratio, elementwise."""
@@ -118,7 +118,7 @@ class Process:
         return (a * x0 + s * noise).to(x0.dtype)
 
     def channels(self, channels: int) -> int:
-        """Channels that the network must have at its end, for images of so many."""
+        """Output channels of the network for images with `channels` channels."""
         return channels
 
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
@@ -130,7 +130,7 @@ class Process:
         return output if output.shape == like.shape else output[:, : like.shape[1]]
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """What the prediction should be, shape of x0."""
+        """Target of the prediction, shape of x0."""
         if self.prediction == "v":
             a, s = self._shaped(t, x0)
             return a * noise - s * x0
@@ -162,9 +162,9 @@ class Discrete(Process):
     """The discrete Gaussian process of DDPM (Ho et al. 2020): t = 0 ... T-1."""
 
     def __init__(self, options: DiscreteOptions | NoiseSchedule, prediction: str = "epsilon"):
-        named = {"first_index": 0} if isinstance(options, NoiseSchedule) else asdict(options)
-        self._first = named.pop("first_index")
-        self.schedule = options if isinstance(options, NoiseSchedule) else make_schedule(**named)
+        values = {"first_index": 0} if isinstance(options, NoiseSchedule) else asdict(options)
+        self._first = values.pop("first_index")
+        self.schedule = options if isinstance(options, NoiseSchedule) else make_schedule(**values)
         self.prediction = prediction
         self._tables: dict[Any, Any] = {}
 
@@ -183,14 +183,14 @@ class Discrete(Process):
         return signal[t], noise[t]
 
     def snr(self, t: Any) -> Any:
-        """As the schedule has it."""
+        """Signal-to-noise ratio of the schedule."""
         return self._tabled(t)[2][t]
 
     def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
         return t + self._first  # an index, which networks embed in float32
 
     def channels(self, channels: int) -> int:
-        """As many again where the variance is learned."""
+        """Output channels of the network: twice the channels with a learned variance."""
         return channels * (2 if self.schedule.variance == "learned_range" else 1)
 
     def _tabled(self, t: Any) -> tuple[Any, Any, Any]:
@@ -202,12 +202,12 @@ class Discrete(Process):
             import torch
 
             alphas = torch.from_numpy(alphas_cumprod)
-            made = alphas.sqrt(), (1 - alphas).sqrt(), torch.from_numpy(snr)
-            self._tables[t.device] = tuple(values.to(t.device) for values in made)
+            tables = alphas.sqrt(), (1 - alphas).sqrt(), torch.from_numpy(snr)
+            self._tables[t.device] = tuple(values.to(t.device) for values in tables)
         return self._tables[t.device]
 
     def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
-        """Of DDPMScheduler, where the network is shown what that counts from 0."""
+        """Configuration of DDPMScheduler; None if the network counts timesteps from 1."""
         if self._first:
             return None
         return {
@@ -231,11 +231,11 @@ class Edm(Process):
         ConfigError: sigma_data is not known; it is measured where there are training data.
     """
 
-    kind, prediction, own_time = EdmOptions, "x0", "sigma"
+    kind, prediction, time_symbol = EdmOptions, "x0", "sigma"
     outside: ClassVar = {"sigma_data": 0.5, "time_scale": 1.0}
 
-    def __init__(self, options: EdmOptions | None = None, prediction: str = "", **named: Any):
-        super().__init__(options, prediction, **named)
+    def __init__(self, options: EdmOptions | None = None, prediction: str = "", **options_by_name: Any):
+        super().__init__(options, prediction, **options_by_name)
         self.sigma_data, low = self.options.sigma_data, self.options.sigma_min
         if self.sigma_data is None:
             raise ConfigError("sigma_data: got null, allowed: the standard deviation of the data, > 0")
@@ -272,8 +272,8 @@ class Edm(Process):
 class Fdm(Edm):
     """EDM with fast diffusion's momentum: c_in = s(sigma) = exp(-m B)(1 + m B) (Wu et al. 2023).
 
-    B is the integral of VP's beta up to the share that sigma is of the largest noise level, and s the mean of a
-    critically damped oscillator after the time m B.
+    B is the integral of VP's beta up to the ratio of sigma to the largest noise level. s is the mean of a critically
+    damped oscillator after the time m B.
     """
 
     kind = FdmOptions
@@ -307,7 +307,7 @@ class Flow(Process):
         return 1 - t, t
 
     def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
-        """Of FlowMatchEulerDiscreteScheduler, where the network takes times as it gives them."""
+        """Configuration of FlowMatchEulerDiscreteScheduler; None if the network's time scale is another."""
         if self.time_scale != 1000:
             return None
         return {

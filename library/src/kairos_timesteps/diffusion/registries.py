@@ -45,7 +45,7 @@ class EdmOptions(Options):
 
 
 class FdmOptions(EdmOptions):
-    """The same with momentum in what the network sees."""
+    """Options of EDM with momentum in the network's input."""
 
     multiplier: float = option(2.0, "m of the momentum's time; published: 2 for CIFAR-10, else 1", gt=0)
 

@@ -26,13 +26,13 @@ CONTINUOUS = ("edm", "fdm", "flow", "vp")
 class NoiseSchedule:
     """A discrete Gaussian process given by its betas, shape (T,), or a continuous one cut into T cells.
 
-    `own_times` are the process' own times of the cells, (T,): 0 ... T - 1 for a discrete process.
+    `cell_times` are the process' times of the cells, (T,): 0 ... T - 1 for a discrete process.
     """
 
     betas: Array
     variance: str = "fixed_large"
     name: str = "custom"
-    own_times: Array | None = None
+    cell_times: Array | None = None
 
     @classmethod
     def of_alphas_cumprod(cls, alphas_cumprod: Array) -> "NoiseSchedule":
@@ -58,7 +58,7 @@ class NoiseSchedule:
     @property
     def times(self) -> Array:
         """The process' own time of every cell, float64 (T,)."""
-        return np.arange(self.timesteps, dtype=np.float64) if self.own_times is None else self.own_times
+        return np.arange(self.timesteps, dtype=np.float64) if self.cell_times is None else self.cell_times
 
     @functools.cached_property
     def alphas_cumprod(self) -> Array:
@@ -116,10 +116,10 @@ def make_schedule(
 ) -> NoiseSchedule:
     """A noise schedule by name; warns where its process does not end in noise.
 
-    Linear and quadratic: end points of beta 1e-4 and 0.02 (Ho et al. 2020); scaled_linear, which is quadratic with
-    those of latent diffusion, 0.00085 and 0.012 (Rombach et al. 2022); or those given. They are multiplied by 1000/T
-    for other T (improved DDPM; without it the process of T = 100 does not reach noise). Cosine: Nichol and Dhariwal
-    2021, eq. 17.
+    Linear and quadratic: end points of beta 1e-4 and 0.02 (Ho et al. 2020), or those given. scaled_linear is quadratic
+    with the end points of latent diffusion, 0.00085 and 0.012 (Rombach et al. 2022). End points are multiplied by
+    1000/T for other T, as in improved DDPM; without it the process of T = 100 does not reach noise. Cosine: Nichol and
+    Dhariwal 2021, eq. 17.
 
     Raises:
         ConfigError: an unknown schedule.
@@ -136,14 +136,14 @@ def make_schedule(
         betas = 1 - f[1:] / f[:-1]
     else:
         raise ConfigError(f"schedule: got {schedule!r}, allowed: {', '.join(SCHEDULES)}")
-    made = NoiseSchedule(np.minimum(betas, 0.999), variance, schedule)
-    if made.alphas_cumprod[-1] > 5e-3:  # that of latent diffusion ends at 4.7e-3
+    result = NoiseSchedule(np.minimum(betas, 0.999), variance, schedule)
+    if result.alphas_cumprod[-1] > 5e-3:  # that of latent diffusion ends at 4.7e-3
         warnings.warn(
-            f"alpha-bar at the last timestep is {made.alphas_cumprod[-1]:.3g}: the process does not end in noise, "
+            f"alpha-bar at the last timestep is {result.alphas_cumprod[-1]:.3g}: the process does not end in noise, "
             "and sampling from N(0, I) is wrong; raise the betas (scale_betas: true)",
             stacklevel=2,
         )
-    return made
+    return result
 
 
 def linear_coefficients(schedule: NoiseSchedule) -> tuple[float, float]:

@@ -63,8 +63,8 @@ class AdaptiveOfficial(Adaptive):
         if weights is None or self.floor:
             return weights
         timestep, last = (fractions * self.schedule.timesteps).floor(), self.schedule.timesteps - 1
-        half_drawn = (timestep == 0) | (timestep == last)  # the policy draws in the inner half of these alone
-        return torch.where(half_drawn, 2 * weights, weights)
+        half_cell = (timestep == 0) | (timestep == last)  # the policy draws in the inner half of these alone
+        return torch.where(half_cell, 2 * weights, weights)
 
     def borders(self) -> Array:
         """Borders half-way between the points, (T + 1,)."""

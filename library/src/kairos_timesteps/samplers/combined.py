@@ -23,21 +23,21 @@ def checked_density(value: Any, where: str, *extra: str) -> dict[str, Any]:
     Raises:
         ConfigError: the sampler is unknown, learns, or has options that only the whole sampler can have.
     """
-    named = {"name": value} if isinstance(value, str) else value
-    if not isinstance(named, Mapping) or not isinstance(named.get("name"), str):
+    component = {"name": value} if isinstance(value, str) else value
+    if not isinstance(component, Mapping) or not isinstance(component.get("name"), str):
         raise rejection(where, repr(value), "a sampler's name, or its name and options")
-    missing = [key for key in extra if key not in named]
+    missing = [key for key in extra if key not in component]
     demand(not missing, f"{where}.{', '.join(missing)}", "nothing", "one for each component")
-    if not issubclass(SAMPLERS.entry(named["name"], where).load(), FixedDensity):
-        raise rejection(f"{where}.name", named["name"], "samplers of a fixed density")
-    given = {key: value for key, value in but_name(dict(named)).items() if key not in extra}
-    options = SAMPLERS.parse(named["name"], given, where)
+    if not issubclass(SAMPLERS.entry(component["name"], where).load(), FixedDensity):
+        raise rejection(f"{where}.name", component["name"], "samplers of a fixed density")
+    given = {key: value for key, value in but_name(dict(component)).items() if key not in extra}
+    options = SAMPLERS.parse(component["name"], given, where)
     demand(not options.importance, f"{where}.importance", "true", "false; set it for the whole sampler")
     allowed = "random; the whole sampler has points, its components do not"
     demand(options.points == "random", f"{where}.points", options.points, allowed)
     in_turn = getattr(options, "in_turn", False)
     demand(not in_turn, f"{where}.in_turn", "true", "false; a component is drawn at random")
-    return {"name": named["name"], **dump(options), **{key: named[key] for key in extra}}
+    return {"name": component["name"], **dump(options), **{key: component[key] for key in extra}}
 
 
 def density_option() -> Any:
@@ -68,16 +68,16 @@ def components_option(key: str, kind: type, first: Any, meaning: str) -> Any:
     return option([{"name": "uniform", key: first}], help, component=check)
 
 
-def _build(named: dict[str, Any], schedule: NoiseSchedule, seed: int, *extra: str) -> FixedDensity:
+def _build(component: dict[str, Any], schedule: NoiseSchedule, seed: int, *extra: str) -> FixedDensity:
     """Build the sampler of a dictionary of name and options, without the keys `extra`."""
-    given = {key: value for key, value in named.items() if key not in extra}
-    component: FixedDensity = SAMPLERS.build(*split(given), schedule, seed)
-    return component
+    given = {key: value for key, value in component.items() if key not in extra}
+    built: FixedDensity = SAMPLERS.build(*split(given), schedule, seed)
+    return built
 
 
-def _required_context(named: Mapping[str, Any], *extra: str) -> set[str]:
+def _required_context(component: Mapping[str, Any], *extra: str) -> set[str]:
     """Return the context that a component requires, given by its name and options."""
-    given = {key: value for key, value in named.items() if key not in extra}
+    given = {key: value for key, value in component.items() if key not in extra}
     name, values = split(given)
     return SAMPLERS[name].load().required_context(SAMPLERS.parse(name, values))
 
@@ -196,7 +196,7 @@ class Shift(Transformed):
         return super().required_context(options) | (set() if options.law == "constant" else {"tokens"})
 
     def shift(self, tokens: Any = None, frames: Any = None) -> Any:
-        """Return alpha for images of so many tokens and frames.
+        """Return alpha for images of `tokens` tokens and `frames` frames.
 
         Raises:
             ConfigError: the number of tokens is needed and missing, or not positive.
@@ -248,15 +248,15 @@ class Combined(FixedDensity):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.components = [_build(named, schedule, seed, self.key) for named in self.parts]
-        self.values = [named[self.key] for named in self.parts]
+        self.components = [_build(component, schedule, seed, self.key) for component in self.parts]
+        self.values = [component[self.key] for component in self.parts]
         inner = [name for component in self.components for name in component.context_names]
         self.context_names = tuple(dict.fromkeys([*self.context_names, *inner]))
 
     @classmethod
     def required_context(cls, options: Any) -> set[str]:
         """Return the context that the components require."""
-        return set().union(*(_required_context(named, cls.key) for named in options.parts))
+        return set().union(*(_required_context(component, cls.key) for component in options.parts))
 
     def shares(self, **context: Any) -> list[Any]:
         """Return the share of each component: numbers, or tensors that broadcast with draws; they sum to 1."""
@@ -279,8 +279,8 @@ class Combined(FixedDensity):
             return uniform
         choice, below = coordinates.uniform("part", sample_indices=range(1)), 0.0
         for share in self.shares(**coordinates.arguments(self.context_names)):
-            chosen = (choice >= below) & (choice < below + share)
-            uniform = of(uniform).where(chosen, below + share * uniform.clip(0, 1), uniform)
+            selected = (choice >= below) & (choice < below + share)
+            uniform = of(uniform).where(selected, below + share * uniform.clip(0, 1), uniform)
             below += share
         return uniform
 
@@ -335,8 +335,8 @@ class ByGroup(Combined):
             if group not in self.values:
                 raise ConfigError(f"group: got {group!r}, allowed: {', '.join(map(str, self.values))}")
             group = self.values.index(group)
-        chosen = [group == number for number in range(len(self.components))]
-        return [float(item) if isinstance(item, bool) else item.double() for item in chosen]
+        members = [group == number for number in range(len(self.components))]
+        return [float(item) if isinstance(item, bool) else item.double() for item in members]
 
 
 @sampler("schedule", "densities one after the other over training")

@@ -107,8 +107,8 @@ class LogNormal(FixedDensity):
     def quantile(self, p: Values, **context: Any) -> Values:
         """sigmoid(m + s Phi^-1(p))."""
         first, last = self._ends
-        drawn = sigmoid(self._logits(self.low + (self.high - self.low) * p))
-        return (drawn - first) / (last - first)
+        u = sigmoid(self._logits(self.low + (self.high - self.low) * p))
+        return (u - first) / (last - first)
 
 
 @sampler("mode", "SD3's mode sampling")

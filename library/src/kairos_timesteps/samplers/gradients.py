@@ -209,9 +209,9 @@ class FirstOrder(FloorOptions, FollowsGradients):
     $$p(t) \propto \max\left(0, \; \nabla L_t^\top D \, \nabla \bar{L}\right), \qquad
     \bar{L} = \frac{1}{T} \sum_t w(t) L_t$$
 
-    A method of kairos: the inner product, in Adam's metric, of the gradient of the loss at t with the gradient of the
-    target, the weighted loss averaged over all t. Each gradient uses another half of the measured samples, so that
-    their noise does not correlate. Where a step at t would raise the target, the floor keeps the timestep alive.
+    A method of kairos: the inner product, in Adam's metric, of the gradient of the loss at t with that of the target.
+    The target is the weighted loss averaged over all t. Each gradient uses another half of the measured samples, so
+    that their noise does not correlate. Where a step at t would raise the target, the floor keeps the timestep alive.
     """
 
     floor: float = option(0.2, "share of draws that are uniform instead", gt=0, lt=1)

@@ -71,10 +71,10 @@ class Speed(FixedDensity):
 class Reflected(TableDensity, FixedDensity):
     """Draws of SpeeD's public code: one half of a batch from a density, the other half its reflection.
 
-    The first n//2 + 1 of n draws come from the density. Draw i of the rest is the reflection of draw i at m, the first
-    timestep where the central difference of sqrt(1 - alpha-bar) falls under 1e-4, plus 1: m - t before m, t - m from m
-    on. The density of this sampler is that of the batch size last drawn, or of a large batch before the first draw and
-    within other samplers.
+    The first n//2 + 1 of n draws come from the density. Draw i of the rest is the reflection of draw i at m: m - t
+    before m, t - m from m on. m - 1 is the first timestep where the central difference of sqrt(1 - alpha-bar) falls
+    under 1e-4. The density of this sampler is that of the batch size last drawn. Before the first draw and within other
+    samplers it is that of a large batch.
     """
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):

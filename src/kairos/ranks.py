@@ -1,0 +1,85 @@
+"""Life of a training run on several ranks: join, wait for each other, leave."""
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kairos_timesteps.distributed import gather_objects, rank, ranks, sum_tensors
+from kairos_timesteps.errors import KairosError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+T = TypeVar("T")
+LONGEST_WAIT = 600.0  # seconds that ranks wait for each other in a step; use `meet` if one may take longer
+_PATIENCE = 0.02  # seconds between two checks whether all ranks have arrived
+_store: Any = None  # torchrun's key-value store, which all ranks share
+_met = 0
+
+
+def join(processes: int, device: "torch.device") -> None:
+    """Join the processes that torchrun has started; one of them may first wait for a lock, or copy data.
+
+    Numbers go through the CPU, gradients between GPUs by NCCL.
+
+    Raises:
+        KairosError: torchrun has started another number of processes.
+    """
+    from datetime import timedelta
+
+    from torch import distributed
+
+    global _store
+    if os.environ.get("WORLD_SIZE") != str(processes):
+        raise KairosError(
+            f"training.processes: got {processes}, but {os.environ.get('WORLD_SIZE', 1)} were started; use kairos train"
+        )
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    _store, number, _ = next(distributed.rendezvous("env://"))
+    meet(processes)
+    distributed.init_process_group(
+        backend, store=_store, rank=number, world_size=processes, timeout=timedelta(seconds=LONGEST_WAIT)
+    )
+
+
+def meet(processes: int | None = None) -> None:
+    """Wait for the other ranks, without a time limit.
+
+    Args:
+        processes: number of ranks, before torch.distributed is initialised.
+    """
+    global _met
+    processes = processes or ranks()
+    if processes > 1:
+        _met += 1
+        _store.add("met", 1)
+        while _store.add("met", 0) < _met * processes:  # torchrun ends all ranks if one dies
+            time.sleep(_PATIENCE)
+
+
+def leave() -> None:
+    """Wait for the other ranks and leave the process group."""
+    if ranks() > 1:
+        from torch import distributed
+
+        meet()
+        time.sleep(_PATIENCE)  # torch 2.4 waits for ever if gloo's thread still holds the last tensor
+        distributed.destroy_process_group()
+
+
+def add(values: list[float]) -> list[float]:
+    """Return sums over the ranks, on all ranks."""
+    import torch
+
+    sums = torch.tensor(values, dtype=torch.float64)
+    sum_tensors([sums])
+    return sums.tolist()
+
+
+def on_first(function: "Callable[[], T]") -> "T":
+    """Call a function on rank 0 and return its result on all ranks; the function may take long."""
+    value = function() if rank() == 0 else None
+    meet()
+    return gather_objects(value)[0]  # type: ignore[return-value]
