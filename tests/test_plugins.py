@@ -86,7 +86,7 @@ def folder(tmp_path, monkeypatch):
 
 def case(*files, methods=METHODS, **changes):
     """A tiny experiment with plugin files as plain values."""
-    return experiment(methods, plugins=[*files] or ["my_strategies.py"], **changes)
+    return experiment(methods, plugins=[*files] or ["my_strategies.py"], evaluation__num_samples=200, **changes)
 
 
 def edit(old, new, file="my_strategies.py"):
@@ -140,9 +140,9 @@ def test_components_can_be_listed_and_shown(folder, capsys):
         ("kairos", "", "plugins: kairos.py: module 'kairos' is .*; rename the file"),
         ("random", "", "plugins: random.py: module 'random' is .*; rename the file"),
         ("my-file", "", "plugins: got 'my-file.py', allowed: a Python file whose name has letters"),
-        ("taken", FILE.replace("test_other", "uniform"), "line 26: sampler uniform: got taken:Other, allowed: a name"),
-        ("twice", FILE.replace("test_other", "test_power"), "line 26: sampler test_power: got twice:Other, allowed"),
-        ("function", FILE.replace("class Other(FixedDensity)", "class Other"), "line 26: AttributeError: .*'Options'"),
+        ("taken", FILE.replace("test_other", "uniform"), "line 23: sampler uniform: got taken:Other, allowed: a name"),
+        ("twice", FILE.replace("test_other", "test_power"), "line 23: sampler test_power: got twice:Other, allowed"),
+        ("function", FILE.replace("class Other(FixedDensity)", "class Other"), "line 23: AttributeError: .*'Options'"),
         ("untyped", FILE.replace("limit: float =", "limit ="), "line .*Capped.limit: an option needs a type"),
     ],
 )
@@ -222,6 +222,42 @@ def test_code_that_a_method_uses_counts_in_its_identity(folder, old, new, expect
     assert {method for method in before if before[method] != after[method]} == expected
 
 
+FUNCTIONS = """
+from kairos_timesteps import density, weighting
+
+
+@density("test_late", help="a power")
+def quantile(u, exponent: float = 2.0):
+    return u**exponent
+
+
+@weighting("test_bounded")
+def weight(snr, limit: float = 5.0):
+    return snr.clip(None, limit) / snr
+"""
+
+
+def test_functions_are_components(folder, capsys):
+    Path("functions.py").write_text(FUNCTIONS)
+    methods = {"uniform": {}, "late": {"sampler": {"name": "test_late", "exponent": 3.0}, "weighting": "test_bounded"}}
+
+    def codes():
+        plain = case("functions.py", methods=methods)
+        return [fingerprint(code_roots(plain, method)) for method in methods]
+
+    uniform, late = codes()
+    write_experiment(Path("case.yaml"), case("functions.py", methods=methods))
+    assert main(["check", "case.yaml"]) == 0
+    assert re.search(r"late +test_late \(exponent 3.0\) +test_bounded", capsys.readouterr().out)
+    edit('"a power"', '"other words"', "functions.py")
+    assert codes() == [uniform, late]
+    edit("u**exponent", "u ** (exponent + 1)", "functions.py")
+    assert codes()[0] == uniform and codes()[1] != late
+    edit("test_late", "mode", "functions.py")
+    with pytest.raises(ConfigError, match=r"plugins: functions.py, line 5: Mode: a sampler of kairos has this name"):
+        codes()
+
+
 def test_code_that_a_plugin_imports_from_its_folder_counts(folder):
     edit("SCALE = 1", "from scale_of_test import SCALE")
     Path("scale_of_test.py").write_text("SCALE = 1\nOTHER = 1\n")
@@ -246,8 +282,8 @@ def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
     assert identity_of(without, "uniform", 0, manifest, "cpu")["identity"] == identities[0]
     assert "plugins" not in without
     plugins.forget("my_strategies")
-    Path("my_strategies.py").rename("deep/my_strategies.py")
-    moved = case("deep/my_strategies.py")
+    Path("my_strategies.py").rename("deep/renamed.py")
+    moved = case("deep/renamed.py")
     assert [identity_of(moved, method, 0, manifest, "cpu")["identity"] for method in METHODS] == identities
     stages_after = [
         dependencies.of(stage, moved, "power") for stage in ("prepare", "train", "sample", "evaluate", "report")
@@ -340,7 +376,7 @@ def test_dvc_depends_on_plugin_files(folder, capsys):
     second = yaml.safe_load(Path("table.yaml").read_text())
     assert {stage for stage in first if first[stage] != second[stage]} == {"train"}
     assert {method for method in METHODS if first["train"][method] != second["train"][method]} == {"power"}
-    write_experiment(Path("params.yaml"), experiment({"uniform": {}}, experiment="demo"))
+    write_experiment(Path("params.yaml"), experiment({"uniform": {}}, experiment="demo", evaluation__num_samples=200))
     assert main(table) == 1
     assert Path("workflow/dvc.yaml").read_text() == before
 
@@ -378,7 +414,7 @@ def test_a_project_reruns_the_runs_whose_code_was_edited(project):
     with project.edited("my_strategies.py", "p**self.exponent", "p"):
         stages = [f"{stage}_{segment}" for stage in ("train", "sample", "evaluate") for segment in (1, 2)]
         assert to_do() == dict.fromkeys((*stages, "report", "track"), 1)
-    (project.folder / "my_strategies.py").rename(project.folder / "renamed.py")
+    shutil.move(project.folder / "my_strategies.py", project.folder / "renamed.py")
     with project.edited("params.yaml", "my_strategies.py", "renamed.py"):
         assert to_do() == {}
     ended = project.run(sys.executable, "-m", "kairos", "report", "results/tiny")

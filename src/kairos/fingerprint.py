@@ -31,6 +31,7 @@ _LEFT_OUT = (
 )
 _LOGGING = ("say", "warn")  # functions that print a message
 _REGISTERING = ("sampler", "weighting", "coupling", "density", "process")  # decorators that register a component
+_imported: dict[Path, str] = {}  # texts of plugin files, see `set_source`
 _DATA_SUFFIXES = (".html.jinja", ".mplstyle")  # a template or style with a module's name counts as part of the module
 
 
@@ -45,8 +46,14 @@ def fingerprint(roots: Iterable[str]) -> str:
 
 @functools.cache
 def _fingerprint(roots: tuple[str, ...]) -> str:
-    lines = (f"{code} {digest}\n" for code, digest in sorted(reached(roots).items()))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+    lines = (f"{_without_file_name(code)} {digest}\n" for code, digest in reached(roots).items())
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:16]
+
+
+def _without_file_name(code: str) -> str:
+    """Return ``"module:Name"`` for kairos' packages and ``"Name"`` for plugin files, which may be renamed."""
+    module, _, name = code.partition(":")
+    return code if _top(module) in _PACKAGES else name
 
 
 def modules(roots: Iterable[str]) -> list[str]:
@@ -128,7 +135,14 @@ def _source_file(path: Path) -> Path | None:
 @functools.cache
 def _source(path: Path) -> str:
     """Return the text of a source file; tests replace this function to edit the text."""
-    return path.read_text(encoding="utf-8")
+    return _imported.get(path) or path.read_text(encoding="utf-8")
+
+
+def set_source(path: Path, text: str) -> None:
+    """Set the text of a plugin file to the text that this process imports; the file may be edited later."""
+    _imported[path] = text
+    _source.cache_clear()
+    _fingerprint.cache_clear()
 
 
 @dataclass(eq=False)
@@ -279,7 +293,7 @@ def _text(node: Any, message: bool = False) -> str:
         fields["keywords"] = [keyword for keyword in fields["keywords"] if keyword.arg != "help"]
     if isinstance(node, ast.Call) and _called(node) == "demand":  # the condition counts, the message does not
         fields["args"] = fields["args"][:1]
-    if isinstance(node, ast.ClassDef):
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
         fields["decorator_list"] = [_without_help(decorator) for decorator in node.decorator_list]
     may_have = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
     if may_have and ast.get_docstring(node, clean=False) is not None:

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from kairos.cli.common import add_plugins
 from kairos.progress import table
 from kairos_timesteps.options import but_name, defaults
 from kairos_timesteps.registry import Registry
@@ -15,8 +16,9 @@ _WIDTH = 100  # columns of the output
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    """The experiment file; a schema needs none."""
+    """Declare the arguments of `check` or `schema`."""
     if name == "schema":
+        add_plugins(parser)
         return
     what = "experiment file, e.g. params.yaml, or a folder of some: a line each, and what cannot be used"
     parser.add_argument("file", type=Path, metavar="FILE", help=what)
@@ -30,6 +32,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Check the file and print jobs, methods and milestones, or print the schema."""
     from kairos.config import Experiment, load
+    from kairos.config.plugins import load_plugins
     from kairos.evaluation.registries import EXTRACTORS
     from kairos.evaluation.separation import expected
     from kairos.fetching import lacking
@@ -39,6 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos_timesteps.diffusion.registries import PROCESSES
 
     if arguments.command == "schema":
+        load_plugins(arguments.plugin)
         print(json.dumps(Experiment.model_json_schema(), indent=1, ensure_ascii=False))
         return
     if arguments.file.is_dir():

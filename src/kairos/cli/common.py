@@ -20,6 +20,12 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, metavar="F", help="experiment file, e.g. params.yaml")
 
 
+def add_plugins(parser: argparse.ArgumentParser) -> None:
+    """``--plugin F``: Python files that register components."""
+    help = "Python file that registers samplers, weightings or couplings (repeatable)"
+    parser.add_argument("--plugin", action="append", default=[], metavar="F", help=help)
+
+
 def add_timing(parser: argparse.ArgumentParser) -> None:
     """``--timing F``: where the job's wall and CPU time goes."""
     parser.add_argument("--timing", type=Path, metavar="F", help="write the job's wall, CPU and start-up time to F")

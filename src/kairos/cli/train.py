@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: argparse.Namespace, leave: Leave) -> None:
     from kairos.config import load
+    from kairos.config.plugins import check_unedited
     from kairos.training import launch
 
     experiment, method, seed, out = load(arguments.config), arguments.method, arguments.seed, arguments.out
@@ -66,6 +67,7 @@ def _run(arguments: argparse.Namespace, leave: Leave) -> None:
         from kairos.training.run import import_components, train
 
         plain = experiment.plain()
+        check_unedited(arguments.config, method, plain["methods"][method])
         import_components(plain, method)
         clock.work_begins()
         switches = {name: getattr(arguments, name) for name in ("restart", "part", "wait", "accept_versions")}

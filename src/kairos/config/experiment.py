@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+)
 
 from kairos.analyses.registries import ANALYSES, check_analyses
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.fits import check_fits
 from kairos.config.grid import written_out
+from kairos.config.plugins import check_listed, codes_file, load_plugins, method_codes
 from kairos.config.published import ClaimConfig, KnownConfig, PublishedConfig
 from kairos.config.reading import read
 from kairos.config.strategies import DiffusionConfig, MethodConfig
@@ -23,7 +31,7 @@ from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
 from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
-from kairos.files import sha256_json, write_text
+from kairos.files import sha256_json, write_json, write_text
 from kairos.milestones import hash_of_start
 from kairos.models.registries import MODELS
 from kairos.sampling.settings import SamplingConfig
@@ -61,6 +69,7 @@ def _method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
 
 _Name = Annotated[str, AfterValidator(_folder_name)]
 _Seeds = Annotated[list[int], AfterValidator(_distinct)]
+_Plugins = Annotated[list[str], BeforeValidator(load_plugins)]
 _Methods = Annotated[dict[str, MethodConfig], AfterValidator(_method_names)]
 _EXTENDS = {"type": "string", "description": "experiment file that this one is laid over, from its own folder"}
 
@@ -78,6 +87,9 @@ class Experiment(Section):
     model: component(MODELS) = field("unet", "backbone")
     diffusion: DiffusionConfig = DiffusionConfig()
     training: TrainingConfig = TrainingConfig()
+    plugins: _Plugins = field(
+        [], "Python files that register samplers, weightings or couplings; paths from the working directory"
+    )
     methods: _Methods = field(..., "timestep strategies by name", min_length=1)
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -95,7 +107,7 @@ class Experiment(Section):
     @model_serializer(mode="wrap")
     def _without_what_is_not_said(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Experiments without recipes or analyses stay what they were, to the hash."""
-        values, later = values_of(self), ("analyses", "published", "claim", "known")
+        values, later = values_of(self), ("plugins", "analyses", "published", "claim", "known")
         return {name: value for name, value in values.items() if value or name not in later}
 
     def model_post_init(self, context: Any) -> None:
@@ -106,6 +118,7 @@ class Experiment(Section):
         if store == "auto":
             store = "refer" if kind == "pretrained" and self.dataset.source != "digits" else "copy"
             object.__setattr__(self, "dataset", self.dataset.model_copy(update={"store": store}))
+        check_listed(self.plugins, self.methods)
         check_fits(self)
         check_analyses(self)
         if self.text_encoder is not None:
@@ -194,9 +207,16 @@ def load(path: Path | str) -> Experiment:
 
 
 def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Path:
-    """Write the resolved configuration under its own hash, for jobs to read, so that edits change no running job."""
+    """Write the resolved configuration under its own hash, for jobs to read, so that edits change no running job.
+
+    With plugins the hash covers their code too. A file next to the configuration contains the fingerprint of each
+    component, see `plugins.check_unedited`.
+    """
     plain = experiment.plain()
-    path = Path(folder) / f"{experiment.experiment}-{sha256_json(plain)[:16]}.yaml"
+    codes = method_codes(plain["methods"])
+    path = Path(folder) / f"{experiment.experiment}-{sha256_json([plain, codes] if codes else plain)[:16]}.yaml"
+    if codes and not codes_file(path).exists():
+        write_json(codes_file(path), codes)
     if not path.exists():
         write_text(path, yaml.safe_dump(plain, sort_keys=False))
     return path

@@ -86,7 +86,7 @@ def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
         "reference": (compared, ["kairos.evaluation.reference", extractor, *of_images]),
         # its fields are those that the reference was made with
         "evaluate": ({}, ["kairos.evaluation.evaluate", model, process, extractor, *metrics.values()]),
-        "report": ({"experiment": _without(plain, "tracking")}, ["kairos.report.build"]),
+        "report": ({"experiment": _without(plain, "tracking", "plugins")}, ["kairos.report.build"]),
         "track": (_only(plain, "tracking"), ["kairos.tracking.track"]),
     }
 

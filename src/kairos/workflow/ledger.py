@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from kairos.config import load
+from kairos.config.plugins import source_files
 from kairos.files import write_json, write_text
 from kairos.progress import say
 from kairos.workflow import dependencies
@@ -33,11 +34,12 @@ def write_dependencies(config: Path, out: Path) -> None:
 
     Raises:
         ConfigError: dvc.yaml lacks a stage that the experiment has.
-        KairosError: dvc.yaml has just been made to follow a grid of the experiment's methods.
+        KairosError: dvc.yaml has just been made to follow a grid of the experiment's methods, or its plugins.
     """
     layout = lay_out(load(config))
     if _STAGES.is_file() and str(config) == RECORDED:
         _follow(layout.methods)
+        _follow_plugins(layout.experiment.plugins)
     stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"] if _STAGES.is_file() else layout.shared
     if missing := set(layout.shared) - set(stages):
         advice = "add it in the manner of autoencoder, and its manifest to the deps of encode"
@@ -62,6 +64,18 @@ def _follow(methods: list[str]) -> None:
     if followed != text:
         write_text(_STAGES, followed)
         raise KairosError(f"{_STAGES} now names the methods of {RECORDED}, grids written out; commit it and call again")
+
+
+def _follow_plugins(plugins: list[str]) -> None:
+    """Update the dependencies in workflow/dvc.yaml with the files of plugins."""
+    text, files = _FIRST.read_text(encoding="utf-8"), source_files(plugins)
+    listed = "".join(f", {json.dumps(file)}" for file in files)
+    followed = re.sub(
+        r"(?m)^( +deps: \[params\.yaml, src/kairos, library/src/kairos_timesteps).*\]$", rf"\1{listed}]", text
+    )
+    if followed != text:
+        write_text(_FIRST, followed)
+        raise KairosError(f"{_FIRST} now lists the plugin files of {RECORDED}; commit it and call again")
 
 
 def targets(layout: Layout, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:

@@ -7,6 +7,8 @@ import argparse
 import importlib
 from pathlib import Path
 
+from kairos.cli.common import add_plugins
+
 _ACTIONS = {
     "list": ("listing", "every sampler and weighting, and the combinations that papers use"),
     "show": ("show", "p(t), w(t) and p(t) w(t) of a strategy, as table, csv or picture"),
@@ -40,6 +42,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("--timesteps", type=int, default=1000, metavar="T", help="number of timesteps (1000)")
     add("--r", type=float, default=5.0, metavar="R", help="magnitude where convergence begins (5)")
 
+    for action in ("list", "show"):
+        add_plugins(parsers[action])
     for action in ("show", "increments"):
         add = parsers[action].add_argument
         add("--format", choices=("table", "csv", "png"), help="default: what --out ends in, else table")
@@ -48,4 +52,8 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Do the action."""
+    if plugins := getattr(arguments, "plugin", []):
+        from kairos.config.plugins import load_plugins
+
+        load_plugins(plugins)
     importlib.import_module(f"kairos.cli.strategies.{_ACTIONS[arguments.action][0]}").run(arguments)

@@ -92,8 +92,11 @@ def _read(file: Path) -> dict[str, Any]:
 def _of_state(
     file: Path, content: dict[str, Any], record: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> View:
+    from kairos.config.plugins import load_plugins
     from kairos_timesteps.strategy import Strategy
 
+    if record is not None:
+        load_plugins(record["config"].get("plugins", []))
     sampler, weighting, diffusion = named_parts(arguments) if record is None else _of_record(record, arguments)
     process = process_of(diffusion)
     if _looks_at_images(sampler["name"]):

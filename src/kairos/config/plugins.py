@@ -1,0 +1,187 @@
+"""Plugin files: Python modules of a user that register samplers, weightings and couplings.
+
+``plugins: [my_strategies.py]`` in an experiment file imports the file as module ``my_strategies`` before methods are
+checked. The module name is the file name on every machine, since fingerprints contain it. Modules in the folder of a
+plugin file can be imported by it.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kairos.files import read_json
+from kairos.fingerprint import fingerprint, modules, set_source
+from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.errors import ConfigError, KairosError
+
+if TYPE_CHECKING:
+    from kairos.config.strategies import MethodConfig
+
+_REGISTRIES = {"sampler": SAMPLERS, "weighting": WEIGHTINGS, "coupling": COUPLINGS}
+_PACKAGES = ("kairos", "kairos_timesteps")
+
+
+@dataclass(frozen=True)
+class _Plugin:
+    """A plugin file that this process has imported.
+
+    Attributes:
+        path: absolute path.
+        text: content at the import.
+    """
+
+    path: Path
+    text: str
+
+
+_plugins: dict[str, _Plugin] = {}  # by module name
+
+
+def load_plugins(paths: Any) -> Any:
+    """Import plugin files, each once per content; return `paths`.
+
+    Raises:
+        ConfigError: `paths` is no list of paths, or a file is missing, cannot be imported, or registers a name that
+            another component has.
+    """
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ConfigError(f"plugins: got {paths!r}, allowed: a list of Python files, such as [my_strategies.py]")
+    for path in paths:
+        _load(path)
+    return paths
+
+
+def _load(given: str) -> None:
+    path = Path(os.path.abspath(given))
+    name, text = path.stem, _read(given, path)
+    earlier = _plugins.get(name)
+    if earlier and earlier.path != path:
+        raise ConfigError(f"plugins: {given}: {earlier.path} is module {name!r} already; rename one of the files")
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that its files replace no installed module
+    if earlier and earlier.text == text:
+        return
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec(name)
+    if not (spec and spec.loader and spec.origin and os.path.exists(spec.origin) and path.samefile(spec.origin)):
+        other = spec.origin if spec else "not importable"
+        raise ConfigError(f"plugins: {given}: module {name!r} is {other}; rename the file")
+    if earlier is None and name in sys.modules:  # another plugin file has imported this one
+        _plugins[name] = _Plugin(path, text)
+        return
+    for registry in _REGISTRIES.values():
+        len(registry)  # registers the components of the library first, which keep their names
+    forget(name)
+    _plugins[name] = _Plugin(path, text)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    set_source(Path(spec.origin), text)
+    try:
+        exec(compile(text, spec.origin, "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        forget(name)
+        raise ConfigError(f"plugins: {given}{_line(error, spec.origin)}: {_reason(error)}") from None
+
+
+def _read(given: str, path: Path) -> str:
+    """Return the text of a plugin file."""
+    if path.suffix != ".py" or not path.stem.isidentifier():
+        allowed = "a Python file whose name has letters, digits and _ only, such as my_strategies.py"
+        raise ConfigError(f"plugins: got {given!r}, allowed: {allowed}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        advice = f"give the path of a Python file, relative to the working directory {Path.cwd()}"
+        raise ConfigError(f"plugins: {given}: cannot be read ({error.strerror}); {advice}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"plugins: {given}: not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _line(error: BaseException, file: str) -> str:
+    """Return ``, line N`` for the line of a plugin file that raised an error; empty if it is unknown."""
+    if isinstance(error, SyntaxError) and error.filename == file and error.lineno:
+        return f", line {error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f", line {frames[-1].lineno}" if frames else ""
+
+
+def _reason(error: BaseException) -> str:
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = " ".join(message.split())
+    return text if isinstance(error, KairosError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def forget(name: str) -> None:
+    """Remove a plugin's module and the components that it registered; nothing happens if there is none."""
+    _plugins.pop(name, None)
+    sys.modules.pop(name, None)
+    for registry in _REGISTRIES.values():
+        for component in [component for component, entry in registry.items() if entry.module == name]:
+            del registry[component]
+
+
+def _roots(method: dict[str, Any]) -> list[str]:
+    """Return the code of plugins that a method uses, as roots of a fingerprint."""
+    components = [(registry, method[part]) for part, registry in _REGISTRIES.items() if part in method]
+    roots = [root for registry, component in components for root in registry.roots(component)]
+    return [root for root in roots if root.partition(":")[0] in _plugins]
+
+
+def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None:
+    """Check that an experiment lists the plugins that its methods use.
+
+    Raises:
+        ConfigError: a component is from a file that only another experiment of this process lists.
+    """
+    listed = {Path(path).stem for path in plugins}
+    for name, method in methods.items():
+        for root in _roots(method.model_dump()) if _plugins else ():
+            module = root.partition(":")[0]
+            if module not in listed:
+                raise ConfigError(f"methods.{name}: {root} is from {_plugins[module].path}; list that file in plugins")
+
+
+def source_files(paths: list[str]) -> list[str]:
+    """Return the files whose code counts for plugins: the plugin files and those that they import from their folder."""
+    names = modules(Path(path).stem for path in paths)
+    imported = [name for name in names if name.partition(".")[0] not in (*_PACKAGES, *_plugins)]
+    specs = [importlib.util.find_spec(name) for name in imported]
+    helpers = [os.path.relpath(spec.origin) for spec in specs if spec and spec.origin]
+    return [Path(path).as_posix() for path in (*dict.fromkeys(paths), *helpers)]
+
+
+def method_codes(methods: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the fingerprint of each component of a plugin that methods use, by ``module:Name``."""
+    if not _plugins:
+        return {}
+    return {root: fingerprint([root]) for method in methods.values() for root in _roots(method)}
+
+
+def codes_file(config: Path) -> Path:
+    """Return the file with the `method_codes` of a frozen experiment."""
+    return config.with_suffix(".plugins.json")
+
+
+def check_unedited(config: Path, method: str, values: dict[str, Any]) -> None:
+    """Check that the plugin code of a method is the code with which a run began.
+
+    Args:
+        config: the frozen experiment; any other experiment file passes.
+        method: name of the method.
+        values: the method as plain values.
+
+    Raises:
+        KairosError: the code was edited since.
+    """
+    file = codes_file(config)
+    recorded = read_json(file) if file.is_file() else {}
+    for root, code in method_codes({method: values}).items():
+        if recorded.get(root, code) != code:
+            path = os.path.relpath(_plugins[root.partition(":")[0]].path)
+            advice = "run the same command again to compute all its runs with the edit, or undo the edit"
+            raise KairosError(f"{path}: the code of method {method} was edited after this run began; {advice}")
