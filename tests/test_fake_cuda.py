@@ -21,6 +21,7 @@ from kairos.sampling.registries import SCHEDULERS, resolved
 from kairos.section import build
 from kairos.training.loop import steps
 from kairos.training.state import Training
+from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import POINTS
 from kairos_timesteps.diffusion.registries import PROCESSES
@@ -35,7 +36,7 @@ SAMPLING_STEPS = 3
 ORDINARY, MEASURING, LOGGING, STEPS = 1, 2, 3, 4  # numbers of steps, and how many there are
 SHORT = {
     "frequency": 2, "start": 1, "history": 1, "length": 8, "bins": 2, "samples": 2, "feature_timesteps": 4,
-    "selected": 2, "queue": 3,
+    "selected": 2, "queue": 3, "min_count": 1,
 }  # fmt: skip
 
 # Upper bounds of the synchronisations of a step. An ordinary step has none.
@@ -48,6 +49,7 @@ OF_LOGGING = {
     "value read in loop._line": 1,  # the gradient norm
     "value read in loop.steps": 1,  # whether everything was finite
     "value read in base.TableDensity.statistics": 1,
+    "value read in info_noise.InfoNoise.statistics": 1,
     "copy to the host in distributed.gather": 1,  # a and b of a policy
 }
 OF_MEASURING = {
@@ -55,9 +57,9 @@ OF_MEASURING = {
         "copy to the host in meter.Meter.errors": 6,  # before and after: features, and 2 timesteps of S
         "value read in adaptive.Adaptive._learn": 1,  # whether the policy's gradient is finite
     },
-    "gradients": {"copy to the host in gradients.FromGradients.squares": 2},
+    "gradients": {"copy to the host in gradients.FollowsGradients.squared_norms": 2},
     "first_order": {"copy to the host in gradients.FirstOrder.measure": 1},
-    "coarse_to_fine": {"copy to the host in history.Predicted.mean": 1},
+    "coarse_to_fine": {"copy to the host in losses.ErrorOfEpsilon.mean": 1},
 }
 
 DISCRETE = {"name": "discrete", "timesteps": 100}
@@ -182,7 +184,7 @@ def check(chosen: dict, latents) -> None:
 
 def is_fixed(registry: Registry, name: str) -> bool:
     """True for a sampler or weighting that does not learn."""
-    return not registry[name].load().learned
+    return not issubclass(registry[name].load(), Learned)
 
 
 def each_once() -> list[dict]:
@@ -191,7 +193,7 @@ def each_once() -> list[dict]:
     What costs time is not combined: backbones but the cheapest, further losses, and samplers that measure the network.
     """
     losses = AXES["loss"][1:]
-    measuring = [name for name in SAMPLERS if SAMPLERS[name].load().measures]
+    measuring = [name for name in SAMPLERS if issubclass(SAMPLERS[name].load(), MeasuresNetwork)]
     following = [name for name in SAMPLERS if not is_fixed(SAMPLERS, name) and name not in measuring]
     fixed = [name for name in SAMPLERS if is_fixed(SAMPLERS, name)]
     samplers = [*following, *fixed][: len(MODELS) + len(losses)] + measuring

@@ -28,6 +28,7 @@ from kairos_timesteps.registry import Registry
 from kairos_timesteps.samplers.adaptive import Adaptive
 from kairos_timesteps.samplers.fixed import Clts
 from kairos_timesteps.samplers.gradients import FollowsGradients
+from kairos_timesteps.samplers.info_noise import InfoNoise
 from kairos_timesteps.samplers.losses import LossSecondMoment, SmoothedLosses
 from kairos_timesteps.strategy import Strategy
 from kairos_timesteps.weightings.uncertainty import Uncertainty
@@ -54,8 +55,9 @@ SMALL: dict[str, SearchStrategy[Any]] = {
     "feature_timesteps": st.sampled_from([5, 10]),
     "length": st.integers(1, 10),
     "channels": st.just(8),
+    "min_count": st.integers(1, 2),
 }
-SMALL_IN = (LossSecondMoment, SmoothedLosses, FollowsGradients, Adaptive, Clts, Uncertainty)
+SMALL_IN = (LossSecondMoment, SmoothedLosses, InfoNoise, FollowsGradients, Adaptive, Clts, Uncertainty)
 
 # options that several fields or the process restrict
 TABLE = st.lists(st.sampled_from([0.0, 0.2, 1.0, 3.0]), min_size=2, max_size=5)

@@ -257,7 +257,7 @@ def parts(name, batch=8, prediction="epsilon"):
     """A strategy that learns from the first steps on, a network and its optimiser."""
     torch.manual_seed(0)
     network = _Timeless(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.2), nn.Conv2d(4, 2, 1)))
-    wanted = {"frequency": 2, "start": 1, "history": 1, "length": 10, "feature_timesteps": 10}
+    wanted = {"frequency": 2, "start": 1, "history": 1, "length": 10, "feature_timesteps": 10, "divide": False}
     known_options = SAMPLERS[name.split("+")[0]].options.__dataclass_fields__
     options = {key: value for key, value in wanted.items() if key in known_options}
     strategy = Strategy(name, "cosine", timesteps=20, prediction=prediction, sampler=options)

@@ -1,0 +1,46 @@
+"""The examples of the library's README run as written, each in a namespace of its own."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kairos_timesteps import density
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def without_what_examples_register():
+    before = [(registry, set(registry)) for registry in (SAMPLERS, WEIGHTINGS)]
+    yield
+    for registry, names in before:
+        for name in set(registry) - names:
+            del registry[name]
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_an_example_runs_as_written(number, monkeypatch):
+    import types
+
+    module = types.ModuleType("readme")
+    monkeypatch.setitem(__import__("sys").modules, "readme", module)
+    exec(compile(BLOCKS[number], f"{README.name}, example {number + 1}", "exec"), module.__dict__)
+    if "my_log_normal" in SAMPLERS:
+        u = np.linspace(0.01, 0.99, 50)
+        np.testing.assert_allclose(
+            density("my_log_normal", m=0.3).quantile(u), density("log_normal", m=0.3).quantile(u)
+        )
+        assert torch.allclose(
+            density("my_log_normal").cdf(torch.from_numpy(u)), density("log_normal").cdf(torch.from_numpy(u))
+        )
+    if "power" in SAMPLERS:
+        assert density("power", a=3.0).quantile(np.array([0.5])) == pytest.approx(0.125)
+
+
+def test_there_are_examples():
+    assert len(BLOCKS) >= 4
