@@ -402,6 +402,8 @@ def test_a_project_reruns_the_runs_whose_code_was_edited(project):
     ended = project.snakemake(config="params.yaml")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert os.path.exists(project.folder / "results/tiny/report.html")
+    preloaded = os.path.exists(project.folder / "results/tiny/timing/preload.json")
+    assert preloaded or os.path.exists("/dev/nvidiactl")
 
     def to_do():
         return project.to_do(config="params.yaml")
@@ -417,5 +419,9 @@ def test_a_project_reruns_the_runs_whose_code_was_edited(project):
     shutil.move(project.folder / "my_strategies.py", project.folder / "renamed.py")
     with project.edited("params.yaml", "my_strategies.py", "renamed.py"):
         assert to_do() == {}
-    ended = project.run(sys.executable, "-m", "kairos", "report", "results/tiny")
+    shutil.move(project.folder / "results/tiny", project.folder / "moved")
+    ended = project.run(sys.executable, "-m", "kairos", "report", "moved")
     assert ended.returncode == 2 and "my_strategies.py: cannot be read" in ended.stderr
+    shutil.move(project.folder / "renamed.py", project.folder / "my_strategies.py")
+    ended = project.run(sys.executable, "-m", "kairos", "report", "moved")
+    assert ended.returncode == 0, ended.stderr
