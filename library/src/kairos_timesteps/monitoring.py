@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +13,6 @@ from kairos_timesteps import distributed
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.errors import demand, optional_module
 from kairos_timesteps.numeric import Array
-
-if TYPE_CHECKING:
-    from kairos_timesteps.strategy import Strategy
 
 
 class LossByLevel:
@@ -97,7 +94,7 @@ class LossByLevel:
 
 
 def preview(
-    strategy: "Strategy", path: str | Path | None, draws: int, bins: int, batch: int, context: Mapping[str, Any]
+    strategy: Any, path: str | Path | None, draws: int, bins: int, batch: int, context: Mapping[str, Any]
 ) -> dict[str, Array]:
     """Implement `Strategy.preview`."""
     demand(draws >= 1 and bins >= 1 and batch >= 1, "draws, bins, batch", f"{draws}, {bins}, {batch}", "1 or more")
