@@ -181,7 +181,7 @@ class Fixed(TableDensity):
     def __init__(self, strategy: Strategy, p: Tensor, corrected: bool):
         super().__init__(strategy.sampler.options, strategy.process.schedule)
         self.set_masses(p.numpy())
-        self.corrected = corrected
+        self.importance = corrected
 
 
 def train(problem: Problem, strategy: Strategy) -> tuple[Tensor, list[Tensor]]:

@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kairos
+import kairos_timesteps
 
 DEVICE = torch.device("cuda", 0)
-_PACKAGE = Path(kairos.__file__).parent
+_PACKAGES = [Path(package.__file__).parent for package in (kairos, kairos_timesteps)]
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 _READ = ("item", "_local_scalar_dense", "is_nonzero", "equal")
 _INDEXED = ("index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_")
@@ -104,7 +105,7 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_PACKAGE):
+        if any(path.is_relative_to(package) for package in _PACKAGES):
             return f"{path.stem}.{frame.f_code.co_qualname}"
         frame = frame.f_back
     return "no function of kairos"

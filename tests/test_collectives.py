@@ -13,13 +13,13 @@ import torch
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
 from fake_cuda import Replicated, caller, process_group
+from kairos import ranks as rank_processes
 from kairos.data.latents import open_latents
 from kairos.training.job import Leave, LeaveTogether, ProgressFile
 from kairos.training.loop import steps
 from kairos.training.run import Run
 from kairos.training.state import Training
 from kairos.training.store import Store
-from kairos_timesteps import distributed
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.strategy import Strategy
 from test_fake_cuda import DEFAULTS, LOGGING, MEASURING, ORDINARY, STEPS, plain_experiment
@@ -57,7 +57,7 @@ def collectives_of_run(plain: dict, latents, folder, ranks: int, length: int, mo
     """Collectives of a run of `length` steps, checkpoints and milestone included."""
     met = torch.distributed.HashStore()
     met.add("met", 10**9)  # all other ranks have always come
-    monkeypatch.setattr(distributed, "_store", met)
+    monkeypatch.setattr(rank_processes, "_store", met)
     # the reducer of DistributedDataParallel does not take the results of a fake process group
     monkeypatch.setattr("torch.nn.parallel.DistributedDataParallel", Replicated)
     with process_group(ranks):

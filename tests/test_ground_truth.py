@@ -22,7 +22,7 @@ class Fixed(TableDensity):
     def __init__(self, strategy, p, corrected):
         super().__init__(strategy.sampler.options, strategy.process.schedule)
         self.set_masses(p.numpy())
-        self.corrected = corrected
+        self.importance = corrected
 
 
 @pytest.mark.parametrize("corrected", [True, False])

@@ -18,7 +18,7 @@ from training_case import experiment
 
 
 def test_a_component_that_another_one_names_belongs_to_the_code():
-    bases = {"edm": "weightings.fixed", "change_aware": "samplers.speed"}
+    bases = {"edm": "weightings.fixed", "change_aware": "weightings.change_aware"}
     for base, module in bases.items():
         plain = experiment({"learned": {"weighting": {"name": "edm2", "base": base}}})
         modules = {root.partition(":")[0] for root in code_roots(plain, "learned")}

@@ -18,7 +18,7 @@ from kairos.costs.network import measure
 from kairos.costs.text import text, values
 from kairos.forward_process import build_process
 from kairos.training.run import train
-from kairos_timesteps.base import Cost, FixedDensity, Sampler
+from kairos_timesteps.base import Cost, FixedDensity, MeasuresNetwork, Sampler
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name
@@ -111,7 +111,7 @@ def test_passes_of_every_sampler(sampler: str, batch: int) -> None:
     plain = experiment({"m": {"sampler": sampler}}, training__batch_size=batch)
     options = but_name(plain["methods"]["m"]["sampler"])
     strategy = Strategy(sampler, build_process(plain["diffusion"]), sampler=options)
-    network, x0, period = Counting(), torch.zeros(batch, 3, 2, 2), getattr(strategy.sampler.options, "frequency", 1)
+    network, x0, period = Counting(), torch.zeros(batch, 3, 2, 2), getattr(strategy.sampler, "frequency", 1)
     for number in range(5):
         network.samples = [0, 0]
         strategy.step = number * period
@@ -128,10 +128,8 @@ def test_passes_of_every_sampler(sampler: str, batch: int) -> None:
         assert found.state >= 3 * 4 * sum(moments)
 
 
-class Silent(Sampler):
-    """A new sampler that measures and does not say what that costs."""
-
-    measures = True
+class Silent(MeasuresNetwork, Sampler):
+    """A new sampler that measures the network and does not report its cost."""
 
 
 class Honest(Silent):

@@ -70,7 +70,7 @@ def test_the_rows_are_those_that_were_published():
 
 def test_every_row_is_a_method_or_says_why_not():
     without = {(block.table, row.row) for _, block, row in published() if row.method is None}
-    assert without == {("11", "bs")} and "bs" in SAMPLERS.refused
+    assert without == {("11", "bs")} and "bs" in SAMPLERS.unavailable
     for file, block, row in published():
         experiment = load(file)
         assert row.step in experiment.milestones, (file, row)

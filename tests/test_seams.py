@@ -57,11 +57,11 @@ def lines(out: Path) -> list[dict]:
 class Edges(Sampler):
     """Only the two ends of the process, half and half."""
 
-    def cdf(self, fraction, place=None):
-        return 0.5 * (fraction > 0) + 0.5 * (fraction >= 1)
+    def cdf(self, u, **context):
+        return 0.5 * (u > 0) + 0.5 * (u >= 1)
 
-    def quantile(self, probability, place=None):
-        return 1.0 * (probability >= 0.5)
+    def quantile(self, p, **context):
+        return 1.0 * (p >= 0.5)
 
 
 class Ramp(Weighting):
@@ -80,7 +80,7 @@ def test_a_sampler_and_a_weighting(registered, latents, tmp_path):
 class Mirrored(Coupling):
     """Noise that is turned round."""
 
-    def __call__(self, x0, noise, fractions, place):
+    def __call__(self, x0, noise, fractions, coordinates):
         return -noise
 
 

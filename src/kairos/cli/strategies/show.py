@@ -205,7 +205,7 @@ def _text(view: View) -> str:
     largest = max(filter(np.isfinite, shares), default=0.0)
     ends = [[f"{t[place]:.5g}" for place in (inside.start, inside.stop - 1)] for inside in ranges]
     width = max(len(end) for pair in ends for end in pair)
-    own = "timesteps" if view.process == "discrete" else PROCESSES[view.process].load().own_time
+    own = "timesteps" if view.process == "discrete" else PROCESSES[view.process].load().time_symbol
     rows = [[own, "mass of p", "mean w", "share of p*w", ""]]
     for inside, share, weight, pair in zip(ranges, shares, weights, ends):
         name = " - ".join(end.rjust(width) for end in dict.fromkeys(pair))
