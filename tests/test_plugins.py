@@ -134,7 +134,7 @@ def test_components_can_be_listed_and_shown(folder, capsys):
         ("broken", "x = 1\ndef f(:\n", "plugins: broken.py, line 2: SyntaxError: invalid syntax"),
         ("raises", "x = 1\n\n1 / 0\n", "plugins: raises.py, line 3: ZeroDivisionError: division by zero"),
         ("leaves", "import sys\nsys.exit('bye')\n", "plugins: leaves.py, line 2: SystemExit: bye"),
-        ("imports", "import no_such_module\n", "line 1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("imports_nothing", "import no_such_module\n", "line 1: ModuleNotFoundError: No module named 'no_such_module'"),
         ("zero", "x = 1\0\n", "plugins: zero.py"),
         ("yaml", "", "plugins: yaml.py: module 'yaml' is .*yaml/__init__.py; rename the file"),
         ("kairos", "", "plugins: kairos.py: module 'kairos' is .*; rename the file"),

@@ -230,7 +230,7 @@ def test_densities_and_weightings_alone():
     np.testing.assert_allclose(edm(sigma**-2), (sigma**2 + 0.49) / (0.7 * sigma) ** 2)
     for call in (
         lambda: kairos_timesteps.density("adaptive"),
-        lambda: kairos_timesteps.density("log_norml"),
+        lambda: kairos_timesteps.density("log_norml").sample(3),
         lambda: kairos_timesteps.density("beta", a=-1.0),
         lambda: kairos_timesteps.weighting("min_snr", prediction="noise"),
         lambda: kairos_timesteps.weighting("min_snr", gama=3),

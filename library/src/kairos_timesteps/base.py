@@ -14,7 +14,7 @@ import numpy as np
 from kairos_timesteps.coordinates import POINTS, RandomCoordinates, points
 from kairos_timesteps.diffusion.schedule import NoiseSchedule, error_ratio
 from kairos_timesteps.errors import ConfigError
-from kairos_timesteps.numeric import Array, Values, bisect, interp, like, of, quiet
+from kairos_timesteps.numeric import Array, Values, bisect, interp, namespace, same_kind, without_warnings
 from kairos_timesteps.options import Component, option
 
 if TYPE_CHECKING:
@@ -170,9 +170,9 @@ class Sampler(Stateful):
         if self._nodes is None:
             edges = np.arange(64 * self.schedule.timesteps + 1) / (64 * self.schedule.timesteps)
             self._nodes = np.asarray(self.cdf(edges)), edges
-        if of(other) is not np:  # keep them on the device of the draws
-            self._nodes = like(self._nodes[0], other), like(self._nodes[1], other)
-        return like(self._nodes[0], other), like(self._nodes[1], other)
+        if namespace(other) is not np:  # keep them on the device of the draws
+            self._nodes = same_kind(self._nodes[0], other), same_kind(self._nodes[1], other)
+        return same_kind(self._nodes[0], other), same_kind(self._nodes[1], other)
 
     def cdf_with_floor(self, u: Values, **context: Any) -> Values:
         """Probability of a draw below u, floor included."""
@@ -189,7 +189,7 @@ class Sampler(Stateful):
         if not self.floor:
             return self.spread(uniform, **context)
         rest = (uniform - self.floor).clip(0.0, None) / (1 - self.floor)
-        return of(uniform).where(uniform < self.floor, uniform / self.floor, self.spread(rest, **context))
+        return namespace(uniform).where(uniform < self.floor, uniform / self.floor, self.spread(rest, **context))
 
     def spread(self, uniform: Values, **context: Any) -> Values:
         """Map uniform numbers to draws without the floor: `quantile`, or another map that gives the same density."""
@@ -280,23 +280,25 @@ class TableDensity(Sampler):
     def set_masses(self, masses: Any, normalised: bool = False) -> None:
         """Set the density to be proportional to `masses`, (T,); a `normalised` table is taken bit for bit."""
         if normalised:
-            self._masses = masses.copy() if of(masses) is np else masses / 1
+            self._masses = masses.copy() if namespace(masses) is np else masses / 1
         else:
             self._masses = masses / masses.sum()
-        if of(masses) is np or masses.device.type == "cpu":
+        if namespace(masses) is np or masses.device.type == "cpu":
             below = self._masses.cumsum(0)
         else:  # cumsum on a GPU adds in any order
             below = self._masses.expand(len(masses), -1).tril().sum(1)
         below = below / below[-1]
-        self._below = np.concatenate([[0.0], below]) if of(masses) is np else of(masses).cat([0 * below[:1], below])
+        self._below = (
+            np.concatenate([[0.0], below]) if namespace(masses) is np else namespace(masses).cat([0 * below[:1], below])
+        )
         self._on_device: Any = None
 
     def _tables(self, other: Any) -> tuple[Any, Any]:
         """Return masses and the cumulative masses at cell edges, of the kind and on the device of `other`."""
-        if of(other) is np:
-            return like(self._masses, other), like(self._below, other)
+        if namespace(other) is np:
+            return same_kind(self._masses, other), same_kind(self._below, other)
         if self._on_device is None or self._on_device[0].device != other.device:
-            self._on_device = like(self._masses, other), like(self._below, other)
+            self._on_device = same_kind(self._masses, other), same_kind(self._below, other)
         return self._on_device
 
     def masses(self, x0: "Tensor | None" = None, **context: Any) -> Array:
@@ -311,14 +313,14 @@ class TableDensity(Sampler):
         """Interpolate linearly between the edges of the cells."""
         masses, below = self._tables(u)
         scaled = u * len(masses)
-        cell = of(scaled).floor(scaled).clip(0, len(masses) - 1)
-        index = cell.astype(np.int64) if of(cell) is np else cell.long()
+        cell = namespace(scaled).floor(scaled).clip(0, len(masses) - 1)
+        index = cell.astype(np.int64) if namespace(cell) is np else cell.long()
         return below[index] + (scaled - cell) * (below[index + 1] - below[index])
 
     def quantile(self, p: Values, **context: Any) -> Values:
         """Interpolate linearly between the edges of the cells; cells without mass are never drawn."""
         masses, cumulative = self._tables(p)
-        cell = (of(p).searchsorted(cumulative, p, side="right") - 1).clip(0, len(masses) - 1)
+        cell = (namespace(p).searchsorted(cumulative, p, side="right") - 1).clip(0, len(masses) - 1)
         below, above = cumulative[cell], cumulative[cell + 1]
         inside = (p - below) / (above - below).clip(1e-300, None)
         return (cell + inside.clip(None, 1 - 1e-9)) / len(masses)
@@ -355,15 +357,15 @@ class Weighting(Stateful):
     def __call__(self, snr: Values, step: Any = 0) -> Values:
         """Factor on the error of what the network predicts, at any signal-to-noise ratio, elementwise."""
         if type(self).formula is Weighting.formula:
-            with quiet(snr):
-                return interp(-of(snr).log(snr), -np.log(self.schedule.snr), self.weights(step))
+            with without_warnings(snr):
+                return interp(-namespace(snr).log(snr), -np.log(self.schedule.snr), self.weights(step))
         return self.converted(self.formula(snr), snr)
 
     def converted(self, factor: Values, snr: Values) -> Values:
         """Convert a factor on the error that the formula is stated for to the error of what is predicted."""
         if self.stated_for in ("predicted", self.prediction):
             return factor
-        with quiet(snr):  # infinite weights at SNR = 0
+        with without_warnings(snr):  # infinite weights at SNR = 0
             return factor * (error_ratio(snr, self.stated_for) / error_ratio(snr, self.prediction))
 
     def weights(self, step: Any = 0) -> Array:
@@ -379,7 +381,7 @@ class Weighting(Stateful):
         if t.is_floating_point() or self.depends_on_step:
             return self(process.snr(t).double(), step).float()
         if t.device not in self._tables:  # of a discrete process
-            self._tables[t.device] = like(self.weights(), t).float()
+            self._tables[t.device] = same_kind(self.weights(), t).float()
         return self._tables[t.device][t]
 
     def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":

@@ -20,8 +20,8 @@ Array = NDArray[np.float64]
 Values: Any = Any  # float64, of numpy or a tensor; what a function gives is of the kind that it got
 
 
-def of(values: Any) -> Any:
-    """The library whose functions take `values`."""
+def namespace(values: Any) -> Any:
+    """Return the module whose functions take `values`: numpy or torch."""
     if isinstance(values, (np.ndarray, np.generic, float, int)):
         return np
     import torch
@@ -29,16 +29,16 @@ def of(values: Any) -> Any:
     return torch
 
 
-def quiet(values: Any) -> Any:
-    """A context in which numpy does not warn of what is infinite; torch never does."""
-    return np.errstate(all="ignore") if of(values) is np else nullcontext()
+def without_warnings(values: Any) -> Any:
+    """Return a context in which numpy does not warn of infinite results; torch never does."""
+    return np.errstate(all="ignore") if namespace(values) is np else nullcontext()
 
 
-def like(values: Any, other: Any) -> Any:
-    """A table, of numpy or a tensor, as what `other` is and where it is."""
-    if of(other) is np:
+def same_kind(values: Any, other: Any) -> Any:
+    """Convert an array or tensor to the kind and device of `other`."""
+    if namespace(other) is np:
         return values if isinstance(values, np.ndarray) else values.cpu().numpy()
-    return on_device(of(other).as_tensor(values), other.device)
+    return on_device(namespace(other).as_tensor(values), other.device)
 
 
 def on_device(values: "Tensor", device: "torch.device") -> "Tensor":
@@ -57,15 +57,15 @@ def on_device(values: "Tensor", device: "torch.device") -> "Tensor":
 
 def normal_cdf(x: Values) -> Values:
     """Standard normal distribution function, elementwise."""
-    if of(x) is not np:
-        return of(x).special.ndtr(x)
+    if namespace(x) is not np:
+        return namespace(x).special.ndtr(x)
     return 0.5 * np.asarray(np.vectorize(math.erfc, otypes=[float])(-np.asarray(x) / math.sqrt(2)))
 
 
 def normal_quantile(probability: Values) -> Values:
     """The inverse of the standard normal distribution function, elementwise."""
-    if of(probability) is not np:
-        return of(probability).special.ndtri(probability)
+    if namespace(probability) is not np:
+        return namespace(probability).special.ndtri(probability)
     import torch
 
     return torch.special.ndtri(torch.from_numpy(np.asarray(probability, np.float64))).numpy()
@@ -73,24 +73,24 @@ def normal_quantile(probability: Values) -> Values:
 
 def sigmoid(x: Values) -> Values:
     """1/(1 + exp(-x)), elementwise."""
-    with quiet(x):
-        return 1 / (1 + of(x).exp(-x))
+    with without_warnings(x):
+        return 1 / (1 + namespace(x).exp(-x))
 
 
 def logit(x: Values) -> Values:
     """The inverse of `sigmoid`, elementwise; infinite at 0 and 1."""
-    with quiet(x):
-        return of(x).log(x) - of(x).log1p(-x)
+    with without_warnings(x):
+        return namespace(x).log(x) - namespace(x).log1p(-x)
 
 
 def interp(x: Values, positions: Array, values: Array) -> Values:
     """Interpolate linearly between positions (n,), ascending, and values (n,); constant beyond the ends."""
-    if of(x) is np:
+    if namespace(x) is np:
         return np.interp(x, positions, values)
-    positions, values = like(positions, x), like(values, x)
-    right = of(x).searchsorted(positions, x.contiguous()).clamp(1, len(positions) - 1)
+    positions, values = same_kind(positions, x), same_kind(values, x)
+    right = namespace(x).searchsorted(positions, x.contiguous()).clamp(1, len(positions) - 1)
     low, high = positions[right - 1], positions[right]
-    share = ((x - low) / of(x).where(high > low, high - low, 1.0)).clamp(0, 1)
+    share = ((x - low) / namespace(x).where(high > low, high - low, 1.0)).clamp(0, 1)
     return values[right - 1] + share * (values[right] - values[right - 1])
 
 
@@ -100,7 +100,7 @@ def bisect(function: Any, values: Values, low: float = 0.0, high: float = 1.0) -
     for _ in range(56):
         middle = (lows + highs) / 2
         below = function(middle) <= values
-        lows, highs = of(values).where(below, middle, lows), of(values).where(below, highs, middle)
+        lows, highs = namespace(values).where(below, middle, lows), namespace(values).where(below, highs, middle)
     return (lows + highs) / 2
 
 

@@ -55,7 +55,7 @@ def small(experiment: Experiment, data: Path, encoder: str | None, methods: list
     values = {
         "experiment": f"{experiment.experiment}_small", **_data(plain, data, encoder, steps),
         "model": {**model, **{key: value for key, value in _MODELS[name].items() if key in model}},
-        "diffusion": plain["diffusion"],
+        "diffusion": plain["diffusion"], **({"plugins": plain["plugins"]} if plain.get("plugins") else {}),
         "training": {key: training[key] for key in kept} | {
             "batch_size": _BATCH, "milestones": [steps // 2, steps], "checkpoint_every": steps, "log_every": 10,
             "optimizer": training["optimizer"] | rate, "ema": {"decay": 0.98},

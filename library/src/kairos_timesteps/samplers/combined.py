@@ -12,7 +12,7 @@ from kairos_timesteps.components import SAMPLERS, sampler
 from kairos_timesteps.coordinates import RandomCoordinates, required
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import ConfigError, ValueRejected, demand, rejection
-from kairos_timesteps.numeric import Array, Values, bisect, interp, like, of, spline
+from kairos_timesteps.numeric import Array, Values, bisect, interp, namespace, same_kind, spline
 from kairos_timesteps.options import but_name, dump, option
 from kairos_timesteps.registry import split
 
@@ -280,7 +280,7 @@ class Combined(FixedDensity):
         choice, below = coordinates.uniform("part", sample_indices=range(1)), 0.0
         for share in self.shares(**coordinates.arguments(self.context_names)):
             selected = (choice >= below) & (choice < below + share)
-            uniform = of(uniform).where(selected, below + share * uniform.clip(0, 1), uniform)
+            uniform = namespace(uniform).where(selected, below + share * uniform.clip(0, 1), uniform)
             below += share
         return uniform
 
@@ -289,7 +289,7 @@ class Combined(FixedDensity):
         draws, below = 0.0 * uniform, 0.0
         for component, share in zip(self.components, self.shares(**context)):
             inside = ((uniform - below) / (share + 1e-300)).clip(0.0, 1.0 - 2**-53)
-            draws = of(uniform).where(uniform >= below, component.transform(inside, **context), draws)
+            draws = namespace(uniform).where(uniform >= below, component.transform(inside, **context), draws)
             below = below + share
         return draws
 
@@ -458,9 +458,9 @@ class Listed(FixedDensity):
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """Steps at the times."""
-        return of(u).searchsorted(like(self._times, u), u, side="left") / len(self._times)
+        return namespace(u).searchsorted(same_kind(self._times, u), u, side="left") / len(self._times)
 
     def quantile(self, p: Values, **context: Any) -> Values:
         """Next time of the list."""
-        number = of(p).floor(p * len(self._times)).clip(0, len(self._times) - 1)
-        return like(self._times, p)[number.astype(np.int64) if of(number) is np else number.long()]
+        number = namespace(p).floor(p * len(self._times)).clip(0, len(self._times) - 1)
+        return same_kind(self._times, p)[number.astype(np.int64) if namespace(number) is np else number.long()]

@@ -13,7 +13,17 @@ from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import ValueRejected, demand
 from kairos_timesteps.incomplete_beta import beta_cdf
-from kairos_timesteps.numeric import Array, Values, bisect, interp, logit, normal_cdf, normal_quantile, of, sigmoid
+from kairos_timesteps.numeric import (
+    Array,
+    Values,
+    bisect,
+    interp,
+    logit,
+    namespace,
+    normal_cdf,
+    normal_quantile,
+    sigmoid,
+)
 from kairos_timesteps.options import option
 
 
@@ -124,7 +134,7 @@ class Mode(FixedDensity):
 
     def quantile(self, p: Values, **context: Any) -> Values:
         """The formula at v = 1 - p, because it falls with v."""
-        bump = of(p).cos(math.pi / 2 * (1 - p)) ** 2 - p
+        bump = namespace(p).cos(math.pi / 2 * (1 - p)) ** 2 - p
         return (p - self.m * bump).clip(0.0, 1.0)
 
 
@@ -137,12 +147,12 @@ class CosMap(FixedDensity):
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """2/pi arctan(u/(1 - u)), without the division."""
-        return 2 / math.pi * of(u).arctan2(u, 1 - u)
+        return 2 / math.pi * namespace(u).arctan2(u, 1 - u)
 
     def quantile(self, p: Values, **context: Any) -> Values:
         """sin/(sin + cos): the formula without an infinite tangent."""
         angle = math.pi / 2 * p
-        sine, cosine = of(angle).sin(angle), of(angle).cos(angle)
+        sine, cosine = namespace(angle).sin(angle), namespace(angle).cos(angle)
         return sine / (sine + cosine)
 
 
@@ -190,7 +200,7 @@ class Slope(FixedDensity):
 
     def _rising(self, u: Values, weight: float, bias: float) -> Values:
         start = 1 / (1 + math.exp(weight * (0.5 + bias)))
-        area = of(u).log1p(of(u).expm1(weight * u) * start)
+        area = namespace(u).log1p(namespace(u).expm1(weight * u) * start)
         return area / math.log1p(math.expm1(weight) * start)
 
 
@@ -205,11 +215,11 @@ class UShape(FixedDensity):
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """1/2 + sinh(a (u - 1/2))/(2 sinh(a/2))."""
-        return 0.5 + of(u).sinh(self.a * (u - 0.5)) / (2 * math.sinh(self.a / 2))
+        return 0.5 + namespace(u).sinh(self.a * (u - 0.5)) / (2 * math.sinh(self.a / 2))
 
     def quantile(self, p: Values, **context: Any) -> Values:
         """Inverse of the hyperbolic sine."""
-        return 0.5 + of(p).arcsinh((2 * p - 1) * math.sinh(self.a / 2)) / self.a
+        return 0.5 + namespace(p).arcsinh((2 * p - 1) * math.sinh(self.a / 2)) / self.a
 
 
 @sampler("beta", "t/T ~ Beta(0.8, 1) (B-TTDM)")
@@ -226,7 +236,7 @@ class Beta(FixedDensity):
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """Regularised incomplete beta function; for tensors between nodes, exact at the borders of timesteps."""
-        if of(u) is np:
+        if namespace(u) is np:
             return beta_cdf(u, np.array(self.a), np.array(self.b))
         return interp(u, *self.nodes(u)[::-1])
 
@@ -279,4 +289,4 @@ class Clts(FixedDensity):
         share = 1 - self.progress(step)
         even, rest = uniform / (share + 1e-300), (uniform - share).clip(0.0, None) / (1 - share + 1e-300)
         normal = self.mu + self.s * normal_quantile(self._low + rest * (self._high - self._low))
-        return of(uniform).where(uniform < share, even, normal.clip(0.0, 1.0))
+        return namespace(uniform).where(uniform < share, even, normal.clip(0.0, 1.0))

@@ -8,16 +8,16 @@ import numpy as np
 from kairos_timesteps.base import FixedDensity, TableDensity
 from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
-from kairos_timesteps.numeric import Values, bisect, levels, logit, normal_cdf, normal_quantile, of, sigmoid
+from kairos_timesteps.numeric import Values, bisect, levels, logit, namespace, normal_cdf, normal_quantile, sigmoid
 from kairos_timesteps.options import option
 
 
 def _laplace_cdf(x: Values) -> Values:
-    return 0.5 + 0.5 * of(x).sign(x) * (1 - of(x).exp(-abs(x)))
+    return 0.5 + 0.5 * namespace(x).sign(x) * (1 - namespace(x).exp(-abs(x)))
 
 
 def _laplace_quantile(p: Values) -> Values:
-    return -of(p).sign(p - 0.5) * of(p).log1p(-2 * abs(p - 0.5))
+    return -namespace(p).sign(p - 0.5) * namespace(p).log1p(-2 * abs(p - 0.5))
 
 
 # distribution function with location 0 and scale 1, and its inverse
@@ -25,10 +25,10 @@ DISTRIBUTIONS: dict[str, tuple[Any, Any]] = {
     "normal": (normal_cdf, normal_quantile),
     "laplace": (_laplace_cdf, _laplace_quantile),
     "logistic": (sigmoid, logit),
-    "cauchy": (lambda x: 0.5 + of(x).arctan(x) / math.pi, lambda p: of(p).tan(math.pi * (p - 0.5))),
+    "cauchy": (lambda x: 0.5 + namespace(x).arctan(x) / math.pi, lambda p: namespace(p).tan(math.pi * (p - 0.5))),
     "secant": (
-        lambda x: 2 / math.pi * of(x).arctan(of(x).exp(x / 2)),
-        lambda p: 2 * of(p).log(of(p).tan(math.pi / 2 * p)),
+        lambda x: 2 / math.pi * namespace(x).arctan(namespace(x).exp(x / 2)),
+        lambda p: 2 * namespace(p).log(namespace(p).tan(math.pi / 2 * p)),
     ),
 }
 
@@ -70,7 +70,7 @@ class SymmetricLogSnr(LogSnrDensity):
     def tails(self, level: Values) -> tuple[Values, Values]:
         """Probability on each side of the location."""
         cdf, (scale_below, scale_above, share) = DISTRIBUTIONS[self.law][0], self._sides()
-        off, where = level - self.location, of(level).where
+        off, where = level - self.location, namespace(level).where
         low = 2 * share * cdf(-abs(off) / scale_below)
         high = 2 * (1 - share) * cdf(-abs(off) / scale_above)
         return where(off < 0, low, 1 - high), where(off < 0, 1 - low, high)
@@ -79,8 +79,8 @@ class SymmetricLogSnr(LogSnrDensity):
         """Quantile on each side of the location."""
         quantile, (scale_below, scale_above, share) = DISTRIBUTIONS[self.law][1], self._sides()
         below = p < share
-        off = quantile(of(p).where(below, p / share, (1 - p) / (1 - share)) / 2)
-        return self.location + of(p).where(below, scale_below * off, -scale_above * off)
+        off = quantile(namespace(p).where(below, p / share, (1 - p) / (1 - share)) / 2)
+        return self.location + namespace(p).where(below, scale_below * off, -scale_above * off)
 
 
 @sampler("log_snr", "ln SNR by Laplace's distribution (Hang et al. 2025) or another")
@@ -153,7 +153,7 @@ class CosineInterpolated(LogSnrDensity):
         def cosine(side: float) -> Any:
             shift = 2 * math.log(side / self.image)
             first, last = (math.atan(s * math.exp(shift / 2)) for s in (self.sigma_min, self.sigma_max))
-            return shift - 2 * of(u).log(of(u).tan(first + u * (last - first)))
+            return shift - 2 * namespace(u).log(namespace(u).tan(first + u * (last - first)))
 
         clean, noisy = cosine(self.high), cosine(self.low)
         return clean + u * (noisy - clean)

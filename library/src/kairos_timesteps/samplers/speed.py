@@ -15,7 +15,7 @@ from kairos_timesteps.diffusion.schedule import (
     start_of_convergence,
 )
 from kairos_timesteps.errors import demand
-from kairos_timesteps.numeric import Array, Values, like, of
+from kairos_timesteps.numeric import Array, Values, namespace, same_kind
 from kairos_timesteps.options import option
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Speed(FixedDensity):
         """Inverse of the piecewise linear function."""
         mass = p * self._total
         kink = self.k * self._edge
-        return of(mass).where(mass < kink, mass / self.k, self._edge + (mass - kink))
+        return namespace(mass).where(mass < kink, mass / self.k, self._edge + (mass - kink))
 
 
 class Reflected(TableDensity, FixedDensity):
@@ -115,7 +115,7 @@ class Reflected(TableDensity, FixedDensity):
         )
         position = self._half.quantile(self.uniforms(of_half)) * timesteps
         cell = position.long().clamp(max=timesteps - 1)
-        mirrored = like(self._reflection, position)[cell] + (position - cell)
+        mirrored = same_kind(self._reflection, position)[cell] + (position - cell)
         draws = torch.where(reflected, mirrored, position) / timesteps
         if self.floor:
             other = coordinates.uniform("floor", 2)
@@ -128,7 +128,7 @@ class Reflected(TableDensity, FixedDensity):
             return None
         timesteps = self.schedule.timesteps
         cell = (fractions * timesteps).long().clamp(0, timesteps - 1)
-        return (1 / (timesteps * like(self.probabilities(), fractions)[cell])).float()
+        return (1 / (timesteps * same_kind(self.probabilities(), fractions)[cell])).float()
 
 
 @sampler("speed_official", "SpeeD's public code: half a batch reflected")

@@ -7,7 +7,7 @@ import numpy as np
 from kairos_timesteps.base import Learned, Observation
 from kairos_timesteps.components import weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
-from kairos_timesteps.numeric import Values, interp, of
+from kairos_timesteps.numeric import Values, interp, namespace
 from kairos_timesteps.samplers.losses import ErrorOfEpsilon
 from kairos_timesteps.weightings.fixed import Auto
 
@@ -41,7 +41,7 @@ class CoarseToFine(Learned, Auto):
 
     def formula(self, snr: Values) -> Values:
         """Weight of ``auto`` times c."""
-        return super().formula(snr) * interp(-of(snr).log(snr), -np.log(self.schedule.snr), self._share)
+        return super().formula(snr) * interp(-namespace(snr).log(snr), -np.log(self.schedule.snr), self._share)
 
     def step(self, observation: Observation) -> None:
         """Learn from the errors of the step, and every 50 steps update c."""

@@ -9,7 +9,7 @@ from kairos_timesteps.base import Weighting
 from kairos_timesteps.components import weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import demand
-from kairos_timesteps.numeric import Array, Values, interp, of, sigmoid
+from kairos_timesteps.numeric import Array, Values, interp, namespace, sigmoid
 from kairos_timesteps.options import option
 from kairos_timesteps.samplers.combined import tabled
 
@@ -28,7 +28,7 @@ class Unweighted(Weighting):
 
     def formula(self, snr: Values) -> Values:
         """Return ones."""
-        return of(snr).ones_like(snr)
+        return namespace(snr).ones_like(snr)
 
 
 @weighting("vlb", "the variational bound's own c_t")
@@ -146,9 +146,9 @@ class Edm(Weighting):
         weight, warmup = self.formula(snr), self.warmup
         if warmup is None or (isinstance(step, int) and step >= warmup):
             return self.converted(weight, snr)
-        capped = of(weight).minimum(weight, 5 * 100 ** (step / warmup) + 0 * weight)
+        capped = namespace(weight).minimum(weight, 5 * 100 ** (step / warmup) + 0 * weight)
         if not isinstance(step, int):
-            capped = of(weight).where(step >= warmup, weight, capped)
+            capped = namespace(weight).where(step >= warmup, weight, capped)
         return self.converted(capped, snr)
 
 
@@ -166,7 +166,7 @@ class Sigmoid(Weighting):
 
     def formula(self, snr: Values) -> Values:
         """The formula, times its measure."""
-        weight = sigmoid(self.bias - of(snr).log(snr))
+        weight = sigmoid(self.bias - namespace(snr).log(snr))
         return weight * level_measure(snr, self.schedule.snr) if self.measure else weight
 
 
@@ -195,7 +195,7 @@ def level_measure(snr: Values, schedule: Array) -> Values:
     """|d ln SNR/dt| of a schedule of ratios (T,), at any ratio, elementwise; its mean over the timesteps is 1."""
     level = -np.log(schedule)
     slope = np.gradient(level, edge_order=2)
-    return interp(-of(snr).log(snr), level, slope / slope.mean())
+    return interp(-namespace(snr).log(snr), level, slope / slope.mean())
 
 
 @weighting("snr", "a power of the SNR, with bounds")
@@ -290,7 +290,7 @@ class Bell(SigmaWeighting):
         """The formula; with `flat` constant from the middle to the image (ai-toolkit's second)."""
         sigma = sigma.clip(0.5, None) if self.flat else sigma
         mean = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5)) - math.exp(-0.5)
-        return (of(sigma).exp(-2 * (sigma - 0.5) ** 2) - math.exp(-0.5)) / mean
+        return (namespace(sigma).exp(-2 * (sigma - 0.5) ** 2) - math.exp(-0.5)) / mean
 
 
 @weighting("v_like_loss", "v_pred_like_loss (kohya)")
@@ -347,7 +347,7 @@ class Robust(Weighting):
 
     def formula(self, snr: Values) -> Values:
         """Return ones: the weight depends on the loss alone."""
-        return of(snr).ones_like(snr)
+        return namespace(snr).ones_like(snr)
 
     def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":
         """Divide each loss by its power."""
