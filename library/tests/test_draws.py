@@ -134,7 +134,7 @@ def test_shifts_follow_tokens():
     open_sora = sampler("shift", law="linear", low=1, high=3)
     assert open_sora.shift(tokens=4096, frames=4) == pytest.approx(6)
     assert sampler("shift", law="root", alpha=1.0, last=4096).shift(tokens=9216) == pytest.approx(1.5)
-    with pytest.raises(ConfigError, match=r"shift: needs tokens.*draw\(\.\.\., tokens=\)"):
+    with pytest.raises(ConfigError, match=r"shift.*tokens"):
         flux.sample(3)
     with pytest.raises(ConfigError, match=r"tokens: got shape \(2,\), allowed: a number, or one for each of 3 samples"):
         flux.sample(3, tokens=torch.ones(2))
@@ -219,7 +219,10 @@ def test_epochs_are_even_over_items_and_over_visits():
         ({"name": "mixture", "parts": [{"name": "beta"}]}, r"parts\[0\].share: got nothing"),
         ({"name": "mixture", "parts": [{"name": "beta", "share": 0}]}, "share: got \\[0\\], allowed: one above 0"),
         ({"name": "mixture", "parts": [{"name": "beta", "share": -1}]}, "share: got -1, allowed: a number, 0 or more"),
-        ({"name": "schedule", "parts": [{"name": "beta", "start": 5}, {"name": "beta", "start": 1}]}, "rising"),
+        (
+            {"name": "schedule", "parts": [{"name": "beta", "start": 5}, {"name": "beta", "start": 1}]},
+            r"start: got \[5, 1\]",
+        ),
         ({"name": "table", "values": [0, 0]}, "values: got 2 numbers from 0 to 0, allowed"),
         ({"name": "table", "values": [1, -1]}, "none below 0"),
         ({"name": "table", "file": "nowhere.csv"}, "file: got nowhere.csv"),
@@ -235,7 +238,7 @@ def test_refusals(named, message):
 
 def test_infinite_weights_are_refused_with_the_strategy():
     table = torch.linspace(0.99, 1e-3, 10, dtype=torch.float64)
-    with pytest.raises(ConfigError, match="weights are not finite at timesteps that it draws"):
+    with pytest.raises(ConfigError, match="infinite"):
         kairos_timesteps.Strategy("uniform+snr", table, weighting={"power": -400.0})
 
 

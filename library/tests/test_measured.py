@@ -335,7 +335,7 @@ def test_what_a_strategy_needs_is_said():
     ):
         pass
     strategy = Strategy("loss_rms")
-    with pytest.raises(ValueError, match="per-sample losses"), strategy.observe(strategy.draw(x0)):
+    with pytest.raises(ValueError, match="losses"), strategy.observe(strategy.draw(x0)):
         pass
     with pytest.raises(ValueError, match=r"\(4, 3\), allowed: \(batch, channels, height, width\)"):
         Strategy("adaptive").draw(torch.zeros(4, 3))

@@ -30,14 +30,14 @@ def test_an_example_runs_as_written(number, monkeypatch):
     module = types.ModuleType("readme")
     monkeypatch.setitem(__import__("sys").modules, "readme", module)
     exec(compile(BLOCKS[number], f"{README.name}, example {number + 1}", "exec"), module.__dict__)
-    if "my_log_normal" in SAMPLERS:
-        u = np.linspace(0.01, 0.99, 50)
+    if "triangle" in SAMPLERS:
+        u, peak = np.linspace(0.01, 0.99, 50), 0.3
+        triangle = density("triangle", peak=peak)
+        np.testing.assert_allclose(triangle.cdf(triangle.quantile(u)), u, atol=1e-4)
         np.testing.assert_allclose(
-            density("my_log_normal", m=0.3).quantile(u), density("log_normal", m=0.3).quantile(u)
+            triangle.pdf(u), np.where(u < peak, 2 * u / peak, 2 * (1 - u) / (1 - peak)), atol=1e-3
         )
-        assert torch.allclose(
-            density("my_log_normal").cdf(torch.from_numpy(u)), density("log_normal").cdf(torch.from_numpy(u))
-        )
+        assert torch.allclose(triangle.cdf(torch.from_numpy(u)), torch.from_numpy(triangle.cdf(u)))
     if "power" in SAMPLERS:
         assert density("power", a=3.0).quantile(np.array([0.5])) == pytest.approx(0.125)
 

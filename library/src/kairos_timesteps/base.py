@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kairos_timesteps.coordinates import POINTS, RandomCoordinates, points
-from kairos_timesteps.diffusion.schedule import NoiseSchedule, error_ratio
-from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.diffusion.schedule import PREDICTIONS, NoiseSchedule, error_ratio
+from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.numeric import Array, Values, bisect, interp, namespace, same_kind, without_warnings
 from kairos_timesteps.options import Component, option
 
@@ -57,8 +57,8 @@ class Cost:
     """Cost of a sampler beyond the training step.
 
     Attributes:
-        forward: samples per step, on average, in forward passes without a gradient.
-        gradient: samples per step, on average, in forward and backward passes.
+        forward: average number of further samples per step in forward passes without a gradient.
+        gradient: average number of further samples per step in forward and backward passes.
         state: bytes of the sampler's state, where they matter.
         known: False if the sampler does not report its cost.
     """
@@ -142,6 +142,9 @@ class Sampler(Stateful):
         super().__init__(options, schedule)
         self.seed = seed
         self._nodes: tuple[Array, Array] | None = None
+        kind = type(self)
+        defined = kind.cdf is not Sampler.cdf or kind.quantile is not Sampler.quantile
+        demand(defined, kind.__name__, "neither cdf nor quantile", "a class that defines cdf, quantile or both")
 
     @classmethod
     def required_context(cls, options: Any) -> set[str]:
@@ -149,7 +152,7 @@ class Sampler(Stateful):
         return set()
 
     def __call__(self, function: Any) -> Any:
-        """Reject to decorate a function: the name of this sampler is taken."""
+        """Raise ConfigError: the name of this sampler is taken, so it cannot decorate a function."""
         raise ConfigError(f"{type(self).__name__}: a sampler of kairos has this name; choose another for your function")
 
     def cdf(self, u: Values, **context: Any) -> Values:
@@ -157,7 +160,12 @@ class Sampler(Stateful):
         return bisect(lambda p: self.quantile(p, **context), u)
 
     def quantile(self, p: Values, **context: Any) -> Values:
-        """Inverse of `cdf`; by default interpolated between 64 nodes per timestep, exact in the mass of timesteps."""
+        """Inverse of `cdf`; by default interpolated between 64 nodes per timestep, exact in the mass of timesteps.
+
+        A density that depends on context is inverted by bisection instead.
+        """
+        if self.context_names:
+            return bisect(lambda u: self.cdf(u, **context), p)
         return interp(p, *self.nodes(p))
 
     def pdf(self, u: Values, **context: Any) -> Values:
@@ -185,14 +193,14 @@ class Sampler(Stateful):
         return self.quantile(p, **context)
 
     def transform(self, uniform: Values, **context: Any) -> Values:
-        """Map uniform numbers to draws: a share `floor` of them stays uniform, the others go through `spread`."""
+        """Map uniform numbers to draws: a share `floor` of them stays uniform, the others go through `map_uniform`."""
         if not self.floor:
-            return self.spread(uniform, **context)
+            return self.map_uniform(uniform, **context)
         rest = (uniform - self.floor).clip(0.0, None) / (1 - self.floor)
-        return namespace(uniform).where(uniform < self.floor, uniform / self.floor, self.spread(rest, **context))
+        return namespace(uniform).where(uniform < self.floor, uniform / self.floor, self.map_uniform(rest, **context))
 
-    def spread(self, uniform: Values, **context: Any) -> Values:
-        """Map uniform numbers to draws without the floor: `quantile`, or another map that gives the same density."""
+    def map_uniform(self, uniform: Values, **context: Any) -> Values:
+        """Map uniform numbers to draws, without the floor. Mixtures override it: their map is not the quantile."""
         return self.quantile(uniform, **context)
 
     def masses(self, x0: "Tensor | None" = None, **context: Any) -> Array:
@@ -255,7 +263,10 @@ class FloorOptions(Sampler):
     """Options of samplers whose density can be mixed with a uniform one, and whose objective can be kept."""
 
     floor: float = option(0.0, "share of draws that are uniform instead", ge=0, lt=1)
-    importance: bool = option(False, "weight each loss by 1/(T p(t)): uniform's objective, another noise")
+    importance: bool = option(
+        False,
+        "multiply losses by 1/(T p(t)): keeps the objective of uniform timesteps, changes the noise of its gradient",
+    )
 
 
 class FixedDensity(FloorOptions):
@@ -326,7 +337,7 @@ class TableDensity(Sampler):
         return (cell + inside.clip(None, 1 - 1e-9)) / len(masses)
 
     def importance_weights(self, x0: "Tensor", fractions: "Tensor", coordinates: RandomCoordinates) -> "Tensor | None":
-        """1/(T p(t)) of each draw from the table, float32; None if not asked for."""
+        """1/(T p(t)) of each draw from the table, float32; None without `importance`."""
         if not self.importance:
             return None
         timesteps = self.schedule.timesteps
@@ -349,6 +360,10 @@ class Weighting(Stateful):
         super().__init__(options, schedule)
         self.prediction = prediction
         self._tables: dict[Any, Any] = {}
+        kind, allowed = type(self), ", ".join((*PREDICTIONS, "flow", "predicted"))
+        demand(self.stated_for in allowed.split(", "), f"{kind.__name__}.stated_for", repr(self.stated_for), allowed)
+        overridden = (kind.formula, kind.weights) != (Weighting.formula, Weighting.weights)
+        demand(overridden, kind.__name__, "neither formula nor weights", "a class that defines formula or weights")
 
     def formula(self, snr: Values) -> Values:
         """Factor on the error that the formula is stated for, elementwise."""
@@ -356,6 +371,7 @@ class Weighting(Stateful):
 
     def __call__(self, snr: Values, step: Any = 0) -> Values:
         """Factor on the error of what the network predicts, at any signal-to-noise ratio, elementwise."""
+        snr = np.float64(snr) if isinstance(snr, (int, float)) else snr
         if type(self).formula is Weighting.formula:
             with without_warnings(snr):
                 return interp(-namespace(snr).log(snr), -np.log(self.schedule.snr), self.weights(step))
@@ -385,7 +401,7 @@ class Weighting(Stateful):
         return self._tables[t.device][t]
 
     def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":
-        """Return what is minimised, (batch,).
+        """Return the weighted loss of each sample, and the terms of a learned weighting, (batch,).
 
         Args:
             losses: unweighted losses of the samples, (batch,).

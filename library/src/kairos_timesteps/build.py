@@ -27,7 +27,7 @@ from kairos_timesteps.coordinates import required
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, NoiseSchedule
 from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.lookup import build_pair
-from kairos_timesteps.numeric import Values
+from kairos_timesteps.numeric import Values, same_kind
 from kairos_timesteps.options import option
 from kairos_timesteps.registry import Registry, split
 
@@ -63,12 +63,16 @@ def density(name: str, process: Any = "flow", *, help: str = "", **options: Any)
     Raises:
         ConfigError: an unknown option, a value that is not allowed, a sampler that learns, or a name that is taken.
     """
+    demand(isinstance(name, str), "density", repr(name), 'a name: @density("mine")')
     if name not in SAMPLERS and name not in SAMPLERS.unavailable and not options:
         return _Decorator(SAMPLERS, name, help, _FunctionDensity, {})
     from kairos_timesteps.diffusion.adapters import as_process  # imports torch
 
     demand(issubclass(SAMPLERS.entry(name).load(), FixedDensity), "density", name, "samplers of a fixed density")
-    return build_pair(as_process(process), (name, "none"), options, None)[0]
+    built = build_pair(as_process(process), (name, "none"), options, None)[0]
+    if isinstance(built, _FunctionDensity):
+        built.decorator = _Decorator(SAMPLERS, name, help, _FunctionDensity, {})
+    return built
 
 
 def weighting(
@@ -81,7 +85,8 @@ def weighting(
     Args:
         name: name of a weighting, or a new name for the decorated function ``weight(snr, option=default, ...)``.
         process: forward process, as for `Strategy`; it matters for weightings of timesteps.
-        prediction: whose squared error is weighted, ``epsilon``, ``x0``, ``v`` or ``flow``; None: that of the process.
+        prediction: prediction type whose squared error the factors multiply, ``epsilon``, ``x0``, ``v`` or ``flow``;
+            None: that of the process. A formula that is stated for another error is converted.
         error: error that the decorated function is stated for, ``epsilon`` (default), ``x0``, ``v``, ``flow`` or
             ``predicted`` (whatever the network predicts); it is converted to other predictions.
         help: one line on what the decorated function is.
@@ -90,6 +95,7 @@ def weighting(
     Raises:
         ConfigError: an unknown name, prediction or option, a value that is not allowed, or a name that is taken.
     """
+    demand(isinstance(name, str), "weighting", repr(name), 'a name: @weighting("mine")')
     demand(error in ("", *ERRORS), "error", repr(error), ", ".join(ERRORS))
     if name not in WEIGHTINGS and not options and prediction is None:
         return _Decorator(WEIGHTINGS, name, help, _FunctionWeighting, {"stated_for": error or "epsilon"})
@@ -99,6 +105,8 @@ def weighting(
     demand(prediction in (None, *allowed), "prediction", prediction, ", ".join(allowed))
     built = build_pair(as_process(process), ("uniform", name), None, options)[1]
     built.prediction = prediction or built.prediction
+    if isinstance(built, _FunctionWeighting):
+        built.decorator = _Decorator(WEIGHTINGS, name, help, _FunctionWeighting, {"stated_for": error or "epsilon"})
     return built
 
 
@@ -108,6 +116,7 @@ class _FunctionDensity(FixedDensity):
     function: Callable[..., Any]
     parameters: tuple[str, ...] = ()  # of the function that are options
     required: tuple[str, ...] = ()  # context that the function needs
+    decorator: Any  # for a module or a notebook cell that is executed again
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -128,11 +137,12 @@ class _FunctionDensity(FixedDensity):
         """Call the function with its options and the context that it names."""
         user, available = f"sampler {type(self).__name__}", {"step": 0, **context}
         needed = {name: required(name, available.get(name), user) for name in self.context_names}
-        return self.function(p, **{name: getattr(self.options, name) for name in self.parameters}, **needed)
+        values = self.function(p, **{name: getattr(self.options, name) for name in self.parameters}, **needed)
+        return same_kind(values, p)  # a function of numpy alone returns an array for a tensor on the CPU
 
     def __call__(self, function: F) -> F:
         """Register the function of a module or a notebook cell that is executed again."""
-        return _Decorator(SAMPLERS, type(self).__name__, "", _FunctionDensity, {})(function)
+        return self.decorator(function)
 
 
 class _FunctionWeighting(Weighting):
@@ -140,6 +150,7 @@ class _FunctionWeighting(Weighting):
 
     function: Callable[..., Any]
     parameters: tuple[str, ...] = ()
+    decorator: Any  # for a module or a notebook cell that is executed again
 
     def formula(self, snr: Values) -> Values:
         """Call the function with its options."""
@@ -148,8 +159,7 @@ class _FunctionWeighting(Weighting):
     def __call__(self, snr: Any, step: Any = 0) -> Any:
         """Return factors of losses; or register the function of a module or notebook cell that is executed again."""
         if inspect.isfunction(snr):
-            attributes = {"stated_for": self.stated_for}
-            return _Decorator(WEIGHTINGS, type(self).__name__, "", _FunctionWeighting, attributes)(snr)
+            return self.decorator(snr)
         return super().__call__(snr, step)
 
 
@@ -180,22 +190,27 @@ def _declaration(name: str, function: Callable[..., Any], base: type) -> dict[st
         ConfigError: a parameter cannot be an option or context.
     """
     hints = typing.get_type_hints(function)
-    _, *parameters = inspect.signature(function).parameters.values()
+    parameters = [*inspect.signature(function).parameters.values()]
+    demand(parameters, name, f"{function.__name__}()", "a function whose first parameter is u, or the SNR")
     attributes: dict[str, Any] = {"__annotations__": {}, "__doc__": inspect.getdoc(function) or name}
     context = []
-    for each in parameters:
-        where = f"{name}: parameter {each.name}"
+    for each in parameters[1:]:
+        where, is_context = (
+            f"{name}: parameter {each.name}",
+            base is _FunctionDensity and each.kind == each.KEYWORD_ONLY,
+        )
+        if each.default is each.empty and not is_context:
+            allowed = "a default; or, for context, keyword-only: (u, *, tokens)"
+            raise rejection(where, "no default", allowed if base is _FunctionDensity else "a default")
         free = not hasattr(base, each.name) and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        demand(free, where, str(each), "a name that the base class does not use, without * or **")
-        if each.default is not each.empty:
-            hint = hints.get(each.name, type(each.default))
-            default = float(each.default) if hint is float else each.default
-            attributes["__annotations__"][each.name] = hint
-            attributes[each.name] = option(default, f"parameter of {function.__name__}")
-        elif base is _FunctionDensity and each.kind == each.KEYWORD_ONLY:
+        demand(free, where, str(each), "another name, which kairos does not use, without * or **")
+        if each.default is each.empty:
             context.append(each.name)
-        else:
-            raise rejection(where, "no default", "a default; or, for context of a density, keyword-only")
+            continue
+        hint = hints.get(each.name, type(each.default))
+        default = float(each.default) if hint is float else each.default
+        attributes["__annotations__"][each.name] = hint
+        attributes[each.name] = option(default, f"parameter of {function.__name__}")
     attributes["parameters"] = tuple(attributes["__annotations__"])
     if base is _FunctionDensity:
         attributes |= {"context_names": tuple(context), "required": tuple(set(context) - {"step"})}

@@ -25,8 +25,8 @@ class RandomCoordinates:
 
     Attributes:
         seed: seed of the training run.
-        step: training step from 0; an int64 tensor () on the device, for graphs that are replayed; or a range of steps,
-            which gives all results a leading axis.
+        step: training step from 0; an int64 tensor () on the device, for graphs that are replayed; or a range of steps:
+            results then have a leading axis of steps.
         offset: number of samples drawn earlier in this step, by previous micro-batches.
         samples_before: number of samples drawn before this step and earlier in it; None: `step` times `batch_size`.
         sample_indices: indices in the global batch, a range or an int64 tensor (n,); None: see `for_batch`.
@@ -94,7 +94,7 @@ class RandomCoordinates:
         return torch.arange(indices.start, indices.stop, device=self.device) if isinstance(indices, range) else indices
 
     def stream(self, name: str) -> Stream:
-        """Return the random stream of one purpose."""
+        """Return the random stream `name` of the seed."""
         return Stream(self.seed, name)
 
     def uniform(self, name: str, *shape: int, sample_indices: Any = None) -> "Tensor":
@@ -106,7 +106,7 @@ class RandomCoordinates:
         """Return the step and the context values under `names` that exist, ready to broadcast with times of samples.
 
         Raises:
-            ConfigError: a value has not one number for each sample.
+            ConfigError: a value has the wrong length.
         """
         values = {name: self._broadcast(name) for name in names if self.context.get(name) is not None}
         return {**values, "step": self.float_step} if "step" in names else values
@@ -129,13 +129,13 @@ _FIELDS = tuple(RandomCoordinates.__dataclass_fields__)
 
 
 def required(name: str, value: Any, user: str) -> Any:
-    """Return a context value that `user` cannot do without.
+    """Return a context value that `user` requires.
 
     Raises:
         ConfigError: the value is None.
     """
     if value is None:
-        raise ConfigError(f"{user}: needs {name}; pass it with the call: draw(..., {name}=)")
+        raise ConfigError(f"{user}: needs {name}; pass {name}= to draw, sample or quantile")
     return value
 
 

@@ -34,6 +34,8 @@ def parse_name(name: str) -> tuple[str, str]:
             f"unknown strategy {name!r}{hint} Allowed: a sampler ({samplers}), a weighting ({weightings}), or "
             "sampler+weighting"
         )
+    if first in WEIGHTINGS and second in SAMPLERS and first not in SAMPLERS:
+        raise ConfigError(f"strategy {name!r}: the sampler comes first; write {second}+{first}")
     SAMPLERS.entry(first)
     WEIGHTINGS.entry(second)
     return first, second

@@ -75,6 +75,9 @@ class Options:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
+_RESERVED = ("group", "options", "prediction", "schedule", "seed")  # attributes of components
+
+
 class Component:
     """Base of samplers, weightings, couplings and processes: options are class attributes made by `option`.
 
@@ -97,6 +100,8 @@ class Component:
         hints = vars(cls).get("__annotations__", {})
         for name, value in vars(cls).items():
             if isinstance(value, dataclasses.Field):
+                if name in _RESERVED:
+                    raise TypeError(f"{cls.__name__}.{name}: kairos uses this name; rename the option")
                 if name not in hints:
                     raise TypeError(
                         f"{cls.__name__}.{name}: an option needs a type, such as {name}: float = option(...)"

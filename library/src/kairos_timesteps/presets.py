@@ -77,7 +77,7 @@ def preset(name: str, **options: Any) -> "Preset":
 
 
 class Preset:
-    """Timesteps and weights of a trainer. Noise is at the upper end of the times: t or step 1, or an infinite sigma.
+    """Timesteps and weights of a trainer. Times increase with noise: t or step 1, or an infinite sigma.
 
     Attributes:
         name: name of the preset.

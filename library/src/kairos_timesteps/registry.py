@@ -6,6 +6,7 @@ the run uses and no others.
 """
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
@@ -71,7 +72,7 @@ class Registry(MutableMapping[str, Entry]):
 
     def __init__(self, kind: str, *modules: str):
         self.kind = kind
-        self.unavailable: dict[str, str] = {}  # names that people ask for and that cannot be had, with the reason
+        self.unavailable: dict[str, str] = {}  # names that are known and not available, with the reason
         self._entries: dict[str, Entry] = {}
         self._modules = modules  # not imported yet
 
@@ -105,7 +106,7 @@ class Registry(MutableMapping[str, Entry]):
         return id(self)
 
     def add(self, name: str, code: str, options: type = NoOptions, help: str = "", **facts: Any) -> None:
-        """Register a component by the name of its code, which is called with its options first."""
+        """Register a component by the import path of its code, which is called as ``code(options, ...)``."""
         self[name] = Entry(options, code, help, facts)
 
     def register(self, name: str, help: str = "", **facts: Any) -> Callable[[C], C]:
@@ -114,12 +115,14 @@ class Registry(MutableMapping[str, Entry]):
         Raises:
             ConfigError: another component has the name.
         """
+        valid = isinstance(name, str) and re.fullmatch(r"\w+", name)
+        demand(valid, f"{self.kind}: name", repr(name), "a text of letters, digits and underscores")
 
         def decorate(component: C) -> C:
-            code = f"{component.__module__}:{component.__qualname__}"
+            where, code = f"{self.kind} {name}", f"{component.__module__}:{component.__qualname__}"
             taken = self._entries.get(name)
             free = taken is None or taken.code == code  # a notebook cell or a module that is executed again
-            demand(free, f"{self.kind} {name}", code, f"a name that is not taken (it is {taken and taken.code})")
+            demand(free, where, code, f"another name; {taken and taken.code} has this one")
             options = component.Options  # type: ignore[attr-defined]
             self[name] = Entry(options, code, help, facts, component)
             return component

@@ -137,8 +137,11 @@ class Strategy:
             finite = np.isfinite(self.weighting.weights()[self.sampler.probabilities() > 0]).all()
             if not finite:
                 raise ConfigError(
-                    f"strategy {name}: its weights are not finite at timesteps that it draws; allowed: a range"
+                    f"strategy {name}: weights are infinite or NaN at timesteps that are drawn; exclude these, for "
+                    "example with sampler range"
                 )
+            total = self.sampler.probabilities().sum()
+            demand(abs(total - 1) < 1e-6, f"sampler {names[0]}: sum of p(t)", f"{total:g}", "1: cdf(0) = 0, cdf(1) = 1")
         for purpose in ("timesteps", "order of timesteps", "sobol", "floor", "part", "coupling"):
             Stream(seed, purpose)  # compute their keys now, because a compiled graph cannot
 
@@ -161,20 +164,21 @@ class Strategy:
 
         Args:
             x0: the batch.
-            times: shape of one sample's times, such as ``(frames,)``.
+            times: shape of the timesteps of one sample, such as ``(frames,)`` for diffusion forcing; (): one timestep.
             same: one time for the whole batch; not with samplers that give each image its own density.
             step: training step as a tensor on the device, for graphs that are replayed; None: `self.step`.
             index: indices of the samples in the global batch, if the ranks' slices are not alike.
             total: size of the global batch, with `index`.
-            context: properties that samplers require: ``tokens``, ``frames``, ``group``, ``progress``, ``item``,
-                ``items``, ``epoch``; each a number or a tensor (batch,).
+            context: properties that samplers require, each a number or a tensor (batch,). ``tokens`` and ``frames``
+                are sizes of a sample. ``group`` is its group of the data set. ``progress`` is the fraction of the
+                training run. ``item`` is its index in the data set, ``items`` the size of it. ``epoch`` counts from 0.
 
         Raises:
             ConfigError: required context is missing, or `same` with a density per image.
         """
         sampler_name = self.name.partition("+")[0]
-        allowed = f"false: {sampler_name} gives each image a density of its own"
-        demand(not (same and self.sampler.per_image), "draw: same", "true", allowed)
+        allowed = f"False: sampler {sampler_name} has one density per image"
+        demand(not (same and self.sampler.per_image), "draw(same=)", "True", allowed)
         total = total or len(x0) * distributed.ranks(self.group)
         now, (offset, earlier) = self.step if step is None else step, self._samples
         offset = offset if index is None else 0  # indices given by the caller count from the start of the step
@@ -241,7 +245,7 @@ class Strategy:
         return self.process.times(self.sampler.sample(shape, self.seed, step, device, **context))
 
     def couple(self, draw: Draw, noise: Tensor) -> Tensor:
-        """Return the noise of each image of a draw, (batch, ...), in the order or from the choice of the coupling.
+        """Return the noise to use for each image, (batch, ...): permuted or selected by the coupling.
 
         Args:
             draw: draw of this batch.
@@ -255,7 +259,7 @@ class Strategy:
         return self.coupling(draw.x0, noise, draw.fractions, draw.coordinates)
 
     def weighted(self, draw: Draw, losses: Tensor) -> Tensor:
-        """Return what is minimised, (batch,): weight times loss, and the terms that a learned weighting adds.
+        """Return the weighted loss of each sample, (batch,), and the terms that a learned weighting adds.
 
         Samplers and weightings that learn keep the losses for `observe`, unless gradients are disabled
         (``torch.no_grad``).

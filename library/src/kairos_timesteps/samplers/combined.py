@@ -59,7 +59,7 @@ def components_option(key: str, kind: type, first: Any, meaning: str) -> Any:
         if key == "start":
             demand(values == sorted(values), f"{where}.{key}", values, meaning)
         if key == "share":
-            demand(sum(values) > 0, f"{where}.share", values, "one above 0")
+            demand(sum(values) > 0, f"{where}.share", values, "numbers of which one is above 0")
         else:
             demand(len({*map(str, values)}) == len(values), f"{where}.{key}", values, meaning)
         return components
@@ -83,7 +83,7 @@ def _required_context(component: Mapping[str, Any], *extra: str) -> set[str]:
 
 
 class Transformed(FixedDensity):
-    """Base of samplers that transform one density, `base`. The floor of the density belongs to it."""
+    """Base of samplers that transform one density, `base`. The inner density keeps its own floor."""
 
     density: Any = density_option()
 
@@ -150,8 +150,8 @@ class Range(Transformed):
         first, last = (self.base.cdf_with_floor(0 * p + end, **context) for end in (low, high))
         return self.base.quantile_with_floor(first + (last - first) * p, **context).clip(low, high)
 
-    def spread(self, uniform: Values, **context: Any) -> Values:
-        """Draws of the density, scaled; of a density that is cut off its quantiles."""
+    def map_uniform(self, uniform: Values, **context: Any) -> Values:
+        """Draw from the scaled density; with `cut` from the truncated quantile function."""
         if self.cut:
             return self.quantile(uniform, **context)
         return self.low + (self.high - self.low) * self.base.transform(uniform, **context)
@@ -169,7 +169,9 @@ class Shift(Transformed):
     over `last`, at least `low`.
     """
 
-    law: str = option("constant", "how alpha follows", choices=("constant", "exponential", "linear", "root"))
+    law: str = option(
+        "constant", "how alpha depends on the number of tokens", choices=("constant", "exponential", "linear", "root")
+    )
     alpha: float = option(3.0, "for constant and root; above 1 it prefers noise", gt=0)
     first: float = option(256.0, "tokens at `low`", gt=0)
     last: float = option(4096.0, "tokens at `high`; for root the tokens where alpha is `alpha`", gt=0)
@@ -225,7 +227,7 @@ class Shift(Transformed):
         inner = {"tokens": tokens, "frames": frames, **context}
         return self._shifted(self.base.quantile_with_floor(p, **inner), tokens, frames)
 
-    def spread(self, uniform: Values, *, tokens: Any = None, frames: Any = None, **context: Any) -> Values:
+    def map_uniform(self, uniform: Values, *, tokens: Any = None, frames: Any = None, **context: Any) -> Values:
         """Shifted draws of the density."""
         inner = {"tokens": tokens, "frames": frames, **context}
         return self._shifted(self.base.transform(uniform, **inner), tokens, frames)
@@ -273,7 +275,7 @@ class Combined(FixedDensity):
         return bisect(lambda u: self.cdf(u, **context), p)
 
     def uniforms(self, coordinates: RandomCoordinates) -> Any:
-        """Uniform numbers; with ``per: batch`` those of a batch lie in the share of one component."""
+        """Uniform numbers; with ``per: batch`` all numbers of a batch select one component."""
         uniform = super().uniforms(coordinates)
         if self.per == "sample":
             return uniform
@@ -284,7 +286,7 @@ class Combined(FixedDensity):
             below += share
         return uniform
 
-    def spread(self, uniform: Values, **context: Any) -> Values:
+    def map_uniform(self, uniform: Values, **context: Any) -> Values:
         """Pick a component by cumulative share, then rescale the number to [0, 1) within the share."""
         draws, below = 0.0 * uniform, 0.0
         for component, share in zip(self.components, self.shares(**context)):
@@ -301,7 +303,7 @@ class Mixture(Combined):
     $$p(u) = \frac{\sum_i \mathrm{share}_i \, p_i(u)}{\sum_i \mathrm{share}_i}$$
     """
 
-    parts: Any = components_option("share", float, 1.0, "of the draws, any sum above 0")
+    parts: Any = components_option("share", float, 1.0, "fraction of the draws, any sum above 0")
     per: str = option("sample", "what is drawn from one component", choices=("sample", "batch"))
     key = "share"
 
@@ -349,7 +351,7 @@ class Schedule(Combined):
     Starts count steps, or with ``of: progress`` fractions of the training run, which a call passes as ``progress``.
     """
 
-    parts: Any = components_option("start", float, 0, "rising")
+    parts: Any = components_option("start", float, 0, "numbers that rise")
     of: str = option("steps", "what starts and ramp count", choices=("steps", "progress"))
     ramp: float = option(0.0, "how long a density is blended in before its start", ge=0)
     key = "start"
@@ -370,7 +372,7 @@ class Schedule(Combined):
         return [this * (1 - after) for this, after in zip(begun, [*begun[1:], 0.0])]
 
 
-@sampler("table", "a density by numbers: cells, lines or a spline")
+@sampler("table", "a density by tabulated values: cells, lines or a spline")
 class Table(FixedDensity):
     r"""Density by numbers evenly spread over the process: of equal cells, or knots with lines or a spline between.
 
@@ -378,8 +380,12 @@ class Table(FixedDensity):
     """
 
     values: list[float] = option([1.0, 1.0], "relative densities, t/T from 0 to 1")
-    file: str | None = option(None, "a file of them instead, comma or line separated")
-    between: str = option("lines", "numbers are of equal cells, or knots", choices=("cells", "lines", "spline"))
+    file: str | None = option(None, "a file of the values instead, comma or line separated")
+    between: str = option(
+        "lines",
+        "interpolation: values of equal cells, or knots of lines or a spline",
+        choices=("cells", "lines", "spline"),
+    )
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -421,7 +427,7 @@ def tabled(options: Any, positions: Array) -> Array:
     return spline(positions, values)
 
 
-@sampler("listed", "the times of a list alone")
+@sampler("listed", "only timesteps of a list")
 class Listed(FixedDensity):
     r"""Times of a list, as fractions of the process, all equally often; with ``in_turn`` one after the other.
 

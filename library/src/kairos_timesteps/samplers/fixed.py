@@ -27,7 +27,7 @@ from kairos_timesteps.numeric import (
 from kairos_timesteps.options import option
 
 
-@sampler("uniform", "every timestep alike (DDPM), or a range of them")
+@sampler("uniform", "uniform over all timesteps (DDPM), or a range of them")
 class Uniform(FixedDensity):
     r"""Uniform timesteps (Ho et al. 2020), or those of a range: start ... end - 1, and no others.
 
@@ -53,7 +53,7 @@ class Uniform(FixedDensity):
         start, end = options.start, options.end
         demand(end is None or start < end, "start and end", f"{start} and {end}", "start < end")
         if options.importance and not options.floor and (start or end is not None):
-            why = "those outside are never drawn, so no weight brings back uniform's objective"
+            why = "timesteps outside are never drawn, so importance weights cannot correct for them"
             raise ValueRejected(
                 f"importance: got true with a range of timesteps; {why}; allowed: false, or a floor above 0"
             )
@@ -90,8 +90,8 @@ class LogNormal(FixedDensity):
 
     m: float = option(0.0, "mean of logit(t/T)")
     s: float = option(1.0, "standard deviation of logit(t/T)", gt=0)
-    low: float = option(0.0, "quantile of the normal below which it is cut off, the rest stretched", ge=0, lt=1)
-    high: float = option(1.0, "quantile of the normal above which it is cut off", gt=0, le=1)
+    low: float = option(0.0, "lower truncation quantile of the normal; the rest is rescaled to the process", ge=0, lt=1)
+    high: float = option(1.0, "upper truncation quantile of the normal", gt=0, le=1)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -204,9 +204,9 @@ class Slope(FixedDensity):
         return area / math.log1p(math.expm1(weight) * start)
 
 
-@sampler("u_shape", "the ends (rectified flow++)")
+@sampler("u_shape", "U-shaped, prefers both ends (rectified flow++)")
 class UShape(FixedDensity):
-    r"""Density of the ends of u = t/T, more with a (Lee et al. 2024, rectified flow++).
+    r"""U-shaped density of u = t/T, the more at the ends the larger a is (Lee et al. 2024, rectified flow++).
 
     $$p(u) = \frac{a}{2 (e^a - 1)} \left(e^{a u} + e^{a (1 - u)}\right)$$
     """
@@ -262,7 +262,7 @@ class Clts(FixedDensity):
     context_names = ("step",)
 
     mu: float = option(0.3, "mean of t/T at the end of the curriculum", ge=0, le=1)
-    s: float = option(0.2, "its standard deviation; not published, this is our choice", gt=0)
+    s: float = option(0.2, "standard deviation of t/T; not published, a choice of kairos", gt=0)
     length: int = option(50_000, "steps until the density is normal alone", ge=1)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
@@ -284,7 +284,7 @@ class Clts(FixedDensity):
         """Inverse of `cdf` by bisection."""
         return bisect(lambda u: self.cdf(u, **context), p)
 
-    def spread(self, uniform: Values, *, step: Any = 0, **context: Any) -> Values:
+    def map_uniform(self, uniform: Values, *, step: Any = 0, **context: Any) -> Values:
         """A share 1 - l of the numbers stays uniform, the rest goes to the normal density."""
         share = 1 - self.progress(step)
         even, rest = uniform / (share + 1e-300), (uniform - share).clip(0.0, None) / (1 - share + 1e-300)

@@ -39,7 +39,9 @@ class FollowsLosses(Learned, TableDensity):
 
         yield
         if observation.losses is None:
-            raise ValueError(f"{type(self).__name__}: observe needs the step's per-sample losses")
+            raise ValueError(
+                f"{type(self).__name__}: observe needs the step's losses; call strategy.loss(draw, errors) before"
+            )
         losses = observation.losses.double()
         for name in self.kept:
             if hasattr(value := getattr(self, name), "shape"):
@@ -111,8 +113,8 @@ class SmoothedLosses(FollowsLosses):
     floor: float = option(0.1, "share of draws that are uniform instead", gt=0, lt=1)
     width: float = option(0.02, "standard deviation of the smoothing in t, as a fraction of T", gt=0, le=1)
     decay: float = option(0.999, "decay per step of earlier observations", gt=0, lt=1)
-    start: int = option(100, "steps before the density is first set", ge=1)
-    frequency: int = option(10, "steps between settings of the density", ge=1)
+    start: int = option(100, "warm-up steps with the initial density", ge=1)
+    frequency: int = option(10, "steps between updates of the density", ge=1)
 
     kept = ("_sums", "_taken", "updates", "_masses")
     power = 1
@@ -166,7 +168,7 @@ class LossRms(SmoothedLosses):
     \qquad w(t) = \frac{1}{T p(t)}$$
 
     A method of kairos. Sums of squared losses and of their numbers decay from step to step. A Gaussian in t smooths
-    them before they are divided. A density is there after a hundred steps, not after 10 losses at every timestep.
+    them before they are divided. The density is available after 100 steps, not after 10 losses at every timestep.
     """
 
     power = 2
@@ -178,11 +180,13 @@ class LossMean(SmoothedLosses):
 
     $$p(t) \propto E[w L \mid t], \qquad \text{times } \frac{1}{T p(t)} \text{ in the loss}$$
 
-    After VDM++ (Kingma and Gao 2023), whose density, by bins, makes the weighted loss equal at all lambda. The
-    smoothing is that of kairos. Without importance weights it is the loss map of public trainers.
+    After VDM++ (Kingma and Gao 2023), which adapts a binned density so that the weighted loss is constant in lambda.
+    The smoothing is that of kairos. Without importance weights it is the loss map of public trainers.
     """
 
-    importance: bool = option(True, "keep uniform's objective; false: the density changes it (loss map)")
+    importance: bool = option(
+        True, "multiply losses by 1/(T p(t)), which keeps uniform's objective; false: the density changes it (loss map)"
+    )
 
 
 class FollowsErrors(FollowsLosses):
@@ -193,7 +197,9 @@ class FollowsErrors(FollowsLosses):
         by_level: multiply errors by |d ln SNR/dt|, so that the density is one of ln SNR.
     """
 
-    importance: bool = option(False, "keep uniform's objective; false, as published: the weights stay")
+    importance: bool = option(
+        False, "multiply losses by 1/(T p(t)), which keeps uniform's objective; false, as published: no such weights"
+    )
     stated_for = "epsilon"
     by_level = True
     _factor: Any = None  # from the error of what is predicted to the error that is followed, (T,)

@@ -123,7 +123,7 @@ class Reflected(TableDensity, FixedDensity):
         return draws.clamp(0.0, 1.0 - 2**-53)
 
     def importance_weights(self, x0: "Tensor", fractions: "Tensor", coordinates: RandomCoordinates) -> "Tensor | None":
-        """1/(T p(t)) of both halves together, float32; None if not asked for."""
+        """1/(T p(t)) of both halves together, float32; None without `importance`."""
         if not self.importance:
             return None
         timesteps = self.schedule.timesteps
