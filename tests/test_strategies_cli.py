@@ -190,7 +190,7 @@ def test_table_says_what_it_shows(call):
         (["show"], ["none given", "SAMPLER+WEIGHTING"]),
         (["show", "sped"], ["unknown strategy 'sped'", "speed_official", "min_snr", "gradient_norm"]),
         (["show", "speed+min_snrr"], ["unknown weighting", "min_snr", "change_aware"]),
-        (["show", "min_snr+speed"], ["unknown sampler 'min_snr'"]),
+        (["show", "min_snr+speed"], ["the sampler comes first", "speed+min_snr"]),
         (["show", "bs"], ["bs", "not its density"]),
         (["show", "bs+p2"], ["bs", "not its density"]),
         (["show", "speed", "--set", "kk=5"], ["'kk'", "sampler.k", "sampler.tau"]),

@@ -217,7 +217,7 @@ def test_epochs_are_even_over_items_and_over_visits():
         ({"name": "range", "density": {"name": "uniform", "end": 100}, "low": 0.5}, "where the density has no mass"),
         ({"name": "mixture", "parts": []}, r"parts: got \[\], allowed: a list of samplers"),
         ({"name": "mixture", "parts": [{"name": "beta"}]}, r"parts\[0\].share: got nothing"),
-        ({"name": "mixture", "parts": [{"name": "beta", "share": 0}]}, "share: got \\[0\\], allowed: one above 0"),
+        ({"name": "mixture", "parts": [{"name": "beta", "share": 0}]}, r"share: got \[0\]"),
         ({"name": "mixture", "parts": [{"name": "beta", "share": -1}]}, "share: got -1, allowed: a number, 0 or more"),
         (
             {"name": "schedule", "parts": [{"name": "beta", "start": 5}, {"name": "beta", "start": 1}]},
