@@ -80,9 +80,9 @@ RESTRICTED: dict[tuple[type, str], SearchStrategy[Any]] = {
     (Adaptive, "lr"): st.sampled_from([0.001, 0.01]),  # a policy that diverges draws at the clamped ends
     (SmoothedLosses, "width"): st.sampled_from([0.02, 0.1, 0.5]),
     (kairos_timesteps.weightings.change_aware.ChangeAwareOfficial, "tau"): TAU,
-    (kairos_timesteps.weightings.fixed.Edm, "warmup"): st.sampled_from([None, 1, 6]),
-    (kairos_timesteps.weightings.fixed.Table, "values"): TABLE,
-    (kairos_timesteps.weightings.fixed.Table, "file"): st.none(),
+    (kairos_timesteps.weightings.fixed.EdmWeighting, "warmup"): st.sampled_from([None, 1, 6]),
+    (kairos_timesteps.weightings.fixed.TableWeighting, "values"): TABLE,
+    (kairos_timesteps.weightings.fixed.TableWeighting, "file"): st.none(),
     (Uncertainty, "lr"): st.sampled_from([0.001, 0.01, 0.1]),
 }
 

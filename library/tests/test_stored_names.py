@@ -94,6 +94,12 @@ def test_states_keep_their_keys(name):
     assert strategy.state_dict().keys() == {"step", "drawn", "sampler", "weighting"}
 
 
+def test_no_two_classes_share_a_name():
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")]
+    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert sorted(names) == sorted({*names})
+
+
 def test_every_learned_component_is_listed():
     learned = {
         name

@@ -9,14 +9,14 @@ from kairos_timesteps.components import weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.numeric import Values, interp, namespace
 from kairos_timesteps.samplers.losses import ErrorOfEpsilon
-from kairos_timesteps.weightings.fixed import Auto
+from kairos_timesteps.weightings.fixed import AutoWeighting
 
 _EVERY = 50  # steps between changes of the weights
 _LEAST = 0.05  # smallest c
 
 
 @weighting("coarse_to_fine", "kairos: auto, less where little can be predicted yet")
-class CoarseToFine(Learned, Auto):
+class CoarseToFine(Learned, AutoWeighting):
     r"""Weighting ``auto``, with less weight on clean levels where the network can take little off its error.
 
     $$w_\epsilon = \frac{c(\lambda)}{\sqrt{1 + \mathrm{SNR}}} \left|\frac{d \lambda}{d t}\right|, \qquad

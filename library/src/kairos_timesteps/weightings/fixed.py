@@ -116,7 +116,7 @@ class Debiased(Weighting):
 
 
 @weighting("edm", "EDM's, on the error of x0 (Karras et al. 2022)")
-class Edm(Weighting):
+class EdmWeighting(Weighting):
     r"""Weighting of EDM, on the error of x0 (Karras et al. 2022, table 1), sigma² = 1/SNR.
 
     $$w_{x_0} = \frac{\sigma^2 + \sigma_{\mathrm{data}}^2}{(\sigma \, \sigma_{\mathrm{data}})^2}$$
@@ -171,7 +171,7 @@ class Sigmoid(Weighting):
 
 
 @weighting("auto", "kairos: the error of epsilon over ln SNR, less where little noise is left")
-class Auto(Weighting):
+class AutoWeighting(Weighting):
     r"""Error of epsilon over all of ln SNR, less where little noise is left, whatever is predicted.
 
     $$w_\epsilon = \frac{1}{\sqrt{1 + \mathrm{SNR}}} \left|\frac{d \lambda}{d t}\right|$$
@@ -266,7 +266,7 @@ class Power(SigmaWeighting):
 
 
 @weighting("cosmap_weight", "the density of a uniform angle as a weight (SD3)")
-class CosMap(SigmaWeighting):
+class CosMapWeighting(SigmaWeighting):
     r"""Density of a uniform angle as a weight, sigma as in `Linear` (Esser et al. 2024).
 
     $$w = \frac{2}{\pi (1 - 2 \sigma + 2 \sigma^2)}$$
@@ -310,7 +310,7 @@ class VLikeLoss(Weighting):
 
 
 @weighting("table_weight", "weights by numbers: cells, lines or a spline")
-class Table(Weighting):
+class TableWeighting(Weighting):
     r"""Table of numbers evenly spread over the process, on the error of whatever is predicted.
 
     $$w(t) = f(t / T), \qquad f \text{ through the numbers}$$
