@@ -14,7 +14,8 @@ from kairos.config import Experiment
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE
 
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
-_BASES = ("base.Sampler", "base.FixedDensity", "base.TableDensity", "base.Weighting", "options.option", "errors.ConfigError")
+_BASES = ("base.Sampler", "base.FixedDensity", "base.TableDensity", "base.Weighting")
+_BASES += ("options.option", "errors.ConfigError")
 _ELSEWHERE = {"sampler": "samplers.md", "weighting": "weightings.md", "coupling": "couplings.md"}
 
 

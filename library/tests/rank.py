@@ -37,18 +37,18 @@ def train(name):
     strategy = Strategy(name, "cosine", timesteps=20, sampler=options)
     images = torch.randn(GLOBAL_BATCH, 2, 4, 4, dtype=torch.float64)
     borders = [0, 3, GLOBAL_BATCH] if ranks() == 2 else [0, GLOBAL_BATCH]  # unequal parts
-    mine = slice(borders[rank()], borders[rank() + 1])
-    drawn = []
+    rows = slice(borders[rank()], borders[rank() + 1])
+    draws = []
     learned = isinstance(strategy.sampler, Learned) or isinstance(strategy.weighting, Learned)
     for k in range(STEPS if learned else STEPS_WITHOUT_STATE):
-        draw = strategy.draw(images[mine], index=range(mine.start, mine.stop), total=GLOBAL_BATCH)
-        drawn.append(gather(draw.t).tolist())
-        noise = torch.randn(images.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(k))[mine]
-        x_t = strategy.process.noised(images[mine], noise, draw.t)
+        draw = strategy.draw(images[rows], index=range(rows.start, rows.stop), total=GLOBAL_BATCH)
+        draws.append(gather(draw.t).tolist())
+        noise = torch.randn(images.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(k))[rows]
+        x_t = strategy.process.noised(images[rows], noise, draw.t)
         losses = ((module(x_t, draw.t) - noise) ** 2).mean((1, 2, 3))
         optimizer.zero_grad()
         # DistributedDataParallel averages over ranks: the sum over the global batch is what it should be the mean of
         (strategy.weighted(draw, losses).sum() * ranks() / GLOBAL_BATCH).backward()
         with strategy.observe(draw, module, optimizer):
             optimizer.step()
-    return {"t": drawn, "state": strategy.state_dict(), "network": network.state_dict()}
+    return {"t": draws, "state": strategy.state_dict(), "network": network.state_dict()}

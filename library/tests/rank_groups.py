@@ -94,7 +94,7 @@ def train(
     """A training with one half of each micro-batch on this rank; `half` None: with all of it in one process."""
     from small_loop import BATCH, IMAGES, SmallLoop
 
-    loop, drawn = SmallLoop(specification, process_group=process_group), []
+    loop, draws = SmallLoop(specification, process_group=process_group), []
     count = BATCH // micro_batches // (1 if half is None else 2)
     for step in range(4):
         noise = torch.randn(IMAGES.shape, generator=torch.Generator().manual_seed(step))
@@ -103,7 +103,7 @@ def train(
             here = slice(first, first + count)
             arguments = {"index": range(here.start, here.stop), "total": BATCH} if indexed else {}
             draw = loop.strategy.draw(IMAGES[here], **arguments)
-            drawn.append(draw.t)
+            draws.append(draw.t)
             loss = loop.strategy.loss(draw, loop.errors(draw, noise[here])) / micro_batches
             loss.backward()
         if half is not None:
@@ -114,4 +114,4 @@ def train(
         with loop.strategy.observe(draw, loop.network, loop.optimizer):
             loop.optimizer.step()
         loop.optimizer.zero_grad()
-    return {"t": torch.stack(drawn), "state": loop.state()}
+    return {"t": torch.stack(draws), "state": loop.state()}

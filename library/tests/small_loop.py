@@ -44,7 +44,7 @@ class SmallLoop:
 
     def step(self) -> list[Tensor]:
         """One optimiser step; returns what was drawn."""
-        drawn = []
+        draws = []
         count = BATCH // self.micro_batches
         for number in range(self.micro_batches):
             x0 = IMAGES[number * count : (number + 1) * count]
@@ -52,12 +52,12 @@ class SmallLoop:
             if "item" in context:
                 context |= {"item": context["item"][:count], "epoch": self.strategy.step}
             draw = self.strategy.draw(x0, times=(self.times,) if self.times else (), **context)
-            drawn += [draw.t, draw.fractions, draw.weights, draw.importance]
+            draws += [draw.t, draw.fractions, draw.weights, draw.importance]
             self.strategy.loss(draw, self.errors(draw)).backward()
         with self.strategy.observe(draw, self.network, self.optimizer):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return drawn
+        return draws
 
     def errors(self, draw: Any, noise: Tensor | None = None) -> Tensor:
         """The unweighted squared error of each sample at each of its times, shape of ``draw.t``."""

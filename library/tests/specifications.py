@@ -148,10 +148,10 @@ class Specification:
 def components_of(sampler: dict[str, Any]) -> list[dict[str, Any]]:
     """The sampler and the samplers that it is made of, all levels."""
     inner = [sampler["density"]] if "density" in sampler else sampler.get("parts", [])
-    found = [sampler]
+    results = [sampler]
     for component in inner:
-        found += components_of({"name": component} if isinstance(component, str) else component)
-    return found
+        results += components_of({"name": component} if isinstance(component, str) else component)
+    return results
 
 
 def _numbers(bounds: dict[str, float], integer: bool) -> SearchStrategy[Any]:
@@ -211,8 +211,8 @@ def options_of(draw: Any, registry: Registry, name: str, depth: int, top: bool) 
         if combines:
             values[key] = draw(_density(depth - 1) if key == "density" else _parts(name, values, depth - 1))
         else:
-            chosen = _restricted(component, one.name)
-            values[key] = draw(_values(hints[one.name], one.metadata) if chosen is None else chosen)
+            selected = _restricted(component, one.name)
+            values[key] = draw(_values(hints[one.name], one.metadata) if selected is None else selected)
     if name == "schedule":  # what its starts count is known with the parts
         values["of"] = "progress" if values["parts"][-1]["start"] < 1 and len(values["parts"]) > 1 else "steps"
     return values
@@ -277,8 +277,8 @@ def specifications(
         weighting: name of the weighting; None: any.
         discrete: only noise schedules with T timesteps.
     """
-    named = {"sampler": sampler, "weighting": weighting}
-    fixed = [axis for axis, name in named.items() if name]
+    by_name = {"sampler": sampler, "weighting": weighting}
+    fixed = [axis for axis, name in by_name.items() if name]
     free = [axis for axis in ("sampler", "weighting", "process") if axis not in fixed]
     more = draw(
         st.lists(st.sampled_from(free), unique=True, min_size=0 if fixed else 1, max_size=max(2 - len(fixed), 0))
@@ -290,7 +290,7 @@ def specifications(
     if "weighting" in changed:
         values["weighting"] = draw(weightings([weighting] if weighting else tuple(sorted(WEIGHTINGS))))
     if "process" in changed:
-        values |= draw(PROCESSES.filter(lambda chosen: chosen["process"] in DISCRETE) if discrete else PROCESSES)
+        values |= draw(PROCESSES.filter(lambda selected: selected["process"] in DISCRETE) if discrete else PROCESSES)
     return Specification(**values)
 
 

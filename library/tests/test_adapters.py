@@ -33,19 +33,19 @@ def test_schedulers_of_diffusers(diffusers, scheduler, prediction, betas):
         given = {"trained_betas": np.linspace(0.01, 0.3, 37) ** 1.5, "num_train_timesteps": 37}
     if betas == "zero":
         given = {"rescale_betas_zero_snr": True}
-    made = getattr(diffusers, scheduler)(prediction_type=prediction, **given)
-    process = kairos_timesteps.Strategy("uniform", made, prediction="epsilon").process
+    built = getattr(diffusers, scheduler)(prediction_type=prediction, **given)
+    process = kairos_timesteps.Strategy("uniform", built, prediction="epsilon").process
     assert process.prediction == {"epsilon": "epsilon", "sample": "x0", "v_prediction": "v"}[prediction]
-    assert process.schedule.timesteps == made.config.num_train_timesteps
+    assert process.schedule.timesteps == built.config.num_train_timesteps
     x0, noise = numbers()
     t = torch.arange(len(x0)) * process.schedule.timesteps // len(x0)
     t[-1] = process.schedule.timesteps - 1
     atol = 1e-3 if betas == "zero" else 1e-5  # half of a signal-to-noise ratio of 1e-9 stands for 0
-    torch.testing.assert_close(process.noised(x0, noise, t), made.add_noise(x0, noise, t), rtol=1e-5, atol=atol)
-    wanted = {"epsilon": noise, "sample": x0, "v_prediction": made.get_velocity(x0, noise, t)}[prediction]
+    torch.testing.assert_close(process.noised(x0, noise, t), built.add_noise(x0, noise, t), rtol=1e-5, atol=atol)
+    wanted = {"epsilon": noise, "sample": x0, "v_prediction": built.get_velocity(x0, noise, t)}[prediction]
     torch.testing.assert_close(process.target(x0, noise, t), wanted, rtol=1e-5, atol=atol)
     for weighting in sorted(set(WEIGHTINGS) - {"edm2"}):
-        assert np.isfinite(kairos_timesteps.Strategy(weighting, made).table()["w"]).all(), weighting
+        assert np.isfinite(kairos_timesteps.Strategy(weighting, built).table()["w"]).all(), weighting
 
 
 def test_a_linear_scheduler_has_speeds_closed_forms_and_our_weights(diffusers):
@@ -86,8 +86,8 @@ def test_numbers_in_float64_are_not_modified_and_share_no_memory():
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_diffusers_edm_scheduler(diffusers, prediction):
-    made = diffusers.EDMEulerScheduler(sigma_min=0.01, sigma_max=50, sigma_data=0.7, prediction_type=prediction)
-    process = as_process(made)
+    built = diffusers.EDMEulerScheduler(sigma_min=0.01, sigma_max=50, sigma_data=0.7, prediction_type=prediction)
+    process = as_process(built)
     assert isinstance(process, kairos_timesteps.Edm) and process.sigma_data == 0.7
     ends = process.times(torch.tensor([0.0, 1.0], dtype=torch.float64))
     assert ends.tolist() == pytest.approx([0.01, 50])
@@ -95,26 +95,26 @@ def test_diffusers_edm_scheduler(diffusers, prediction):
     sigma = torch.tensor([3.0], dtype=torch.float64)
     seen = []
     denoised = process.predict(lambda scaled, time: seen.append((scaled, time)) or output, x, sigma)
-    torch.testing.assert_close(seen[0][0], made.precondition_inputs(x, 3.0))
-    assert seen[0][1].item() == pytest.approx(float(made.precondition_noise(torch.tensor(3.0))))
-    torch.testing.assert_close(denoised, made.precondition_outputs(x, output, 3.0))
+    torch.testing.assert_close(seen[0][0], built.precondition_inputs(x, 3.0))
+    assert seen[0][1].item() == pytest.approx(float(built.precondition_noise(torch.tensor(3.0))))
+    torch.testing.assert_close(denoised, built.precondition_outputs(x, output, 3.0))
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_diffusers_flow_matching_scheduler(diffusers, shift):
-    made = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
-    process = as_process(made)
+    built = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    process = as_process(built)
     assert isinstance(process, kairos_timesteps.Flow)
     k = torch.arange(1, 1000, dtype=torch.float64)
-    torch.testing.assert_close(process.times(k / 1000).float(), made.sigmas[:1000].flip(0)[:999], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(process.times(k / 1000).float(), built.sigmas[:1000].flip(0)[:999], rtol=1e-5, atol=1e-6)
     x0, noise = numbers(3)
-    place = torch.tensor([100, 500, 900])
-    mixed = made.scale_noise(x0, made.timesteps[place], noise)
-    t = made.sigmas[place].double()
+    position = torch.tensor([100, 500, 900])
+    mixed = built.scale_noise(x0, built.timesteps[position], noise)
+    t = built.sigmas[position].double()
     torch.testing.assert_close(process.noised(x0, noise, t), mixed)
     seen = []
     process.predict(lambda x, time: seen.append(time) or x, mixed, t)
-    torch.testing.assert_close(seen[0], made.timesteps[place])  # what diffusers' models are called with
+    torch.testing.assert_close(seen[0], built.timesteps[position])  # what diffusers' models are called with
     dynamic = as_process(diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True))
     assert dynamic.options.shift == 1  # diffusers' training scripts shift only what is fixed
 
@@ -125,9 +125,9 @@ def test_processes_schedules_and_numbers_are_taken_as_they_are():
     schedule = make_schedule("cosine", 30)
     assert as_process(schedule, prediction="v").schedule is schedule
     for given in (schedule.alphas_cumprod, schedule.alphas_cumprod.tolist(), torch.from_numpy(schedule.alphas_cumprod)):
-        made = as_process(given, prediction="x0")
-        assert made.prediction == "x0" and made.schedule.timesteps == 30
-        np.testing.assert_allclose(made.schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-9)
+        built = as_process(given, prediction="x0")
+        assert built.prediction == "x0" and built.schedule.timesteps == 30
+        np.testing.assert_allclose(built.schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-9)
     parameter = nn.Parameter(torch.from_numpy(schedule.alphas_cumprod).float())
     np.testing.assert_allclose(as_process(parameter).schedule.alphas_cumprod, schedule.alphas_cumprod, rtol=1e-5)
     assert as_process(torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)).schedule.name == "linear"

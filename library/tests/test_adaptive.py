@@ -41,8 +41,8 @@ class Bandit:
 
     def errors(self, index, t, noise, dropout=False):
         self.calls.append((index.clone(), t.clone(), noise, dropout))
-        drawn = Stream(0, noise).normal(self.number, range(len(index)), self.x0.shape[1:])
-        return (1.0 - (self.gain[index] if self.after else 0.0) + 0.01 * drawn.flatten(1).mean(1)).double()
+        timesteps = Stream(0, noise).normal(self.number, range(len(index)), self.x0.shape[1:])
+        return (1.0 - (self.gain[index] if self.after else 0.0) + 0.01 * timesteps.flatten(1).mean(1)).double()
 
     def step(self, k):
         fractions = self.sampler.draw_for_batch(self.x0, RandomCoordinates(step=k))

@@ -49,23 +49,23 @@ def test_its_density_follows_the_gradient_and_its_weights_keep_the_objective():
     network = Known(sizes)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-9)
     strategy = kairos_timesteps.Strategy("auto", "cosine", timesteps=T, prediction="v")
-    weights, found = strategy.weighting.weights(), []
+    weights, results = strategy.weighting.weights(), []
     for k in range(120):
         strategy.step = 100 * k  # it measures every 100 steps
         draw = strategy.draw(torch.randn(64, 1, 2, 2))
         strategy.loss(draw, torch.ones(64))
         with strategy.observe(draw, network, optimizer):
             pass
-        found.append(strategy.sampler.masses())
+        results.append(strategy.sampler.masses())
     assert strategy.table()["effective"] == pytest.approx(weights / T)
     prior = strategy.sampler.prior.masses()
     wanted = sizes.numpy() * weights
     wanted = 0.9 * wanted / wanted.sum() + 0.1 * prior
-    np.testing.assert_allclose(np.mean(found[3:], 0)[3:-6], wanted[3:-6], rtol=0.15)
-    assert (found[-1] > 0.05 * prior).all() and np.array_equal(found[1], prior)
+    np.testing.assert_allclose(np.mean(results[3:], 0)[3:-6], wanted[3:-6], rtol=0.15)
+    assert (results[-1] > 0.05 * prior).all() and np.array_equal(results[1], prior)
 
 
-def trained(name, told, steps=700):
+def trained(name, reported, steps=700):
     """The weighting after steps in which the error of epsilon is what `told` leaves of a guess, by SNR."""
     process = PROCESSES[name]
     strategy, snr = kairos_timesteps.Strategy("uniform+coarse_to_fine", process), process.schedule.snr
@@ -74,7 +74,7 @@ def trained(name, told, steps=700):
     for _ in range(steps):
         draw = strategy.draw(x0)
         cells = (draw.fractions * len(snr)).long().numpy()
-        errors = (1 - told(snr)[cells]) * (snr / (1 + snr) * ratio)[cells]
+        errors = (1 - reported(snr)[cells]) * (snr / (1 + snr) * ratio)[cells]
         strategy.loss(draw, torch.from_numpy(errors).float())
         with strategy.observe(draw):
             pass
@@ -83,16 +83,16 @@ def trained(name, told, steps=700):
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_what_cannot_be_predicted_weighs_less(name):
-    told = lambda snr: 0.8 / (snr**0.2 + (1 / snr) ** 0.5)  # noqa: E731
-    before, _ = trained(name, told, steps=99)
-    strategy, snr = trained(name, told)
+    reported = lambda snr: 0.8 / (snr**0.2 + (1 / snr) ** 0.5)  # noqa: E731
+    before, _ = trained(name, reported, steps=99)
+    strategy, snr = trained(name, reported)
     assert np.array_equal(before.weighting.weights(), parts(name)[2].weights()), "before step 100 nothing is known"
-    found = strategy.weighting.weights() / before.weighting.weights()
-    best = snr[told(snr).argmax()]
-    wanted = np.where(snr > best, (told(snr) / told(snr).max()).clip(0.05), 1)
+    results = strategy.weighting.weights() / before.weighting.weights()
+    best = snr[reported(snr).argmax()]
+    wanted = np.where(snr > best, (reported(snr) / reported(snr).max()).clip(0.05), 1)
     within = (abs(np.log(snr)) < 4) & (np.arange(len(snr)) > 20) & (np.arange(len(snr)) < len(snr) - 21)
-    np.testing.assert_allclose(found[within], wanted[within], rtol=0.25)
-    assert found.min() >= 0.05 * (1 - 1e-12) and found.max() <= 1 + 1e-12
+    np.testing.assert_allclose(results[within], wanted[within], rtol=0.25)
+    assert results.min() >= 0.05 * (1 - 1e-12) and results.max() <= 1 + 1e-12
 
 
 def test_a_network_that_predicts_nothing_keeps_the_objective():
@@ -101,8 +101,8 @@ def test_a_network_that_predicts_nothing_keeps_the_objective():
 
 
 def test_its_weights_go_on_after_a_resume():
-    told = lambda snr: 0.8 / (1 + snr / 4)  # noqa: E731
-    strategy, _ = trained("linear", told, steps=450)
+    reported = lambda snr: 0.8 / (1 + snr / 4)  # noqa: E731
+    strategy, _ = trained("linear", reported, steps=450)
     other = kairos_timesteps.Strategy("uniform+coarse_to_fine", PROCESSES["linear"])
     other.load_state_dict(strategy.state_dict())
     for _ in range(160):  # the weights change on the way
@@ -119,20 +119,20 @@ def test_its_weights_go_on_after_a_resume():
 @pytest.mark.parametrize("count", [2, 9, 32])
 def test_neighbours_in_time_have_opposite_noise(count):
     x0 = digits(count)
-    noise, found = coupled("antithetic", x0)
+    noise, results = coupled("antithetic", x0)
     strategy = kairos_timesteps.Strategy("log_normal", coupling="antithetic")
     order = strategy.draw(x0).t.argsort()
     for first, second in zip(order[::2], order[1::2]):
-        assert torch.equal(found[first], noise[first]) and torch.equal(found[second], -noise[first])
+        assert torch.equal(results[first], noise[first]) and torch.equal(results[second], -noise[first])
     if count % 2:
-        assert torch.equal(found[order[-1]], noise[order[-1]])
+        assert torch.equal(results[order[-1]], noise[order[-1]])
 
 
 def test_opposite_noise_is_as_normal_and_its_sum_is_nothing():
     x0 = torch.zeros(64, 1, 4, 4)
-    drawn = torch.cat([coupled("antithetic", x0, step=step)[1] for step in range(100)])
-    assert abs(float(drawn.mean())) < 1e-7
-    flat = drawn.flatten().double()
+    draws = torch.cat([coupled("antithetic", x0, step=step)[1] for step in range(100)])
+    assert abs(float(draws.mean())) < 1e-7
+    flat = draws.flatten().double()
     assert float(flat.square().mean()) == pytest.approx(1, abs=0.01) and float(flat.pow(4).mean()) == pytest.approx(
         3, abs=0.06
     )

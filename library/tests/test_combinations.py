@@ -94,31 +94,31 @@ def rank_of(rank: int, ranks: int) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def drawn(strategies: Any, x0: Tensor, call: Call, context: Context) -> dict[str, Tensor]:
+def samples(strategies: Any, x0: Tensor, call: Call, context: Context) -> dict[str, Tensor]:
     """Draws of a whole batch, however the call cuts it; ``strategies()`` gives a strategy for each rank."""
     count, more = len(x0), {"times": call.times, "same": call.same}
     quarters = [slice(count * k // 4, count * (k + 1) // 4) for k in range(4)]
     halves = [slice(0, count // 2), slice(count // 2, count)]
-    found = []
+    results = []
     if call.split == "whole":
-        found = [strategies().draw(x0, **more, **context.arguments)]
+        results = [strategies().draw(x0, **more, **context.arguments)]
     elif call.split == "micro":
         strategy = strategies()
         for here in quarters:
-            found.append(
+            results.append(
                 strategy.draw(x0[here], index=range(here.start, here.stop), total=count, **more, **context.part(here))
             )
     elif call.split == "ranks":
         for rank, here in enumerate(halves):
             with rank_of(rank, 2):
-                found.append(strategies().draw(x0[here], **more, **context.part(here)))
+                results.append(strategies().draw(x0[here], **more, **context.part(here)))
     else:
         for here in halves:
             index = range(here.start, here.stop)
             if call.split == "tensor":
                 index = torch.arange(here.start, here.stop)
-            found.append(strategies().draw(x0[here], index=index, total=count, **more, **context.part(here)))
-    return {name: torch.cat([getattr(draw, name) for draw in found]) for name in DRAWN}
+            results.append(strategies().draw(x0[here], index=index, total=count, **more, **context.part(here)))
+    return {name: torch.cat([getattr(draw, name) for draw in results]) for name in DRAWN}
 
 
 def check_values(values: dict[str, Tensor], strategy: kairos_timesteps.Strategy, batch: int, call: Call) -> None:
@@ -170,13 +170,13 @@ def check_draws(specification: Specification, call: Call) -> None:
     state = strategy.state_dict()
 
     def copy() -> kairos_timesteps.Strategy:
-        made = specification.build()
-        made.load_state_dict(state)
-        return made
+        strategy_built = specification.build()
+        strategy_built.load_state_dict(state)
+        return strategy_built
 
     whole_call = dataclasses.replace(call, split="whole")
     try:
-        whole = drawn(copy, small, whole_call, context)
+        whole = samples(copy, small, whole_call, context)
     except ConfigError as error:
         assert may_be_rejected(specification, call), error
         event("rejected when it is called")
@@ -185,7 +185,7 @@ def check_draws(specification: Specification, call: Call) -> None:
     if specification.discrete:
         check_weights(whole, strategy)
     if call.split != "whole":
-        parts = drawn(copy, small, call, context)
+        parts = samples(copy, small, call, context)
         for name in ("t", "fractions"):
             torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-6)
     check_density(specification, strategy, call)
@@ -219,8 +219,8 @@ def check_density(specification: Specification, strategy: kairos_timesteps.Strat
         draw = strategy.draw(x0, times=call.times, same=call.same, **context.arguments)
         cells = (draw.fractions * timesteps).long().clamp(0, timesteps - 1).reshape(batch, -1)
         importance = draw.importance.double().reshape(batch, -1)
-        for mine, p in stated_densities(specification, strategy, context):
-            here, weights = cells[mine], importance[mine]
+        for local, p in stated_densities(specification, strategy, context):
+            here, weights = cells[local], importance[local]
             assert p.min() >= 0 and p.sum() == pytest.approx(1, abs=1e-6)
             reached = np.maximum(p, 1e-300)
             counts += np.bincount(here.flatten(), minlength=timesteps)
@@ -305,14 +305,14 @@ def wrong_specifications(draw: Any) -> tuple[dict[str, Any], dict[str, Any], str
     except ConfigError:
         reject()  # options that do not go together
     with_options = [c for c in components_of(sampler) if dataclasses.fields(SAMPLERS[c["name"]].options)]
-    chosen = draw(st.sampled_from([*with_options, weighting]))
-    registry = WEIGHTINGS if chosen is weighting else SAMPLERS
-    kind = registry[chosen["name"]].options
+    selected = draw(st.sampled_from([*with_options, weighting]))
+    registry = WEIGHTINGS if selected is weighting else SAMPLERS
+    kind = registry[selected["name"]].options
     if not dataclasses.fields(kind) or draw(st.integers(0, 4)) == 0:
         key, value = "no_such_option", 1
     else:
         key, value = draw(wrong_values(kind))
-    chosen[key] = value
+    selected[key] = value
     return sampler, weighting, key
 
 
@@ -359,22 +359,22 @@ def test_draws_and_resumes_use_the_weights_that_coarse_to_fine_has_learned(proce
     def strategy() -> kairos_timesteps.Strategy:
         return kairos_timesteps.Strategy("uniform+coarse_to_fine", process, timesteps=20, prediction="epsilon")
 
-    made = strategy()
-    before = made.weighting.weights().copy()
+    strategy_built = strategy()
+    before = strategy_built.weighting.weights().copy()
     for _ in range(100):
-        draw = made.draw(X0)
-        snr = made.process.snr(draw.t)
+        draw = strategy_built.draw(X0)
+        snr = strategy_built.process.snr(draw.t)
         unpredicted = 0.2 + 0.6 * (1 - draw.fractions)  # of the error of a guess by the noise level alone
         epsilon = unpredicted * snr / (1 + snr)
         ratio = 1.0 if process == "linear" else (1 + snr**0.5) ** 2  # from the error of epsilon to that of the flow
-        made.loss(draw, (epsilon * ratio).float())
-        with made.observe(draw):
+        strategy_built.loss(draw, (epsilon * ratio).float())
+        with strategy_built.observe(draw):
             pass
-    after = made.weighting.weights()
+    after = strategy_built.weighting.weights()
     assert abs(after / before - 1).max() > 0.1
     resumed = strategy()
-    resumed.load_state_dict(made.state_dict())
-    draws = made.draw(X0), resumed.draw(X0)
+    resumed.load_state_dict(strategy_built.state_dict())
+    draws = strategy_built.draw(X0), resumed.draw(X0)
     assert torch.equal(draws[0].weights, draws[1].weights)
     if process == "linear":
         torch.testing.assert_close(draws[0].weights, torch.from_numpy(after)[draws[0].t].float())
@@ -630,14 +630,14 @@ def test_points_that_are_even_over_epochs_have_the_shape_of_the_times(times):
 
 @pytest.mark.parametrize("arguments", [{}, {"same": True}, {"times": (3,)}])
 def test_points_that_are_even_over_epochs_take_the_item_as_a_number(arguments):
-    strategy, found = kairos_timesteps.Strategy("uniform", "flow", sampler={"points": "epochs"}), []
+    strategy, results = kairos_timesteps.Strategy("uniform", "flow", sampler={"points": "epochs"}), []
     for epoch in range(50):
         draw = strategy.draw(X0, item=3, items=8, epoch=epoch, **arguments)
         assert draw.t.shape == (8, *arguments.get("times", ()))
-        found.append(draw.fractions[0])
+        results.append(draw.fractions[0])
         with strategy.observe(draw):
             pass
-    assert (torch.stack(found).sort(0).values.diff(dim=0) < 3 / 50).all()  # even over the visits of the item
+    assert (torch.stack(results).sort(0).values.diff(dim=0) < 3 / 50).all()  # even over the visits of the item
 
 
 @pytest.mark.parametrize("weight", [-100.0, -50.0, 50.0, 100.0])
@@ -648,13 +648,13 @@ def test_slopes_of_any_steepness(weight, bias):
 
 
 def test_sobol_points_with_one_time_for_a_batch_cover_the_process():
-    strategy, found = kairos_timesteps.Strategy("uniform", "flow", sampler={"points": "sobol"}), []
+    strategy, results = kairos_timesteps.Strategy("uniform", "flow", sampler={"points": "sobol"}), []
     for _ in range(64):
         draw = strategy.draw(torch.zeros(16, 1), same=True)
-        found.append(draw.fractions[0])
+        results.append(draw.fractions[0])
         with strategy.observe(draw):
             pass
-    even = torch.stack(found).sort().values - (torch.arange(64) + 0.5) / 64
+    even = torch.stack(results).sort().values - (torch.arange(64) + 0.5) / 64
     assert even.abs().max() < 1.5 / 64
 
 

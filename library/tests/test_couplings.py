@@ -33,39 +33,39 @@ def cost(x0, noise):
 def test_an_assignment_costs_no_more_than_any_other(seed):
     pytest.importorskip("scipy")
     x0 = digits(6)
-    noise, found = coupled("assignment", x0, seed)
+    noise, results = coupled("assignment", x0, seed)
     least = min(cost(x0, noise[list(order)]).sum() for order in itertools.permutations(range(6)))
-    assert float(cost(x0, found).sum()) == pytest.approx(float(least), rel=1e-12)
+    assert float(cost(x0, results).sum()) == pytest.approx(float(least), rel=1e-12)
 
 
 def test_an_assignment_is_a_permutation_and_leaves_the_noise_what_it_was():
     pytest.importorskip("scipy")
     x0 = digits(64)
-    noise, found = coupled("assignment", x0)
+    noise, results = coupled("assignment", x0)
     rows = sorted(map(tuple, noise.flatten(1).tolist()))
-    assert sorted(map(tuple, found.flatten(1).tolist())) == rows and not torch.equal(found, noise)
-    assert cost(x0, found).sum() < 0.97 * cost(x0, noise).sum()
+    assert sorted(map(tuple, results.flatten(1).tolist())) == rows and not torch.equal(results, noise)
+    assert cost(x0, results).sum() < 0.97 * cost(x0, noise).sum()
 
 
 @pytest.mark.parametrize("k", [2, 4, 9])
 def test_nearest_is_the_nearest_of_k(k):
     x0 = digits(20)
-    noise, found = coupled({"name": "nearest", "k": k}, x0, seed=3)
+    noise, results = coupled({"name": "nearest", "k": k}, x0, seed=3)
     more = Stream(3, "coupling").normal(0, range(20), (k - 1, 1, 8, 8))
     for row, image in enumerate(x0):
         every = [noise[row], *more[row]]
         nearest = min(every, key=lambda one: float((one.double() - image.double()).square().sum()))
-        assert torch.equal(found[row], nearest)
-    assert (cost(x0, found) <= cost(x0, noise)).all()
+        assert torch.equal(results[row], nearest)
+    assert (cost(x0, results) <= cost(x0, noise)).all()
 
 
 @pytest.mark.parametrize(("size", "square"), [(8, 0.88), (56, 0.98)])
 def test_how_far_nearest_leans_towards_the_image(size, square):
     """The nearest is a little shorter, too; both the less the more numbers an image has, as the guide says."""
     x0 = torch.nn.functional.interpolate(digits(1), (size, size)).expand(20_000 * 64 // size**2, 1, size, size)
-    _, found = coupled("nearest", x0)
-    along = (found * x0).flatten(1).sum(1) / x0[0].norm()
-    assert float(found.square().mean()) == pytest.approx(square, abs=0.02)
+    _, results = coupled("nearest", x0)
+    along = (results * x0).flatten(1).sum(1) / x0[0].norm()
+    assert float(results.square().mean()) == pytest.approx(square, abs=0.02)
     assert 0.3 < float(along.mean()) < 1.03  # that is the mean of the largest of 4 normal numbers
 
 
@@ -117,8 +117,8 @@ def test_nearest_is_a_part_of_a_compiled_step(name):
 
 
 def test_independent_gives_back_what_it_got():
-    noise, found = coupled("independent", digits(4))
-    assert found is not None and torch.equal(noise, found)
+    noise, results = coupled("independent", digits(4))
+    assert results is not None and torch.equal(noise, results)
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,12 @@ def agree(first, second):
 def check_one_graph(name, backend):
     """A draw compiles to one graph, which gives the numbers of a draw without it, at any step."""
     torch._dynamo.reset()
-    made = strategy(name, weighting="min_snr", floor=0.1, points="random")
-    compiled = torch.compile(lambda x0, step: made.draw(x0, step=step), fullgraph=True, backend=backend)
-    made.draw(BATCH)  # tables go to the device once
+    built = strategy(name, weighting="min_snr", floor=0.1, points="random")
+    compiled = torch.compile(lambda x0, step: built.draw(x0, step=step), fullgraph=True, backend=backend)
+    built.draw(BATCH)  # tables go to the device once
     for number in (0, 5, 2**33):
         step = torch.tensor(number)
-        graph, plain = compiled(BATCH, step), made.draw(BATCH, step=step)
+        graph, plain = compiled(BATCH, step), built.draw(BATCH, step=step)
         torch.testing.assert_close(graph.fractions, plain.fractions, rtol=1e-12, atol=1e-12)
         by_number = strategy(name, weighting="min_snr", floor=0.1)
         by_number.step, by_number._drawn = number, [0, number * len(BATCH)]
@@ -64,8 +64,8 @@ def test_parts_of_a_batch_are_the_whole(name, points):
     for part in (range(5), torch.tensor([5, 6, 7]), range(8, 16)):
         parts.append(strategy(name, **options).draw(BATCH[: len(part)], index=part, total=16))
     assert torch.equal(torch.cat([part.t for part in parts]), whole.t)
-    made = strategy(name, **options)  # as micro-batches of one step, of one strategy
-    halves = [made.draw(BATCH[:8], index=part, total=16) for part in (range(8), range(8, 16))]
+    built = strategy(name, **options)  # as micro-batches of one step, of one strategy
+    halves = [built.draw(BATCH[:8], index=part, total=16) for part in (range(8), range(8, 16))]
     assert torch.equal(torch.cat([half.t for half in halves]), whole.t)
 
 
@@ -73,11 +73,11 @@ def test_parts_of_a_batch_are_the_whole(name, points):
 def test_prefetch_blocks_and_single_steps_are_alike_and_a_resume_too(name):
     ahead, alone = strategy(name, importance=True), strategy(name, importance=True)
     for step in range(20):
-        alone._steady = lambda place: False
+        alone._steady = lambda position: False
         draws = ahead.draw(BATCH), alone.draw(BATCH)
         assert agree(*draws), step
-        for made, draw in zip((ahead, alone), draws):
-            with made.observe(draw):
+        for built, draw in zip((ahead, alone), draws):
+            with built.observe(draw):
                 pass
     resumed = strategy(name, importance=True)
     resumed.load_state_dict(ahead.state_dict())
@@ -85,8 +85,8 @@ def test_prefetch_blocks_and_single_steps_are_alike_and_a_resume_too(name):
 
 
 def test_times_of_frames_and_one_time_for_all():
-    made = strategy("log_normal", "flow")
-    frames = made.draw(BATCH, times=(5,))
+    built = strategy("log_normal", "flow")
+    frames = built.draw(BATCH, times=(5,))
     assert frames.t.shape == frames.weights.shape == (16, 5) and len(frames.t.unique()) == 80
     one = strategy("log_normal", "flow").draw(BATCH, same=True)
     assert one.t.shape == (16,) and len(one.t.unique()) == 1
@@ -96,12 +96,12 @@ def test_times_of_frames_and_one_time_for_all():
 
 @pytest.mark.parametrize("name", ["loss_rms", "loss_mean", "info_rate"])
 def test_followers_learn_from_several_times_of_a_sample(name):
-    made = kairos_timesteps.Strategy(name, "flow", sampler={"start": 1, "frequency": 1})
-    draw = made.draw(BATCH, times=(3,))
-    made.loss(draw, torch.ones(16, 3))
-    with made.observe(draw):
+    built = kairos_timesteps.Strategy(name, "flow", sampler={"start": 1, "frequency": 1})
+    draw = built.draw(BATCH, times=(3,))
+    built.loss(draw, torch.ones(16, 3))
+    with built.observe(draw):
         pass
-    assert made.sampler.statistics() == {"updates": 1}
+    assert built.sampler.statistics() == {"updates": 1}
 
 
 @pytest.mark.parametrize("density", ["log_normal", "beta", "mixture", {"name": "clts", "length": 10}])
@@ -183,12 +183,12 @@ def test_tables_and_lists():
     areas = np.array([float(wanted(0, u)) for u in U[::100]]) / float(wanted(0, 1))
     assert np.abs(sampler("table", values=knots, between="spline").cdf(U[::100]) - areas).max() < 0.03
     times = [1.0, 0.9, 0.5]
-    drawn = sampler("listed", times=times).sample(3000)
-    assert drawn.float().unique().tolist() == pytest.approx(sorted(times), abs=1e-6)
-    turn = sampler("listed", times=times, in_turn=True)
-    assert turn.sample(6).tolist() == pytest.approx([0.5, 0.9, 1.0] * 2)
-    assert turn.sample((3, 2)).flatten().tolist() == pytest.approx([0.5, 0.9, 1.0] * 2)
-    assert turn.sample((2, 2), step=1).flatten().tolist() == pytest.approx([0.9, 1.0, 0.5, 0.9])
+    timesteps = sampler("listed", times=times).sample(3000)
+    assert timesteps.float().unique().tolist() == pytest.approx(sorted(times), abs=1e-6)
+    block = sampler("listed", times=times, in_turn=True)
+    assert block.sample(6).tolist() == pytest.approx([0.5, 0.9, 1.0] * 2)
+    assert block.sample((3, 2)).flatten().tolist() == pytest.approx([0.5, 0.9, 1.0] * 2)
+    assert block.sample((2, 2), step=1).flatten().tolist() == pytest.approx([0.9, 1.0, 0.5, 0.9])
 
 
 @pytest.mark.parametrize("knots", [[0.2, 1.0, 0.4, 0.0, 0.7], [0.0, 1.0, 1.5, 1.6], [3.0, 1.0, 2.0, 2.0, 0.1]])
@@ -200,15 +200,15 @@ def test_a_spline_through_knots_is_scipys_monotone_cubic(knots):
 
 
 def test_epochs_are_even_over_items_and_over_visits():
-    made = sampler("uniform", points="epochs")
+    built = sampler("uniform", points="epochs")
     items = torch.randperm(100)
-    epochs = torch.stack([made.sample(100, item=items, items=100, epoch=e)[items.argsort()] for e in range(100)])
+    epochs = torch.stack([built.sample(100, item=items, items=100, epoch=e)[items.argsort()] for e in range(100)])
     assert (epochs.sort(1).values.diff(dim=1) < 1.01 / 100).all()  # over an epoch's items
     assert (epochs.sort(0).values.diff(dim=0) < 3 / 100).all()  # over an item's visits
 
 
 @pytest.mark.parametrize(
-    ("named", "message"),
+    ("by_name", "message"),
     [
         ({"name": "range", "density": "adaptive"}, "density.name: got adaptive, allowed: samplers of a fixed density"),
         ({"name": "range", "density": {"name": "beta", "c": 1}}, "density: unknown option 'c'"),
@@ -231,9 +231,9 @@ def test_epochs_are_even_over_items_and_over_visits():
         ({"name": "log_snr", "law": "levy"}, "law: got 'levy', allowed: one of normal"),
     ],
 )
-def test_refusals(named, message):
+def test_refusals(by_name, message):
     with pytest.raises((ConfigError, ValueError), match=message):
-        make_sampler(named, make_schedule())
+        make_sampler(by_name, make_schedule())
 
 
 def test_infinite_weights_are_refused_with_the_strategy():
@@ -250,16 +250,16 @@ def largest_gap(draws):
 
 @pytest.mark.parametrize(("points", "even"), [("random", False), ("stratified", False), ("sobol", True)])
 def test_only_sobol_points_are_even_over_micro_batches_of_one_sample(points, even):
-    made = strategy("uniform", "flow", points=points)
+    built = strategy("uniform", "flow", points=points)
     for _ in range(4):
-        draws = [made.draw(BATCH[:1]) for _ in range(16)]
+        draws = [built.draw(BATCH[:1]) for _ in range(16)]
         assert (largest_gap(draws) <= 2 / 16) == even
-        with made.observe(draws[-1]):
+        with built.observe(draws[-1]):
             pass
 
 
 @pytest.mark.parametrize("points", ["stratified", "systematic", "sobol"])
 def test_micro_batches_with_indices_are_even_over_the_step(points):
-    made = strategy("uniform", "flow", points=points)
-    draws = [made.draw(BATCH[:1], index=range(number, number + 1), total=16) for number in range(16)]
+    built = strategy("uniform", "flow", points=points)
+    draws = [built.draw(BATCH[:1], index=range(number, number + 1), total=16) for number in range(16)]
     assert largest_gap(draws) <= 2 / 16

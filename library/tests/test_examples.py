@@ -58,12 +58,12 @@ def test_the_flow_loop_learns_digits(example, more):
 def test_two_trainings_are_compared(example, capsys, tmp_path):
     losses = example("compare").main([*SMALL, "--steps", "120", "--coupling", "nearest", "--pictures", str(tmp_path)])
     falls(losses, 0.95)
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     values = [
-        re.search(rf"{name}: validation loss (0\.\d+|1\.\d+) ± (0\.\d+)", said) for name in ("uniform", "log_normal")
+        re.search(rf"{name}: validation loss (0\.\d+|1\.\d+) ± (0\.\d+)", message) for name in ("uniform", "log_normal")
     ]
     errors = [float(value[2]) for value in values]
-    difference = re.search(r"difference: ([+-]0\.\d+) ± (0\.\d+)", said)
+    difference = re.search(r"difference: ([+-]0\.\d+) ± (0\.\d+)", message)
     assert float(difference[1]) == pytest.approx(float(values[1][1]) - float(values[0][1]), abs=2e-4)
     assert float(difference[2]) < 0.5 * min(errors), "paired"
     assert {path.name for path in tmp_path.iterdir()} == {

@@ -39,24 +39,24 @@ def train(name):
     strategy = Strategy(name, sampler=options, coupling="nearest")
     images = torch.randn(MICRO * GLOBAL_BATCH, 16, generator=torch.Generator().manual_seed(1)).double()
     noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(2)).double()
-    share, drawn = GLOBAL_BATCH // ranks(), []
+    share, draws = GLOBAL_BATCH // ranks(), []
     for _ in range(STEPS):
         optimizer.zero_grad()
         for micro in range(MICRO):
             start = micro * GLOBAL_BATCH + rank() * share
-            mine = slice(start, start + share)
+            rows = slice(start, start + share)
             if ranks() > 1:
                 network.set_requires_gradient_sync(micro == MICRO - 1)
-            draw = strategy.draw(images[mine])
-            drawn.append(draw.t)
-            eps = strategy.couple(draw, noise[mine])
-            x_t = strategy.process.noised(images[mine], eps, draw.t)
+            draw = strategy.draw(images[rows])
+            draws.append(draw.t)
+            eps = strategy.couple(draw, noise[rows])
+            x_t = strategy.process.noised(images[rows], eps, draw.t)
             error = (network(x_t, draw.t) - eps).square().mean(1)
             (strategy.loss(draw, error) / MICRO).backward()  # FSDP takes the mean over the ranks
         with strategy.observe(draw, network, optimizer):
             optimizer.step()
     full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in network.parameters()]
-    return {"t": torch.stack(drawn), "weights": [p.detach() for p in full], "state": strategy.state_dict()}
+    return {"t": torch.stack(draws), "weights": [p.detach() for p in full], "state": strategy.state_dict()}
 
 
 @pytest.mark.long

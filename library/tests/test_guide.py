@@ -73,5 +73,5 @@ def test_the_page_of_trainers_names_every_preset_and_no_other():
     text = (DOCS / "trainers.md").read_text(encoding="utf-8")
     presets = set(kairos_timesteps.names("preset"))
     trainers = {name.split(":")[0] for name in presets}
-    named = {name for name in re.findall(r"`(\w+:\w+)`", text) if name.split(":")[0] in trainers}
-    assert named == presets
+    by_name = {name for name in re.findall(r"`(\w+:\w+)`", text) if name.split(":")[0] in trainers}
+    assert by_name == presets

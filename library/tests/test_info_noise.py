@@ -77,20 +77,20 @@ def weights_of_x0(strategy):
 def test_density_of_gaussian_data_is_the_gated_rate_over_the_weight(prediction, weighting):
     process, arguments = PROCESSES[prediction]
     given = {"sigma_data": 1.0} if weighting == "edm" else None
-    made = strategy(process, weighting, given=given, pivot=0.15, **arguments)
-    schedule = made.sampler.schedule
+    built = strategy(process, weighting, given=given, pivot=0.15, **arguments)
+    schedule = built.sampler.schedule
     sigma = schedule.snr**-0.5
-    expected = masses(schedule, gated_rate(sigma, 0.15) / weights_of_x0(made))
-    sampler = learn(made, mmse)
+    expected = masses(schedule, gated_rate(sigma, 0.15) / weights_of_x0(built))
+    sampler = learn(built, mmse)
     np.testing.assert_allclose(sampler.masses(), expected, rtol=1e-9)
     assert sampler.statistics() == {"updates": 1, "pivot": 0.15}
 
 
 def test_effective_allocation_is_the_gated_rate_under_any_weighting():
     for weighting in ("none", "min_snr", "p2", "snr"):
-        made = strategy("cosine", weighting, "v", pivot=0.15)
-        sampler = learn(made, mmse)
-        allocation = sampler.masses() * weights_of_x0(made)
+        built = strategy("cosine", weighting, "v", pivot=0.15)
+        sampler = learn(built, mmse)
+        allocation = sampler.masses() * weights_of_x0(built)
         expected = masses(sampler.schedule, gated_rate(sampler.schedule.snr**-0.5, 0.15))
         np.testing.assert_allclose(allocation / allocation.sum(), expected, rtol=1e-9)
 
@@ -104,9 +104,9 @@ def test_without_division_the_density_is_the_gated_rate(weighting):
 
 @pytest.mark.parametrize("weighting", ["min_snr", "p2"])
 def test_predictions_agree_where_the_weighting_is_one_objective(weighting):
-    made = [learn(strategy("linear", weighting, prediction), np.sqrt) for prediction in ("epsilon", "x0", "v")]
-    for other in made[1:]:
-        np.testing.assert_allclose(other.masses(), made[0].masses(), rtol=1e-9)
+    built = [learn(strategy("linear", weighting, prediction), np.sqrt) for prediction in ("epsilon", "x0", "v")]
+    for other in built[1:]:
+        np.testing.assert_allclose(other.masses(), built[0].masses(), rtol=1e-9)
 
 
 def test_onset_rule_on_gaussian_data():
@@ -180,19 +180,19 @@ def test_bins_between_two_means_are_interpolated(measured):
 
 
 def test_warm_up_draws_from_the_prior_of_edm():
-    made = kairos_timesteps.Strategy("info_noise", "edm", sampler={"start": 3, "frequency": 2, "min_count": 1})
-    prior = make_sampler({"name": "edm_log_normal"}, made.sampler.schedule)
+    built = kairos_timesteps.Strategy("info_noise", "edm", sampler={"start": 3, "frequency": 2, "min_count": 1})
+    prior = make_sampler({"name": "edm_log_normal"}, built.sampler.schedule)
     x0, updates = torch.zeros(64, 1), []
     for step in range(8):
         if step < 3:
-            np.testing.assert_allclose(made.sampler.masses(), prior.masses(), rtol=1e-12)
-        draw = made.draw(x0)
-        made.loss(draw, 1 + draw.t.float())
-        with made.observe(draw):
+            np.testing.assert_allclose(built.sampler.masses(), prior.masses(), rtol=1e-12)
+        draw = built.draw(x0)
+        built.loss(draw, 1 + draw.t.float())
+        with built.observe(draw):
             pass
-        updates.append(int(made.sampler.updates))
+        updates.append(int(built.sampler.updates))
     assert updates == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert abs(made.sampler.masses() - prior.masses()).sum() > 0.1
+    assert abs(built.sampler.masses() - prior.masses()).sum() > 0.1
 
 
 def test_prior_has_a_mean_and_a_standard_deviation():
@@ -203,9 +203,9 @@ def test_prior_has_a_mean_and_a_standard_deviation():
 
 
 def test_prior_stays_until_a_bin_has_enough_errors():
-    made = strategy("edm", min_count=10_000)
-    prior = made.sampler.masses().copy()
-    sampler = learn(made, mmse, steps=3)
+    built = strategy("edm", min_count=10_000)
+    prior = built.sampler.masses().copy()
+    sampler = learn(built, mmse, steps=3)
     assert np.array_equal(sampler.masses(), prior) and sampler.statistics() == {"updates": 0}
     assert sampler._sums[1].sum() == 3 * 1000  # bins keep collecting
 
@@ -217,16 +217,16 @@ def test_floor_is_a_share_of_the_draws():
 
 
 def test_timesteps_of_weight_zero_are_drawn_by_the_floor_alone():
-    made = strategy("linear", "table_weight", given={"values": [0.0, 0.0, 1.0]}, pivot=0.15)
-    sampler = learn(made, mmse)
-    weights = weights_of_x0(made)
+    built = strategy("linear", "table_weight", given={"values": [0.0, 0.0, 1.0]}, pivot=0.15)
+    sampler = learn(built, mmse)
+    weights = weights_of_x0(built)
     assert (weights == 0).any() and np.array_equal(sampler.masses() == 0, weights == 0)
 
 
 def test_weights_that_depend_on_the_step_are_those_of_the_next_step():
-    made = strategy("edm", "edm", given={"warmup": 4}, pivot=0.15)
-    sampler = learn(made, mmse, steps=2)
-    expected = gated_rate(sampler.schedule.snr**-0.5, 0.15) / made.weighting.weights(2)
+    built = strategy("edm", "edm", given={"warmup": 4}, pivot=0.15)
+    sampler = learn(built, mmse, steps=2)
+    expected = gated_rate(sampler.schedule.snr**-0.5, 0.15) / built.weighting.weights(2)
     np.testing.assert_allclose(sampler.masses(), masses(sampler.schedule, expected), rtol=1e-9)
 
 
@@ -235,11 +235,11 @@ def test_strategies_pass_the_weighting_without_what_it_trains():
         "info_noise+edm2", "edm", sampler={**QUICK, "pivot": 0.15}, weighting={"base": "edm", "lr": 0.1}
     )
     plain = kairos_timesteps.Strategy("info_noise+edm", "edm", sampler={**QUICK, "pivot": 0.15})
-    for made in (edm2, plain):
+    for built in (edm2, plain):
         for _ in range(3):
-            draw = made.draw(torch.zeros(256, 1))
-            made.loss(draw, torch.ones(256))
-            with made.observe(draw):
+            draw = built.draw(torch.zeros(256, 1))
+            built.loss(draw, torch.ones(256))
+            with built.observe(draw):
                 pass
     np.testing.assert_allclose(edm2.sampler.masses(), plain.sampler.masses(), rtol=1e-12)
 
@@ -274,30 +274,30 @@ def test_resume_bit_for_bit(process, interrupted):
 
 
 def test_keys_of_the_state():
-    made = strategy()
-    assert made.sampler.state_dict().keys() == STATE
-    assert learn(made, mmse).state_dict().keys() == STATE
+    built = strategy()
+    assert built.sampler.state_dict().keys() == STATE
+    assert learn(built, mmse).state_dict().keys() == STATE
 
 
 def test_two_micro_batches_are_one_batch():
     states = []
     for micro_batches in (1, 2):
-        made = strategy("linear", "min_snr")
+        built = strategy("linear", "min_snr")
         for _ in range(3):
             count = 64 // micro_batches
             for _ in range(micro_batches):
-                draw = made.draw(torch.zeros(count, 1))
-                made.loss(draw, 1 + draw.t.float())
-            with made.observe(draw):
+                draw = built.draw(torch.zeros(count, 1))
+                built.loss(draw, 1 + draw.t.float())
+            with built.observe(draw):
                 pass
-        states.append(made.state_dict()["sampler"])
+        states.append(built.state_dict()["sampler"])
     assert equal_bits(*states)
 
 
 def test_several_times_of_a_sample_are_learned_from():
-    made = strategy("flow")
-    draw = made.draw(torch.zeros(16, 1), times=(3,))
-    made.loss(draw, torch.ones(16, 3))
-    with made.observe(draw):
+    built = strategy("flow")
+    draw = built.draw(torch.zeros(16, 1), times=(3,))
+    built.loss(draw, torch.ones(16, 3))
+    with built.observe(draw):
         pass
-    assert int(made.sampler.updates) == 1 and int(made.sampler._measured.sum()) > 16
+    assert int(built.sampler.updates) == 1 and int(built.sampler._measured.sum()) > 16

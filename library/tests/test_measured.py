@@ -225,14 +225,14 @@ def test_sums_of_gradients_are_those_of_autograd():
     u = torch.linspace(0.05, 0.95, 6, dtype=torch.float64)
     factors = torch.tensor([1.0, -1, 1, 1, -1, 0.5])
     meter = Meter(strategy.process, network, x0, RandomCoordinates(), weighting=strategy.weighting)
-    found, noise = meter.gradient(torch.arange(6), u, "noise", factors), meter.noise("noise", torch.arange(6))
+    results, noise = meter.gradient(torch.arange(6), u, "noise", factors), meter.noise("noise", torch.arange(6))
     t = strategy.process.times(u)
     output = network(strategy.process.noised(x0, noise, t), t)
     error = ((output - strategy.process.target(x0, noise, t)) ** 2).mean((1, 2, 3))
     wanted = torch.autograd.grad(
         (factors * strategy.weighting.at(strategy.process, t) * error).sum(), list(network.parameters())
     )
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(results, wanted, strict=True):
         torch.testing.assert_close(one, other)
 
 

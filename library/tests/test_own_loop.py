@@ -117,7 +117,7 @@ def test_validation_is_the_same_however_it_is_asked_for():
 def test_mlperf8_against_a_plain_loop(process):
     network, images = Network().eval(), digits(20)
     validation = kairos_timesteps.ValidationLoss(images, process, kind="mlperf8", seed=5)
-    found, its = validation(network), validation.process
+    results, its = validation(network), validation.process
     noise = Stream(5, "validation noise").normal(0, range(20), (1, 8, 8))
     losses = []
     for i in range(20):
@@ -126,14 +126,14 @@ def test_mlperf8_against_a_plain_loop(process):
         with torch.no_grad():
             x_t = its.noised(x0, eps, t)
             losses.append(float((its.predict(network, x_t, t) - its.target(x0, eps, t)).square().mean()))
-    np.testing.assert_allclose(found["by_image"], losses, rtol=1e-4)
-    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
-    np.testing.assert_allclose(found["level_loss"], [np.mean(losses[k::8]) for k in range(8)], rtol=1e-4)
+    np.testing.assert_allclose(results["by_image"], losses, rtol=1e-4)
+    assert results["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    np.testing.assert_allclose(results["level_loss"], [np.mean(losses[k::8]) for k in range(8)], rtol=1e-4)
     for k in range(8):
-        assert found["level_error"][k] == pytest.approx(
+        assert results["level_error"][k] == pytest.approx(
             np.std(losses[k::8], ddof=1) / len(losses[k::8]) ** 0.5, rel=1e-3
         )
-    np.testing.assert_allclose(found["t"], its.times(np.arange(8) / 8))
+    np.testing.assert_allclose(results["t"], its.times(np.arange(8) / 8))
 
 
 def test_even_covers_the_process_and_its_mean_is_that_of_uniform():
@@ -141,11 +141,11 @@ def test_even_covers_the_process_and_its_mean_is_that_of_uniform():
     images = digits(64)
     process = kairos_timesteps.Strategy("uniform", "cosine", timesteps=64, prediction="v").process
     validation = kairos_timesteps.ValidationLoss(images, process, strata=8)
-    found = validation(lambda x, t: 0 * x)
+    results = validation(lambda x, t: 0 * x)
     a = process.schedule.alphas_cumprod
     expected = (a + (1 - a) * float(images.square().mean())).mean()
-    assert abs(found["loss"] - expected) < 5 * found["error"] < 0.05
-    assert found["level_loss"].mean() == pytest.approx(found["loss"]) == pytest.approx(found["by_image"].mean())
+    assert abs(results["loss"] - expected) < 5 * results["error"] < 0.05
+    assert results["level_loss"].mean() == pytest.approx(results["loss"]) == pytest.approx(results["by_image"].mean())
 
 
 def test_its_standard_error_is_that_over_seeds():
@@ -201,7 +201,7 @@ def test_conditions_are_those_of_the_images():
 
 
 @pytest.mark.parametrize(
-    ("named", "words"),
+    ("by_name", "words"),
     [
         ({"kind": "odd"}, "kind: got 'odd', allowed: even, mlperf8"),
         ({"of": "x0"}, "of: got 'x0', allowed: prediction, epsilon"),
@@ -211,9 +211,9 @@ def test_conditions_are_those_of_the_images():
         ({"process": "bosine"}, "schedule: got 'bosine', allowed: "),
     ],
 )
-def test_refusals(named, words):
+def test_refusals(by_name, words):
     with pytest.raises(ConfigError, match=words):
-        kairos_timesteps.ValidationLoss(**{"images": torch.zeros(4, 1), **named})
+        kairos_timesteps.ValidationLoss(**{"images": torch.zeros(4, 1), **by_name})
 
 
 # What will be drawn
@@ -221,25 +221,25 @@ def test_refusals(named, words):
 
 @pytest.mark.parametrize("name", ["uniform", "log_normal", "speed", "speed_official", "clts", "loss_rms", "adaptive"])
 def test_a_preview_counts_what_the_density_says(name):
-    found = kairos_timesteps.Strategy(name, seed=4).preview(draws=40_000, bins=40)
-    assert found["count"].sum() == pytest.approx(found["expected"].sum()) and found["count"].sum() >= 40_000
-    some = found["expected"] > 5
-    chi = ((found["count"] - found["expected"])[some] ** 2 / found["expected"][some]).sum()
+    results = kairos_timesteps.Strategy(name, seed=4).preview(draws=40_000, bins=40)
+    assert results["count"].sum() == pytest.approx(results["expected"].sum()) and results["count"].sum() >= 40_000
+    some = results["expected"] > 5
+    chi = ((results["count"] - results["expected"])[some] ** 2 / results["expected"][some]).sum()
     assert chi < some.sum() + 6 * (2 * some.sum()) ** 0.5
-    assert (found["count"][found["expected"] == 0] == 0).all()
-    assert (np.diff(found["t"]) > 0).all() and found["low"][0] == 0 and found["high"][-1] == 1
+    assert (results["count"][results["expected"] == 0] == 0).all()
+    assert (np.diff(results["t"]) > 0).all() and results["low"][0] == 0 and results["high"][-1] == 1
 
 
 def test_a_preview_is_what_the_steps_draw_and_changes_nothing():
     strategy, other = kairos_timesteps.Strategy("log_normal", seed=2), kairos_timesteps.Strategy("log_normal", seed=2)
-    found, drawn = strategy.preview(draws=512, bins=10, batch=64), []
+    results, samples = strategy.preview(draws=512, bins=10, batch=64), []
     for _ in range(8):
-        drawn.append((draw := strategy.draw(torch.zeros(64, 1))).fractions)
+        samples.append((draw := strategy.draw(torch.zeros(64, 1))).fractions)
         assert torch.equal(draw.t, other.draw(torch.zeros(64, 1)).t)
         for one in (strategy, other):
             with one.observe(draw):
                 pass
-    assert found["count"].tolist() == np.histogram(torch.cat(drawn).numpy(), np.linspace(0, 1, 11))[0].tolist()
+    assert results["count"].tolist() == np.histogram(torch.cat(samples).numpy(), np.linspace(0, 1, 11))[0].tolist()
 
 
 def test_a_preview_needs_the_context_that_the_draw_needs():
@@ -287,10 +287,10 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.found = []
 
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+    def __torch_dispatch__(self, function, types, arguments=(), by_name=None):
         if function.overloadpacket._qualified_op_name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"):
             self.found.append(function)
-        return function(*arguments, **(named or {}))
+        return function(*arguments, **(by_name or {}))
 
 
 def test_neither_loss_by_level_nor_nearest_waits_for_a_device():

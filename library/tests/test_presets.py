@@ -81,9 +81,9 @@ def test_names_of_presets_need_no_torch():
 @pytest.mark.parametrize("name", sorted(TRAINERS))
 def test_quantiles_are_the_trainers(name):
     trainer = TRAINERS[name]
-    found = kairos_timesteps.preset(name, **trainer.options).quantile(LEVELS, **trainer.context)
-    error = np.abs(found - trainer.quantile(LEVELS)) / (trainer.quantile(LEVELS) if trainer.sigma else 1)
-    assert found.dtype == np.float64
+    results = kairos_timesteps.preset(name, **trainer.options).quantile(LEVELS, **trainer.context)
+    error = np.abs(results - trainer.quantile(LEVELS)) / (trainer.quantile(LEVELS) if trainer.sigma else 1)
+    assert results.dtype == np.float64
     assert error.max() < 1e-6
 
 
@@ -91,11 +91,11 @@ def test_quantiles_are_the_trainers(name):
 def test_weights_are_the_trainers(name):
     trainer = TRAINERS[name]
     times = trainer.quantile(LEVELS).astype(np.float32)
-    found = kairos_timesteps.preset(name, **trainer.options).weights(torch.from_numpy(times))
+    results = kairos_timesteps.preset(name, **trainer.options).weights(torch.from_numpy(times))
     expected = trainer.weight(times.astype(np.float64))
-    assert found.dtype == torch.float32
-    assert found.shape == times.shape
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
+    assert results.dtype == torch.float32
+    assert results.shape == times.shape
+    np.testing.assert_allclose(results.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 def distance(draws, quantile):
@@ -167,10 +167,10 @@ def test_signs(name, options, context, median):
 
 def test_contexts_are_of_each_sample():
     tokens = torch.tensor([256, 4096])
-    found = kairos_timesteps.preset("musubi:flux_shift").quantile(torch.tensor([0.5, 0.5]), tokens=tokens)
-    np.testing.assert_allclose(found, 1 / (1 + np.exp([-0.5, -1.15])), rtol=1e-6)
-    drawn = kairos_timesteps.preset("musubi:flux_shift").sample(20_000, tokens=tokens.repeat(10_000)).view(-1, 2)
-    np.testing.assert_allclose(drawn.median(0).values, found, atol=0.02)
+    results = kairos_timesteps.preset("musubi:flux_shift").quantile(torch.tensor([0.5, 0.5]), tokens=tokens)
+    np.testing.assert_allclose(results, 1 / (1 + np.exp([-0.5, -1.15])), rtol=1e-6)
+    timesteps = kairos_timesteps.preset("musubi:flux_shift").sample(20_000, tokens=tokens.repeat(10_000)).view(-1, 2)
+    np.testing.assert_allclose(timesteps.median(0).values, results, atol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,10 @@ def test_contexts_are_of_each_sample():
     ],
 )
 def test_what_cannot_be_is_refused(name, options, message):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         kairos_timesteps.preset(name, **options)
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert message in str(rejected.value)
+    assert "\n" not in str(rejected.value)
 
 
 @pytest.mark.parametrize(

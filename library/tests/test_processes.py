@@ -94,8 +94,8 @@ def test_a_weighting_weighs_the_same_error_alike_whatever_is_predicted(name, wei
     of_epsilon = mean_square(process.epsilon(output, x_t, t) - noise)
     options = {"sigma_data": getattr(process, "sigma_data", 0.5)} if weighting == "edm" else {}
     stated = make_weighting({"name": weighting, **options}, make_schedule(), "epsilon")(snr_at(process, t).numpy())
-    found = strategy.weighting.at(process, t).double() * of_output
-    torch.testing.assert_close(found, torch.from_numpy(stated) * of_epsilon, rtol=1e-3, atol=1e-9)
+    results = strategy.weighting.at(process, t).double() * of_output
+    torch.testing.assert_close(results, torch.from_numpy(stated) * of_epsilon, rtol=1e-3, atol=1e-9)
 
 
 def test_debiased_converts_too_but_for_the_published_form_of_v():
@@ -255,14 +255,14 @@ def test_a_strategy_measures_a_network_in_bfloat16(name, process):
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (4, 8, 8), (16,), (2, 3, 4, 5)])
 @pytest.mark.parametrize("process", ["cosine", "edm", "flow"])
 def test_batches_of_one_and_any_shape(shape, process):
-    made = as_process("cosine", 50, "v") if process == "cosine" else ALL[process]()
-    strategy = kairos_timesteps.Strategy("speed+min_snr", made)
+    built = as_process("cosine", 50, "v") if process == "cosine" else ALL[process]()
+    strategy = kairos_timesteps.Strategy("speed+min_snr", built)
     x0 = torch.randn(1, *shape)
     draw = strategy.draw(x0)
     assert draw.t.shape == draw.weights.shape == draw.fractions.shape == (1,)
-    x_t = made.noised(x0, torch.randn_like(x0), draw.t)
+    x_t = built.noised(x0, torch.randn_like(x0), draw.t)
     assert x_t.shape == x0.shape and x_t.dtype == torch.float32
-    error = (made.predict(lambda x, t: x, x_t, draw.t) - x0).double().square().flatten(1).mean(1)  # a float64 loss
+    error = (built.predict(lambda x, t: x, x_t, draw.t) - x0).double().square().flatten(1).mean(1)  # a float64 loss
     assert strategy.loss(draw, error).isfinite()
     with strategy.observe(draw):
         pass

@@ -26,8 +26,8 @@ TORCH = "cpu:0"  # the same device by a name that takes the way of a GPU, torch'
 @pytest.mark.parametrize("array", [np.array, torch.tensor])
 def test_published_vectors(counter, key, words, array):
     parsed = [array([int(word, 16)]) for word in counter.split()]
-    drawn = philox(parsed, key_schedule(*(int(half, 16) for half in key.split())))
-    assert " ".join(f"{word.item():08x}" for word in drawn) == words
+    timesteps = philox(parsed, key_schedule(*(int(half, 16) for half in key.split())))
+    assert " ".join(f"{word.item():08x}" for word in timesteps) == words
 
 
 def all_kinds(stream, step, index, device="cpu"):
@@ -57,8 +57,8 @@ def test_golden_values():
         (1 + 2**62, "noise", 0, 0): [1000800987, 3842919050],
         (2**63 - 1, "order", 2**63 - 1, 7): [4086135303, 2649928318],
     }
-    for (seed, name, step, place), two in words.items():
-        assert Stream(seed, name).words(step, torch.tensor([place]), 2).tolist() == [two]
+    for (seed, name, step, position), two in words.items():
+        assert Stream(seed, name).words(step, torch.tensor([position]), 2).tolist() == [two]
     assert NOISE.uniform(3, range(4)).tolist() == [
         0.9674853084137109,
         0.054911252852677284,
@@ -83,8 +83,8 @@ def test_every_bit_counts():
     keys = [(seed, "noise", 0, 0) for seed in (1, 1 + 2**31, 1 + 2**32, 1 + 2**62, 2**63 - 1)]
     keys += [(1, "flips", 0, 0), (1, "noise", 1, 0), (1, "noise", 2**32, 0), (1, "noise", 2**62, 0)]
     keys += [(1, "noise", 0, 1), (1, "noise", 0, 2**31), (1, "noise", 0, 2**32 - 1)]
-    drawn = {tuple(Stream(*key[:2]).words(key[2], torch.tensor([key[3]]), 4)[0].tolist()) for key in keys}
-    assert len(drawn) == len(keys)
+    timesteps = {tuple(Stream(*key[:2]).words(key[2], torch.tensor([key[3]]), 4)[0].tolist()) for key in keys}
+    assert len(timesteps) == len(keys)
 
 
 def test_value_does_not_depend_on_the_batch():
@@ -162,16 +162,16 @@ def test_normal_is_exact_to_1e_6():
 @pytest.mark.parametrize(("a", "b"), [(1, 1), (0.8, 1), (2, 5), (0.5, 0.5), (0.05, 0.3), (100, 3), (1e4, 1e4)])
 def test_beta(a, b):
     n = 10**5
-    drawn = NOISE.beta(0, range(n), torch.full((n,), a), torch.full((n,), b))
-    assert drawn.dtype == torch.float64
-    assert scipy.stats.kstest(drawn, scipy.stats.beta(a, b).cdf).pvalue > 0.01
+    timesteps = NOISE.beta(0, range(n), torch.full((n,), a), torch.full((n,), b))
+    assert timesteps.dtype == torch.float64
+    assert scipy.stats.kstest(timesteps, scipy.stats.beta(a, b).cdf).pvalue > 0.01
 
 
 def test_beta_of_tiny_parameters():
     n = 10**5
-    drawn = NOISE.beta(0, range(n), torch.full((n,), 1e-3), torch.full((n,), 2e-3))  # practically 0 or 1
-    assert drawn.isfinite().all() and drawn.min() >= 0 and drawn.max() <= 1
-    assert drawn.mean().item() == pytest.approx(1 / 3, abs=0.005)
+    timesteps = NOISE.beta(0, range(n), torch.full((n,), 1e-3), torch.full((n,), 2e-3))  # practically 0 or 1
+    assert timesteps.isfinite().all() and timesteps.min() >= 0 and timesteps.max() <= 1
+    assert timesteps.mean().item() == pytest.approx(1 / 3, abs=0.005)
 
 
 def test_permutation():

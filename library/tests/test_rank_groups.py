@@ -32,7 +32,7 @@ def test_four_ranks_in_a_mesh_draw_and_learn_what_one_process_does(tmp_path):
             alone = rank_groups.train(specification, half=None, micro_batches=micro_batches)
             for rank, results in enumerate(in_mesh):
                 with rank_groups.case(f"{specification}, {way}, rank {rank}"):
-                    found, count = results[way][number], 4 // micro_batches
+                    measured, count = results[way][number], 4 // micro_batches
                     here = slice(count * (rank // 2), count * (rank // 2) + count)
-                    assert torch.equal(found["t"], alone["t"][:, here]), "other timesteps are drawn"
-                    close(found["state"], alone["state"])
+                    assert torch.equal(measured["t"], alone["t"][:, here]), "other timesteps are drawn"
+                    close(measured["state"], alone["state"])

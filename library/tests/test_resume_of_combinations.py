@@ -26,8 +26,8 @@ def check_resume(specification: Specification, interrupted: int, micro_batches: 
     resumed = SmallLoop(specification, micro_batches, times)
     resumed.load(whole.saved())
     for step in range(interrupted, STEPS):
-        drawn, again = whole.step(), resumed.step()
-        assert equal_bits(drawn, again), f"draws of step {step} differ after a resume at {interrupted}"
+        draws, again = whole.step(), resumed.step()
+        assert equal_bits(draws, again), f"draws of step {step} differ after a resume at {interrupted}"
     assert equal_bits(whole.state(), resumed.state()), f"state differs after a resume at {interrupted}"
 
 

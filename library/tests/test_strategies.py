@@ -185,7 +185,7 @@ def test_change_aware_refuses_lambdas_that_give_negative_weights(lam):
 
 
 @pytest.mark.parametrize(
-    ("named", "message"),
+    ("by_name", "message"),
     [
         ({"name": "sped"}, "did you mean 'speed'"),
         ({"name": "speed", "kk": 3}, "unknown option 'kk'"),
@@ -201,9 +201,9 @@ def test_change_aware_refuses_lambdas_that_give_negative_weights(lam):
         ({"name": "adaptive", "queue": 2}, "queue: got 2, allowed: integer >= 3"),
     ],
 )
-def test_refusals_name_field_value_and_what_is_allowed(named, message):
+def test_refusals_name_field_value_and_what_is_allowed(by_name, message):
     with pytest.raises(ConfigError, match=message):
-        make_sampler(named, make_schedule())
+        make_sampler(by_name, make_schedule())
 
 
 def test_beta_cdf_equals_scipy():
@@ -264,13 +264,13 @@ def test_reflected_halves_fill_odd_and_tiny_batches(name, batch):
 def test_speed_official_pairs_each_draw_with_its_reflection():
     sampler = make_sampler({"name": "speed_official"}, make_schedule())
     t = (sampler.draw_for_batch(torch.zeros(64, 1), RandomCoordinates(step=5)) * 1000).long()
-    drawn, reflected = t[:31], t[33:]
-    assert torch.equal(reflected, torch.where(drawn < 642, 642 - drawn, drawn - 642))
+    samples, reflected = t[:31], t[33:]
+    assert torch.equal(reflected, torch.where(samples < 642, 642 - samples, samples - 642))
 
 
 def test_speed_v1_weighs_the_two_areas_five_to_one():
-    drawn = make_sampler({"name": "speed_v1"}, make_schedule()).half_masses()
-    assert drawn[300] == pytest.approx(2.5, abs=1e-3) and drawn[900] == pytest.approx(0.5, abs=1e-3)
+    samples = make_sampler({"name": "speed_v1"}, make_schedule()).half_masses()
+    assert samples[300] == pytest.approx(2.5, abs=1e-3) and samples[900] == pytest.approx(0.5, abs=1e-3)
 
 
 def test_change_aware_official_is_one_from_tau_on():
@@ -316,8 +316,8 @@ def test_uniform_on_a_range_draws_nothing_else():
     assert p[200:300] == pytest.approx(0.01) and p.sum() == pytest.approx(1)
     t = (sampler.draw_for_batch(torch.zeros(5000, 1), RandomCoordinates()) * 1000).long()
     assert t.min() == 200 and t.max() == 299
-    found = warnings_of(table(sampler, make_weighting({"name": "none"}, make_schedule())))
-    assert found == ["timestep is never drawn (p = 0) at 900 of 1000 timesteps between t = 0 and 999"]
+    results = warnings_of(table(sampler, make_weighting({"name": "none"}, make_schedule())))
+    assert results == ["timestep is never drawn (p = 0) at 900 of 1000 timesteps between t = 0 and 999"]
 
 
 @pytest.mark.parametrize("name", ["speed_official", "speed_v1"])
@@ -409,7 +409,7 @@ def test_edm2s_importance_weighs_the_whole_sum():
         strategy.weighting.linear.normal_(generator=torch.Generator().manual_seed(0))
     draw = strategy.draw(torch.zeros(40_000, 1))
     losses = 1.0 + draw.t.float()
-    found = strategy.weighted(draw, losses).mean().item()
+    results = strategy.weighted(draw, losses).mean().item()
     u = strategy.weighting.expected().detach().double().numpy()
     weights, t = strategy.weighting.base_weighting.weights(), np.arange(10)
-    assert found == pytest.approx((weights * (1 + t) * np.exp(-u) + u).mean(), rel=0.02)
+    assert results == pytest.approx((weights * (1 + t) * np.exp(-u) + u).mean(), rel=0.02)
