@@ -52,7 +52,19 @@ TESTS = [
         "data",
         "disk",
     ),
-    *("distances", "distributed", "draws", "files", "identity", "interrupts", "job", "lengths", "measured"),
+    *(
+        "distances",
+        "distributed",
+        "draws",
+        "files",
+        "functions",
+        "identity",
+        "info_noise",
+        "interrupts",
+        "job",
+        "lengths",
+        "measured",
+    ),
     *("metric_can_rank", "own_loop", "presets", "processes", "published", "published_diffusion"),
     *("published_sampling", "randomness", "ranking", "report", "sampling", "strategies", "strategies_checkpoints"),
     *("strategies_cli", "superresolution", "training", "unfinished"),
@@ -421,7 +433,7 @@ def try_mutants(options: argparse.Namespace, root: Path) -> list[str]:
     for module in options.modules:
         report(f"{module:40}" + "".join(f"{counts[module][outcome]:14}" for outcome in outcomes))
     sums = [sum(count[outcome] for count in counts.values()) for outcome in outcomes]
-    report(f"{'all':28}" + "".join(f"{number:14}" for number in sums))
+    report(f"{'all':40}" + "".join(f"{number:14}" for number in sums))
     report(f"{cpu_seconds():.0f} CPU seconds")
     return printed
 
