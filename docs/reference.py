@@ -14,6 +14,7 @@ from kairos.config import Experiment
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE
 
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+_FIRST = ("Strategy", "Draw", "density", "weighting", "preset", "names")
 _BASES = ("base.Sampler", "base.FixedDensity", "base.TableDensity", "base.Weighting")
 _BASES += ("options.option", "errors.ConfigError")
 _ELSEWHERE = {"sampler": "samplers.md", "weighting": "weightings.md", "coupling": "couplings.md"}
@@ -84,11 +85,10 @@ def presets() -> str:
 
 
 def api() -> str:
-    """All public names, and what a strategy of one's own is made of."""
-    names = sorted(
-        {*kairos_timesteps.__all__} - {"__version__"}, key=kairos_timesteps.__all__.index
-    )  # what one begins with first
-    return "\n\n".join(f"::: kairos_timesteps.{name}" for name in [*names, *_BASES])
+    """All public names, and the bases of a user's own strategies."""
+    public = [name for name in kairos_timesteps.__all__ if name != "__version__"]
+    names = [*_FIRST, *(name for name in public if name not in _FIRST), *_BASES]
+    return "\n\n".join(f"::: kairos_timesteps.{name}" for name in names)
 
 
 def described(node: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
