@@ -115,6 +115,8 @@ def plain_experiment(chosen: dict) -> dict:
     sampler |= _known(SAMPLERS, chosen["sampler"], {"points": chosen["points"]})
     if chosen["importance"]:
         sampler["importance"] = True
+    if chosen["sampler"] == "uniform":
+        del sampler["start"]  # a timestep there, not a number of steps
     process, prediction, model = {"name": chosen["process"]}, None, chosen["model"]
     if chosen["process"] in ("epsilon", "x0", "v", "discrete"):
         process, prediction = DISCRETE, None if chosen["process"] == "discrete" else chosen["process"]
