@@ -2,7 +2,7 @@
 
     python benchmarks/draws.py > benchmarks/results/draws.csv
 
-`mean` counts the turns of 16 steps that fixed strategies draw at once, `median` is a step within a turn. Of samplers
+`mean` counts the prefetch blocks of 16 steps of fixed strategies, `median` is a step within a block. Of samplers
 that follow losses the draw alone; what they learn from is `observe`.
 """
 
@@ -13,10 +13,10 @@ import time
 import torch
 
 import kairos_timesteps
+from kairos_timesteps.base import MeasuresNetwork
 from kairos_timesteps.components import SAMPLERS
 
 STEPS = 320
-MEASURE = ("adaptive", "gradient", "first")  # the network: benchmarks/overhead.py
 
 
 def microseconds(name: str) -> tuple[list[float], list[float]]:
@@ -43,7 +43,7 @@ def main() -> None:
     print(f"# python {platform.python_version()}, torch {torch.__version__}, cpu {platform.machine()}, {STEPS} steps")
     print("sampler,mean,median,observe_median")
     for name in SAMPLERS:
-        if not name.startswith(MEASURE):
+        if not issubclass(SAMPLERS[name].load(), MeasuresNetwork):  # for these: benchmarks/overhead.py
             draws, observed = microseconds(name)
             print(
                 f"{name},{statistics.mean(draws):.0f},{statistics.median(draws):.0f},{statistics.median(observed):.0f}"

@@ -140,8 +140,16 @@ def test_components_can_be_listed_and_shown(folder, capsys):
         ("kairos", "", "plugins: kairos.py: module 'kairos' is .*; rename the file"),
         ("random", "", "plugins: random.py: module 'random' is .*; rename the file"),
         ("my-file", "", "plugins: got 'my-file.py', allowed: a Python file whose name has letters"),
-        ("taken", FILE.replace("test_other", "uniform"), "line 23: sampler uniform: got taken:Other, allowed: another name"),
-        ("twice", FILE.replace("test_other", "test_power"), "line 23: sampler test_power: got twice:Other, allowed: another name"),
+        (
+            "taken",
+            FILE.replace("test_other", "uniform"),
+            "line 23: sampler uniform: got taken:Other, allowed: another name",
+        ),
+        (
+            "twice",
+            FILE.replace("test_other", "test_power"),
+            "line 23: sampler test_power: got twice:Other, allowed: another name",
+        ),
         ("function", FILE.replace("class Other(FixedDensity)", "class Other"), "line 23: AttributeError: .*'Options'"),
         ("untyped", FILE.replace("limit: float =", "limit ="), "line .*Capped.limit: an option needs a type"),
     ],
