@@ -1,10 +1,11 @@
-"""Hashes of what the library computes and what the demo's runs hold: equal before and after a change of code alone.
+"""Hashes of the library's outputs and of a finished experiment; they stay equal under a refactoring.
 
     python benchmarks/behaviour.py record before.json [--results results/demo]
     python benchmarks/behaviour.py compare before.json [--results results/demo]
 
-A record has two sections. ``library``: draws, times, weights, tables, states and presets of all strategies on three
-processes, with their default options. ``results``: component hashes of all training runs (`kairos verify`), sample
+A record has two sections. ``library``: draws, times, weights, tables and states of each sampler, weighting and
+coupling on three processes, with default options; of selected combinations; and all presets. A combination that a
+process rejects has the name of the error. ``results``: component hashes of all training runs (`kairos verify`), sample
 arrays and distances of a finished experiment.
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 import kairos_timesteps as library
+from kairos_timesteps.errors import ConfigError
 
 PROCESSES = ("linear", "edm", "flow")
 CONTEXT = {"tokens": 300, "group": 0, "progress": 0.3}
@@ -59,7 +61,7 @@ def trained(name: str, process: str, **options) -> list:
     torch.manual_seed(0)
     network = torch.nn.Conv2d(2, 2, 3, padding=1)
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    found = []
+    values = []
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         x0, noise = torch.randn(2, 8, 2, 4, 4, generator=generator)
@@ -74,15 +76,15 @@ def trained(name: str, process: str, **options) -> list:
         loss.backward()
         with strategy.observe(draw, network=lambda x, t: network(x), optimizer=optimizer):
             optimizer.step()
-        found += [draw.t, draw.fractions, draw.weights, eps, loss]
+        values += [draw.t, draw.fractions, draw.weights, eps, loss]
     table = strategy.table(**{**CONTEXT, "group": "all"}) if "by_group" in name else strategy.table(**CONTEXT)
     sampled = [] if name.startswith("adaptive") else [strategy.sample(5, **CONTEXT)]  # a policy needs images
-    return [*found, table, strategy.state_dict(), *sampled]
+    return [*values, table, strategy.state_dict(), *sampled]
 
 
 def of_library() -> dict[str, str]:
-    """Hashes of what every strategy does."""
-    found, names = {}, strategies()
+    """Return hashes of the outputs of strategies and presets."""
+    hashes, names = {}, strategies()
     cases = [(f"{name}+none", {}) for name in names["sampler"]] + [
         (f"uniform+{name}", {}) for name in names["weighting"]
     ]
@@ -95,37 +97,37 @@ def of_library() -> dict[str, str]:
         for name, options in cases:
             key = f"{process} {name} {json.dumps(options)}"
             try:
-                found[key] = digest(trained(name, process, **options))
-            except Exception as error:  # of what a process cannot have, the message's kind
-                found[key] = type(error).__name__
+                hashes[key] = digest(trained(name, process, **options))
+            except ConfigError as error:  # a strategy that the process rejects
+                hashes[key] = type(error).__name__
     for name in library.names("preset"):
         preset = library.preset(name)
         drawn = preset.sample(100, seed=1, tokens=1024, frames=1)
         middle = drawn.clip(0.01, 0.99)
-        found[f"preset {name}"] = digest([drawn, preset.weights(middle)])
-    return found
+        hashes[f"preset {name}"] = digest([drawn, preset.weights(middle)])
+    return hashes
 
 
 def of_results(results: Path) -> dict[str, str]:
     """Component hashes, sample arrays and distances of a finished experiment."""
     from kairos.cli.verify import run
 
-    found = {}
+    hashes = {}
     for record in sorted(results.glob("*/seed*/training.json")):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             run(argparse.Namespace(folder=record.parent, against=None))
         for line in printed.getvalue().splitlines():
             name, value = line.rsplit(" ", 1)
-            found[f"{record.parent.relative_to(results)} {name}"] = value
+            hashes[f"{record.parent.relative_to(results)} {name}"] = value
     for path in sorted(results.glob("*/seed*/**/*.npy")):
-        found[str(path.relative_to(results))] = hashlib.sha256(path.read_bytes()).hexdigest()
+        hashes[str(path.relative_to(results))] = hashlib.sha256(path.read_bytes()).hexdigest()
     for path in sorted(results.glob("*/seed*/**/*.npz")):
         with np.load(path) as arrays:
-            found[str(path.relative_to(results))] = digest(arrays["images"])  # the protocol names the identity
+            hashes[str(path.relative_to(results))] = digest(arrays["images"])  # without the protocol's identity
     for path in sorted(results.glob("*/seed*/evaluation/*.json")):
-        found[str(path.relative_to(results))] = digest(json.loads(path.read_text(encoding="utf-8"))["metrics"])
-    return found
+        hashes[str(path.relative_to(results))] = digest(json.loads(path.read_text(encoding="utf-8"))["metrics"])
+    return hashes
 
 
 def main() -> None:
@@ -135,20 +137,20 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--results", type=Path)
     arguments = parser.parse_args()
-    made = {"library": of_library(), "results": of_results(arguments.results) if arguments.results else {}}
+    record = {"library": of_library(), "results": of_results(arguments.results) if arguments.results else {}}
     if arguments.what == "record":
-        arguments.file.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        print(f"{arguments.file}: {len(made['library'])} hashes of the library, {len(made['results'])} of results")
+        arguments.file.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        print(f"{arguments.file}: {len(record['library'])} hashes of the library, {len(record['results'])} of results")
         return
     before = json.loads(arguments.file.read_text(encoding="utf-8"))
     differing = [
-        f"{section}: {key}: {before[section].get(key)} before, {made[section].get(key)} now"
-        for section in made
-        if made[section]
-        for key in sorted({*before[section], *made[section]})
-        if before[section].get(key) != made[section].get(key)
+        f"{section}: {key}: {before[section].get(key)} before, {record[section].get(key)} now"
+        for section in record
+        if record[section]
+        for key in sorted({*before[section], *record[section]})
+        if before[section].get(key) != record[section].get(key)
     ]
-    print(*differing, f"{sum(map(len, made.values()))} hashes, {len(differing)} differ", sep="\n")
+    print(*differing, f"{sum(map(len, record.values()))} hashes, {len(differing)} differ", sep="\n")
     sys.exit(bool(differing))
 
 

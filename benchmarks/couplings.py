@@ -1,11 +1,15 @@
-"""What a coupling of noise with images costs, beside a training step, and what it does to the noise.
+"""Measure the time of noise-image couplings, compared with a training step, and how they change the noise.
 
     python benchmarks/couplings.py --out benchmarks/results/couplings.csv
 
 Batch 256 of 3x32x32 (random numbers with the mean square of natural images in [-1, 1], smoothed), a DiT of about 5 M
-parameters on patches of 4. Couplings take turns step by step. Columns: milliseconds of `Strategy.couple` (median, and
-the smallest), the same as a share of the step's, the mean squared distance of an image to its noise per number, and the
-mean square of the noise, which is 1 where it is not changed.
+parameters on patches of 4. The couplings alternate step by step.
+
+Columns:
+    ms, ms_least: median and minimum of the milliseconds of `Strategy.couple`; row ``step``: of a training step.
+    share_of_step: median over the median of a training step.
+    distance: mean squared difference between an image and its noise, per element.
+    square: mean square of the noise; 1 if the coupling keeps the noise standard normal.
 """
 
 import argparse
@@ -29,7 +33,7 @@ COUPLINGS = {
 
 
 def timed(device: torch.device, function) -> tuple[float, object]:
-    """Milliseconds, the device's work included, and the result."""
+    """Return the milliseconds of a call, including its work on the device, and its result."""
     begun = time.perf_counter()
     result = function()
     if device.type == "cuda":

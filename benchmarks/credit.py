@@ -59,7 +59,7 @@ def digits(folder: Path, schedule: str) -> tuple[dict[str, Any], Path]:
 
 
 def configured(path: Path, schedule: str) -> tuple[dict[str, Any], Path]:
-    """The same of an experiment file, with another schedule."""
+    """Load an experiment file with another noise schedule and uniform sampling; also returns its latents' folder."""
     experiment = load(path)
     plain = experiment.plain()
     plain["diffusion"]["process"]["schedule"] = schedule

@@ -1,4 +1,4 @@
-"""What `credit.py` measures of the adaptive sampler's feature vector: does a cheaper one say what the full one says?"""
+"""Feature vectors of the adaptive sampler for `credit.py`: agreement of cheaper vectors with the full one."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ from credit_ways import Array, Moment
 from torch import Tensor
 
 from kairos_timesteps.base import Observation
-from kairos_timesteps.meter import errors
 from kairos_timesteps.samplers.policy import select_timesteps
 
 FEATURES = {  # name: timesteps (None: all), images, which of the independent draws of image and noise
@@ -23,9 +22,10 @@ FEATURES = {  # name: timesteps (None: all), images, which of the independent dr
 
 
 def feature_vectors(moment: Moment, count: int) -> dict[str, tuple[Array, Array]]:
-    """For each way of taking the feature vector its timesteps (n,) and c_t-weighted changes, (count, n).
+    """Measure every feature vector in `FEATURES`: its timesteps (n,) and the c_t-weighted loss changes, (count, n).
 
-    All are taken around the same steps, of batches with uniform timesteps, each with its own image and noise.
+    All vectors are measured around the same optimiser steps, on batches with uniform timesteps. Images and noise differ
+    between vectors.
     """
     timesteps, size = moment.schedule.timesteps, moment.size
     coefficients = torch.from_numpy(moment.schedule.vlb)
@@ -41,7 +41,7 @@ def feature_vectors(moment: Moment, count: int) -> dict[str, tuple[Array, Array]
             one = torch.full((len(t),), (observation.step * 7 + draw * 13) % size)
             index = one if images == "one" else torch.arange(len(t)) * size // len(t)
             fractions = torch.from_numpy((t + 0.5) / timesteps)
-            looks[name] = errors(observation, index, fractions, name) * coefficients[t]
+            looks[name] = observation.meter.errors(index, fractions, name) * coefficients[t]
         return looks
 
     for step in range(count):
@@ -57,12 +57,23 @@ def feature_vectors(moment: Moment, count: int) -> dict[str, tuple[Array, Array]
 
 
 def agreement(vectors: dict[str, tuple[Array, Array]], queue: int, selected: int, share: float) -> list[dict[str, Any]]:
-    """How the ways of taking the feature vector agree, one row each.
+    """Compare the feature vectors, one row each.
 
-    Columns: correlation over steps of Delta, the vector's mean, with that of all T on one image, and with that of all T
-    on the batch; mean distance of the selected timesteps from those of all T on one image, as a share of T; and what
-    the selection is for: how the mean change at the selected timesteps, measured on another image, correlates with
-    Delta on the batch over the steps that S was not selected from.
+    Delta is the mean of a feature vector; S is the set of selected timesteps. Row "S at random" selects S at random.
+    Columns:
+
+    - forwards: forward passes of a batch per measurement.
+    - delta_with_one_image: correlation over steps of Delta with Delta of all T on one image.
+    - delta_with_batch: correlation over steps of Delta with Delta of all T on the batch.
+    - distance_of_S: mean distance of S from the S of all T on one image, as a share of T.
+    - S_predicts: correlation of the mean change at S, measured on another image, with Delta of all T on the batch. Only
+      steps from which S was not selected count.
+
+    Args:
+        vectors: from `feature_vectors`.
+        queue: steps that each S is selected from.
+        selected: number of timesteps in S.
+        share: forward passes of a batch that one sample costs.
     """
     names = list(vectors)
     delta = {name: rows.mean(1) for name, (_, rows) in vectors.items()}
@@ -101,7 +112,7 @@ def agreement(vectors: dict[str, tuple[Array, Array]], queue: int, selected: int
 
 
 def correlation(x: Array, y: Array) -> float:
-    """Pearson's; 0 where one does not vary."""
+    """Return Pearson's correlation coefficient; 0 if either array is constant."""
     x, y = x - x.mean(), y - y.mean()
     scale = np.sqrt((x @ x) * (y @ y))
     return float(x @ y / scale) if scale > 0 else 0.0

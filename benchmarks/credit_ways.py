@@ -1,7 +1,7 @@
-"""What `credit.py` measures: a training held still, and every way of asking it which timesteps help.
+"""Estimators of the benefit of each timestep for `credit.py`, and the frozen training run that they are measured on.
 
-Every way is measured on fresh batches from the same weights and optimiser state, so that measurements are independent
-of each other and repeat one experiment. Each gives two estimates of the same vector, from separate halves of its data.
+Every estimator is measured on new batches from the same weights and optimiser state, so measurements are independent
+repetitions of one experiment. Each measurement gives two estimates of one vector, from separate halves of its data.
 """
 
 import copy
@@ -33,15 +33,15 @@ PERTURBATION = 0.5  # of the density in a bin, up or down, for antithetic batche
 
 @dataclass(frozen=True)
 class Way:
-    """One way of measuring.
+    """An estimator of the benefit of each timestep, with its measurements.
 
     Attributes:
-        name: shown in tables.
-        cost: of one measurement, both halves, in forward passes of a batch beyond the training's own step.
-        count: measurements taken.
-        estimate: from numbers of measurements to the two halves' estimates, (2, components).
-        profile: components are bins of t, of which only differences matter.
-        least: measurements that an estimate needs.
+        name: name in tables.
+        cost: cost of one measurement, both halves, in forward passes of a batch beyond the training step.
+        count: number of measurements.
+        estimate: function of the indices of measurements; returns the estimates of the two halves, (2, components).
+        profile: True if the components are bins of t, of which only differences matter.
+        least: smallest number of measurements for an estimate.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Way:
 
 
 class Moment:
-    """A training held still: measured steps begin from it and leave no trace."""
+    """A training run at a fixed step: every measured optimiser step starts from its weights and is undone."""
 
     def __init__(self, training: Training):
         self.training, self.process = training, training.process
@@ -67,12 +67,12 @@ class Moment:
         self.before = self.target()
 
     def restore(self) -> None:
-        """Back to where it was."""
+        """Restore the weights and the optimiser state that were saved at the beginning."""
         self.network.load_state_dict(self.saved[0])
         self.optimizer.load_state_dict(copy.deepcopy(self.saved[1]))
 
     def batch(self, number: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Images and conditions of a measurement."""
+        """Return the images and conditions of a measurement."""
         step = self.first + number
         (batch,) = self.training.batches.steps(step, step + 1)
         return batch.x0, batch.conditions
@@ -86,18 +86,18 @@ class Moment:
         return t, x_t, output, per_sample((output - self.process.target(x0, noise, t)) ** 2)
 
     def draws(self, number: int) -> Tensor:
-        """Uniform fractions for a batch, float64 (batch,)."""
+        """Draw uniform fractions of the process for a batch, float64 (batch,)."""
         return Stream(self.first, "timesteps").uniform(number, range(self.size))
 
     def losses(self, number: int, fractions: Tensor) -> Tensor:
-        """Per-sample losses of a training step on a fresh batch at given fractions, (batch,), with gradients."""
+        """Return per-sample losses of a training step on a new batch at given fractions, (batch,), with gradients."""
         x0, conditions = self.batch(number)
         noise = Stream(self.first, "noise").normal(number, range(self.size), tuple(x0.shape[1:]), x0.device)
         self.network.train()
         return self._predict(x0, conditions, fractions, noise)[3]
 
     def backward(self, losses: Tensor) -> None:
-        """Gradients of the mean loss, clipped as in the training."""
+        """Compute the gradients of the mean loss, clipped as in training."""
         self.optimizer.zero_grad(set_to_none=True)
         losses.mean().backward()
         nn.utils.clip_grad_norm_(self.training.parameters, self.training.grad_clip)
@@ -111,7 +111,7 @@ class Moment:
         return x0, conditions, fractions, torch.randn(x0.shape, generator=random).to(x0.device)
 
     def target(self) -> Array:
-        """The plain loss and the variational bound on the fixed set: images, timesteps and noise, (2,)."""
+        """Return the unweighted loss and the variational bound on the fixed images, timesteps and noise, (2,)."""
         with torch.no_grad(), evaluating(self.network):
             t, x_t, output, plain = self._predict(*self.fixed)
             epsilon = per_sample((self.process.epsilon(output, x_t, t) - self.fixed[3]) ** 2).double().cpu()
@@ -119,7 +119,7 @@ class Moment:
         return np.array([plain.double().mean().item(), bound.mean().item()])
 
     def reduction(self, number: int, fractions: Tensor) -> Array:
-        """How far one step on a fresh batch at these fractions lowers the two targets, (2,)."""
+        """Return how far one optimiser step on a new batch at these fractions lowers the two targets, (2,)."""
         self.backward(self.losses(number, fractions))
         self.optimizer.step()
         fallen = self.before - self.target()
@@ -127,7 +127,7 @@ class Moment:
         return fallen
 
     def observation(self, x0: Tensor, conditions: dict[str, Tensor], number: int) -> Observation:
-        """What a sampler would be shown before a step."""
+        """Return the `Observation` of a batch that a sampler receives before an optimiser step."""
         place = RandomCoordinates(self.first, number)
         meter = Meter(self.process, self.network, x0, place, conditions, self.weighting, self.optimizer)
         fractions = torch.zeros(len(x0), dtype=torch.float64)
@@ -135,18 +135,18 @@ class Moment:
 
 
 def bins_of(fractions: Tensor) -> Array:
-    """Numbers of the bins of t."""
+    """Return the index of the bin of t that each fraction is in."""
     return np.minimum((fractions.numpy() * BINS).astype(np.int64), BINS - 1)
 
 
 def halves(values: Array) -> tuple[Array, Array]:
-    """The first and the second half of a batch."""
+    """Return the first and the second half of a batch."""
     middle = len(values) // 2
     return values[:middle], values[middle:]
 
 
 def sums_by_bin(bins: Array, values: Array) -> Array:
-    """Sum of the values in each bin, and their number, (2, BINS)."""
+    """Return the sum and the number of the values in each bin, (2, BINS)."""
     sums, counts = np.zeros(BINS), np.zeros(BINS)
     np.add.at(sums, bins, values)
     np.add.at(counts, bins, 1.0)
@@ -154,25 +154,25 @@ def sums_by_bin(bins: Array, values: Array) -> Array:
 
 
 def ratio(table: Array) -> Array:
-    """Means (..., BINS) from sums and numbers (..., 2, BINS); an empty bin gets the mean of the others."""
+    """Return means (..., BINS) from sums and counts (..., 2, BINS); an empty bin gets the mean of the other values."""
     sums, counts = table[..., 0, :], table[..., 1, :]
     overall = sums.sum(-1, keepdims=True) / counts.sum(-1, keepdims=True)
     return np.where(counts > 0, sums / np.maximum(counts, 1.0), overall)
 
 
 def mean_of(values: Array) -> Callable[[Array], Array]:
-    """The estimate that is a mean of measured vectors, (count, 2, components)."""
+    """Return the estimator that averages measured vectors (count, 2, components) over the selected measurements."""
     return lambda chosen: values[chosen].mean(0)
 
 
 def published(moment: Moment, name: str, count: int) -> list[Way]:
-    """The per-sample reward of `adaptive` or `adaptive_official`: as policy gradients of a and b, and by bins of t.
+    """Measure the rewards of `adaptive` or `adaptive_official`: as policy gradients of a and b, and by bins of t.
 
-    The gradient is also given in two parts: that of the batch's mean reward, which credits the batch's timesteps as a
-    whole, and that of what each sample's reward has beyond it.
+    The gradient is also split into two terms. The batch's mean reward credits all timesteps of the batch; the remainder
+    of each sample's reward credits the timestep of the sample.
 
-    The policy does not move (its learning rate is nothing), so the gradients are those of its start, close to uniform.
-    The queue is filled first; S is then selected anew after every measurement, as in a training.
+    The policy keeps its initial value, close to uniform, because its learning rate is 1e-30. The queue is filled before
+    the first measurement; S is selected again after every measurement, as in training.
     """
     strategy = Strategy(name, moment.process, sampler={"frequency": 1, "lr": 1e-30}, seed=moment.first)
     sampler: Any = strategy.sampler
@@ -214,7 +214,7 @@ def published(moment: Moment, name: str, count: int) -> list[Way]:
 
 
 def second_moment_of_loss(moment: Moment, count: int) -> Way:
-    """Root mean square of the loss by bins, from losses that a step has anyway."""
+    """Measure the root mean square of the loss by bins, from the losses of the training step, at no further cost."""
     tables = []
     for number in range(count):
         fractions = moment.draws(number)
@@ -226,7 +226,7 @@ def second_moment_of_loss(moment: Moment, count: int) -> Way:
 
 
 def of_gradients(moment: Moment, name: str, options: dict[str, Any], count: int) -> Way:
-    """`gradient_norm` or `first_order` as the samplers measure them, from the two halves of a batch's images."""
+    """Measure `gradient_norm` or `first_order` as the samplers do, on each half of the images of a batch."""
     half = moment.size // 2
     sampler: Any = make_sampler(
         {"name": name, "bins": BINS, "samples": max(2, half // BINS), **options}, moment.schedule
@@ -245,7 +245,7 @@ def of_gradients(moment: Moment, name: str, options: dict[str, Any], count: int)
 
 
 def regressions(moment: Moment, count: int) -> list[Way]:
-    """Ridge regression of the reduction of a target on the batch's histogram of timesteps; steps alternate halves."""
+    """Regress the reduction of a target on the batch's histogram of timesteps; steps alternate between halves."""
     histograms, fallen = np.zeros((count, 2, BINS)), np.zeros((count, 2, 2))
     for number in range(count):
         for half in range(2):
@@ -263,14 +263,14 @@ def regressions(moment: Moment, count: int) -> list[Way]:
 
 
 def ridge(features: Array, values: Array) -> Array:
-    """Coefficients, with the mean variance of a feature as the penalty per row."""
+    """Return the coefficients of a ridge regression whose penalty per row is the mean variance of a feature."""
     x, y = features - features.mean(0), values - values.mean()
     squares = x.T @ x
     return np.linalg.solve(squares + np.trace(squares) / len(squares) * np.eye(len(squares)), x.T @ y)
 
 
 def antithetic(moment: Moment, count: int) -> list[Way]:
-    """Pairs of batches from densities perturbed by +xi and -xi: the difference of the reductions, times xi."""
+    """Estimate from pairs of batches with densities perturbed by ±xi: the difference of the reductions, times xi."""
     random = np.random.default_rng(moment.first)
     values = np.zeros((count, 2, 2, BINS))
     for number in range(count):
@@ -291,7 +291,7 @@ def antithetic(moment: Moment, count: int) -> list[Way]:
 
 
 def ways(moment: Moment, count: int) -> list[Way]:
-    """All of them; those that cost much or say much are measured less often."""
+    """Measure all estimators: gradients `count` // 3 times, regressions 2 `count` times, the others `count` times."""
     few = max(count // 3, 2)
     return [
         *published(moment, "adaptive", count),

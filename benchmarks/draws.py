@@ -1,9 +1,14 @@
-"""What a draw costs on the CPU, batch 256, one thread, with weighting min_snr on the cosine schedule; microseconds.
+"""Measure the microseconds of `Strategy.draw` and `Strategy.observe` on one CPU thread, for every sampler.
 
     python benchmarks/draws.py > benchmarks/results/draws.csv
 
-`mean` counts the prefetch blocks of 16 steps of fixed strategies, `median` is a step within a block. Of samplers
-that follow losses the draw alone; what they learn from is `observe`.
+Batch 256, weighting min_snr, cosine schedule. Samplers that measure the network are in overhead.py.
+
+Columns:
+    mean: microseconds of a draw, averaged over all steps. Fixed strategies draw a prefetch block of 16 steps at once;
+        the mean includes the steps that compute a block.
+    median: median microseconds of a draw; for fixed strategies, of a draw from an existing prefetch block.
+    observe_median: microseconds of `observe`, in which samplers that follow losses update their density.
 """
 
 import platform
@@ -20,7 +25,7 @@ STEPS = 320
 
 
 def microseconds(name: str) -> tuple[list[float], list[float]]:
-    """Of every draw, and of every observation, once the density follows."""
+    """Return the microseconds of every `draw` and of every `observe`, after 32 warm-up steps."""
     options = {"start": 1} if "start" in SAMPLERS[name].options.__dataclass_fields__ and "loss" in name else {}
     strategy = kairos_timesteps.Strategy(f"{name}+min_snr", "cosine", prediction="v", sampler=options)
     x0, losses, draws, observed = torch.zeros(256, 3, 32, 32), torch.rand(256), [], []
@@ -38,7 +43,7 @@ def microseconds(name: str) -> tuple[list[float], list[float]]:
 
 
 def main() -> None:
-    """A row for each sampler that measures nothing."""
+    """Print a row for each sampler that does not measure the network."""
     torch.set_num_threads(1)
     print(f"# python {platform.python_version()}, torch {torch.__version__}, cpu {platform.machine()}, {STEPS} steps")
     print("sampler,mean,median,observe_median")

@@ -1,19 +1,24 @@
-"""Whether features order known damage: those of the self-supervised extractor beside a classifier's.
+"""Test if feature distances rank known image damage: self-supervised extractor compared with a classifier.
 
     python benchmarks/extractors.py --data ../shared/data --out benchmarks/results/extractors.csv
 
 Every extractor is trained on the same 10,000 images of CIFAR-10 or of Fashion-MNIST (padded to 32×32), by default for
-two seeds. Compared with their statistics are sets of 900 held-out images: as they are (``floor``), blurred (standard
-deviation in pixels), with noise (standard deviation of 255 grey levels), and of 8, 5 or 2 of the ten classes. Which
-classes are left out matters beside how many (a classifier's distance has the same trouble), so these are means over ten
-choices, in each of which the classes follow another one in a circle: every class is left out equally often.
+two seeds. The distance from their statistics is computed for sets of 900 held-out images:
 
-Columns: ``distance``, and ``ratio`` to the floor's. Rows with damage ``order`` say whether the distances of each kind
-of damage rise strictly from the floor, and ``rank`` is Spearman's correlation, over all damages, with the first
-extractor's order of the same seed; ``seconds`` is the CPU time of the training.
+- ``floor``: undamaged images;
+- ``blur``: blurred images, by standard deviation in pixels;
+- ``noise``: images with noise, by standard deviation in grey levels of 255;
+- ``modes``: images of 8, 5 or 2 of the ten classes.
 
-Other tasks to compare with: ``parts``, which quarter of an image a part is from and which way up it is;
-``contrastive``, NT-Xent of two parts with other brightness and contrast (Chen et al. 2020); ``untrained``.
+The distance of ``modes`` depends on the classes that are left out, also for a classifier. It is therefore a mean over
+ten cyclic choices of consecutive classes, which leave out every class equally often.
+
+Columns: ``distance``, and its ``ratio`` to the floor. Rows with damage ``order`` report if the distances of each kind
+of damage rise strictly from the floor. Their ``rank`` is Spearman's correlation over all damages with the first
+extractor of that seed; ``seconds`` is the CPU time of training.
+
+Other pretext tasks: ``parts``, the quarter of an image that a crop is from and the crop's rotation. ``contrastive`` is
+NT-Xent of two crops with changed brightness and contrast (Chen et al. 2020). ``untrained`` is a random network.
 """
 
 import argparse
@@ -103,7 +108,7 @@ def measure(extractor: extractors.Extractor, dataset: PreparedDataset, count: in
 
 
 def ordered(found: dict[str, float], kind: str) -> bool:
-    """Whether the distances of a kind of damage rise strictly with its strength, from the floor."""
+    """Return True if the distances of a kind of damage rise strictly with its strength, starting from the floor."""
     values = [found["floor"], *(value for name, value in found.items() if name.startswith(kind))]
     return all(low < high for low, high in pairwise(values))
 

@@ -1,23 +1,25 @@
-"""Samplers that learn on problems whose best density is known: independent parameters, one for each timestep.
+"""Compare samplers that learn with the exact best density, on problems with an independent parameter per timestep.
 
     python benchmarks/ground_truth.py --out benchmarks/results/ground_truth.csv
 
-Timestep t has a parameter of its own at distance d_t from its optimum, with loss_t = h_t/2 d_t² and gradients
-h_t d_t + s_t N(0, 1). It is trained by SGD at a constant rate; the aim is the mean of loss_t over t. Since nothing is
-shared between timesteps, the second moment of d_t after any number of steps is known exactly for every fixed density p:
-with N ~ Binomial(B, p_t) samples of a batch of B at t, each with weight w, and rate r,
+Timestep t has one parameter at distance d_t from its optimum, with loss_t = h_t/2 d_t² and gradients
+h_t d_t + s_t N(0, 1). SGD trains it at a constant rate; the objective is the mean of loss_t over t. The timesteps share
+no parameters, so the second moment of d_t is known exactly after any number of steps, for every fixed density p. With
+N ~ Binomial(B, p_t) samples of a batch of B at t, each with weight w, and rate r,
 
     E d'² = E (1 - r h w N/B)² E d² + (r w s)² E N / B²,     E N = B p,  E N² = B p (1 - p) + B² p²
 
-where w = 1/(T p) for samplers with importance weights (the same expected step for every p, other noise) and 1 for those
-without (other steps). Minimising the final loss over p gives the best fixed density of either family. Samplers run
-through `kairos_timesteps.Strategy` on a torch module with these losses, so they measure as anywhere. SGD has
-no preconditioner: gradient_norm and first_order use the plain metric here.
+where w = 1/(T p) for samplers with importance weights and w = 1 for others. With importance weights, p changes
+only the noise of a step; without them, it also changes the expected step. Minimising the final loss over p gives the
+best fixed density of either family. Samplers run through `kairos_timesteps.Strategy` on a torch module with these
+losses, as in any training loop. SGD has no preconditioner: gradient_norm and first_order use the Euclidean metric here.
 
-Columns: ``loss``, the final loss as it came out; ``path_loss``, the loss expected of a training on the densities that
-the sampler used, by the recursion, which has much less spread (and leaves out that a sampler's density is made from the
-same noise); its ratios to uniform's and to the optimum's of its family; total variation distance of the sampler's last
-density from the optimum.
+Columns:
+    loss: measured final loss.
+    path_loss: expected final loss of a training run on the densities that the sampler used, by the recursion. Its
+        standard deviation is much lower. It neglects that the sampler's density depends on the noise of the run.
+    path_over_uniform, path_over_optimum: path_loss over the loss of uniform, and over the optimum of its family.
+    tv_from_optimum: total variation distance of the sampler's last density from the optimum.
 """
 
 import argparse
@@ -52,11 +54,11 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Known curvature h and gradient noise s, float64 (T,), and how it is trained.
+    """A problem with known curvature h and gradient noise s, float64 (T,), and the settings of its training.
 
     Attributes:
         rate: learning rate of SGD, constant.
-        start: every parameter's distance from its optimum.
+        start: initial distance of every parameter from its optimum.
     """
 
     name: str
@@ -70,16 +72,16 @@ class Problem:
 
     @property
     def timesteps(self) -> int:
-        """T."""
+        """Number of timesteps T."""
         return len(self.curvature)
 
     def loss(self, second_moments: Tensor) -> Tensor:
-        """The mean of h_t/2 E d_t² over t, of (..., T)."""
+        """Return the mean of h_t/2 E d_t² over t, for second moments (..., T)."""
         return (self.curvature / 2 * second_moments).mean(-1)
 
 
 def problems(timesteps: int = 40) -> list[Problem]:
-    """Three ways in which timesteps may differ; x = t/(T - 1)."""
+    """Return three problems, in which timesteps differ in different ways; x = t/(T - 1)."""
     x = torch.linspace(0, 1, timesteps, dtype=torch.float64)
     noise, flat, slow = (2 * 10 ** (-power * x) for power in (1.0, 1.5, 1.2))
     return [
@@ -92,14 +94,14 @@ def problems(timesteps: int = 40) -> list[Problem]:
 def second_moments(
     problem: Problem, p: Tensor, corrected: bool, steps: int | None = None, start: Tensor | float | None = None
 ) -> Tensor:
-    """E d_t² after some steps on a fixed density, exactly, (T,).
+    """Return the exact E d_t² after training on a fixed density, (T,).
 
     Args:
-        problem: what is trained.
-        p: the density, (T,), positive.
-        corrected: whether samples carry importance weights 1/(T p).
-        steps: how many; None: the problem's.
-        start: E d_t² before them, (T,); None: the problem's.
+        problem: problem that is trained.
+        p: density, (T,), positive.
+        corrected: True if samples have importance weights 1/(T p).
+        steps: number of steps; None: the problem's.
+        start: E d_t² before the first step, (T,); None: the problem's.
     """
     b, w = problem.batch, 1 / (problem.timesteps * p) if corrected else torch.ones_like(p)
     step = problem.rate * w * problem.curvature
@@ -112,7 +114,7 @@ def second_moments(
 
 
 def along(problem: Problem, densities: list[Tensor], corrected: bool) -> Tensor:
-    """E d_t² of a training on densities that were each in use for `PERIOD` steps, as if they had been given, (T,)."""
+    """Return E d_t² of a training run on fixed densities that each apply for `PERIOD` steps, (T,)."""
     moments = torch.full_like(problem.curvature, problem.start**2)
     for number, p in enumerate(densities):
         moments = second_moments(problem, p, corrected, min(PERIOD, problem.steps - number * PERIOD), moments)
@@ -120,7 +122,7 @@ def along(problem: Problem, densities: list[Tensor], corrected: bool) -> Tensor:
 
 
 def minimised(problem: Problem, corrected: bool, density: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """The density of a parametrised family that gives the least final loss, (T,)."""
+    """Return the density of a parametrised family that has the lowest final loss, (T,)."""
     parameters = start.double().clone().requires_grad_()
     optimizer = torch.optim.LBFGS(
         [parameters], max_iter=1000, line_search_fn="strong_wolfe", tolerance_grad=1e-10, tolerance_change=1e-14
@@ -137,12 +139,12 @@ def minimised(problem: Problem, corrected: bool, density: Callable[[Tensor], Ten
 
 
 def optimum(problem: Problem, corrected: bool) -> Tensor:
-    """The best fixed density, (T,)."""
+    """Return the best fixed density, (T,)."""
     return minimised(problem, corrected, lambda logits: torch.softmax(logits, 0), torch.zeros(problem.timesteps))
 
 
 def best_beta(problem: Problem) -> Tensor:
-    """The best fixed Beta density without importance weights, all that a policy for one image can reach, (T,)."""
+    """Return the best fixed Beta density without importance weights, the limit for a policy on one image, (T,)."""
     u = (torch.arange(problem.timesteps, dtype=torch.float64) + 0.5) / problem.timesteps
 
     def density(logs: Tensor) -> Tensor:
@@ -153,10 +155,10 @@ def best_beta(problem: Problem) -> Tensor:
 
 
 class Quadratics(nn.Module):
-    """A network whose squared error of epsilon, times c_t, is loss_t plus the noise that makes its gradient noisy.
+    """A network whose squared error of epsilon, times c_t, is loss_t plus a term that adds the gradient noise.
 
-    On x0 = 0 the noise can be read off x_t, so the output is off by exactly k_t d_t + v_t epsilon: the weighted loss
-    c (k d + v epsilon)² has curvature 2 c k² and a gradient with noise 2 c k v epsilon.
+    With x0 = 0 the network computes the noise from x_t and adds an error of exactly k_t d_t + v_t epsilon. The weighted
+    loss c (k d + v epsilon)² has curvature 2 c k² and a gradient with noise 2 c k v epsilon.
     """
 
     def __init__(self, problem: Problem, strategy: Strategy):
@@ -170,13 +172,13 @@ class Quadratics(nn.Module):
         self.distance = nn.Parameter(torch.full((problem.timesteps,), problem.start))
 
     def forward(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """The noise in x_t (n, 1, 1, 1), wrongly."""
+        """Return the noise in x_t (n, 1, 1, 1) plus the error k_t d_t + v_t epsilon."""
         epsilon = x_t[:, 0, 0, 0] / self.sigma[t]
         return (epsilon + self.k[t] * self.distance[t] + self.v[t] * epsilon)[:, None, None, None]
 
 
 class Fixed(TableDensity):
-    """A density given as a table, with importance weights or without."""
+    """A sampler with a fixed table of masses, with or without importance weights."""
 
     def __init__(self, strategy: Strategy, p: Tensor, corrected: bool):
         super().__init__(strategy.sampler.options, strategy.process.schedule)
@@ -185,9 +187,9 @@ class Fixed(TableDensity):
 
 
 def train(problem: Problem, strategy: Strategy) -> tuple[Tensor, list[Tensor]]:
-    """Distances at the end of a training, float64 (T,), and the density every `PERIOD` steps from the first on.
+    """Train a problem; returns the final distances, float64 (T,), and the density every `PERIOD` steps from step 0.
 
-    Everything random follows from the strategy's seed.
+    All random numbers are functions of the strategy's seed.
     """
     network = Quadratics(problem, strategy)
     optimizer = torch.optim.SGD(network.parameters(), lr=problem.rate)
@@ -208,13 +210,13 @@ def train(problem: Problem, strategy: Strategy) -> tuple[Tensor, list[Tensor]]:
 
 
 def make_strategy(problem: Problem, sampler: str, seed: int) -> Strategy:
-    """A sampler on the variational bound, whose terms are the problem's losses."""
+    """Return a strategy on the variational bound, whose terms are the losses of the problem."""
     name = sampler.partition(",")[0]
     return Strategy(f"{name}+vlb", "linear", timesteps=problem.timesteps, sampler=SAMPLERS[sampler], seed=seed)
 
 
 def rows_of(problem: Problem, samplers: list[str], seeds: int) -> list[dict[str, Any]]:
-    """The table of one problem: exact losses of fixed densities, then what each sampler reached."""
+    """Return the table of one problem: exact losses of fixed densities, then the losses of each sampler."""
     best = {corrected: optimum(problem, corrected) for corrected in (True, False)}
     even = torch.full_like(best[True], 1 / problem.timesteps)
 

@@ -1,12 +1,16 @@
-"""What every strategy costs: time per training step beside uniform's, interleaved in one process, and where it goes.
+"""Measure the time of a training step with every strategy compared with uniform, and the share of the strategy in it.
 
     python benchmarks/overhead.py --rounds 3 --out benchmarks/results/overhead.csv
 
 The setting is the adaptive paper's: T = 1000, batch 128, |S| = 3, f_S = 40, and a DiT of more than 5 M parameters on
-8x8 latents. The strategies take turns step by step, so that a drift of the machine's speed meets all alike; a round is
-one period of 40 steps of each. The data are random numbers, which cost what images cost. Columns: ratio to uniform over
-all rounds, its range over single rounds, the strategy's own time (draw, weight, observe) as a share of uniform's
-step, and the forward passes of samples through the network per step in units of a batch (backward: two; uniform: 3).
+8x8 latents. The strategies alternate step by step in one process, so that a drift of the machine's speed affects all of
+them equally. A round is one period of 40 steps of each strategy. The data are random numbers.
+
+Columns:
+    ms_per_step: mean milliseconds of a step.
+    ratio, ratio_low, ratio_high: time over uniform, over all rounds, and its range over single rounds.
+    own_share: time of draw, loss and observe as a share of a step of uniform.
+    forwards_per_step: forward passes of a batch per step; a backward pass counts two, a step of uniform is 3.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What portable kernels cost: a training step of two networks, portable beside plain, taking turns in one run.
+"""Measure the time of a training step with portable CPU kernels compared with plain kernels, for two networks.
 
     python benchmarks/portable.py --rounds 5 --out benchmarks/results/portable.csv
 
-The caps hold for a whole process, so that a process of each kind waits for its turn: a drift of the machine's speed
-meets both alike. The networks are the demo's (params.yaml, batch 64) and a UNet of 35.7 M parameters on 32x32 pixels
-(batch 8, where attention and convolutions count). Columns: milliseconds a step, median over all; ratio of the medians;
-its range over rounds.
+Portable kernels are set for a whole process. One process of each kind therefore runs, and their rounds alternate, so
+that a drift of the machine's speed affects both equally. The networks are the demo's (params.yaml, batch 64) and a UNet
+of 35.7 M parameters on 32x32 pixels (batch 8, dominated by attention and convolutions). Columns: median milliseconds of
+a step; ratio of the medians; its range over rounds.
 """
 
 import argparse

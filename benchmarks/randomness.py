@@ -1,11 +1,11 @@
-"""What the draws of a training step cost: noise and timesteps of a batch beside the step that uses them.
+"""Measure the time to draw noise and timesteps of a batch, compared with the training step that uses them.
 
     python benchmarks/randomness.py --rounds 3 --out benchmarks/results/randomness.csv
 
-A DiT of 0.2 M parameters on 8x8 latents, batch 32, the demo's DiT, batch 64, and the CIFAR-10 UNet, batch 8, take turns
-on one thread, each with the draws of `kairos_timesteps.randomness` inside its step. The same draws from torch's own
-generator. Times are means of the thread's own time, because small draws are made for 16 steps at a time; a DiT's round
-is three such turns.
+A DiT of 0.2 M parameters on 8x8 latents (batch 32), the demo's DiT (batch 64) and the CIFAR-10 UNet (batch 8) alternate
+on one thread. Each draws from `kairos_timesteps.randomness` inside its step; equal draws from torch's generator are
+timed for comparison. Times are means, because small draws are computed for a prefetch block of 16 steps at once; a
+DiT's round is three blocks. They are CPU time of the thread, or wall-clock time on a GPU.
 """
 
 import argparse

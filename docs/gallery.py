@@ -1,4 +1,4 @@
-"""Strategies for the site: what each one is, its formula, its options, and a picture of p, w and p w."""
+"""Pages of the site about strategies: description, formula, options, and a picture of p, w and p w of each one."""
 
 import argparse
 import inspect
@@ -51,7 +51,7 @@ _SECTIONS = re.compile(r"\n+(Args|Raises|Attributes|Returns):\n.*", re.DOTALL)
 
 
 def shown(name: str, process: str) -> tuple[bytes, str]:
-    """The picture of a strategy on a process, an SVG file, and what stands below it."""
+    """Draw a strategy on a process; returns the SVG file and its caption."""
     parser = argparse.ArgumentParser()
     command.add_arguments("strategies", parser)
     said = _EXAMPLES.get(name, ())
@@ -66,7 +66,7 @@ def shown(name: str, process: str) -> tuple[bytes, str]:
 
 
 def pictured(name: str) -> Part:
-    """A strategy's pictures on all processes that it is meant for."""
+    """Draw a strategy on all processes that it is designed for; returns Markdown and the pictures."""
     lines, pictures = [], {}
     for process in _PROCESSES.get(name, ("discrete",)):
         path = f"pictures/{name.replace('+', '-')}-{process}.svg"
@@ -76,13 +76,13 @@ def pictured(name: str) -> Part:
 
 
 def doc(code: Any) -> str:
-    """A docstring without its sections of arguments and errors."""
+    """Return a docstring without its sections Args, Raises, Attributes and Returns."""
     text = _SECTIONS.sub("", inspect.getdoc(code) or "")
     return re.sub(r"``(.+?)``", r"`\1`", text)
 
 
 def component(registry: Registry, name: str, properties: Mapping[str, Any], draw: bool = True) -> Part:
-    """One sampler, weighting or coupling."""
+    """Describe one sampler, weighting or coupling; returns Markdown and the pictures."""
     entry = registry[name]
     code = entry.options if "$$" in doc(entry.options) else entry.load()
     common = _COMMON if registry is SAMPLERS else {}
@@ -93,7 +93,7 @@ def component(registry: Registry, name: str, properties: Mapping[str, Any], draw
 
 
 def page(registry: Registry) -> Part:
-    """All components of a registry."""
+    """Describe all components of a registry; returns Markdown and the pictures."""
     told = described(schema()["$defs"]["MethodConfig"]["properties"][registry.kind])
     parts, pictures = [], {}
     for name in registry:
@@ -107,7 +107,7 @@ def page(registry: Registry) -> Part:
 
 
 def combinations() -> Part:
-    """What papers and their code use together."""
+    """Describe the pairs of sampler and weighting in `COMBINATIONS`, which papers and their code use together."""
     parts, pictures = [], {}
     for name, source in COMBINATIONS.items():
         text, found = pictured(name)
@@ -121,7 +121,7 @@ def combinations() -> Part:
 
 
 def levels() -> Part:
-    """The log signal-to-noise ratio along processes and schedules."""
+    """Draw ln SNR over the fraction u of the process, for processes and noise schedules."""
     curves = {
         "discrete, linear": make_schedule("linear"),
         "discrete, cosine": make_schedule("cosine"),
@@ -142,7 +142,7 @@ def levels() -> Part:
 
 
 def _svg(drawing: Figure, box: Any) -> bytes:
-    """A file without a date, its numbers cut to a tenth of a point, which halves it."""
+    """Return a picture as an SVG file without a date, with coordinates cut to a tenth of a point for a smaller file."""
     file = io.BytesIO()
     drawing.savefig(file, format="svg", metadata={"Date": None}, bbox_inches=box)
     return re.sub(rb' d="[^"]+"', lambda path: re.sub(rb"(\.\d)\d+", rb"\1", path[0]), file.getvalue())

@@ -1,7 +1,7 @@
-"""What the site has beyond the pages of this folder: generated parts, formulas in MathML, and files of the repository.
+"""MkDocs hooks: insert generated parts, convert formulas to MathML, and add files of the repository to the site.
 
-A page says ``<!-- generated: NAME -->`` where a part belongs that is made from the code. Pages link to files of the
-repository as they do on a code host: images come along, texts become a page.
+A comment ``<!-- generated: NAME -->`` in a page is replaced by a part that is generated from the code. Pages link to
+files of the repository as they do on a code host: images are copied, and text files become pages.
 """
 
 import html

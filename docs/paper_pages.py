@@ -44,7 +44,7 @@ def paper(name: str) -> str:
 
 
 def told(file: Path) -> tuple[str, list[str]]:
-    """What a file's head says that it is, and what is known to differ."""
+    """Read the header comment of a recipe; returns its description and the known differences from the paper."""
     comments = re.match(r"(?:#.*\n)+", file.read_text(encoding="utf-8"))[0].splitlines()[1:]  # type: ignore[index]
     text = " ".join(line.removeprefix("#").strip() for line in comments)
     what, *differs = text.split(_DIFFERS)

@@ -96,7 +96,7 @@ def find_uv(version, wheels):
 
 
 def runs(uv, version):
-    """Whether this is a uv of the pinned version that starts."""
+    """Return True if this is an executable uv of the pinned version."""
     try:
         done = subprocess.run([uv, "--version"], capture_output=True, text=True)
     except OSError:
@@ -269,12 +269,15 @@ def run_uv(uv, arguments, environment):
 
 
 def same_disk(uv, environment):
-    """Whether uv's cache can be linked into the environment."""
+    """Return True if uv's cache is on the disk of the environment, so that its files can be hard-linked."""
     done = subprocess.run([uv, "cache", "dir"], capture_output=True, text=True, env=environment)
     place = Path(done.stdout.strip() or ".")
     while not place.exists():
         place = place.parent
-    return place.stat().st_dev == ROOT.stat().st_dev
+    target = ROOT / ENVIRONMENT
+    while not target.exists():
+        target = target.parent
+    return place.stat().st_dev == target.stat().st_dev
 
 
 def reason(error):

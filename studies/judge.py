@@ -148,9 +148,10 @@ def gained(own: pd.DataFrame, other: pd.DataFrame, metric: str, whole: float) ->
 
 
 def goal(rows: pd.DataFrame, method: str) -> pd.DataFrame:
-    """What a method was made for: never behind the best fixed one at equal time, and sooner at its value and uniform's.
+    """Compare a method with the best fixed method and with uniform: value at equal time, speed to their final values.
 
-    A row per metric, setting and question, with ratio, interval and p; setting ``all`` is the mean over settings.
+    The goal is to be at least as good as the best fixed method at equal time, and to reach both final values sooner.
+    Returns a row per metric, setting and question, with ratio, interval and p. Row ``all`` is the mean over settings.
     """
     asked = "value over the best fixed", "speed to the best fixed", "speed to uniform"
     logs: dict[tuple[str, str], dict[str, pd.Series[float]]] = {}
@@ -222,10 +223,11 @@ def smallest(deviation: float, seeds: int, level: float) -> float:
 
 
 def power(rows: pd.DataFrame, seeds: int, comparisons: int) -> pd.DataFrame:
-    """What the settings can tell.
+    """Analyse the statistical power of each setting and metric.
 
-    Of every metric the spread over seeds of a method's log ratio to uniform, pooled over methods, and the smallest true
-    difference that `seeds` find at the strictest level of Holm's correction.
+    Returns a row per setting and metric. It contains the standard deviation over seeds of a method's log ratio to
+    uniform, pooled over methods. It also contains the smallest true difference that `seeds` seeds detect at the
+    strictest level of Holm's correction for `comparisons` comparisons.
     """
     found = []
     for (setting,), of_setting in rows.groupby(["setting"]):

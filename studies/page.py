@@ -1,4 +1,4 @@
-"""What the study's page shows: tables in Markdown, and the picture."""
+"""Tables in Markdown and the figure for the page of the study."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What kairos check finds before any job: images, memory, time limits; and what kairos plan counts."""
+"""Tests of `kairos check` before any job (images, memory, time limits), and of the counts of `kairos plan`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the report reads: every missing or damaged part is named, and nothing is compared that cannot be."""
+"""Tests that collecting results for the report names missing or damaged parts and rejects incomparable results."""
 
 import pytest
 

@@ -33,7 +33,7 @@ def tree(tmp_path_factory):
 
 @pytest.fixture
 def small(tmp_path):
-    """The same, small and free to be changed."""
+    """Results of two methods and two seeds that a test may change."""
     return results_tree.write(tmp_path, seeds=(0, 1), methods=("uniform", "min_snr"))
 
 

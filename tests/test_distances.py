@@ -21,7 +21,7 @@ def gaussian_features(mean, std, count=20_000, width=4, seed=0):
 
 
 def measured(features: torch.Tensor, size: int = 777) -> Measured:
-    """As stage evaluate measures features: in batches."""
+    """Measure features in batches, as stage evaluate does."""
     spool, moments = Spool(), Moments()
     for part in features.split(size):
         spool.add(part)
@@ -86,7 +86,7 @@ def test_inception_score_is_torch_fidelitys():
 
 
 def test_precision_and_recall_are_torch_fidelitys():
-    """Of more vectors than are looked at a time."""
+    """Test with more feature vectors than one block of the computation holds."""
     from torch_fidelity.metric_prc import prc_features_to_metric
 
     samples, real = gaussian_features(0.3, 0.8, 2500, 8).float(), gaussian_features(0.0, 1.0, 1500, 8, 1).float()
@@ -231,7 +231,7 @@ def loss_of(network, process=None, seed=0, **settings):
 
 
 def noise_in(process, x, t):
-    """Of x0 = 0 the noise is known: x over its standard deviation."""
+    """Return the noise in x_t if x0 = 0: x_t divided by the standard deviation of the noise."""
     return x / process.coefficients(t)[1].view(-1, 1, 1, 1)
 
 

@@ -97,7 +97,7 @@ def test_a_profile_that_cannot_be_read(folder, monkeypatch, text):
 
 
 def test_a_machine_of_a_cluster(folder, monkeypatch):
-    """What can be told of locks, disks and limits where there is no SLURM; the rest is in tests/cluster."""
+    """Check file locks, disks and limits without SLURM; tests/cluster contains the checks that need SLURM."""
     monkeypatch.setenv("PATH", "/nowhere")
     assert machine.slurm() == [(True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")]
     good = machine.locks(folder / "results" / "x")

@@ -24,7 +24,7 @@ for number in range(100_000):
 
 
 def read(folder) -> set[str]:
-    """What the files of a folder say, all of one version, since the folder is held."""
+    """Return the contents of the files of a folder; an open descriptor ensures that all are from one version."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         return {

@@ -150,7 +150,7 @@ def test_latent_diffusions_averages_are_found(tmp_path):
 
 
 class Live:
-    """What EDM's files hold: an object of a class of its own."""
+    """A class whose pickled instance stands for the custom objects in EDM's files."""
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_what_is_not_said_is_asked_for(more, said, tmp_path, capsys):
 
 
 def test_a_start_of_another_size_is_refused(tmp_path):
-    """What the settings show, before any job; what only the data show, by the training."""
+    """A size mismatch is rejected before any job if the settings show it, else when training starts."""
     wanted = MODELS["dit"]
     torch.save(weights_of("dit"), tmp_path / "a.pt")
     out, _ = import_(tmp_path, tmp_path / "a.pt", wanted, "--shape", "4,8,8", "--classes", 10)

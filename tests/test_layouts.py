@@ -34,7 +34,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def write_zip(path: Path, images: dict[str, bytes], labels=..., compression=zipfile.ZIP_STORED) -> Path:
-    """As EDM's and StyleGAN's dataset_tool do: images, and dataset.json last; ...: without it."""
+    """Write a zip of images, and last dataset.json if there are labels, as EDM's and StyleGAN's dataset_tool do."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, content in images.items():
             archive.writestr(name, content)

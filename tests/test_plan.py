@@ -107,7 +107,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("sampler", list(SAMPLERS))
 @pytest.mark.parametrize("batch", [16, 48])
 def test_passes_of_every_sampler(sampler: str, batch: int) -> None:
-    """What a strategy sends through the network between two measurements, once it looks at all that it ever will."""
+    """`Sampler.cost` equals the number of samples that pass through the network per period, after the warm-up."""
     plain = experiment({"m": {"sampler": sampler}}, training__batch_size=batch)
     options = but_name(plain["methods"]["m"]["sampler"])
     strategy = Strategy(sampler, build_process(plain["diffusion"]), sampler=options)

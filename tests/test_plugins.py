@@ -143,12 +143,12 @@ def test_components_can_be_listed_and_shown(folder, capsys):
         (
             "taken",
             FILE.replace("test_other", "uniform"),
-            "line 23: sampler uniform: got taken:Other, allowed: another name",
+            "line 23: sampler uniform: .*Uniform has this name",
         ),
         (
             "twice",
             FILE.replace("test_other", "test_power"),
-            "line 23: sampler test_power: got twice:Other, allowed: another name",
+            "line 23: sampler test_power: twice:Power has this name",
         ),
         ("function", FILE.replace("class Other(FixedDensity)", "class Other"), "line 23: AttributeError: .*'Options'"),
         ("untyped", FILE.replace("limit: float =", "limit ="), "line .*Capped.limit: an option needs a type"),

@@ -162,7 +162,7 @@ def test_a_training_is_the_same_under_other_caps(tmp_path, native):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processor", ["Haswell", "EPYC"])
 def test_on_an_emulated_processor(tmp_path, here, native, processor):
-    """Of Intel and of AMD, both without AVX-512: other vendor, other caches, approximations (rsqrtps) of its own."""
+    """Emulated Intel and AMD CPUs without AVX-512 differ in vendor, caches and approximations such as rsqrtps."""
     if not shutil.which("qemu-x86_64"):
         pytest.skip("no qemu-x86_64 here: Debian's package qemu-user")
     emulated = ("qemu-x86_64", "-cpu", processor)

@@ -90,7 +90,7 @@ def test_rows_without_a_number_of_ours_say_why(folder):
 
 
 def test_the_lowest_so_far_where_the_paper_gives_that(tmp_path):
-    """Of each seed; the untrained network, and what comes later, do not count."""
+    """The lowest value so far is taken per seed, without the untrained network and without later steps."""
     folder = results_tree.write(tmp_path, SEEDS, ("uniform", "speed"))[1]
     for seed, value in ((0, 1e-3), (1, 5000.0)):
         file = folder / f"uniform/seed{seed}/evaluation/0000200.json"

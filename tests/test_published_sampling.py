@@ -126,7 +126,7 @@ def test_latent_diffusions_ddim():
 
 
 def test_heun_through_the_cosine_schedule():
-    """As MinSNR samples: every level is the nearest of the schedule's, none is above 80, there is no churn."""
+    """MinSNR's sampling grid uses the nearest noise level of the schedule, at most 80, without churn."""
     process = build_process({"process": {"name": "discrete", "schedule": "cosine"}, "prediction": "epsilon"})
     scheduler = completed("heun", {"spacing": "karras", "sigma_min": 0.002, "sigma_max": 80.0})
     grid = places(process, 50, scheduler)
@@ -202,7 +202,7 @@ def test_the_error_of_dpm_solver_falls_faster_than_heuns():
 
 
 def test_second_order_steps_are_diffusers():
-    """Of one group of two, where their intermediate place is the grid's."""
+    """Compare one second-order group of two steps, whose intermediate time is on the solver time grid."""
     from diffusers import DPMSolverSinglestepScheduler
 
     process = process_of()
@@ -234,7 +234,7 @@ CLASSES = {"class": {"kind": "class", "num_classes": 3}}
 
 
 def both(process, model, guidance, t, x):
-    """What guidance gives, the two predictions it is made of, and how many images the network saw."""
+    """Return the guided, conditional and unconditional predictions, and the number of images evaluated for guidance."""
     labels, seen = {"class": torch.arange(len(x)) % 3}, []
     counted = lambda x, t, c: seen.append(len(x)) or model(x, t, c)  # noqa: E731
     with torch.inference_mode():

@@ -273,7 +273,7 @@ def test_equals_diffusers_where_steps_divide_timesteps(spacing):
 
 @pytest.mark.parametrize("scheme", ["euler", "heun"])
 def test_equals_diffusers_euler_and_heun_on_a_discrete_process(scheme):
-    """Of 28 steps linspace's timesteps are whole numbers, of which their Heun interpolates nothing."""
+    """With 28 steps, linspace's timesteps are integers, so Heun of diffusers does not interpolate."""
     from diffusers import EulerDiscreteScheduler, HeunDiscreteScheduler
 
     process = process_of()

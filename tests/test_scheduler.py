@@ -1,4 +1,4 @@
-"""What a scheduler gets: jobs with what they ask for, groups that are one job, and the profile of SLURM."""
+"""Tests of the jobs that a scheduler receives: their resources, grouped jobs, and the SLURM profile."""
 
 import json
 import os

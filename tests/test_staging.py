@@ -39,7 +39,7 @@ def local(latents, tmp_path, monkeypatch):
 
 @pytest.fixture
 def stage():
-    """What a job reads, which goes on until the test ends."""
+    """Function that stages latents as a job does, for the duration of the test."""
     with ExitStack() as stack:
         yield lambda latents: stack.enter_context(staged(latents))
 

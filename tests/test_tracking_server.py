@@ -36,7 +36,7 @@ def tree(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def imported(tree, tmp_path_factory):
-    """What the import alone writes, into a database of its own."""
+    """Points that the import writes into an otherwise empty database."""
     folder = tmp_path_factory.mktemp("imported")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -63,7 +63,7 @@ def small_vq(**fields) -> VQModel:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """As diffusers saves it, its scaling factor the default that nobody chose."""
+    """Folder of a VQModel that diffusers saved, with the default scaling factor."""
     folder = tmp_path_factory.mktemp("vq")
     small_vq().save_pretrained(folder)
     return folder

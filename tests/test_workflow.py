@@ -283,7 +283,7 @@ def test_a_later_milestone_computes_only_the_new_steps(computed):
 
 
 def running(folder: Path, argument: str) -> bool:
-    """Whether a training of this copy runs with an argument in its command line."""
+    """Return True if `kairos train` runs in this folder with the argument in its command line."""
     for process in Path("/proc").iterdir():
         try:
             words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()

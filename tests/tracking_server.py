@@ -91,11 +91,11 @@ class Server:
             return sorted(connection.execute(RUNS.format("runs.status", ""), (name,)))
 
     def points(self, name: str) -> list[tuple]:
-        """Those of its database."""
+        """Return the metrics of an MLflow experiment in the server's SQLite database, as `points` does."""
         return points(self.path, name)
 
     def reached(self, name: str, step: int) -> Callable[[], bool]:
-        """Whether points up to a step have arrived."""
+        """Return a condition that is true once a point of this step is in the database."""
         return lambda: any(row[3] == step for row in self.points(name))
 
 

@@ -1,6 +1,6 @@
-"""What the parts of the kit share: rows with a budget and a JSON, a training without files of others, taking turns.
+"""Shared code of the GPU benchmarks: rows with a time budget and a JSON record, synthetic data, interleaved timing.
 
-Only torch and numpy are needed; a row that needs diffusers says so where it is absent.
+Only torch and numpy are needed; a row that needs diffusers is skipped with a message if diffusers is not installed.
 """
 
 import argparse
@@ -156,7 +156,7 @@ def device_of(name: str) -> torch.device:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What was computed on, and with what."""
+    """Return the device, the driver, the commit and the versions of the libraries, for the JSON record."""
     told = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}",
         "driver": _told("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -187,7 +187,7 @@ def no_unet() -> str | None:
 
 
 def setup(device: torch.device, deterministic: bool = False, precision: str = "fp32") -> None:
-    """As a training sets its machine up, on all the processors that reference values may take."""
+    """Set up torch as a training run does, with up to 8 CPU threads if the device is a GPU, else 1 thread."""
     threads = min(os.cpu_count() or 1, 8) if device.type == "cuda" else 1
     compute.setup(threads, str(device), deterministic, precision=precision)
 
@@ -220,9 +220,12 @@ def experiment(
     losses: tuple[dict[str, Any], ...] = ({"name": "mse"},),
     **training: Any,
 ) -> dict[str, Any]:
-    """What a training reads of a resolved experiment: the defaults of kairos.training.settings, without pydantic.
+    """Build the part of a resolved experiment that training reads, without pydantic; its method is ``method``.
 
-    The method is called ``method``.
+    The defaults are copied from kairos.training.settings.
+
+    Raises:
+        Skipped: the model needs diffusers, which is not installed.
     """
     if model["name"] in ("unet", "ldm_unet", "adm") and no_unet():
         raise Skipped(no_unet())

@@ -1,12 +1,12 @@
-"""Whether kairos computes on a GPU what it computes on the CPU, and what holds only there.
+"""Compare training and sampling on a GPU with the CPU, and test resume, memory and NCCL on the GPU.
 
     make gpu PART=correct
 
-One row per backbone and precision, and per process, sampler and weighting in all of them: a few steps of training on
-the CPU in fp32 and on the device, from the same weights (moved from where they start, so that no gradient is zero), on
-the same data, noise and timesteps. Compared are the loss and the gradient of the first step, as relative L2 distance
-over all parameters, then the losses of the other steps. What is allowed, as multiples of the unit roundoff u of the
-products:
+There is one row per backbone and precision, and one row per process, sampler and weighting in all precisions. Each row
+trains a few steps on the CPU in fp32 and on the device, with equal weights, data, noise and timesteps. The weights are
+perturbed from their initial values, so that no gradient is zero. Each row compares the loss and the gradient of the
+first step (relative L2 distance over all parameters), then the losses of the later steps. Tolerances, derived from the
+unit roundoff u of the products:
 
 - fp32: 1e-4 of both. u = 6e-8; sums of some thousand terms in another order, through tens of layers: 1e-6 to 1e-5.
 - bf16: 2e-3 of the loss, 3e-2 of the gradient. u = 4e-3; autocast on a CPU shows 1e-4 and 3e-3 to 7e-3 here.
@@ -332,7 +332,7 @@ def processes() -> dict[str, dict[str, Any]]:
 
 
 def obey(order: dict[str, Any]) -> None:
-    """What a process that `Correct.child` has started does: a training, or steps under DistributedDataParallel."""
+    """Run the order that `Correct.child` wrote: a training run, or some steps with DistributedDataParallel."""
     latents = Path(order["latents"])
     if "steps" not in order:
         leave = Killed(order["kill_at"]) if "kill_at" in order else None

@@ -1,13 +1,15 @@
-"""What every strategy costs on a GPU, at the papers' setting: batch 128, T = 1000, |S| = 3, f_S = 40.
+"""Measure the step time of every strategy on a GPU, at the papers' setting: batch 128, T = 1000, |S| = 3, f_S = 40.
 
     make gpu PART=strategies
 
-The network is the CIFAR-10 U-Net in bf16 (DiT-S/2 where diffusers is absent), one training that all strategies share:
-in turn each trains it for a block of 40 steps, which holds one measurement of those that measure (the gradient samplers
-measure every 40 steps here too). All weightings but edm2 look their factor up in a table; min_snr stands for them.
+All strategies train one network, the CIFAR-10 U-Net in bf16 (DiT-S/2 if diffusers is not installed). Blocks of 40
+steps of a strategy alternate with blocks of uniform. A block contains one measurement of the samplers that measure the
+network; gradient samplers also measure every 40 steps here. All weightings except edm2 look up their factor in a table,
+so only min_snr and edm2 are measured.
 
-A row's columns: milliseconds a step and the ratio to uniform (median and range over rounds), ``draw_us``: microseconds
-of draw() alone with the device idle, ``waits``: synchronisations of a step that logs and measures nothing, and where.
+A row contains milliseconds per step and the ratio to uniform (median and range over rounds). ``draw_us`` is the
+microseconds of draw() alone with the device idle. ``waits`` counts and locates the synchronisations of a step without
+logging and measurement.
 """
 
 import sys
@@ -95,7 +97,7 @@ class Strategies:
         begun = time.perf_counter()
         for _ in range(count):
             strategy.draw(x0)
-            strategy.step, strategy._drawn = strategy.step + 1, [0, (strategy.step + 1) * len(x0)]
+            strategy.step, strategy._samples[:] = strategy.step + 1, [0, (strategy.step + 1) * len(x0)]
         synchronize(self.device)
         draw = (time.perf_counter() - begun) / count
         strategy.load_state_dict(state, self.device)

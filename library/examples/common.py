@@ -1,4 +1,4 @@
-"""What the examples share: their options, real images, a small network, a line of progress. No kairos in here."""
+"""Shared code of the examples, without kairos: options, real images, a small network, a progress line."""
 
 import argparse
 import math

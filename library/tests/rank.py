@@ -31,7 +31,15 @@ def train(name):
     network = Network().double()
     module = nn.parallel.DistributedDataParallel(network) if ranks() > 1 else network
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    wanted = {"frequency": 2, "start": 1, "history": 1, "length": 10, "feature_timesteps": 10, "floor": 0.1}
+    wanted = {
+        "frequency": 2,
+        "start": 1,
+        "history": 1,
+        "length": 10,
+        "feature_timesteps": 10,
+        "floor": 0.1,
+        "min_count": 1,
+    }
     known = SAMPLERS[name.split("+")[0]].options.__dataclass_fields__
     options = {key: value for key, value in wanted.items() if key in known}
     strategy = Strategy(name, "cosine", timesteps=20, sampler=options)

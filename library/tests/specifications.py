@@ -89,7 +89,7 @@ RESTRICTED: dict[tuple[type, str], SearchStrategy[Any]] = {
 
 @dataclass(frozen=True)
 class Specification:
-    """What a strategy is built from; its ``repr`` is the call that builds the strategy.
+    """Options that a strategy is built from; the ``repr`` is the call that builds the strategy.
 
     Attributes:
         sampler: name and options.
@@ -185,7 +185,7 @@ def _values(hint: Any, metadata: typing.Mapping[str, Any]) -> SearchStrategy[Any
 
 
 def _restricted(kind: type, name: str) -> SearchStrategy[Any] | None:
-    """What a field that depends on other fields, or must be small, is drawn from; None for any other field."""
+    """Return the values of an option that depends on other options or must be small; None for any other option."""
     for base in kind.__mro__:
         if (base, name) in RESTRICTED:
             return RESTRICTED[base, name]
@@ -361,7 +361,7 @@ class Context:
 
 
 def context_of(specification: Specification, call: Call, batch: int, step: int = 0) -> Context:
-    """What the sampler of a specification requires, for a batch of images."""
+    """Return the context that the sampler of a specification requires, for a batch of images."""
     needs = specification.needs | ({"frames"} if call.frames and "tokens" in specification.needs else set())
     names = sorted(needs & set(_CONTEXTS[0]))
     groups = min((len(c["parts"]) for c in components_of(specification.sampler) if c["name"] == "by_group"), default=1)

@@ -8,8 +8,10 @@ from kairos_timesteps.base import Observation
 from kairos_timesteps.build import make_sampler
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
+from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.samplers.policy import select_timesteps
+from kairos_timesteps.strategy import Strategy
 
 
 def test_selection_is_that_of_f_regression_among_positive_correlations():
@@ -249,3 +251,13 @@ def test_a_floor_keeps_every_timestep_alive_and_importance_weights_fit_each_imag
         u = sampler.draw_for_batch(bandit.x0, RandomCoordinates(step=k))
         means.append((sampler.importance_weights(bandit.x0, u, RandomCoordinates()).double() * u).mean().item())
     assert np.mean(means) == pytest.approx(0.5, abs=4 * np.std(means) / 200**0.5)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "adaptive_official"])
+def test_a_policy_draws_for_images_alone(name):
+    strategy = Strategy(name)
+    with pytest.raises(ConfigError, match="images"):
+        strategy.sample(3)
+    with pytest.raises(ConfigError, match="images"):
+        strategy.sampler.quantile(np.array([0.5]))
+    assert strategy.table()["p"].sum() == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""What one looks at in a loop of one's own: loss by level, a validation loss, what will be drawn."""
+"""Tests of monitoring in a custom training loop: loss by noise level, validation loss, preview of the draws."""
 
 import math
 import sys
@@ -273,7 +273,7 @@ def test_a_picture_without_matplotlib_is_rejected_and_the_rest_works(monkeypatch
     strategy = kairos_timesteps.Strategy("log_normal")
     strategy.preview(draws=100)
     for call in (kairos_timesteps.LossByLevel().picture, strategy.preview):
-        with pytest.raises(ConfigError, match=r"matplotlib.*kairos-timesteps\[pictures\]"):
+        with pytest.raises(ConfigError, match=r"matplotlib.*pictures"):
             call(tmp_path / "x.png")
 
 

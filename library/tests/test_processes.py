@@ -46,7 +46,7 @@ def snr_at(process, t):
 
 
 def scales(process, t):
-    """What x0 and the noise are multiplied by in x_t, from the signal-to-noise ratio alone."""
+    """Return the coefficients of x0 and of the noise in x_t, computed from the signal-to-noise ratio alone."""
     snr = snr_at(process, t)
     if isinstance(process, kairos_timesteps.Edm):
         return torch.ones_like(snr), snr**-0.5

@@ -38,8 +38,8 @@ def test_an_example_runs_as_written(number, monkeypatch):
             triangle.pdf(u), np.where(u < peak, 2 * u / peak, 2 * (1 - u) / (1 - peak)), atol=1e-3
         )
         assert torch.allclose(triangle.cdf(torch.from_numpy(u)), torch.from_numpy(triangle.cdf(u)))
-    if "power" in SAMPLERS:
-        assert density("power", a=3.0).quantile(np.array([0.5])) == pytest.approx(0.125)
+    if "power_of_u" in SAMPLERS:
+        assert density("power_of_u", a=3.0).quantile(np.array([0.5])) == pytest.approx(0.125)
 
 
 def test_there_are_examples():

@@ -36,7 +36,7 @@ micro_batches = st.sampled_from([1, 1, 2, 4])
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
-@examples(2)
+@examples(3)
 @given(data=st.data())
 def test_resume_of_a_sampler(name, data):
     check_resume(data.draw(specifications(sampler=name)), data.draw(interruptions), data.draw(micro_batches))

@@ -66,7 +66,7 @@ def of_density(density, cells=2**20):
 
 
 def mixture(*parts):
-    """Of (share, distribution function)."""
+    """Return the quantile function of a mixture of components, each a share and a distribution function."""
     return inverse(lambda t: sum(share * cdf(t) for share, cdf in parts))
 
 

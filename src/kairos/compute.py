@@ -59,7 +59,11 @@ def setup(
 
 @contextlib.contextmanager
 def precision(name: str, device: torch.device) -> Iterator[None]:
-    """What a network computes in: ``fp32``; ``tf32``, products on a GPU of 11 bits; ``bf16``, in autocast."""
+    """Set the precision in which a network computes inside the context, on one device.
+
+    ``fp32``: full precision. ``tf32``: matrix products and convolutions on a GPU round their inputs to 11 significant
+    bits. ``bf16``: autocast.
+    """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "tf32"
     try:
         with torch.autocast(device.type, torch.bfloat16, enabled=name == "bf16"):

@@ -13,19 +13,26 @@ Descriptions = dict[str, dict[str, Any]]  # by name, as a data set's manifest ha
 
 
 def zero(values: Tensor, description: dict[str, Any]) -> Tensor:
-    """Of a tensor per image, such as an embedding or an image, of ``{"kind": "tensor", "shape": [...]}``: zeros."""
+    """Return zeros, the null value of a condition that is a tensor per image, such as an embedding or an image.
+
+    Its description is ``{"kind": "tensor", "shape": [...]}``.
+    """
     return torch.zeros_like(values)
 
 
 def no_class(values: Tensor, description: dict[str, Any]) -> Tensor:
-    """Of classes, int64 (batch,), of ``{"kind": "class", "num_classes": 10}``: the class past the last one."""
+    """Return the null class, one past the last class, for each image; int64 (batch,).
+
+    The description of the condition is ``{"kind": "class", "num_classes": 10}``.
+    """
     return torch.full_like(values, description["num_classes"])
 
 
 def no_text(values: Tensor, description: dict[str, Any]) -> Tensor:
-    """Of texts' states, float32 (batch, *shape), of ``{"kind": "text", "shape": [77, 768], "null": "empty"}``.
+    """Return NaN as the null value of encoded texts, float32 (batch, *shape).
 
-    Not a number: the model owns the value that stands for no text, and puts it there.
+    The description of the condition is ``{"kind": "text", "shape": [77, 768], "null": "empty"}``. NaN marks a dropped
+    text; the model owns the null value and replaces NaN by it.
     """
     return torch.full_like(values, torch.nan)
 

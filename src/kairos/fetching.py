@@ -1,4 +1,4 @@
-"""What jobs would need a network for, brought beforehand: compute nodes mostly have none.
+"""Downloads of everything that jobs would need a network for, before they start: compute nodes mostly have none.
 
 Everything goes where the jobs look for it with hub access off (``HF_HUB_OFFLINE=1``): the caches of the Hugging Face
 hub and of torch. Each download is whole or not there: the hub's own client, `datasets` and `evaluation.weights` write
@@ -65,7 +65,7 @@ class Need:
 
 
 def needs(experiment: Experiment) -> list[Need]:
-    """What an experiment's jobs read from outside of its results, in the order in which they read it."""
+    """Return what an experiment's jobs read from outside its results folder, in the order in which they read it."""
     found = [_dataset(part) for part in experiment.dataset.parts if part.source != "digits"] + _further(experiment)
     extractor = experiment.evaluation.extractor
     if extractor["name"] == "inception":
@@ -76,7 +76,7 @@ def needs(experiment: Experiment) -> list[Need]:
 
 
 def lacking(experiment: Experiment) -> list[str]:
-    """What is to be said before any job of what is not here, beside what `Experiment.settled` says.
+    """Return a warning for each missing network or file that `Experiment.settled` does not check.
 
     Networks of gigabytes are not read for that.
     """
@@ -86,7 +86,7 @@ def lacking(experiment: Experiment) -> list[str]:
 
 
 def _further(experiment: Experiment) -> list[Need]:
-    """What is read beside the images and the extractor."""
+    """Return the needs of an experiment other than its images and its feature extractor."""
     found = []
     if experiment.autoencoder.kind == "pretrained":
         found.append(_network("autoencoder", experiment.autoencoder.path, "autoencoder.path", _DIFFUSERS))

@@ -87,7 +87,7 @@ def write_weights(path: Path | str, weights: dict[str, Any]) -> None:
 
 
 class _Record(dict[str, Any]):
-    """What a JSON file holds; a field that it lacks is the file's fault."""
+    """Content of a JSON file; raises DamagedError on access to a missing field."""
 
     path: Path | str = ""
 
@@ -110,7 +110,7 @@ def read_json(path: Path | str) -> dict[str, Any]:
 
 
 def glance(path: Path | str) -> dict[str, Any]:
-    """What a JSON file holds, for whoever only looks on; nothing where there is none or it is damaged."""
+    """Return the content of a JSON file for display; empty if the file is missing or damaged."""
     with suppress(OSError, DamagedError):
         return read_json(path)
     return {}
@@ -221,10 +221,17 @@ def hash_folder(path: Path) -> dict[str, str]:
 
 
 def locked(file: IO[Any], patience: float, two: str) -> bool:
-    """Whether the lock of an open file could be taken within so many seconds; the kernel frees it when its holder dies.
+    """Try to lock an open file for `patience` seconds; return True on success.
+
+    The kernel releases the lock when the process that holds it ends.
+
+    Args:
+        file: the open file.
+        patience: seconds until the attempts end.
+        two: for the error message: which two processes the missing lock could not separate.
 
     Raises:
-        KairosError: the file system has no locks; the message says of which `two` nothing would keep the one away.
+        KairosError: the file system has no locks; the message contains `two`.
     """
     end = time.monotonic() + patience
     while True:

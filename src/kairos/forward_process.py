@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
 
 def chosen_prediction(process: str, prediction: str | None) -> str | None:
-    """What the network predicts: what is asked for, else the process' first choice; None where it leaves none.
+    """Return the prediction target of the network: `prediction`, or by default the first choice of the process.
+
+    None if the process leaves no choice.
 
     Raises:
-        ConfigError: the process does not leave that choice.
+        ConfigError: the process does not have the requested prediction target.
     """
     choices: tuple[str, ...] = getattr(PROCESSES.entry(process).options, "predictions", ())
     allowed = ", ".join(choices) or "null, for the process says what is predicted"

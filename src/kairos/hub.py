@@ -8,7 +8,7 @@ from kairos_timesteps.errors import ConfigError, KairosError
 
 
 def of_hub(path: str) -> bool:
-    """Whether a path is no folder, but a hub id."""
+    """Return True if a path is no existing folder and has the form of a hub id, OWNER/NAME."""
     return not Path(path).is_dir() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
 
 
@@ -56,7 +56,7 @@ def folder_of(path: str, field: str, files: Iterable[str], needed: str) -> Path:
 
 
 def here(path: str, file: str = "config.json") -> bool:
-    """Whether a folder or the hub's cache holds a file of a network; it is not read."""
+    """Return True if the folder, or the hub's cache, contains `file` of a network; the file is not read."""
     if not of_hub(path):
         return Path(path, file).is_file()
     from huggingface_hub import try_to_load_from_cache

@@ -178,7 +178,11 @@ def _of_levels(process: str, timesteps: int, r: float) -> tuple[Any, ...]:
 
 
 def _of_schedule(schedule: NoiseSchedule, r: float) -> tuple[Any, ...]:
-    """The same for VP, at the image and at each timestep of the schedule."""
+    """Compute levels and bounds of VP at t = 0, the image, and at each timestep of the schedule, all (T + 1,).
+
+    The order is that of `_of_levels`: t, s, sigma, bounds of mean² and variance, change of the variance bound,
+    magnitude. The last value is the time at which the magnitude is r.
+    """
     t = np.arange(schedule.timesteps + 1.0)
     alphas_cumprod = np.concatenate([[1.0], schedule.alphas_cumprod])
     if schedule.name == "linear" and schedule.betas[-1] < 0.999:  # where they are not cut off

@@ -90,10 +90,10 @@ def hold() -> None:
 
 
 def check() -> None:
-    """Whether the caps hold in this process.
+    """Check that this process has the limits on CPU instructions that make results portable.
 
     Raises:
-        KairosError: they were set too late, or the processor lacks AVX2.
+        KairosError: the limits were set too late, or the CPU lacks AVX2.
     """
     import torch
     from numpy._core._multiarray_umath import __cpu_features__ as numpy_features

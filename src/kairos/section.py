@@ -51,7 +51,7 @@ def component(registry: Registry, default: str | None = None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Schema:
-    """What JSON schema says of a `component` field; made when it is asked for, by `kairos schema`."""
+    """JSON schema of a `component` field; `kairos schema` computes it on demand."""
 
     registry: Registry
     default: str | None

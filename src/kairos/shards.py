@@ -36,7 +36,7 @@ class Shard:
         return range(min(start, count), min(stop, count))
 
     def record(self, count: int, batch_size: int) -> dict[str, int]:
-        """What a part says of itself; images `first` ... `end` - 1 are its own."""
+        """Return the record of this shard; it contains images `first` ... `end` - 1 of the job's `count`."""
         rows = self.rows(count, batch_size)
         return {**vars(self), "batch_size": batch_size, "first": rows.start, "end": rows.stop}
 

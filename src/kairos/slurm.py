@@ -54,7 +54,7 @@ class Job:
 
     @property
     def pending(self) -> bool:
-        """Whether it has not begun."""
+        """True if the job has not started."""
         return self.state in WAITING
 
 
@@ -69,7 +69,13 @@ def jobs(results: Path) -> tuple[list[Job], str]:
 
 
 def queue(results: str | Path, what: str, patience: float = 10) -> tuple[bool, str]:
-    """Whether squeue answers within so many seconds, and what it says of an experiment's jobs, or complains of."""
+    """Query squeue for an experiment's jobs; return True and its output, or False and the error.
+
+    Args:
+        results: folder of the experiment's results, which determines the name of its jobs.
+        what: format of an output line, as for ``squeue --format``.
+        patience: seconds to wait for an answer.
+    """
     whose = (f"--user={getpass.getuser()}", f"--name={job_name(str(results))}")
     return ask("squeue", "--noheader", *whose, f"--format={what}", patience=patience)
 
@@ -85,7 +91,7 @@ def plain_environment() -> dict[str, str]:
 
 
 def ask(*command: str, patience: float = 10) -> tuple[bool, str]:
-    """Whether a command of SLURM's succeeded within so many seconds, and what it said, or complains of."""
+    """Run a SLURM command for at most `patience` seconds; return True and its output, or False and the error."""
     environment = plain_environment()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False, env=environment)

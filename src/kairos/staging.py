@@ -1,9 +1,9 @@
-"""What a training reads, on the disk of the machine that computes: one copy, as long as a training there reads it.
+"""Copies of training data on a local disk: one copy per machine, kept while a training run there reads it.
 
-In a job of a scheduler many trainings read their batches, in random order, from one shared file system. The copy lies
-under the hash of its content, is made by the first who needs it while the others wait, appears whole or not at all, and
-is deleted by the last one to end, with those that killed jobs have left. Beside the copy lie ``lock``, held while it is
-made or deleted, and ``used``, shared by who reads it.
+In jobs of a scheduler many training runs read batches, in random order, from one shared file system. The copy is in a
+folder named by the hash of its content. The first process that needs the copy makes it while the others wait, and the
+copy appears whole or not at all. The last process to end deletes the copy, and also copies that killed jobs have left.
+The folder also contains ``lock``, held while the copy is made or deleted, and ``used``, shared by all readers.
 """
 
 import fcntl
@@ -120,7 +120,10 @@ def _make(home: Path, used: IO[str], copied: Copied) -> None:
 
 
 def _whole(home: Path, copied: Copied) -> bool:
-    """Whether the copy is there with all its files: many a machine deletes old files of /tmp and leaves the folders."""
+    """Return True if the local copy is complete: all its files are there, each with the size of the original.
+
+    Many machines delete old files of /tmp and leave the folders.
+    """
     copy = home / "copy"
     pairs = [(copy / name / file, source / file) for name, (source, files) in copied.items() for file in files]
     try:

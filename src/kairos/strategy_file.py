@@ -18,10 +18,10 @@ def strategy_csv(columns: dict[str, Any]) -> str:
 
 
 def parse_strategy_csv(text: str) -> dict[str, Any]:
-    """What `strategy_csv` wrote, each column float64 (T,).
+    """Parse the text of a file that `strategy_csv` wrote; each column is float64 (T,).
 
     Raises:
-        ValueError: it is not such a text.
+        ValueError: the columns are others, or there are no rows.
     """
     head, *lines = text.splitlines()
     if tuple(head.split(",")) != COLUMNS or not lines:

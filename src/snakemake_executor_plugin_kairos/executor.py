@@ -74,11 +74,11 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         self._earlier_jobs: dict[Path, dict[str, Any]] | None = None
 
     def get_exec_mode(self) -> ExecMode:
-        """Of the Snakemake in a job: one that keeps the books."""
+        """Return the mode of the Snakemake in a job: the mode that records metadata."""
         return ExecMode.DEFAULT
 
     def additional_general_args(self) -> str:
-        """What the job's Snakemake is not told by itself; the controller removes what is temporary."""
+        """Return arguments that Snakemake does not pass to the one in a job; the controller deletes temporary files."""
         checked = self.workflow.dag_settings.max_checksum_file_size
         return f"--profile none --workflow-profile none --notemp --max-checksum-file-size {checked}"
 
@@ -88,7 +88,10 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         return "all"
 
     def get_python_executable(self) -> str:
-        """What runs in the job: one Snakemake, not the plugin's two; SLURM can ask it to leave (`batch_script`)."""
+        """Return the command of a job: one Snakemake, not the plugin's two, that SLURM can ask to end.
+
+        `batch_script` runs Snakemake, forwards SIGTERM and records success.
+        """
         python = super().get_python_executable()
         return f"exec {python} -m {batch_script.__name__} {books(self._results)} {python}"
 
@@ -124,7 +127,10 @@ class Executor(plugin.Executor):  # type: ignore[misc]
             self._cancel_unknown(f"rule_{job.name}")
 
     def _take_over(self, job: Any) -> bool:
-        """Whether an earlier job does this one's work; those that make its outputs differently are ended."""
+        """Return True if a SLURM job of an earlier run does this job's work, and take that SLURM job over.
+
+        An earlier SLURM job that makes the outputs of this job differently is cancelled.
+        """
         for book, record in list(self._earlier.items()):
             number, made = book.stem, record["outputs"]
             if set(_outputs(job)).isdisjoint(made):
@@ -227,7 +233,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         self._earlier.pop(book, None)
 
     def _complete(self, job_info: SubmittedJobInfo) -> bool:
-        """Whether a job has ended well, as it says itself, and its outputs are there."""
+        """Return True if a job recorded its success and all its outputs exist."""
         outputs = _outputs(job_info.job)
         return batch_script.done(self._book(job_info)).exists() and all(map(os.path.exists, outputs))
 
@@ -252,7 +258,10 @@ class Executor(plugin.Executor):  # type: ignore[misc]
             self._pause(_PATIENCE)
 
     def _in_queue(self, number: str) -> bool:
-        """Whether a job waits or runs; one that is just ending is waited for, but not for hours on a sick machine."""
+        """Return True if a SLURM job waits or runs; wait for a job that is just ending.
+
+        The wait has a limit, because a job on a broken machine may not end for hours.
+        """
         latest = time.monotonic() + _ENDING
         while (states := self._queue("%i %T")) is None or (
             states.get(number) == "COMPLETING" and time.monotonic() < latest
@@ -261,7 +270,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         return states.get(number, "COMPLETING") != "COMPLETING"
 
     def _queue(self, what: str) -> dict[str, str] | None:
-        """What the queue says of each of this experiment's jobs; None: it does not answer."""
+        """Query the queue for each of this experiment's jobs, in format `what`; None: the queue does not answer."""
         good, answer = queue(self._results, what, patience=_ANSWER)
         lines = (line.partition(" ") for line in answer.splitlines())
         return {number: said.strip() for number, _, said in lines} if good else None
@@ -286,7 +295,7 @@ def _outputs(job: Any) -> list[str]:
 
 
 def _work(job: Any, made: list[str]) -> dict[str, Any]:
-    """What decides a job's outputs: parameters as Snakemake compares them, content of inputs.
+    """Return everything that decides a job's outputs: parameters as Snakemake compares them, content of inputs.
 
     Inputs that its group makes are left out: when another job is compared with it, they may or may not be there.
     """
@@ -300,7 +309,7 @@ def _content(path: Path) -> str:
 
 
 def _in_vain(job_info: SubmittedJobInfo) -> bool:
-    """Whether of the trainings of a failed job those that are not complete have diverged, in this job."""
+    """Return True if training runs diverged in a failed job and all its other training runs are complete."""
     words = [last_word(Path(one.params.out)) for one in _jobs(job_info.job) if one.rule.name.startswith("train")]
     diverged = [not word.get("again", True) and word["job"] == job_info.external_jobid for word in words]
     complete = [word.get("state") == "complete" for word in words]

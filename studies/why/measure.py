@@ -1,17 +1,18 @@
-"""What limits a training, by level of noise: gradient noise, its direction, or how far the loss is from its optimum.
+"""Measure gradient noise, gradient direction and distance from the optimal loss of a training run, by noise level.
 
     python studies/why/measure.py results/study_first_digits/uniform/seed0 --out studies/why/digits.csv
 
-At every milestone of a training, in equal ranges of ln SNR, a row with
+The table has a row for every snapshot except the first and every level, an equal range of ln SNR. It contains
 
-- signal ||E g||², noise tr Cov g and their ratio, the simple noise scale (McCandlish et al. 2018), of the loss as it is
-  trained; at the last milestone also in Adam's metric (``loss`` preconditioned), where the ratio is about the batch
-  size from which on larger ones gain little;
-- cosines of E g with that of every other level;
-- the error of epsilon by the averaged weights, on images trained on and on held-out ones, and the least possible one
-  of a network that knows the former by heart: the posterior mean over all of them (Karras et al. 2022, eq. 57).
+- signal ||E g||² and noise tr Cov g of the training loss, and their ratio, the simple noise scale (McCandlish et al.
+  2018). The last snapshot has further rows in Adam's metric (``loss`` preconditioned). Their ratio is roughly the batch
+  size above which larger batches gain little;
+- cosines of E g with E g of every other level;
+- the error of epsilon by the averaged weights, on training images and on held-out images;
+- the error of epsilon by a network that memorised the training images: the posterior mean over all of them (Karras et
+  al. 2022, eq. 57).
 
-Printed is how much of the gradient's noise would be left under the best density of the same objective (1: uniform's).
+The script prints the gradient noise that the best density of the training objective would leave, relative to uniform.
 """
 
 import argparse

@@ -80,7 +80,7 @@ class Pipeline:
 
 
 def _interruptible() -> None:
-    """What a shell starts in the background ignores SIGINT, and hands that on."""
+    """Restore the default action of SIGINT, which a background process of a shell ignores and its children inherit."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -115,17 +115,17 @@ class Training:
 
     @property
     def log(self) -> str:
-        """What its last job has said."""
+        """Log of the last job of this training run."""
         return (self.root / RESULTS / "logs" / f"train_{self.method}_seed{self.seed}.log").read_text()
 
     def said(self) -> str:
-        """The same, while it is not sure that it has begun."""
+        """Return the log of the last job, or an empty string if no job has started yet."""
         with suppress(FileNotFoundError):
             return self.log
         return ""
 
     def log_of(self, job: Job) -> str:
-        """What an earlier, failed job of it has said."""
+        """Return the log that is kept of an earlier, failed job of this training run."""
         folder = self.root / ".snakemake/slurm_logs/rule_train" / f"{self.method}_{self.seed}"
         return (folder / f"{job.number}.log").read_text()
 
@@ -169,7 +169,7 @@ def all_jobs(folder: Path) -> list[Job]:
 
 
 def details(job: Job) -> dict[str, str]:
-    """What SLURM knows of a job, such as Restarts, TimeLimit, GRES."""
+    """Return the fields of `scontrol show job` by name, such as Restarts, TimeLimit, GRES."""
     words = slurm("scontrol", "--details", "show", "job", job.number).split()
     return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -181,7 +181,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def term_is_pending(pid: int) -> bool:
-    """Whether a stopped process has been sent SIGTERM, or is gone."""
+    """Return True if a stopped process has a pending SIGTERM, or if the process is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:

@@ -301,7 +301,7 @@ def _write(folder: Path, content: dict) -> None:
 
 
 def _alive(pid: int | None, name: str) -> bool:
-    """Whether a daemon of this name still has this process id; a zombie is dead."""
+    """Return True if this process id belongs to a running daemon of this name; a zombie counts as dead."""
     if pid is None:
         return False
     with suppress(OSError, ChildProcessError):

@@ -1,7 +1,7 @@
-"""What a cluster does to a training's job changes nothing in its result.
+"""Tests that disturbances of a training run's SLURM job, such as preemption, do not change its result.
 
-The same training runs under several names at once, and each is disturbed in its own way: whatever happened, all parts
-of all must be equal to those of the undisturbed one.
+One training run runs under several names at once, each with another disturbance. The checkpoint and metrics of every
+run must equal those of the undisturbed run.
 """
 
 import os

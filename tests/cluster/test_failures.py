@@ -1,4 +1,4 @@
-"""What fails for good, who stops the controller, and a SLURM that does not answer."""
+"""Tests of jobs that fail permanently, of an interrupted controller, and of a SLURM that does not answer."""
 
 import os
 import re

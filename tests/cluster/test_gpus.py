@@ -1,4 +1,4 @@
-"""What SLURM gives of GPUs is what a training uses; a GPU that was given and cannot be used is an error."""
+"""Tests that a training run uses the GPU that SLURM allocates, and fails if that GPU is not usable."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the tests on a cluster rely on: that this SLURM does to jobs what a real one does; with jobs that only wait."""
+"""Tests that the SLURM of the cluster tests treats jobs as a real one does, with jobs that only sleep."""
 
 import re
 import sys

@@ -289,7 +289,10 @@ class TableDensity(Sampler):
         self.set_masses(np.ones(schedule.timesteps))
 
     def set_masses(self, masses: Any, normalised: bool = False) -> None:
-        """Set the density to be proportional to `masses`, (T,); a `normalised` table is taken bit for bit."""
+        """Set the density to be proportional to `masses`, (T,).
+
+        `normalised` masses sum to 1 and are not divided again, so that a restored state is bit-identical.
+        """
         if normalised:
             self._masses = masses.copy() if namespace(masses) is np else masses / 1
         else:
@@ -401,10 +404,10 @@ class Weighting(Stateful):
         return self._tables[t.device][t]
 
     def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":
-        """Return the weighted loss of each sample, and the terms of a learned weighting, (batch,).
+        """Return weighted losses, with the terms of a learned weighting, shape of `losses`.
 
         Args:
-            losses: unweighted losses of the samples, (batch,).
+            losses: unweighted losses, (batch,), or (batch, *times).
             weights: factors of the fixed part of the weighting.
             importance: importance weights of the sampler.
             fractions: fractions of the process that the losses are measured at.

@@ -2,7 +2,7 @@
 
 A function is the simplest form of a component::
 
-    @density("power")
+    @density("power_of_u")
     def quantile(u, a: float = 2.0):
         return u**a
 

@@ -1,6 +1,6 @@
 """Couplings of noise with images: which noise of a batch each image is combined with.
 
-Paths from noise to images cross less if near ones are paired. What the network learns is then less of an average.
+Paths from noise to images cross less if near ones are paired. The regression target then has less variance given x_t.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,7 @@ class Nearest(Coupling):
     $$\|x_i - \epsilon_i\| = \min_{j \le k} \|x_i - \epsilon_{ij}\|$$
 
     Each image chooses alone, on the device of the batch, without synchronisation. The noise is then not quite normal:
-    it leans towards the image, the less the more numbers an image has.
+    it is biased towards the image, and the bias falls with the number of dimensions.
     """
 
     k: int = option(4, "noises that each image chooses from", ge=2)

@@ -36,7 +36,8 @@ def optional_module(module: str, extra: str, user: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise ConfigError(f"{user}: no {module}; allowed: pip install kairos-timesteps[{extra}]") from None
+        package = module.partition(".")[0]
+        raise ConfigError(f"{user}: needs {package}; install it, or the extra {extra} of kairos-timesteps") from None
 
 
 class DivergedError(KairosError):

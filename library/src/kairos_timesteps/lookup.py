@@ -18,7 +18,8 @@ Options = Mapping[str, Any] | None
 def parse_name(name: str) -> tuple[str, str]:
     """Return the names of sampler and weighting of ``sampler+weighting``, or of one of them alone.
 
-    A missing sampler is ``uniform``, a missing weighting ``none``.
+    A bare name selects the sampler and the weighting of that name. If only one exists, the other is ``uniform`` or
+    ``none``.
 
     Raises:
         ConfigError: a name is unknown; the message lists what exists.

@@ -77,7 +77,7 @@ class Meter:
         return errors
 
     def gradient(self, index: Tensor, fractions: Tensor, noise: str, factors: Tensor) -> list[Tensor]:
-        """Gradient of sum over samples of factor x weight x squared error of what is predicted, a tensor a parameter.
+        """Gradient of sum over samples of factor x weight x squared error of what is predicted, a tensor per parameter.
 
         Evaluation mode; the parameters' own ``grad`` is not touched.
 
@@ -144,7 +144,7 @@ class Meter:
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def metric(self) -> list[Tensor]:
-        """The optimiser's preconditioner, a tensor or the number 1 a parameter: Adam's 1/(sqrt(v) + eps)."""
+        """The optimiser's preconditioner, a tensor or the number 1 per parameter: Adam's 1/(sqrt(v) + eps)."""
         state, groups = ({}, []) if self.optimizer is None else (self.optimizer.state, self.optimizer.param_groups)
         eps = {each: group.get("eps", 0.0) for group in groups for each in group["params"]}
         moments = {each: state[each]["exp_avg_sq"] for each in eps if "exp_avg_sq" in state.get(each, {})}

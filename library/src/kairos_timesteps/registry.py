@@ -122,7 +122,8 @@ class Registry(MutableMapping[str, Entry]):
             where, code = f"{self.kind} {name}", f"{component.__module__}:{component.__qualname__}"
             taken = self._entries.get(name)
             free = taken is None or taken.code == code  # a notebook cell or a module that is executed again
-            demand(free, where, code, f"another name; {taken and taken.code} has this one")
+            if not free:
+                raise ConfigError(f"{where}: {taken and taken.code} has this name; choose another for {code}")
             options = component.Options  # type: ignore[attr-defined]
             self[name] = Entry(options, code, help, facts, component)
             return component

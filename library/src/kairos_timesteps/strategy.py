@@ -40,7 +40,7 @@ _CACHED_BLOCKS = 64  # prefetch blocks that are kept, one per slice of the batch
 
 @dataclass(frozen=True)
 class Draw:
-    """Timesteps of one batch, on the device of the batch; tensors are (batch,), or (batch, times).
+    """Timesteps of one batch, on the device of the batch; tensors are (batch,), or (batch, *times).
 
     Attributes:
         coordinates: random coordinates of the batch.
@@ -88,10 +88,11 @@ class Strategy:
     """A sampler and a weighting on a forward process, and a coupling of noise with images.
 
     Args:
-        name: ``sampler+weighting``, or one of the two: the other is then ``uniform`` or ``none``.
+        name: ``sampler+weighting``, or a bare name: the sampler and the weighting of that name. If only one exists, the
+            other is ``uniform`` or ``none``.
         process: forward process. It is a `Discrete`, `Edm`, `Flow` or `Vp`, or the name of a process in continuous time
-            (edm, flow, vp). Or it is a noise schedule: its name (linear, cosine, quadratic), a `NoiseSchedule`, one of
-            diffusers' schedulers, or alpha-bar as an array of T numbers.
+            (edm, fdm, flow, vp). Or it is a noise schedule: a `NoiseSchedule`, one of diffusers' schedulers, alpha-bar
+            as an array of T numbers, or a name (linear, cosine, quadratic, scaled_linear).
         timesteps: T, for a schedule given by name.
         prediction: what the network predicts, ``epsilon``, ``x0`` or ``v``, for processes that leave it open.
         sampler: options of the sampler.
@@ -259,7 +260,7 @@ class Strategy:
         return self.coupling(draw.x0, noise, draw.fractions, draw.coordinates)
 
     def weighted(self, draw: Draw, losses: Tensor) -> Tensor:
-        """Return the weighted loss of each sample, (batch,), and the terms that a learned weighting adds.
+        """Return weighted losses, with the terms of a learned weighting, shape of ``draw.t``.
 
         Samplers and weightings that learn keep the losses for `observe`, unless gradients are disabled
         (``torch.no_grad``).

@@ -25,12 +25,15 @@ Loss = Callable[[Prediction], Tensor]  # the losses of some samples, (batch,)
 
 @dataclass(frozen=True)
 class Moments:
-    """Of per-sample losses and gradients.
+    """Moments of per-sample losses and gradients by level of noise.
+
+    G is the mean gradient of a level and Sigma the covariance of its gradients.
 
     Attributes:
-        losses: of every sample, (levels, n).
+        losses: loss of every sample, (levels, n).
         variance: tr Sigma, (levels,).
-        products: of the G of two levels, (levels, levels), the diagonal ||G||²; by chance that may be negative.
+        products: inner products of the G of two levels, (levels, levels). The diagonal is ||G||²; its unbiased estimate
+            may be negative by chance.
     """
 
     losses: Array
@@ -49,7 +52,10 @@ class Moments:
 
     @property
     def cosines(self) -> Array:
-        """Of the G of two levels, (levels, levels), cut to [-1, 1]; NaN where a norm's estimate is not positive."""
+        """Cosine similarity of the G of two levels, (levels, levels), clipped to [-1, 1].
+
+        NaN where the estimate of a squared norm is not positive.
+        """
         norms = np.sqrt(np.where(self.squared_mean > 0, self.squared_mean, np.nan))
         return (self.products / np.outer(norms, norms)).clip(-1, 1)
 

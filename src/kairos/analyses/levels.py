@@ -68,7 +68,14 @@ def gradient_variance(options: GradientVarianceOptions, folder: Path, latents: L
 
 
 def areas(options: AreasOptions, folder: Path, latents: Latents, device: Any) -> list[Row]:
-    """The same by SpeeD's areas (Wang et al. 2025, figure 1); arguments as of `gradient_variance`."""
+    """Compute a row per loss and area of SpeeD, with the columns of `gradient_variance` (Wang et al. 2025, figure 1).
+
+    Args:
+        options: options of the analysis.
+        folder: folder of the milestone.
+        latents: the data that the milestone was trained on.
+        device: device of the computation.
+    """
     opened = open_milestone(folder, "raw", device)
     return _rows(options, folder, opened, latents, area_levels(opened.process, options.r), _BOTH)
 
@@ -121,7 +128,10 @@ def _rows(options: OfMilestones, folder: Path, opened: Milestone, latents: Laten
 
 
 def _training_loss(opened: Milestone, weights: Array) -> Loss:
-    """What a sample adds to the training's objective; its weight by cell, (T,)."""
+    """Return a function that computes each sample's contribution to the training objective, (batch,).
+
+    `weights` are the loss weights by cell of the process, (T,).
+    """
     named = [split(loss) for loss in opened.config["diffusion"]["losses"]]
     terms = [(LOSSES.parse(name, options), LOSSES.entry(name).load()) for name, options in named]
 

@@ -18,14 +18,15 @@ from kairos_timesteps.registry import NoOptions
 
 
 def density(options: DensityOptions, experiment: Any, results: Path) -> list[Row]:
-    """Of every milestone where timesteps are drawn, and what is trained on, both as multiples of uniform's density.
+    """Return the density of timesteps and the trained density of every milestone, relative to the uniform density.
 
-    ``density`` is T p(t), ``trained`` p(t) w(t) over its mean: weights as probabilities (Kim et al. 2025, figure 5).
+    ``density`` is T p(t). ``trained`` is p(t) w(t) over its mean: loss weights count as probabilities (Kim et al. 2025,
+    figure 5).
 
     Args:
-        options: of the analysis.
-        experiment: whose methods, seeds and milestones are looked at.
-        results: its folder.
+        options: options of the analysis.
+        experiment: the experiment, whose methods, seeds and milestones are analysed.
+        results: folder of the experiment's results.
     """
     rows = []
     for method, seed, step in product(experiment.methods, experiment.seeds, experiment.milestones):
@@ -67,7 +68,7 @@ def relative_time(options: NoOptions, experiment: Any, results: Path) -> list[Ro
 
 
 def subset_size(options: NoOptions, experiment: Any, results: Path) -> list[Row]:
-    """The same of adaptive samplers and of the baseline (Kim et al. 2025, figure 7)."""
+    """Return the rows of `relative_time` for adaptive samplers and the baseline (Kim et al. 2025, figure 7)."""
     rows = relative_time(options, experiment, results)
     return [row for row in rows if row["selected"] is not None or row["method"] == experiment.baseline]
 

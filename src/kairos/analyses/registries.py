@@ -20,7 +20,7 @@ ADAPTIVE = ("adaptive", "adaptive_official")  # samplers that have a subset S
 
 
 class OfMilestones(Options):
-    """What an analysis of networks can be told."""
+    """Options that all analyses of networks at milestones share."""
 
     methods: list[str] | None = option(None, "methods that are looked at; null: all")
     milestones: list[int] | None = option(None, "steps that are looked at, of the milestones; null: all")
@@ -41,7 +41,7 @@ class AreasOptions(OfMilestones):
 
 
 class AgreementOptions(OfMilestones):
-    """Whether gradients of different levels of noise agree, and how noisy they are (McCandlish et al. 2018)."""
+    """Agreement of gradients between levels of noise, and their noise scale (McCandlish et al. 2018)."""
 
     bins: int = option(10, "levels: equal in ln SNR", ge=2)
     least: float = option(-9.0, "ln SNR where the noisiest level ends, if the process reaches it", lt=0)
@@ -49,7 +49,7 @@ class AgreementOptions(OfMilestones):
 
 
 class InterdependenceOptions(OfMilestones):
-    """What training on one part of the process does to all parts (Kim et al. 2025, figure 4)."""
+    """Effect of training on one part of the process on the loss of all parts (Kim et al. 2025, figure 4)."""
 
     parts: int = option(5, "equal parts of the process", ge=2, le=100)
     steps: int = option(100, "optimiser steps on each part, all from the same weights", ge=1)
@@ -98,10 +98,10 @@ def part_of(results: Any, name: str, method: str, seed: int, step: int) -> str:
 
 
 def check_analyses(experiment: Any) -> None:
-    """Whether an experiment has what its analyses look at.
+    """Check that an experiment contains the methods, milestones and images that its analyses need.
 
     Raises:
-        ConfigError: an analysis is named twice, or looks at what is not there.
+        ConfigError: an analysis is listed twice, or needs something that the experiment does not contain.
     """
     names, samplers = [its["name"] for its in experiment.analyses], [its.sampler for its in experiment.methods.values()]
     sizes = {sampler["selected"] for sampler in samplers if sampler["name"] in ADAPTIVE}

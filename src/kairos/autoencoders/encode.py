@@ -161,7 +161,11 @@ def _encode_moments(
 
 
 def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str, torch.Tensor]:
-    """What is kept of images (n, C, H, W), each (n, c, h, w), by the names of the arrays."""
+    """Return the arrays to store for images (n, C, H, W) by name, each (n, c, h, w).
+
+    ``mean``; ``logvar`` if the autoencoder is stochastic; ``low_mean``, the mean of the images in low resolution, if a
+    factor is given.
+    """
     mean, logvar = codec.encode(images)
     found = {"mean": mean} | ({} if logvar is None else {"logvar": logvar})
     return found | ({"low_mean": codec.encode(low_resolution(images, factor))[0]} if factor else {})

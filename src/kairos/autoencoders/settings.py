@@ -29,7 +29,7 @@ class AutoencoderConfig(Section):
     shards: int = field(1, "jobs that the images are encoded in; does not change the latents", ge=1)
 
     def model_post_init(self, context: Any) -> None:
-        """What is pretrained is somewhere, and what is ours has no scaling to be told."""
+        """Check that a pretrained autoencoder has a path, and that any other has no configured scaling."""
         own = self.kind != "pretrained"
         demand(own or self.path, "autoencoder.path", "null", "folder or hub id of the pretrained autoencoder")
         demand(not (own and self.scaling), "autoencoder.scaling", self.scaling, f"null with kind {self.kind}")

@@ -111,7 +111,7 @@ class Experiment(Section):
         return {name: value for name, value in values.items() if value or name not in later}
 
     def model_post_init(self, context: Any) -> None:
-        """What one section leaves to others is settled, and whether all fit together is asked."""
+        """Set fields whose values depend on other sections, and check that all sections fit together."""
         kind, store = self.autoencoder.kind, self.dataset.store
         allowed = "copy or auto where trainings read images, not latents"
         demand((store, kind) != ("refer", "none"), "dataset.store", "refer", allowed)
@@ -127,7 +127,7 @@ class Experiment(Section):
 
     @property
     def conditions(self) -> list[str]:
-        """What the model is told."""
+        """Names of the conditions that the model takes."""
         return self.model.get("conditions") or []
 
     @property

@@ -1,4 +1,4 @@
-"""Whether the sections of an experiment fit together: a function each, all asked before anything runs."""
+"""Checks that the sections of an experiment fit together: a function each; all run before any job."""
 
 import math
 from typing import TYPE_CHECKING

@@ -47,7 +47,7 @@ class PublishedConfig(Section):
     differs: str | None = field(None, "why no number measured here compares with these, whatever the settings")
 
     def model_post_init(self, context: object) -> None:
-        """Whether every row has as many numbers as there are steps."""
+        """Check that every row has one number for each step."""
         count = len(self.steps)
         for name, values in [*self.rows.items(), ("printed", self.printed or self.steps)]:
             where = "published.printed" if name == "printed" else f"published.rows.{name}"
@@ -70,7 +70,7 @@ class PublishedConfig(Section):
 
 
 class ClaimConfig(Section):
-    """What a paper claims in a number: by which factor a method is faster than the baseline."""
+    """Claim of a paper as a number: the factor by which a method is faster than the baseline."""
 
     factor: float = field(..., "the baseline's cost over the method's, for the baseline's final distance", gt=1)
     cost: Literal["steps", "time"] = field("steps", "what the factor counts")
@@ -84,7 +84,7 @@ class ClaimConfig(Section):
 
 
 class KnownConfig(Section):
-    """What `kairos plan` takes for known of data that are not prepared here."""
+    """Known properties of data that are not prepared here, which `kairos plan` assumes."""
 
     shape: list[int] | None = field(
         None, "channels, height and width of what is trained on", min_length=3, max_length=3

@@ -30,7 +30,7 @@ class _Loader(_Safe):  # type: ignore[misc]
 
 
 def read(path: Path, above: tuple[Path, ...] = ()) -> Any:
-    """What an experiment file says, with what it extends; not checked any further.
+    """Read an experiment file together with the files that it extends, without further checks.
 
     Args:
         path: the file.

@@ -27,7 +27,7 @@ class DiffusionConfig(Section):
         return chosen_prediction(process["name"], value) if process else value  # without one it is refused already
 
     def model_post_init(self, context: Any) -> None:
-        """Whether a learned variance is trained."""
+        """Check that the losses fit the process: a loss trains the variance if and only if the variance is learned."""
         check_losses(self.losses, self.process)
 
 

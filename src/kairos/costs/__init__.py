@@ -1,1 +1,1 @@
-"""What an experiment will cost, said before anything of it runs."""
+"""Costs of an experiment, estimated before any of it runs."""

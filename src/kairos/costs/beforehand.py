@@ -1,4 +1,4 @@
-"""What would fail hours after the start, found before any job: images, a GPU's memory, the time limits of a profile."""
+"""Checks before any job for problems that would end a run after hours: images, GPU memory, time limits of a profile."""
 
 import math
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ _CONTEXT = 1  # GiB of a GPU for its context and the libraries' workspace
 
 
 def remarks(experiment: Experiment, profile: Path | None, memory: float | None, rate: float | None) -> Iterator[str]:
-    """What is to be said of an experiment that could fail late.
+    """Yield warnings about an experiment that could fail late.
 
     Args:
         experiment: the checked experiment.
-        profile: folder of a cluster's profile; None: no time limit is looked at.
-        memory: of a GPU, GiB; None: that of this machine's, if there is one.
-        rate: steps per second of a training of the cheapest method; None: as measured before, if it was.
+        profile: folder of a cluster's profile; None: time limits are not checked.
+        memory: memory of a GPU, GiB; None: the memory of this machine's GPU, if there is one.
+        rate: steps per second of a training run of the cheapest method; None: the rate measured before, if any.
 
     Raises:
-        ConfigError: it is known to fail; the message names the field, its value and what is allowed.
+        ConfigError: the experiment is certain to fail; the message contains field, value and allowed values.
     """
     if experiment.dataset.source == "folder":
         yield from _images(experiment.dataset)
@@ -57,7 +57,13 @@ def remarks(experiment: Experiment, profile: Path | None, memory: float | None, 
 
 
 def _images(dataset: DatasetConfig) -> Iterator[str]:
-    """What a crop takes away, where images have several sizes; what stage prepare would refuse is refused."""
+    """Check the images for everything that stage prepare would reject, and yield a note on cropping or padding.
+
+    The note is for images that are not square, or that have several sizes.
+
+    Raises:
+        ConfigError: stage prepare would reject the images.
+    """
     try:
         seen = look(dataset)
     except ConfigError:  # said elsewhere
@@ -76,7 +82,18 @@ def _images(dataset: DatasetConfig) -> Iterator[str]:
 
 
 def _check_limits(experiment: Experiment, profile: Path, needed: float) -> None:
-    """Whether a partition takes a training, and its attempts together are as long as the longest job, in minutes."""
+    """Check the time limits of a training job: its partition's, and the sum over its attempts.
+
+    Args:
+        experiment: the checked experiment.
+        profile: folder of a cluster's profile.
+        needed: duration of the longest job, minutes.
+
+    Raises:
+        ConfigError: there is no profile, the partition's limit is below the job's, or all attempts together are shorter
+            than `needed`.
+        KairosError: a file of the profile cannot be read.
+    """
     from snakemake_executor_plugin_kairos.private import longest  # it imports pandas
 
     file = profile_file(profile)

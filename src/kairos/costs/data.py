@@ -1,4 +1,4 @@
-"""What can be known of an experiment's data before they are prepared: shapes, and mostly their number."""
+"""Properties of an experiment's data that are known before they are prepared: shapes, and mostly their number."""
 
 import math
 from collections.abc import Sequence
@@ -150,7 +150,10 @@ def _latents(config: AutoencoderConfig, image: Shape | None) -> tuple[Shape | No
 
 
 def _text(config: TextEncoderConfig, results: Path, given: Sequence[int] | None) -> dict[str, Any] | None:
-    """What the states of a text are like: as given, from stage text, or else from the encoder's own configuration."""
+    """Return the description of encoded texts: from `given`, from stage text, or from the encoder's configuration.
+
+    None if the shape is not known.
+    """
     if given is None and (made := _record(results / "text")):
         return dict(made["condition"])
     found = {} if given else _pretrained(config.path)

@@ -1,8 +1,8 @@
-"""What a forward and a backward pass of a backbone cost, counted on tensors that have a shape and no content.
+"""Costs of a forward and a backward pass of a backbone, counted on tensors that have a shape and no content.
 
-The backbone itself is built and called, so that whatever is registered is counted as it is: parameters exactly,
-floating-point operations as `torch.utils.flop_counter` has them (2 per multiplication with addition, of matrix
-products, convolutions and attention).
+The backbone itself is built and called, so a registered backbone is counted as it is. Parameters are exact.
+Floating-point operations are those of `torch.utils.flop_counter`: 2 per multiplication with addition, of matrix
+products, convolutions and attention.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the experiments of a folder cost, in one table, and the cheapest test of what their papers claim.
+"""Table of what the experiments of a folder cost, and the cheapest test of each paper's claim.
 
 GPU-hours are operations over a GPU's peak at the experiment's precision, times a utilisation that is stated, not
 measured.
@@ -83,7 +83,7 @@ def recipes(folder: Path) -> list[Recipe]:
 
 
 def cheapest(found: Sequence[Recipe]) -> list[Recipe]:
-    """Of each claim of a paper the recipe that decides it in the fewest GPU-hours."""
+    """Return, for each claim of a paper, the recipe that decides the claim in the fewest GPU-hours."""
     claims: dict[Any, Recipe] = {}
     for recipe in sorted(found, key=lambda one: one.test_hours("H100", 1.0) if one.test else 0):
         if (claim := recipe.experiment.claim) is not None:
@@ -108,7 +108,7 @@ def text(found: Sequence[Recipe], utilisation: float) -> str:
 
 
 def claims(found: Sequence[Recipe], utilisation: float) -> Iterator[str]:
-    """What would decide each claim in the fewest GPU-hours."""
+    """Yield a paragraph per claim: the recipe that decides the claim in the fewest GPU-hours, and its cost."""
     for one in cheapest(found):
         claim: Any = one.experiment.claim
         hours = (f"{number(one.test_hours(gpu, utilisation))} {gpu}-hours" for gpu in PEAKS)

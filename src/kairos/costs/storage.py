@@ -35,13 +35,13 @@ def checkpoint_bytes(network: Network) -> int:
 
 
 def storage(experiment: Experiment, data: Data, network: Network, states: list[int]) -> dict[str, int | None]:
-    """What an experiment leaves on disk: bytes of all its trainings, None for what cannot be known yet.
+    """Estimate the bytes that an experiment leaves on disk, of all its training runs, by kind; None if not known yet.
 
     Args:
         experiment: the checked experiment.
-        data: its data.
-        network: its backbone.
-        states: bytes of the strategy's state of each method.
+        data: the experiment's data.
+        network: the experiment's backbone.
+        states: bytes of the strategy's state, one number per method.
     """
     evaluation, seeds, steps = experiment.evaluation, len(experiment.seeds), experiment.milestones
     milestones = len(states) * seeds * len(steps)

@@ -77,12 +77,13 @@ class Archive:
 
 
 def listed(config: DatasetConfig, names: list[str], kinds: list[T]) -> tuple[list[str], list[T]]:
-    """Of the files below `dataset.path` and their classes (or none) those that `dataset.files` names, in its order.
+    """Select the files that `dataset.files` lists, in its order, and return their names and classes.
 
-    A name's ending counts only where two files differ in it alone: taming's lists of CelebA-HQ name arrays (.npy).
+    `names` are all files below `dataset.path`; `kinds` are their classes, or empty. Without a list, all are returned. A
+    name's ending counts only where two files differ in it alone: taming's lists of CelebA-HQ name arrays (.npy).
 
     Raises:
-        ConfigError: the list cannot be read, or names no file, or one that is not there.
+        ConfigError: the list cannot be read, is empty, or contains a file that does not exist.
     """
     if config.files is None:
         return names, kinds

@@ -25,14 +25,15 @@ _AHEAD = 2  # steps that are read before they are asked for
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains on, on the device: this rank's part of the global batch.
+    """Training data of a step, on the device: this rank's slice of the global batch.
 
     Attributes:
         step: number of the step, from 0.
         index: numbers of the samples in the global batch.
-        x0: (n, c, h, w).
-        conditions: each (n, ...).
-        visit: which ``item`` of how many ``items`` each sample is, and in which ``epoch``; each (n,).
+        x0: images in model space, (n, c, h, w).
+        conditions: conditions by name, each (n, ...).
+        visit: ``item``, the index of each sample among the training images; ``items``, the number of training images;
+            ``epoch``, the epoch of the visit; each (n,).
     """
 
     step: int

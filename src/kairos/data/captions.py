@@ -171,12 +171,12 @@ def captioned(source: "Source", config: "DatasetConfig") -> tuple[list[int], dic
 
 @dataclass(frozen=True)
 class Text:
-    """What stage text made of a data set's captions.
+    """Captions of a data set, encoded by stage text.
 
-    Args:
-        manifest: its record; ``condition`` describes the states.
-        states: (captions, *shape), float32 or float16.
-        empty: the state of "", float32 (*shape).
+    Attributes:
+        manifest: record of stage text; ``condition`` describes the states.
+        states: encoded captions, (captions, *shape), float32 or float16.
+        empty: the state of the caption "", float32 (*shape).
     """
 
     manifest: dict[str, Any]

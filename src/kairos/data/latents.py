@@ -1,4 +1,4 @@
-"""What a training reads: latent moments in model space, or pixels where there is no autoencoder.
+"""Training data in model space: latent moments, or pixels where there is no autoencoder.
 
 Model space is x0 = (z − shift) · scale, of mean 0 and standard deviation 1 over the training images.
 """
@@ -53,12 +53,12 @@ class Latents:
 
     @property
     def can_flip(self) -> bool:
-        """Whether the flipped images may be asked for."""
+        """True if the flipped images were encoded, so that `rows` accepts flips."""
         return self.manifest["flips"]
 
     @property
     def stochastic(self) -> bool:
-        """Whether x0 is a sample from a distribution per image, so that `batch` uses noise."""
+        """True if x0 is a sample from a distribution per image, so that `batch` uses noise."""
         return "logvar" in self.moments
 
     @property
@@ -70,16 +70,16 @@ class Latents:
         return kinds
 
     def rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
-        """What x0 of some images is made of, and what they look like in low resolution, each row read once.
+        """Read the stored arrays that x0 and the low-resolution condition of some images are computed from.
 
-        By name: moments, or pixels (n, h, w, c) uint8.
+        Each row is read once. The result contains, by name, moments (n, c, h, w) or pixels (n, h, w, c) uint8.
 
         Args:
-            indices: which images, (n,).
-            flips: bool (n,), which of them flipped; None: none.
+            indices: indices of the images, (n,).
+            flips: True for each image to flip, bool (n,); None: none.
 
         Raises:
-            KairosError: flips are asked for that were not encoded.
+            KairosError: `flips` selects images, but flipped images were not encoded.
         """
         indices = np.asarray(indices)
         flips = np.zeros(len(indices), bool) if flips is None else np.asarray(flips)

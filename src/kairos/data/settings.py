@@ -60,7 +60,7 @@ class DatasetConfig(Section):
     train_images: int | None = field(None, "number of training images, needed for lengths in epochs", ge=1)
 
     def model_post_init(self, context: Any) -> None:
-        """Whether the source has what is asked of it."""
+        """Check that the settings of the data set fit its source and each other."""
         source, digits = self.source, self.source == "digits"
         demand(digits or self.path, "dataset.path", "null", f"the path or hub id of source {source}")
         demand(not (digits and self.flips), "dataset.flips", "true", "false for digits (a flipped digit is no digit)")

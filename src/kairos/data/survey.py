@@ -19,7 +19,7 @@ _DIGITS, _RAREST = 1797, 174  # scikit-learn's images, and those of the rarest d
 
 @dataclass(frozen=True)
 class Survey:
-    """What is known of a data set.
+    """Known properties of a data set before it is prepared.
 
     Attributes:
         train: number of training images; None where that is not known.
@@ -37,12 +37,12 @@ class Survey:
 
 
 def survey(config: DatasetConfig) -> Survey:
-    """What is known of a data set.
+    """Count the images and classes of a data set, without preparing it.
 
-    With `dataset.limit`, the smallest class is given as a random subset has it on average. Broken images are counted.
+    With `dataset.limit`, the size of the smallest class is the average over random subsets. Broken images are counted.
 
     Raises:
-        ConfigError: it is known that their number is not `dataset.images`.
+        ConfigError: the number of images is known, and is not `dataset.images`.
     """
     try:
         looks = {"digits": lambda _: (_DIGITS, dict.fromkeys(range(10), _RAREST)), "parquet": _parquet, "hub": _hub}
@@ -57,7 +57,7 @@ def survey(config: DatasetConfig) -> Survey:
 
 
 def _files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """Of a folder or a zip, whose opening reads names alone."""
+    """Count the images of a folder or a zip, and the images of each class; only names of files are read."""
     from kairos.data.sources import OPENERS
 
     source = OPENERS[config.source](config)
@@ -98,7 +98,13 @@ def _counted(tables: list[Any], column: str | None) -> tuple[int, dict[Any, int]
 
 @dataclass(frozen=True)
 class Look:
-    """What a folder's images look like: how many of each size (width, height), without colour, and not readable."""
+    """Sizes and colours of a folder's images.
+
+    Attributes:
+        sizes: number of images of each size (width, height).
+        grey: number of images without colour.
+        unread: images that cannot be read, with the reason.
+    """
 
     sizes: Counter[tuple[int, int]]
     grey: int

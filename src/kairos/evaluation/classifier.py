@@ -80,7 +80,10 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
 
 
 def train_turned(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """The same without labels."""
+    """Train the classifier without labels, on the task which way up an image is, and write its weights into the folder.
+
+    Returns the record for the manifest.
+    """
 
     def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
         turns = Stream(options.seed, "selfsupervised turns").integers(step, 4, range(len(chosen)))

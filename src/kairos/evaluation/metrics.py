@@ -38,12 +38,12 @@ Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is kept of the real images.
+    """Statistics of the real images that metrics compare samples with.
 
     Attributes:
         moments: mean (d,) and covariance (d, d) by layer.
-        features: of at most `KEPT` evenly spread images, float32 (n, d); none where no metric needs them.
-        count: number of images; 0 where the moments came from a file that does not tell.
+        features: features of at most `KEPT` evenly spread images, float32 (n, d); empty if no metric needs them.
+        count: number of images; 0 if the moments came from a file without that number.
     """
 
     moments: dict[str, Gaussian]
@@ -77,12 +77,12 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Target:
-    """What samples are compared with.
+    """Statistics and metrics that samples are compared by.
 
-    Args:
+    Attributes:
         metric: column of the Fréchet distance.
-        statistics: of the real images.
-        metrics: those that are computed, with their options.
+        statistics: statistics of the real images.
+        metrics: the metrics to compute, with their options.
     """
 
     metric: str
@@ -91,7 +91,7 @@ class Target:
 
     @property
     def needs(self) -> set[str]:
-        """What has to be measured of a set of images."""
+        """Measurements that the metrics need of a set of images; see `moments.measure`."""
         return needs_of(self.metrics)
 
     def score(self, measured: Measured) -> dict[str, float]:
@@ -104,7 +104,7 @@ class Target:
 
 
 def statistics_of(measured: Measured) -> Statistics:
-    """What is kept of real images."""
+    """Return the statistics of real images to store, from what was measured of the images."""
     features = np.zeros((0, 0), np.float32) if measured.features is None else measured.features[:]
     return Statistics(measured.moments, features, measured.count)
 
@@ -162,7 +162,7 @@ def frechet(options: NoOptions, measured: Measured, target: Target) -> dict[str,
 
 
 def sfid(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
-    """The same of Inception's spatial features (Nash et al. 2021; ADM's evaluator)."""
+    """Compute sFID, the Fréchet distance of Inception's spatial features (Nash et al. 2021; ADM's evaluator)."""
     return {"sfid": distance(measured.moments["spatial"], target.statistics, "spatial")}
 
 

@@ -1,4 +1,4 @@
-"""What is measured of a set of images while they come: moments summed up in float64, features and logits on disk.
+"""Measurements of a set of images, taken batch by batch: moments summed in float64, features and logits on disk.
 
 No set of images and no set of features is ever held in memory, so a set may be of any size.
 """
@@ -76,16 +76,16 @@ class Spool:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a set of images.
+    """Measurements of a set of images.
 
     Attributes:
         count: number of images.
-        moments: mean (d,) and covariance (d, d) by layer, of the layers that were asked for.
-        features: all feature vectors, or those that were to be kept; or None.
-        logits: of the classes, (n, classes); or None.
+        moments: mean (d,) and covariance (d, d) by layer, of the requested layers.
+        features: all feature vectors, or those selected for storage; or None.
+        logits: logits of the classes, (n, classes); or None.
         captioned: the images again with their captions, in batches; or None.
-        pairs: the images again with the real ones that their conditions come from, in batches; or None.
-        device: where networks look at them.
+        pairs: the images again with the real images that their conditions come from, in batches; or None.
+        device: device of the networks that measure the images.
     """
 
     count: int

@@ -120,10 +120,12 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
 
 
 def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None) -> Reference:
-    """The same of an npz file of real images or of published moments; its statistics are cached by content.
+    """Return record and target of a reference from an npz file of real images or published moments.
+
+    The statistics are cached by the content of the file.
 
     Raises:
-        KairosError: the file has not what the metrics need, or holds too few images for the extractor.
+        KairosError: the file lacks something that the metrics need, or contains too few images for the extractor.
     """
     kind = extractor.manifest["kind"]
     named = named_metrics(wanted or default_metrics(kind, True))
@@ -134,7 +136,7 @@ def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None
 
 
 def _fixed(evaluation: EvaluationConfig, real: Statistics, extractor: Extractor) -> dict[str, Any]:
-    """What a reference's record fixes for all evaluations with it, and the hash that identifies it."""
+    """Return the settings that a reference's record fixes for all its evaluations, and the hash of the reference."""
     return {
         "reference_hash": sha256_json({"statistics": real.hash, "extractor": extractor.hash}),
         "eval_seed": evaluation.seed,
@@ -255,7 +257,7 @@ def _gaussian(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[in
 
 
 def _noise(shape: tuple[int, ...], count: int, seed: int) -> Drawn:
-    """The same of uniformly random pixels."""
+    """Return a function that yields a numbered set of `count` uniformly random images, in uint8 batches (n, *shape)."""
 
     def drawn(number: int) -> Iterator[np.ndarray]:
         random = np.random.default_rng(derived_seed(seed, "noise images", number))

@@ -25,7 +25,7 @@ class ClassifierOptions(Options):
 
 
 class SelfsupervisedOptions(ClassifierOptions):
-    """The same network, trained on the training images without labels: which way up is an image?"""
+    """The network of `ClassifierOptions`, trained on the training images without labels: which way up is an image?"""
 
 
 class InceptionOptions(Options):
@@ -94,7 +94,7 @@ UNREAL = {"logits", "milestone", "captions", "pairs"}  # what metrics need of sa
 
 
 def needs_of(metrics: Iterable[Mapping[str, Any]]) -> set[str]:
-    """What the named metrics need, all together."""
+    """Return the union of what the given metrics need."""
     return {need for named in metrics for need in METRICS.entry(named["name"]).facts.get("needs", ())}
 
 

@@ -28,7 +28,7 @@ class EvaluationConfig(Section):
     seed: int = field(0, "seed of validation noise and reference rows", ge=0)
 
     def model_post_init(self, context: Any) -> None:
-        """Whether the metrics can be computed, as far as the section alone tells."""
+        """Check the reference, and that the metrics can be computed, as far as this section alone determines it."""
         if self.metrics is not None:
             check_metrics(self.metrics, self.extractor["name"])
         good = self.reference in ("train", "all") or self.reference.endswith(".npz")
@@ -73,10 +73,10 @@ def named_metrics(names: list[str]) -> list[dict[str, Any]]:
 
 
 def check_metrics(metrics: list[dict[str, Any]], extractor: str) -> None:
-    """Whether metrics can be computed with an extractor (or with one that is still to be chosen, ``auto``).
+    """Check that metrics can be computed with an extractor; ``auto`` stands for one that is selected later.
 
     Raises:
-        ConfigError: one is named twice or defined for another extractor, or none is there to rank methods by.
+        ConfigError: a metric is listed twice or defined for another extractor, or not exactly one metric ranks methods.
     """
     names = [named["name"] for named in metrics]
     for name in names:

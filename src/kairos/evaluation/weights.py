@@ -58,7 +58,7 @@ def _offline() -> bool:
 
 
 def missing_network(path: str, why: str) -> str:
-    """What a user without the network of DINOv2 is told."""
+    """Return the error message for a user without the DINOv2 network."""
     return (
         f"evaluation.extractor: dinov2 needs the network {path} (config.json, model.safetensors), but {why}. `kairos "
         "fetch` brings it where there is a network; or put the files of facebook/dinov2-large into a folder and name "
@@ -67,7 +67,7 @@ def missing_network(path: str, why: str) -> str:
 
 
 def missing(path: Path, why: str) -> str:
-    """What a user without the weights is told."""
+    """Return the error message for a user without the weights of Inception."""
     return (
         f"evaluation.extractor: inception needs the weights {path}, but {why}. `kairos fetch` brings it where there is "
         f"a network; or put the file from {URL} there, or name it as evaluation.extractor.path; "
@@ -76,7 +76,10 @@ def missing(path: Path, why: str) -> str:
 
 
 def whole(path: Path, name: str = "") -> bool:
-    """Whether a file has the hash that its name (or `name`) begins or ends with; true where a name tells of none."""
+    """Return True if the SHA-256 of a file begins with the hex digits at the end of its name, or of `name`.
+
+    A name has such digits in the form ``-6726825d.pth``; without them the file counts as whole.
+    """
     digest = re.search(r"-([0-9a-f]{8,})\.", name or path.name)
     return digest is None or sha256_file(path).startswith(digest[1])
 

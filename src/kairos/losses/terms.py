@@ -32,14 +32,14 @@ class Samples:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a loss term may look at; tensors are (batch, ...), t is (batch,).
+    """Prediction of a network and its inputs, as loss terms take it; tensors are (batch, ...), t is (batch,).
 
     Attributes:
         process: forward process.
-        x0, noise, t, x_t: what the network was asked.
-        output: what it gave, with the channels of a learned variance.
-        predict: asks it once more: ``predict(x_t, further conditions)`` at the same t, (batch, ...); for loss terms.
-        samples: which these are.
+        x0, noise, t, x_t: clean images, noise, times and noised images of the prediction.
+        output: output of the network, with the channels of a learned variance.
+        predict: calls the network again at t: ``predict(x_t, further conditions)``, (batch, ...); for loss terms.
+        samples: random coordinates of the samples.
     """
 
     process: Any
@@ -87,10 +87,10 @@ def vlb(options: LossOptions, prediction: Prediction) -> Tensor:
 
 
 def vb(options: VbOptions, prediction: Prediction) -> Tensor:
-    """What a learned variance costs, in bits per dimension, shape (batch,) (Nichol and Dhariwal 2021, section 3.1).
+    """Compute the variational bound of a learned variance, in bits per dimension, shape (batch,).
 
-    KL(q(x_{t-1} | x_t, x0) || p(x_{t-1} | x_t)), at t = 0 the negative log-likelihood of x0 rounded to 256 levels of
-    [-1, 1]. The mean is held fixed: the term trains the variance alone.
+    Nichol and Dhariwal 2021, section 3.1: KL(q(x_{t-1} | x_t, x0) || p(x_{t-1} | x_t)), at t = 0 the negative
+    log-likelihood of x0 rounded to 256 levels of [-1, 1]. The mean is held fixed: the term trains the variance alone.
     """
     process, x0, t = prediction.process, prediction.x0, prediction.t
     mean, v = prediction.mean.detach(), prediction.output[:, x0.shape[1] :].to(x0.dtype)

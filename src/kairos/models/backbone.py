@@ -1,4 +1,4 @@
-"""What our own backbones share: their weights' names, images told by channels."""
+"""Base of kairos' backbones: names of weights, image conditions as channels, null texts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +13,14 @@ Descriptions = dict[str, dict[str, Any]]
 
 
 class Null(nn.Module):
-    """What stands where a text was dropped, whose values are all NaN.
+    """Null value of a text condition, which replaces the NaN of dropped texts.
 
-    Its kind is the description's `null`: ``empty`` (a fixed value: that of no text, from ``description["empty"]``, or
-    zeros until weights are loaded), ``random`` (a fixed one, normal of norm about 1, as SpeeD has it) or ``learned``.
+    The `null` of the description selects it. ``empty`` is fixed: the empty text's state, ``description["empty"]``, or
+    zeros until weights are loaded. ``random`` is fixed: normal of norm about 1, as in SpeeD. ``learned`` is trained.
 
     Args:
-        description: of the condition; `shape` is that of its value for one image.
-        axes: how many the model takes: 1, a vector; 2, a sequence of vectors.
+        description: description of the condition; `shape` is the shape of its value for one image.
+        axes: number of axes that the model takes: 1, a vector; 2, a sequence of vectors.
 
     Raises:
         KairosError: the text has another number of axes.
@@ -69,7 +69,7 @@ class Backbone(nn.Module):
         self.inputs = shape[0] + sum(conditions[name]["shape"][0] for name in self._images)
 
     def config(self) -> dict[str, Any]:
-        """What config.json holds, for those who open the file elsewhere."""
+        """Return the content of config.json, for use of the weights outside of kairos."""
         described = {name: {k: v for k, v in item.items() if k != "empty"} for name, item in self.conditions.items()}
         facts = {"shape": list(self.shape), "conditions": described, "outputs": self.outputs}
         return {"_class_name": type(self).__name__, "options": dump(self.options), **facts}

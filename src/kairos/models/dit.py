@@ -120,7 +120,7 @@ class DiT(Backbone):
         return tokens, c
 
     def pixels(self, tokens: Tensor, c: Tensor) -> Tensor:
-        """What the last tokens say, (batch, outputs, height, width)."""
+        """Compute the output of the last tokens as an image, (batch, outputs, height, width)."""
         return self.unpatched(self.final_layer(tokens, c), self.options.patch)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What backbones share: sinusoids of time, attention, the block of a plain transformer."""
+"""Layers that several backbones use: sinusoids of time, attention, the block of a plain transformer."""
 
 import math
 from collections import OrderedDict
@@ -42,7 +42,10 @@ class Attention(nn.Module):
         return self.attended(self.qkv(x))
 
     def attended(self, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Of queries, keys and values (batch, tokens, 3 * width); `bias` (…, heads, tokens, tokens) adds to logits."""
+        """Return the attention output, (batch, tokens, width), of queries, keys and values (batch, tokens, 3 * width).
+
+        `bias`, (…, heads, tokens, tokens), is added to the logits.
+        """
         batch, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
         q, k, v = qkv.view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         bias = None if bias is None else bias.to(q.dtype).expand(batch, -1, -1, -1)

@@ -90,7 +90,7 @@ class UNet(Backbone):
         )
 
     def config(self) -> dict[str, Any]:
-        """What diffusers writes to config.json, without library versions (they are in the provenance)."""
+        """Return the content of config.json as diffusers writes it, without library versions (see the provenance)."""
         kept = {key: value for key, value in self.unet.config.items() if not key.startswith("_")}
         return {"_class_name": "UNet2DModel", **kept}
 

@@ -128,7 +128,10 @@ def _interdependence(table: pd.DataFrame, experiment: Any) -> Figure:
 
 
 def _density(table: pd.DataFrame, experiment: Any) -> Figure:
-    """What methods train on, p(t) w(t) over its mean, a line a milestone; dashed p(t) alone, at the last one."""
+    """Plot the trained density p(t) w(t) over its mean, a line per milestone, in a panel per method.
+
+    The dashed line is p(t) over its mean, at the last milestone.
+    """
     colors, process = _colors(table), experiment.diffusion.process["name"]
     drawing, panels = _panels(table, ["method"], 4, 2.3, 2.3, 0.9)
     for axes, (method,), own in panels:
@@ -150,7 +153,10 @@ def _relative_time(table: pd.DataFrame, experiment: Any) -> Figure:
 
 
 def _subset_size(table: pd.DataFrame, experiment: Any) -> Figure:
-    """The same by |S|, and beside it the time of a step and the last distance over |S|, dashed the baseline's."""
+    """Plot distance against relative time by |S|, and time per step and last distance against |S|.
+
+    Dashed lines in the panels against |S|: the baseline.
+    """
     drawing, grid = figure(12.6, 3.2, 1, 3, between=2.1)
     _against_time(grid[0, 0], table, experiment)
     last = table[table["step"] == table["step"].max()]

@@ -122,7 +122,7 @@ def method_lines(
 
 
 def own_time(process: str) -> dict[str, Any]:
-    """What an axis in a process' own time is: its label, and its scale."""
+    """Return label and scale of an axis that shows the time of a process."""
     own = PROCESSES.entry(process).load().time_symbol
     if own != "t":
         return {"xlabel": f"{own} (small: almost clean)", "xscale": "log"}

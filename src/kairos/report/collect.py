@@ -45,7 +45,7 @@ class Milestone:
 
     @property
     def columns(self) -> Record:
-        """What was measured, by column: metrics with their spreads and sets, and validation losses as ``val_...``."""
+        """Measured values by column: metrics with standard deviations and sets, validation losses as ``val_...``."""
         validation = self.evaluation.get("validation") or {}
         losses = {f"val_{name}": value for name, value in validation.items() if isinstance(value, float)}
         return {**self.evaluation["metrics"], **losses}
@@ -78,7 +78,7 @@ class Training:
 
     @property
     def learned(self) -> bool:
-        """Whether the sampler learns while it trains."""
+        """True if the sampler learns during training."""
         return bool(self.final.record.get("learned"))
 
 
@@ -112,10 +112,12 @@ class Measured:
 
     @cached_property
     def common(self) -> "Measured":
-        """The same up to the last milestone that all methods have, of the seeds that all have there, if there are any.
+        """Truncate the measurements to the last milestone that all methods have, and to the seeds that all have there.
+
+        All seeds are kept if the methods share none at that milestone.
 
         Raises:
-            KairosError: there is no such milestone but the untrained one.
+            KairosError: no milestone after step 0 is evaluated for all methods.
         """
         having = self.table[self.table["step"] > 0].groupby(["step", "method"])["seed"].agg(set).unstack()
         steps = having.reindex(columns=self.methods).dropna()
@@ -170,7 +172,7 @@ class Results:
 
     @property
     def validated(self) -> bool:
-        """Whether there is a validation loss by time."""
+        """True if every training run has a validation loss by time."""
         return all("per_timestep" in (one.final.evaluation.get("validation") or {}) for one in self.trainings)
 
     @cached_property
@@ -186,7 +188,7 @@ class Results:
 
     @cached_property
     def measured(self) -> Measured:
-        """What was measured of the methods, for their comparison."""
+        """Measurements of the methods, for their comparison."""
         return Measured(
             self.table, self.methods, self.experiment.seeds, self.primary_metric, self.baseline, self.missing
         )

@@ -142,7 +142,7 @@ def warnings(sides: Sides) -> Iterator[str]:
 
 
 def remarks(sides: Sides, measured: Measured) -> Iterator[str]:
-    """What a reader of the table has to know."""
+    """Yield the notes below a comparison table: unfinished or outdated results, and seeds that are left out."""
     for (found, _), label in zip(sides, _labels(sides)):
         if found.missing:
             told = ", ".join(line.partition(";")[0] for line in found.missing[:3])

@@ -13,7 +13,7 @@ _POINTS = 1500  # points of a drawn line; more are not visible
 
 
 def metric_label(name: str) -> str:
-    """What an axis says about a metric."""
+    """Return the axis label of a metric."""
     if name == "val_loss":
         return "validation loss (lower is better)"
     if name == "fid":

@@ -1,4 +1,4 @@
-"""What came out, in sentences computed from the numbers, and what a reader has to be warned of."""
+"""Outcome of an experiment, in sentences computed from its numbers, and warnings about the numbers."""
 
 from collections import defaultdict
 from collections.abc import Iterator

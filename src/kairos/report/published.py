@@ -75,7 +75,10 @@ def accelerations(results: Results) -> Iterator[Acceleration]:
 
 
 def claimed(results: Results) -> str:
-    """What the measured factor says of the paper's claim, in a sentence; empty where there is none, or not both."""
+    """Return a sentence that compares the measured factor with the paper's claim.
+
+    Empty if there is no claim, or its method or baseline is missing.
+    """
     claim = results.experiment.claim
     if claim is None or not {claim.method, claim.baseline} <= {*results.methods}:
         return ""

@@ -78,12 +78,12 @@ class Row:
 
     @property
     def judged(self) -> bool:
-        """Whether there are enough seeds to rank methods at all."""
+        """True if there are enough seeds to rank methods."""
         return self.seeds >= SEEDS
 
     @property
     def like_best(self) -> bool:
-        """Whether no method is found to end lower."""
+        """True if the methods are ranked and no test finds a method that ends below this one."""
         return self.judged and self.first_rank == 1
 
 
@@ -204,7 +204,10 @@ def moved(training: Training) -> float | None:
 
 
 def stands_still(training: Training) -> bool:
-    """Whether a sampler learns and has not moved from its start."""
+    """Return True if a sampler learns, but its p(t) is less than `NOT_MOVED` away from its start.
+
+    An unknown distance counts as not moved.
+    """
     distance = moved(training)
     return distance is not None and not distance >= NOT_MOVED
 
@@ -213,7 +216,10 @@ _VALIDATION = ("val_loss", "val_vlb", "val_vlb_without_last")
 
 
 def factor(own: Curve, baseline: Curve, cost: str) -> Ratio | None:
-    """What the baseline spends for its final value over what the method spends for the same, seed by seed."""
+    """Compute the baseline's cost for its final value over the method's cost for that value, seed by seed.
+
+    None without a clock, or if the baseline never improved on its start.
+    """
     targets = baseline.values[:, -1]
     costs = [np.broadcast_to(getattr(curve, cost), curve.values.shape) for curve in (baseline, own)]
     pairs = zip(costs, (baseline, own))

@@ -1,4 +1,4 @@
-"""What a sweep shows: the final distance against each option of a `grid`, which the methods' names tell."""
+"""Figures of a sweep: final distance against each option of a `grid`; names of methods contain the option's value."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -104,7 +104,7 @@ def guided(
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the network says at a place; it computes in `precision`, all else in that of x."""
+    """Estimate of x0 by the network, computed in `precision`; the rest is computed in the dtype of x."""
 
     process: Any
     predict: Predict

@@ -1,4 +1,4 @@
-"""What a conditional model is told about each image that it draws, as a function of the image's index alone."""
+"""Conditions of each generated image, as a function of the image's index alone."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class Prompts:
     seed: int
 
     def __call__(self, indices: range) -> dict[str, Tensor]:
-        """What the model is told, each (n, ...)."""
+        """Return the conditions that the model takes for the images with some indices, each (n, ...)."""
         if self.latents is None:  # classes alone
             numbers = torch.arange(indices.start, indices.stop)
             return {name: numbers % item["num_classes"] for name, item in self.descriptions.items()}
@@ -50,7 +50,7 @@ class Prompts:
         return {name: known[name] for name in self.descriptions}
 
     def recorded(self, name: str, indices: range) -> np.ndarray:
-        """What is kept of a condition, (n, ...): of a text not its states but itself, bytes in UTF-8."""
+        """Return a condition's values to store with the images, (n, ...); for texts the captions, as bytes in UTF-8."""
         if self.latents is None:
             return self(indices)[name].numpy()
         images, which = self._told(self.latents, indices)

@@ -61,7 +61,7 @@ class EulerOptions(GridOptions):
 
 
 class HeunOptions(EulerOptions):
-    """The same by Heun's method."""
+    """The ODE by Heun's method, with EDM's churn."""
 
     evaluations = 2
 

@@ -43,7 +43,7 @@ class SamplingJob:
 
 @dataclass(frozen=True)
 class Request:
-    """What all jobs share; a None or an absent field is taken from the milestone's configuration.
+    """Settings that all jobs of a sampling request share; None or an absent field: the milestone's configuration.
 
     Args:
         num: number of images.

@@ -114,7 +114,7 @@ def _singlestep(x: Tensor, sigma: list[float], data: Callable[[Tensor, int], Ten
 
 
 def _phi(h: float) -> float:
-    """What an x0 that changes by 1 per log-SNR/2 adds over h: h - 1 + exp(-h)."""
+    """Return h - 1 + exp(-h), the weight over a step h of an x0 that changes by 1 per unit of log-SNR/2."""
     return h + math.expm1(-h)
 
 

@@ -1,1 +1,1 @@
-"""What `kairos status` and `kairos doctor` look at: trainings, the queue, the machine. No torch here."""
+"""Inspection of training runs, queue and machine for `kairos status` and `kairos doctor`; imports no torch."""

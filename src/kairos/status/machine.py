@@ -1,4 +1,4 @@
-"""What a machine of a cluster offers: SLURM, the GPUs that a job was given, a local disk, locks, limits."""
+"""Checks of a cluster's machine: SLURM, the GPUs of a job, a local disk, locks, limits."""
 
 import fcntl
 import getpass
@@ -29,10 +29,10 @@ with open(sys.argv[1], "r+b") as file:
 
 
 def slurm(profile: Path = PROFILE) -> list[Finding]:
-    """Whether SLURM answers, its partitions, and whether the profile's words fit them.
+    """Check that SLURM answers, list its partitions, and check partition and account of the profile.
 
     Args:
-        profile: folder of the profile that jobs will be sent with.
+        profile: folder of the profile that jobs will be submitted with.
     """
     if shutil.which("sinfo") is None:
         return [(True, "slurm", "no sinfo here: jobs run on this machine, make cluster does not work")]
@@ -73,10 +73,10 @@ def profile_file(profile: Path) -> Path | None:
 
 
 def _default_resources(profile: Path) -> dict[str, str]:
-    """What a profile asks for by default, what is empty left out.
+    """Return the default resources of a profile, without empty values.
 
     Raises:
-        KairosError: it is not the YAML that Snakemake reads.
+        KairosError: the profile is not the YAML that Snakemake reads.
     """
     import yaml
 
@@ -91,7 +91,7 @@ def _default_resources(profile: Path) -> dict[str, str]:
 
 
 def job(visible: int) -> list[Finding]:
-    """Whether this is a job of SLURM, and whether the GPUs that it was given are those that can be used.
+    """Check that torch finds the number of GPUs that SLURM has given to this job; report if there is no job.
 
     Args:
         visible: number of GPUs that torch sees.
@@ -132,7 +132,7 @@ def disk(results: Path) -> Finding:
 
 
 def locks(results: Path) -> list[Finding]:
-    """Whether a lock in the folder of the results keeps another process out, and falls when it is given back.
+    """Check that a lock in the results' folder keeps other processes out, and that its release lets them in.
 
     Trainings and the controller lock with flock, databases (MLflow's, Snakemake's) with POSIX locks.
     """
@@ -153,7 +153,7 @@ def locks(results: Path) -> list[Finding]:
 
 
 def _not_between_machines(folder: Path) -> str:
-    """What the file system's mount options say against locks between machines, or nothing."""
+    """Return the mount options of a file system that confine locks to one machine, as a message; empty: none."""
     from kairos.staging import mount
 
     kind, options = mount(folder)
@@ -175,7 +175,7 @@ def _try_lock(kind: str, file: "tempfile._TemporaryFileWrapper[bytes]") -> str:
 
 
 def limits() -> list[Finding]:
-    """What this user's processes are limited to, where it is too little or stands out."""
+    """Report the resource limits of this user's processes; too few open files or limited addresses fail the check."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     enough = files == resource.RLIM_INFINITY or files >= _FILES
     words = f"{_limit(resource.RLIMIT_NOFILE)} open files, {_limit(resource.RLIMIT_NPROC)} processes, "

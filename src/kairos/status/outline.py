@@ -1,4 +1,4 @@
-"""What an experiment is to consist of, by its file or by the folder of its results."""
+"""Outline of an experiment: its training runs and paths, from its file or from its results' folder."""
 
 import os
 from dataclasses import dataclass
@@ -40,10 +40,10 @@ class Outline:
 
 
 def outline(path: Path) -> Outline:
-    """What the experiment file, or the folder of results, at `path` stands for.
+    """Return the outline of the experiment whose file, or folder of results, is at `path`.
 
     Raises:
-        KairosError: neither is there.
+        KairosError: there is neither an experiment file nor a folder of results.
         ConfigError: the file cannot be used.
     """
     results = path if path.is_dir() else None

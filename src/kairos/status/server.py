@@ -75,7 +75,7 @@ class _Handler(SimpleHTTPRequestHandler):
         return str(file) if file.is_file() and not any(part.startswith(".") or "/" in part for part in parts) else ""
 
     def end_headers(self) -> None:
-        """What is true of every answer."""
+        """Send the headers that all responses have in common, and end the header section."""
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         super().end_headers()

@@ -1,4 +1,4 @@
-"""Whether MLflow and DVC can be used here: each is asked itself, in a process of its own, for they import slowly."""
+"""Checks that MLflow and DVC can be used here, each in a separate process, because they import slowly."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def dvc() -> list[Finding]:
 
 
 def _ask(code: str, **environment: str) -> tuple[bool, str]:
-    """Whether a process could do what it was asked, and the last line of its output or of its complaint."""
+    """Run code in a separate process; return True and its last line of output, or False and the error."""
     command = [sys.executable, "-c", f"try:{code}{_IN_ONE_LINE}"]
     own = {**_QUIET, **os.environ, **environment}
     try:

@@ -150,9 +150,9 @@ def _where(state: str, progress: dict[str, Any], job: Job | None) -> str:
 
 
 def _alive(lock: Path, progress: dict[str, Any], job: Job | None) -> bool:
-    """Whether the process that said it runs still does.
+    """Return True if the process that wrote a progress file as running is still alive.
 
-    Where locks do not reach from machine to machine, the queue or a fresh word stand in for the lock.
+    Where locks do not reach from machine to machine, the queue or a recent progress file replaces the lock.
     """
     if job is not None and job.number == str(progress.get("job")) and (job.pending or job.state == "RUNNING"):
         return job.begun is not None and progress["updated"] >= job.begun  # else it is from before SLURM requeued it
@@ -162,7 +162,10 @@ def _alive(lock: Path, progress: dict[str, Any], job: Job | None) -> bool:
 
 
 def held(lock: Path) -> bool:
-    """Whether a process holds a lock file; asked for shared and given back at once, so that nobody is kept out."""
+    """Return True if a process holds a lock file.
+
+    The check takes the lock as shared and releases it at once, so it keeps no process out.
+    """
     try:
         with open(lock, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

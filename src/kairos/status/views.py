@@ -1,4 +1,4 @@
-"""What ``kairos status`` says of an experiment, in lines or as a page: the templates beside this file, filled."""
+"""Views of an experiment's status for ``kairos status``, as lines or as a page, from the templates in this folder."""
 
 import os
 import re
@@ -29,10 +29,10 @@ _TEMPLATES = jinja2.Environment(loader=_BESIDE, autoescape=_ESCAPED, trim_blocks
 
 
 def lines(experiment: Path, remove_unclaimed: bool = False) -> str:
-    """What there is to say of an experiment, in lines of at most 120 columns.
+    """Return the status of an experiment, in lines of at most 120 columns.
 
     Args:
-        experiment: its file, or its folder of results.
+        experiment: the experiment's file, or its folder of results.
         remove_unclaimed: delete states of earlier settings first.
 
     Raises:
@@ -65,7 +65,7 @@ def page(experiment: Path, every: float, moment: float) -> str:
 
 
 def _look(experiment: Path) -> dict[str, Any]:
-    """What both show."""
+    """Collect the values that both views, lines and page, show."""
     wanted = outline(experiment)
     jobs, fault = slurm.jobs(wanted.results)
     found, queue = trainings(wanted, jobs), slurm.summary(jobs) if jobs else fault

@@ -41,10 +41,10 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
 
 
 def opened(path: Any, kind: Any, field: str, weights: bool = False) -> Any:
-    """What a class of transformers makes of a folder; it raises many kinds for a damaged one.
+    """Open a folder with a class of transformers; any of the many errors of a damaged folder becomes a KairosError.
 
     Raises:
-        KairosError: it cannot be opened, or lacks weights, which would be random.
+        KairosError: the folder cannot be opened, or lacks weights, which transformers would initialise at random.
     """
     from transformers.utils import logging
 

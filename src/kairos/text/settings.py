@@ -13,7 +13,7 @@ PREPROCESSOR = "preprocessor_config.json"  # of CLIP's images
 
 
 class TextEncoderConfig(Section):
-    """What encodes the captions for a model that is told of texts."""
+    """Text encoder of the captions, for a model with text conditions."""
 
     path: str = field(..., "folder or hub id of a text encoder of transformers, with its tokenizer")
     output: Literal["auto", "tokens", "pooled"] = field("auto", "a state per token, or one; auto: the model's")

@@ -1,6 +1,6 @@
-"""What goes into MLflow, as plain values: parameters, metric points with recorded times, tags.
+"""Content of MLflow runs as plain values: parameters, metric points with recorded times, tags.
 
-A training that reports while it runs and the import afterwards take them from here, so both write the same.
+A training run that reports while it runs and the later import both use this module, so both write the same content.
 """
 
 import math
@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """What a run is to hold; it is found again by all its `identifying` tags, which stay as they are."""
+    """Content of an MLflow run; all of its `identifying` tags together find the run again and never change."""
 
     name: str
     identifying: dict[str, str]
@@ -73,7 +73,10 @@ def training_entry(
 
 
 def parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, str]:
-    """What decides the training, flattened: sampler and weighting first, nothing that may change on an extension."""
+    """Return the settings that decide a training run, flattened: sampler and weighting first.
+
+    Settings that an extension of the run may change are left out.
+    """
     plain = experiment.plain()
     nested = {
         "method": method,
@@ -89,7 +92,10 @@ def parameters(experiment: "Experiment", method: str, seed: int) -> dict[str, st
 
 
 def stride(lines: int) -> int:
-    """Of so many lines of metrics every how many-th is a point; an extension keeps every second point, or all."""
+    """Return the stride, a power of 2, that keeps at most `_POINTS` points of a curve of `lines` lines.
+
+    An extension of the run keeps every second point of the shorter curve, or every fourth and so on, or all.
+    """
     return 1 << max(0, math.ceil(math.log2(max(lines, 1) / _POINTS)))
 
 

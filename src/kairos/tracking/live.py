@@ -1,8 +1,9 @@
-"""What a training tells an MLflow server while it runs. The server may be slow or gone: the training does not notice.
+"""Live reports of a training run to an MLflow server; a slow or missing server does not affect the run.
 
-A thread reads what the training has written down (metrics.jsonl up to the last entry of timing.jsonl, which is the last
-checkpoint) and sends it by MLflow's client. What does not arrive is not kept: the import, `kairos track`, finds the
-same run by its tags and adds what is missing. Times are those that were recorded, so both write the same points.
+A thread reads what the run has written (metrics.jsonl up to the last entry of timing.jsonl, which is the last
+checkpoint) and sends it by MLflow's client. Reports that do not arrive are not kept: the import, `kairos track`, finds
+the MLflow run by its tags and adds what is missing. Live reports and import use the recorded times, so both write the
+same points.
 """
 
 import json
@@ -115,7 +116,7 @@ class Reporter(threading.Thread):
             self.client.set_terminated(self.run_id, _STATUS[progress["state"]], end)
 
     def _progress(self) -> dict[str, Any] | None:
-        """What the training says of itself, if it is this process that trains."""
+        """Return the progress file of the training run if this process wrote it, else None."""
         found = last_word(self.out)
         mine = found and (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
         return found if mine and found["updated"] >= self.begun else None

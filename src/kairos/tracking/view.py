@@ -1,4 +1,4 @@
-"""What MLflow shows of an experiment at first sight: the prepared comparison (its shape: view.json), and a note."""
+"""First view of an experiment in MLflow: the prepared comparison (its shape: view.json), and a note."""
 
 import json
 from bisect import bisect

@@ -50,13 +50,13 @@ def code_roots(plain: dict[str, Any], method: str) -> list[str]:
 
 
 def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str, Any], device: str) -> dict[str, Any]:
-    """What decides the trajectory, as plain values with their hash under ``identity``.
+    """Return everything that decides the trajectory of a run, as plain values with their hash under ``identity``.
 
     Args:
         plain: the whole resolved experiment.
         method: name of the method; its content counts, not its name.
-        seed: of the training.
-        latents: manifest of what is trained on.
+        seed: seed of the training run.
+        latents: manifest of the training data.
         device: type of the computing device.
     """
     parts = {

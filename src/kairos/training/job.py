@@ -37,10 +37,10 @@ class Left(SystemExit):
 
 
 class Leave:
-    """Whether this job should end early, and why.
+    """Requests that this job end early, with their reason.
 
-    As a context it takes over SIGTERM, SIGUSR1 and SIGINT. Until `begin` there is nothing to save, and each raises
-    `Left` where it arrives; from then on it is kept for `asked`. A second SIGINT ends the process at once.
+    As a context manager it handles SIGTERM, SIGUSR1 and SIGINT. Until `begin` there is nothing to save, and a signal
+    raises `Left` where it arrives. From then on, `asked` returns the reason. A second SIGINT ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ def end_of_job() -> float:
 
 
 def last_word(training: Path) -> dict[str, Any]:
-    """What the last job of a training has said of itself (see `ProgressFile`); empty where none has."""
+    """Return the progress that the last job of a training run wrote (see `ProgressFile`); empty if there is none."""
     return glance(training / ".state" / "progress.json")
 
 

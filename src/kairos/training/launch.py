@@ -50,7 +50,7 @@ def local_rank() -> int | None:
 
 
 def is_first() -> bool:
-    """Whether this process speaks for the training: rank 0, a launcher, or the only one."""
+    """Return True if this process reports for the training run: rank 0, a launcher, or the only process."""
     return _FOLDER not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
@@ -68,7 +68,10 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def fails_first(error: BaseException) -> bool:
-    """Whether this process is the one to say why the training failed; always so for a single process."""
+    """Return True if this process is the one to report why the training run failed.
+
+    A single process always reports. Of several ranks the first to fail does; an error of communication never counts.
+    """
     folder = os.environ.get(_FOLDER)
     if local_rank() is None or folder is None:
         return True

@@ -69,7 +69,7 @@ def steps(training: Training, end: int) -> Iterator[dict[str, Any] | None]:
 
 @dataclass(frozen=True)
 class Computed:
-    """What forward and backward passes leave, for the log and for probes: ``probe(training, draw, computed)``.
+    """Results of forward and backward passes, for the log and for probes: ``probe(training, draw, computed)``.
 
     A probe is called in steps that log, after the backward pass and before the optimiser step; what it returns is
     written to the step's line of metrics.jsonl under its name. It draws from a random stream of its own and must leave
@@ -129,7 +129,7 @@ def predicted(
     t: Tensor,
     conditions: dict[str, Tensor],
 ) -> tuple[Prediction, dict[str, Tensor]]:
-    """What a network gives for some samples, and the terms of its loss by name, each (batch,)."""
+    """Compute a network's prediction for some samples, and the terms of its loss by name, each (batch,)."""
 
     def predict(x_t: Tensor, further: dict[str, Tensor]) -> Tensor:
         with training.autocast():
@@ -146,7 +146,7 @@ def _scaled(training: Training, terms: dict[str, Tensor], weighted: bool) -> lis
 
 
 def _line(training: Training, draw: Draw, computed: Computed, norm: Tensor) -> dict[str, Any]:
-    """What a step logs, of the global batch."""
+    """Return the line of metrics.jsonl for a step, averaged over the global batch."""
     settings, step = training.settings, draw.step
     told = {name: probe(training, draw, computed) for name, probe in training.probes.items()}
     share = len(draw.x0) / settings["batch_size"]

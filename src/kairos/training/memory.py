@@ -14,10 +14,10 @@ from kairos_timesteps.errors import KairosError
 
 
 def guarded(training: Training, lines: Iterator[Any]) -> Iterator[Any]:
-    """What `lines`, steps of the training, give.
+    """Yield the items of `lines`, the steps of a training run, and replace an out-of-memory error by advice.
 
     Raises:
-        KairosError: a step does not fit into the device's memory; the message says which microbatch does.
+        KairosError: a step does not fit into the device's memory; the message contains the microbatch that fits.
     """
     with suppress(torch.OutOfMemoryError):  # with its traceback go the tensors of the step
         yield from lines

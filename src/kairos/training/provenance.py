@@ -1,4 +1,4 @@
-"""What a training was computed with, for its records."""
+"""Provenance of a training run: the libraries, device and settings that it was computed with."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +10,7 @@ from kairos_timesteps import distributed
 
 
 def versions() -> dict[str, str | None]:
-    """Of the libraries that decide the last digits of a trajectory."""
+    """Return the versions of the libraries that decide the last digits of a trajectory; None: not installed."""
     return {"torch": str(torch.__version__), "diffusers": version_of("diffusers")}
 
 
@@ -25,9 +25,10 @@ def version_of(package: str) -> str | None:
 def provenance(
     plain: dict[str, Any], device: torch.device, libraries: dict[str, str | None], earlier: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What a result was computed with, its first steps maybe by `earlier` versions, and whether that is exact.
+    """Return the provenance of a result: versions, device and processes, and whether the result is exact, with reasons.
 
-    There is nothing in it that differs between machines with the same packages: the processor stands beside the times.
+    `earlier` lists the versions that computed the first steps. The provenance contains nothing that differs between
+    machines with the same packages: the CPU is recorded with the times.
     """
     settings = plain["training"]
     said = "versions: torch {torch}, diffusers {diffusers} to step {steps}"

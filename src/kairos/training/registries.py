@@ -1,4 +1,4 @@
-"""What a training is put together of, by name: optimisers, learning-rate schedules, averages of weights, probes."""
+"""Components of a training run by name: optimisers, learning-rate schedules, averages of weights, probes."""
 
 from kairos_timesteps.errors import demand
 from kairos_timesteps.options import Options, option

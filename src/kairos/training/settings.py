@@ -45,7 +45,7 @@ class TrainingConfig(Section):
     probes: list[component(PROBES)] = field([], "measurements taken during training")
 
     def model_post_init(self, context: Any) -> None:
-        """Whether the batch can be shared out, and the device does what is asked of it."""
+        """Check that the processes can share the batch, and that the device supports the settings."""
         processes, microbatch, batch, device = self.processes, self.microbatch or 1, self.batch_size, self.device
         where, several = "training.processes", f"with {processes} processes"
         demand(processes % self.nodes == 0, where, processes, f"a multiple of nodes = {self.nodes}")

@@ -1,4 +1,4 @@
-"""What a training moves: model, average of its weights, optimiser, strategy; and what it moves them with."""
+"""State of a training run: model, average of its weights, optimiser, strategy, and the code that updates them."""
 
 import math
 from pathlib import Path
@@ -88,7 +88,7 @@ class Training:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings["precision"] == "bf16")
 
     def learning_rate(self, step: int) -> float:
-        """Of a step, from 0: linear warm-up, then the schedule."""
+        """Return the learning rate of a step, counted from 0: linear warm-up times the schedule."""
         options = self._optimizer_options
         rate: float = options.lr * self._factor(self._schedule, step, self.length or 0)
         first = 0 if options.warmup_from_zero else 1

@@ -226,13 +226,13 @@ class Store:
 
 
 def _same(source: Path, target: Path) -> bool:
-    """Whether a milestone is already published as it is."""
+    """Return True if `target` is a complete copy of the milestone `source`, with an equal record."""
     record = target / "milestone.json"
     return record.exists() and record.read_bytes() == (source / "milestone.json").read_bytes() and _whole(target)
 
 
 def _whole(folder: Path) -> bool:
-    """Whether a milestone is there and whole."""
+    """Return True if a milestone exists and is undamaged; log any damage."""
     if not (folder / "milestone.json").exists():
         return False
     try:

@@ -1,1 +1,1 @@
-"""What the Snakefile, DVC and the Makefile share: the layout of an experiment and both ledgers; no torch in here."""
+"""Common code of the Snakefile, DVC and the Makefile: an experiment's layout and both ledgers; imports no torch."""

@@ -1,7 +1,7 @@
-"""What the Snakefile does besides its rules: reads the experiment, and looks after a run's beginning and end.
+"""Functions of the Snakefile other than its rules: they read the experiment, and begin and end a run.
 
-Only the controller writes here; the processes that it starts for single jobs parse the Snakefile too, and find the
-experiment as the controller froze it.
+Only the controller writes here. The processes that it starts for single jobs parse the Snakefile too, and read the copy
+of the experiment that the controller froze.
 """
 
 import glob

@@ -1,7 +1,7 @@
-"""What each stage's results depend on: fields of the experiment and the code that computes them.
+"""Dependencies of each stage's results: fields of the experiment and the code that computes them.
 
 Both ledgers use this: Snakemake in its ``params:``, DVC through the file that `kairos ledger fingerprints` writes. A
-field that is not named here, such as a batch size or a number of shards that does not change the images, makes nothing
+field that is not listed here, such as a batch size or a number of shards that does not change the images, makes nothing
 run again.
 """
 

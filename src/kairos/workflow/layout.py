@@ -52,12 +52,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the Snakefile needs to know of an experiment.
+    """Layout of an experiment for the Snakefile: paths, stages and dependencies.
 
     Attributes:
         experiment: the checked experiment.
-        config: its frozen copy, which all jobs read.
-        said: what a user should know before anything runs.
+        config: frozen copy of the experiment, which all jobs read.
+        said: notes for the user before anything runs.
     """
 
     experiment: Experiment
@@ -101,7 +101,7 @@ class Layout:
         return [f"{self.results}/analyses/{name}.{kind}" for name in self.analyses for kind in ("csv", "png")]
 
     def measured(self, analysis: str) -> list[str]:
-        """What an analysis measures, a file for every milestone that it looks at; none where it looks at none."""
+        """Return the files of an analysis' measurements, one per milestone; empty if it reads no milestone."""
         return [part_of(self.results, analysis, *one) for one in places(self.analyses[analysis], self.experiment)]
 
     def analysed(self, analysis: str) -> list[str]:

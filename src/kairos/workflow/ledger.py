@@ -126,7 +126,7 @@ def _check_up_to_date(otherwise: str) -> None:
 
 
 def _changed(*paths: str) -> list[str]:
-    """What git would show as changed, a line for each file."""
+    """Return the changes that ``git status`` shows for some paths, a line for each file."""
     done = subprocess.run(["git", "status", "--porcelain", "--", *paths], capture_output=True, text=True)
     if done.returncode:
         raise KairosError(f"git status: {done.stderr.strip()}")

@@ -194,7 +194,7 @@ def _import(config: str) -> bool:
 
 
 def _conditions() -> list[Any]:
-    """What a command must have in common with the server."""
+    """Return the state of this process that a command and the server must have in common."""
     environment = {name: value for name, value in os.environ.items() if name not in _OF_SHELLS}
     os.umask(umask := os.umask(0))
     blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))

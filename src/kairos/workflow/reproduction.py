@@ -1,4 +1,4 @@
-"""What is on disk against what a dvc.lock holds: which outputs differ, and why as far as records tell."""
+"""Comparison of the files on disk with a dvc.lock: which outputs differ, and why as far as records tell."""
 
 import hashlib
 import json

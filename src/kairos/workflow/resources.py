@@ -1,4 +1,4 @@
-"""What jobs ask for, in words that any scheduler of Snakemake's understands; a cluster's own are in its profile."""
+"""Resources of jobs, in names that any scheduler of Snakemake understands; a cluster's profile has special ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,11 +30,11 @@ def processes_per_node(experiment: Experiment) -> int:
 
 
 def of_training(experiment: Experiment) -> dict[str, Any]:
-    """What a training asks for, with all its processes.
+    """Return the resources of a training job, with all its processes.
 
-    It resumes, so its time limit needs not grow. Numbers are those of the whole job, and those of jobs that run as one
-    add up; a text is the same for all of them. So trainings that share a GPU ask for it as text, as do trainings on
-    several machines, where it stands for each of these.
+    A training run resumes, so its time limit need not grow. Numbers are those of the whole job, and Snakemake adds up
+    the numbers of jobs that run as one. A text is the same for all jobs. Training runs that share a GPU therefore
+    request it as text. So do runs on several machines, where the text applies to each machine.
     """
     settings, each = experiment.training, processes_per_node(experiment)
     asked: dict[str, Any] = {"mem_mb": growing(_TRAINING_MB * each), "runtime": 1440}

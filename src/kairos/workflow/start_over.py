@@ -42,7 +42,7 @@ def mark(workflow: Any, results: Path) -> None:
 
 
 def _asked(job: Any) -> Key:
-    """What a training's job is asked for."""
+    """Return the request of a training job: its folder and its milestones."""
     return job.params.out, tuple(job.params.steps)
 
 

@@ -19,9 +19,10 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
     """Return the forward process that `process` stands for.
 
     Args:
-        process: one already; a `NoiseSchedule`; alpha-bar as numbers, (T,); the name of a schedule; a scheduler of
-            diffusers: with ``alphas_cumprod`` (DDPM, DDIM, PNDM ...), which says what is predicted, or an EDM or
-            flow-matching one (with its ``shift``, and a network that is called with t times 1000).
+        process: a process, which is returned; a `NoiseSchedule`; alpha-bar as numbers, (T,); or the name of a schedule
+            or of a process in continuous time. Of diffusers: a scheduler with ``alphas_cumprod`` (DDPM, DDIM, PNDM),
+            whose ``prediction_type`` applies, or an EDM or flow-matching scheduler. The ``shift`` of a flow-matching
+            scheduler applies, and the network is called with t times ``num_train_timesteps``.
         timesteps: T, for a schedule given by name.
         prediction: ``epsilon``, ``x0`` or ``v``, where `process` leaves it open.
 

@@ -6,7 +6,7 @@ from kairos_timesteps.registry import Registry
 
 VARIANCES = ("fixed_large", "fixed_small", "learned_range")
 ENDS = {"linear": (1e-4, 0.02), "quadratic": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}  # usual betas
-CELLS = 1000  # of a continuous process, on which strategies are shown and those of discrete processes stand
+CELLS = 1000  # cells of a continuous process: rows of tables, and timesteps of strategies defined per timestep
 
 
 class DiscreteOptions(Options):
@@ -18,7 +18,7 @@ class DiscreteOptions(Options):
     variance: str = option("fixed_large", "reverse variance; learned_range: by twice the channels", choices=VARIANCES)
     beta_start: float | None = option(None, "beta of the first timestep; null: the schedule's usual", gt=0, lt=1)
     beta_end: float | None = option(None, "beta of the last timestep; null: the schedule's usual", gt=0, lt=1)
-    first_index: int = option(0, "what the network is shown of the first timestep; U-ViT on latents: 1", choices=(0, 1))
+    first_index: int = option(0, "index of the first timestep for the network; U-ViT on latents: 1", choices=(0, 1))
 
     predictions = ("epsilon", "x0", "v")
 
@@ -36,7 +36,7 @@ class EdmOptions(Options):
     sigma_data: float | None = option(None, "standard deviation of the data; null: measured on the training data", gt=0)
     sigma_min: float = option(0.002, "smallest noise level", gt=0)
     sigma_max: float = option(80.0, "largest noise level", gt=0)
-    time_scale: float = option(400.0, "factor of ln(sigma)/4 that the network is shown; EDM's own networks: 1", gt=0)
+    time_scale: float = option(400.0, "factor of ln(sigma)/4 in the network's time input; EDM's own networks: 1", gt=0)
     negated: bool = option(False, "the network's output is subtracted (v_prediction of diffusers' EDM schedulers)")
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class FlowOptions(Options):
     """Rectified flow."""
 
     shift: float = option(1.0, "fraction u is time shift u/(1 + (shift - 1) u), SD3's for larger images", gt=0, le=100)
-    time_scale: float = option(1000.0, "factor of t that the network is shown", gt=0)
+    time_scale: float = option(1000.0, "factor of t in the network's time input", gt=0)
 
 
 class VpOptions(Options):
@@ -63,7 +63,7 @@ class VpOptions(Options):
     beta_min: float = option(0.1, "beta at t = 0", ge=0)
     beta_max: float = option(20.0, "beta at t = 1", gt=0)
     t_min: float = option(1e-5, "smallest time trained and sampled", gt=0, lt=1)
-    time_scale: float = option(999.0, "factor of t that the network is shown", gt=0)
+    time_scale: float = option(999.0, "factor of t in the network's time input", gt=0)
 
     predictions = ("epsilon", "x0", "v")
 

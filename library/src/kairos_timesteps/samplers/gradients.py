@@ -1,4 +1,4 @@
-"""Samplers that measure gradients in bins of t, rarely: one batch of forward and backward passes a measurement.
+"""Samplers that measure gradients in bins of t, rarely: one batch of forward and backward passes per measurement.
 
 The second moment of a sample's gradient follows from a whole batch at once: with random signs s_i, the mean of
 || (1/m) sum s_i g_i ||² over the signs is (1/m) mean ||g_i||². Gradients are those of the weighted loss, in evaluation
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class FollowsGradients(MeasuresNetwork, TableDensity):
     """Base of densities by a number that is measured in each bin of t, smoothed over bins and in time.
 
-    Bins have equal shares of the draws of a `prior`, which is uniform by default. The loss is measured as it counts
-    there: weighted by 1/(T p(t)) of the prior.
+    Bins have equal shares of the draws of a `prior`, which is uniform by default. Losses are multiplied by
+    1/(T p(t)) of the prior, so gradients are those of the objective of uniform timesteps.
 
     Attributes:
         gradients: number of gradients that a measurement computes for every sample.
@@ -202,16 +202,16 @@ class GradientVariance(FloorOptions, FollowsGradients):
         return (second - mean) * count / (count - 1)
 
 
-@sampler("first_order", "kairos: what a step at t takes off the target")
+@sampler("first_order", "kairos: first-order decrease of the weighted loss after a step at t")
 class FirstOrder(FloorOptions, FollowsGradients):
-    r"""Density by what a step at t takes off the target, to first order.
+    r"""Density by the first-order decrease of the target after a gradient step at t.
 
     $$p(t) \propto \max\left(0, \; \nabla L_t^\top D \, \nabla \bar{L}\right), \qquad
     \bar{L} = \frac{1}{T} \sum_t w(t) L_t$$
 
     A method of kairos: the inner product, in Adam's metric, of the gradient of the loss at t with that of the target.
     The target is the weighted loss averaged over all t. Each gradient uses another half of the measured samples, so
-    that their noise does not correlate. Where a step at t would raise the target, the floor keeps the timestep alive.
+    that their noise does not correlate. Where a step at t would raise the target, the floor still draws the timestep.
     """
 
     floor: float = option(0.2, "share of draws that are uniform instead", gt=0, lt=1)

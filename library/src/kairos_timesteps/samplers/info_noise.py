@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@sampler("info_noise", "InfoNoise: gated rate of conditional entropy, over the weight (Raya et al. 2026)")
+@sampler("info_noise", "InfoNoise: gated rate of conditional entropy, divided by the weight (Raya et al. 2026)")
 class InfoNoise(FollowsErrors):
     r"""InfoNoise (Raya et al. 2026, arXiv:2602.18647, algorithm 1): density by the gated rate of conditional entropy.
 
@@ -47,8 +47,8 @@ class InfoNoise(FollowsErrors):
       warm-up; another re-implementation takes a fifth of the run.
     - Grid: 256 bins of ln sigma with even centres, from the smallest to the largest sigma of the process. The pivot
       depends on the smallest sigma, where m/sigma³ is largest.
-    - Refresh: every 1,000 steps. A bin with 8 new errors takes their mean at first, and a tenth of it afterwards. Bins
-      with fewer errors keep collecting.
+    - Refresh: every 1,000 steps. A bin with 8 new errors starts with their mean. Later updates take 0.9 of the old
+      mean and 0.1 of the new one. Bins with fewer errors keep collecting.
     - Gaps: bins without a mean are interpolated in ln sigma. Beyond the outermost means the error of v is constant,
       m (1 + sigma²)/sigma², which stays finite at both ends.
     - Smoothing: the error of v, by a Gaussian whose standard deviation is 2 bins. The stored means stay unsmoothed.
@@ -65,8 +65,8 @@ class InfoNoise(FollowsErrors):
     onset: float = option(0.002, "p of the onset rule: share of the largest m/sigma³", gt=0, lt=1)
     divide: bool = option(True, "divide by the weight on the error of x0; false: p follows the gated rate itself")
     start: int = option(2000, "warm-up: steps that draw from the prior", ge=1)
-    frequency: int = option(1000, "steps between settings of the density", ge=1)
-    decay: float = option(0.9, "share of a bin's earlier mean that a setting keeps", ge=0, lt=1)
+    frequency: int = option(1000, "steps between updates of the density", ge=1)
+    decay: float = option(0.9, "decay of a bin's moving average, per update", ge=0, lt=1)
     bins: int = option(256, "bins of ln sigma that errors are averaged in", ge=2)
     min_count: int = option(8, "errors that a bin needs for a new mean", ge=1)
     smoothing: float = option(2.0, "standard deviation of the smoothing, in bins", gt=0)

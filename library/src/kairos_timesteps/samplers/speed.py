@@ -28,7 +28,8 @@ class Speed(FixedDensity):
 
     $$p(t) = \frac{1}{k \tau + T - \tau} \cdot \begin{cases} k & t < \tau \\ 1 & t \ge \tau \end{cases}$$
 
-    ``tau`` defaults to 0.7 T (the paper's 700 of 1000); with ``r`` it is derived from that magnitude.
+    ``tau`` defaults to 0.7 T (the paper's 700 of 1000); with ``r`` it is the first timestep where 1/alpha-bar
+    exceeds r.
 
     Raises:
         ValueError: tau is not before the end of the process.
@@ -36,7 +37,7 @@ class Speed(FixedDensity):
 
     k: float = option(5.0, "how much more often timesteps before tau are drawn", gt=0)
     tau: int | None = option(None, "first timestep of the convergence area; null: 0.7 T", ge=1)
-    r: float | None = option(None, "magnitude that tau is derived from instead, linear schedule", gt=1)
+    r: float | None = option(None, "tau is where 1/alpha-bar exceeds r (theorem 1, linear schedule)", gt=1)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)

@@ -15,9 +15,9 @@ _EVERY = 50  # steps between changes of the weights
 _LEAST = 0.05  # smallest c
 
 
-@weighting("coarse_to_fine", "kairos: auto, less where little can be predicted yet")
+@weighting("coarse_to_fine", "kairos: auto, less where the network hardly improves on a guess from the noise level")
 class CoarseToFine(Learned, AutoWeighting):
-    r"""Weighting ``auto``, with less weight on clean levels where the network can take little off its error.
+    r"""Weighting ``auto``, with less weight on clean levels where the network hardly improves on a guess.
 
     $$w_\epsilon = \frac{c(\lambda)}{\sqrt{1 + \mathrm{SNR}}} \left|\frac{d \lambda}{d t}\right|, \qquad
     c = \max\left(\frac{f(\lambda)}{\max f}, \frac{1}{20}\right) \text{ for less noise than where } f
@@ -25,9 +25,9 @@ class CoarseToFine(Learned, AutoWeighting):
 
     $$f = 1 - \frac{1 + \mathrm{SNR}}{\mathrm{SNR}} \, E\left[\|\hat\epsilon - \epsilon\|^2 \mid \lambda\right]$$
 
-    A method of kairos. f is the part of the error that the network removes, compared with a guess from the noise level
-    alone, for data of unit variance. It follows from the losses of the training step. Where detail resembles noise, as
-    in latents, the network can remove little, and training there changes next to nothing. As the network learns, f
+    A method of kairos. f is 1 minus the network's error over that of the best guess from the noise level alone, for
+    data of unit variance. It follows from the losses of the training step. Where detail resembles noise, as
+    in latents, the network improves little, and training there changes next to nothing. As the network learns, f
     grows from coarse to fine, and so does c. c is 1 until step 100, and as long as nothing is predicted. The errors are
     copied to the CPU every 50 steps, which synchronises with the device once.
     """

@@ -33,7 +33,7 @@ class Unweighted(Weighting):
 
 @weighting("vlb", "the variational bound's own c_t")
 class Vlb(Weighting):
-    r"""Coefficient of the variational bound (Kim et al. 2025, eq. 7), mean 1/T sum as the bound has it.
+    r"""Coefficient of the variational bound (Kim et al. 2025, eq. 7), for sigma_t² of the reverse process.
 
     $$w_\epsilon(t) = \frac{\beta_t^2}{2 \sigma_t^2 (1 - \beta_t) (1 - \bar\alpha_t)}, \qquad \sigma_t^2 = \beta_t$$
     """
@@ -121,14 +121,16 @@ class EdmWeighting(Weighting):
 
     $$w_{x_0} = \frac{\sigma^2 + \sigma_{\mathrm{data}}^2}{(\sigma \, \sigma_{\mathrm{data}})^2}$$
 
-    With a warm-up the weight is at most 5 * 100^(step/warmup) until that is 500, and free from then on (Wu et al.
-    2023). The weight is never below 1/sigma_data² = 4, so the first steps weigh almost alike.
+    During a warm-up the weight is capped at 5 * 100^(step/warmup), which grows from 5 to 500 (Wu et al. 2023).
+    Afterwards there is no cap. The weight is never below 1/sigma_data² = 4, so the first steps weigh almost alike.
     """
 
     sigma_data: float | None = option(
         None, "standard deviation of the data; null: that of process edm, else 0.5, as of pixels", gt=0
     )
-    warmup: int | None = option(None, "steps in which a cap of 5 grows to 500 and goes (FDM); null: no cap", ge=1)
+    warmup: int | None = option(
+        None, "steps in which a cap of the weight grows from 5 to 500 (FDM); null: no cap", ge=1
+    )
 
     stated_for = "x0"
 
@@ -152,7 +154,7 @@ class EdmWeighting(Weighting):
         return self.converted(capped, snr)
 
 
-@weighting("sigmoid", "of ln SNR, in its measure (VDM++, SiD2)")
+@weighting("sigmoid", "sigmoid of ln SNR, integrated over ln SNR (VDM++, SiD2)")
 class Sigmoid(Weighting):
     r"""Sigmoid on the error of epsilon (Kingma and Gao 2023; SiD2), of the integral over lambda = ln SNR.
 

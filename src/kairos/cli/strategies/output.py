@@ -1,4 +1,4 @@
-"""What both `show` and `increments` print: tables by ranges of timesteps, csv, pictures."""
+"""Output of `show` and `increments`: tables by ranges of timesteps, csv files, pictures."""
 
 import argparse
 import math

@@ -22,11 +22,14 @@ _IMAGES = "p(t) differs from image to image; it is the mean over the first image
 
 
 def view_of_checkpoint(arguments: argparse.Namespace) -> View:
-    """What ``--checkpoint`` names: the milestone, or the one at the checkpoint's step, else the checkpoint's own state.
+    """Return the strategy that ``--checkpoint`` refers to, as recorded in a milestone or in a checkpoint.
+
+    A milestone's folder stands for that milestone, a training run's folder for the last milestone. A checkpoint file
+    stands for the run's milestone at the step of the checkpoint; without one, for the state that the file contains.
 
     Raises:
-        ConfigError: arguments contradict what the training's record says, or are missing where there is none.
-        KairosError: there is no checkpoint, or it does not hold this strategy.
+        ConfigError: arguments contradict the record of the run, or are missing where there is no record.
+        KairosError: there is no checkpoint, or it does not contain this strategy.
     """
     place: Path = arguments.checkpoint
     if (place / "milestone.json").is_file():
@@ -115,10 +118,12 @@ def _of_state(
 
 
 def _of_record(record: dict[str, Any], arguments: argparse.Namespace) -> Named:
-    """What the record names, as `named_parts` has it; the arguments may name the strategy again, but nothing else.
+    """Return sampler, weighting and diffusion settings of a record, as `named_parts` does.
+
+    The arguments may repeat the recorded strategy; every other setting must be left out.
 
     Raises:
-        ConfigError: they name something else.
+        ConfigError: the arguments contain another strategy, or a setting that the record contains.
     """
     method = record["config"]["methods"][record["method"]]
     held = method["sampler"]["name"], method["weighting"]["name"]

@@ -55,7 +55,7 @@ class View:
         return str(self.diffusion["process"]["name"])
 
     def head(self) -> list[tuple[str, str]]:
-        """What it is, line by line: a word and what there is to say."""
+        """Return the header lines that describe the strategy, each as a label and a text."""
         process = self.diffusion["process"]
         if process["name"] == "discrete":
             process = {"name": f"{process['schedule']} schedule, T = {process['timesteps']}"}
