@@ -7,19 +7,16 @@ discrete process. A weighting gives a factor for each sample's loss. Neither dep
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kairos_timesteps.coordinates import POINTS, RandomCoordinates, points
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, NoiseSchedule, error_ratio
 from kairos_timesteps.errors import ConfigError, demand
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Values, bisect, interp, namespace, same_kind, without_warnings
 from kairos_timesteps.options import Component, option
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -42,12 +39,12 @@ class Observation:
     """
 
     step: int
-    x0: "Tensor"
-    fractions: "Tensor"
-    losses: "Tensor | None"
+    x0: Tensor
+    fractions: Tensor
+    losses: Tensor | None
     meter: Any
     coordinates: RandomCoordinates
-    errors: "Tensor | None" = None
+    errors: Tensor | None = None
     prediction: str = "epsilon"
     weighting: "Weighting | None" = None
 
@@ -87,8 +84,6 @@ class Stateful(Component):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs; arrays become tensors."""
-        import torch
-
         state = {name.lstrip("_"): getattr(self, name) for name in self.kept}
         return {
             name: torch.as_tensor(value).clone() if hasattr(value, "shape") else value for name, value in state.items()
@@ -203,18 +198,18 @@ class Sampler(Stateful):
         """Map uniform numbers to draws, without the floor. Mixtures override it: their map is not the quantile."""
         return self.quantile(uniform, **context)
 
-    def masses(self, x0: "Tensor | None" = None, **context: Any) -> Array:
+    def masses(self, x0: Tensor | None = None, **context: Any) -> Array:
         """Exact probability of every timestep without the floor, F((t+1)/T) - F(t/T), (T,)."""
         edges = np.arange(self.schedule.timesteps + 1) / self.schedule.timesteps
         return np.diff(self.cdf(edges, **context))
 
-    def probabilities(self, x0: "Tensor | None" = None, **context: Any) -> Array:
+    def probabilities(self, x0: Tensor | None = None, **context: Any) -> Array:
         """Probability of every timestep, floor included, (T,). Samplers of a density per image average over `x0`."""
         return (1 - self.floor) * self.masses(x0, **context) + self.floor / self.schedule.timesteps
 
     def sample(
         self, shape: int | tuple[int, ...], seed: int = 0, step: Any = 0, device: Any = "cpu", **context: Any
-    ) -> "Tensor":
+    ) -> Tensor:
         """Draw fractions without a batch, float64 `shape`; a function of seed and step.
 
         Raises:
@@ -223,20 +218,20 @@ class Sampler(Stateful):
         count, *times = (shape,) if isinstance(shape, int) else shape
         return self.draw(RandomCoordinates(seed, step, 0, None, range(count), count, tuple(times), device, context))
 
-    def draw_for_batch(self, x0: "Tensor", coordinates: RandomCoordinates) -> "Tensor":
+    def draw_for_batch(self, x0: Tensor, coordinates: RandomCoordinates) -> Tensor:
         """Draw fractions for a batch of images, float64 (batch, *times_shape), on the device of the batch."""
         return self.draw(coordinates.for_batch(x0))
 
-    def draw(self, coordinates: RandomCoordinates) -> "Tensor":
+    def draw(self, coordinates: RandomCoordinates) -> Tensor:
         """Draw a fraction for each time of each sample, float64 (n, *times_shape)."""
         context = coordinates.arguments(self.context_names)
         return self.transform(self.uniforms(coordinates), **context).clip(0.0, 1.0 - 2**-53)
 
-    def uniforms(self, coordinates: RandomCoordinates) -> "Tensor":
+    def uniforms(self, coordinates: RandomCoordinates) -> Tensor:
         """Return the uniform numbers in [0, 1) that draws are made from, float64 (n, *times_shape)."""
         return points(self.points, coordinates)
 
-    def importance_weights(self, x0: "Tensor", fractions: "Tensor", coordinates: RandomCoordinates) -> "Tensor | None":
+    def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
         """1/(T p(t)) of each draw, float32, which restores uniform's objective; None without `importance`."""
         if not self.importance:
             return None
@@ -315,7 +310,7 @@ class TableDensity(Sampler):
             self._on_device = same_kind(self._masses, other), same_kind(self._below, other)
         return self._on_device
 
-    def masses(self, x0: "Tensor | None" = None, **context: Any) -> Array:
+    def masses(self, x0: Tensor | None = None, **context: Any) -> Array:
         """Return the table, (T,)."""
         return self._tables(np.ones(1))[0]
 
@@ -339,7 +334,7 @@ class TableDensity(Sampler):
         inside = (p - below) / (above - below).clip(1e-300, None)
         return (cell + inside.clip(None, 1 - 1e-9)) / len(masses)
 
-    def importance_weights(self, x0: "Tensor", fractions: "Tensor", coordinates: RandomCoordinates) -> "Tensor | None":
+    def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
         """1/(T p(t)) of each draw from the table, float32; None without `importance`."""
         if not self.importance:
             return None
@@ -395,7 +390,7 @@ class Weighting(Stateful):
         """Clear the weights that `at` has cached. Weightings that learn call this after every change."""
         self._tables.clear()
 
-    def at(self, process: Any, t: "Tensor", step: Any = 0) -> "Tensor":
+    def at(self, process: Any, t: Tensor, step: Any = 0) -> Tensor:
         """Factors at times of a process, float32, on the device of the times."""
         if t.is_floating_point() or self.depends_on_step:
             return self(process.snr(t).double(), step).float()
@@ -403,7 +398,7 @@ class Weighting(Stateful):
             self._tables[t.device] = same_kind(self.weights(), t).float()
         return self._tables[t.device][t]
 
-    def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":
+    def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
         """Return weighted losses, with the terms of a learned weighting, shape of `losses`.
 
         Args:

@@ -6,14 +6,12 @@ cover the process better within a batch, which lowers the variance of its gradie
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kairos_timesteps import distributed
 from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.randomness import Stream
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 POINTS = ("random", "stratified", "systematic", "sobol", "epochs")
 _GOLDEN = 0.6180339887498949
@@ -47,7 +45,7 @@ class RandomCoordinates:
     device: Any = "cpu"
     context: Mapping[str, Any] = field(default_factory=dict)
 
-    def for_batch(self, batch: "Tensor", group: Any = None) -> "RandomCoordinates":
+    def for_batch(self, batch: Tensor, group: Any = None) -> "RandomCoordinates":
         """Return coordinates with the device of a batch and, unless they are set, its sample indices and global size.
 
         Args:
@@ -70,8 +68,6 @@ class RandomCoordinates:
         """The step, or a tensor of steps that broadcasts with (steps, n, *times_shape)."""
         if not isinstance(self.step, range):
             return self.step
-        import torch
-
         steps = torch.arange(self.step.start, self.step.stop, device=self.device)
         return steps.view(-1, 1, *[1] * len(self.times_shape))
 
@@ -81,15 +77,13 @@ class RandomCoordinates:
         return self.step if isinstance(self.step, int) else self.broadcast_step.double()
 
     @property
-    def step_indices(self) -> "range | Tensor":
+    def step_indices(self) -> range | Tensor:
         """Sample indices among all samples of the step, earlier micro-batches included."""
         indices, offset = self.sample_indices, self.offset
         return range(indices.start + offset, indices.stop + offset) if isinstance(indices, range) else indices + offset
 
-    def index_tensor(self) -> "Tensor":
+    def index_tensor(self) -> Tensor:
         """Return the sample indices as an int64 tensor (n,) on the device."""
-        import torch
-
         indices = self.sample_indices
         return torch.arange(indices.start, indices.stop, device=self.device) if isinstance(indices, range) else indices
 
@@ -97,7 +91,7 @@ class RandomCoordinates:
         """Return the random stream `name` of the seed."""
         return Stream(self.seed, name)
 
-    def uniform(self, name: str, *shape: int, sample_indices: Any = None) -> "Tensor":
+    def uniform(self, name: str, *shape: int, sample_indices: Any = None) -> Tensor:
         """Uniform numbers in [0, 1) from a named stream, float64 (n, *times_shape, *shape)."""
         at = self if sample_indices is None else self.replace(sample_indices=sample_indices)
         return self.stream(name).uniform(self.step, at.step_indices, (*self.times_shape, *shape), self.device)
@@ -115,8 +109,6 @@ class RandomCoordinates:
         value = self.context[name]
         if isinstance(value, (int, float, str)):
             return value
-        import torch
-
         value, axes = torch.as_tensor(value, device=self.device), 1 + len(self.times_shape)
         counts = value.shape[:1] if self.sample_indices is None else (1, len(self.sample_indices))
         if value.ndim > axes or (value.ndim and value.shape[0] not in counts):
@@ -139,7 +131,7 @@ def required(name: str, value: Any, user: str) -> Any:
     return value
 
 
-def points(kind: str, coordinates: RandomCoordinates) -> "Tensor":
+def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
     """Uniform numbers in [0, 1) for the samples of a batch, float64 (n, *times_shape), in random order.
 
     ``random``: independent numbers. ``stratified``: one number in each of `batch_size` equal cells. ``systematic``: one
@@ -150,8 +142,6 @@ def points(kind: str, coordinates: RandomCoordinates) -> "Tensor":
     """
     if kind == "random":
         return coordinates.uniform("timesteps")
-    import torch
-
     shape, device, size = coordinates.times_shape, coordinates.device, coordinates.batch_size
     if kind == "epochs":
         values = coordinates.arguments(("item", "items", "epoch"))
@@ -175,7 +165,7 @@ def points(kind: str, coordinates: RandomCoordinates) -> "Tensor":
     return (order + whole.uniform("timesteps").gather(axis, order)) / size
 
 
-def van_der_corput(index: "Tensor") -> "Tensor":
+def van_der_corput(index: Tensor) -> Tensor:
     """Mirror the lower 53 bits of each index at the binary point, elementwise, float64."""
     value = 0.0 * index
     for bit in range(53):

@@ -3,15 +3,13 @@
 Paths from noise to images cross less if near ones are paired. The regression target then has less variance given x_t.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kairos_timesteps.components import coupling
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.errors import optional_module
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.options import Component, option
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @coupling("independent", "every image its own noise")
@@ -21,7 +19,7 @@ class Coupling(Component):
     $$\epsilon_i \sim N(0, I)$$
     """
 
-    def __call__(self, x0: "Tensor", noise: "Tensor", fractions: "Tensor", coordinates: RandomCoordinates) -> "Tensor":
+    def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor:
         """Return the noise of each image of this rank's slice of the batch, (batch, ...), with the type of `noise`."""
         return noise
 
@@ -37,7 +35,7 @@ class Antithetic(Coupling):
     and within this rank's slice.
     """
 
-    def __call__(self, x0: "Tensor", noise: "Tensor", fractions: "Tensor", coordinates: RandomCoordinates) -> "Tensor":
+    def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor:
         """Negate the noise of every second image in the order of time; an odd one out keeps its own."""
         order = fractions.reshape(len(fractions), -1).mean(1).argsort(stable=True)
         pairs = len(order) // 2
@@ -63,10 +61,8 @@ class Assignment(Coupling):
         super().__init__(options)
         self.solve = optional_module("scipy.optimize", "couplings", "coupling assignment").linear_sum_assignment
 
-    def __call__(self, x0: "Tensor", noise: "Tensor", fractions: "Tensor", coordinates: RandomCoordinates) -> "Tensor":
+    def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor:
         """Maximise the sum of products: the squared norms have the same sum in every order."""
-        import torch
-
         products = x0.flatten(1).double() @ noise.flatten(1).double().T  # (images, noises)
         order = self.solve(products.cpu().numpy(), maximize=True)[1]
         return noise[torch.from_numpy(order).to(noise.device)]
@@ -84,10 +80,8 @@ class Nearest(Coupling):
 
     k: int = option(4, "noises that each image chooses from", ge=2)
 
-    def __call__(self, x0: "Tensor", noise: "Tensor", fractions: "Tensor", coordinates: RandomCoordinates) -> "Tensor":
+    def __call__(self, x0: Tensor, noise: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor:
         """Choose the nearest; further noises are a function of seed, step and the image's index in the global batch."""
-        import torch
-
         shape, device = (self.k - 1, *x0.shape[1:]), x0.device
         step, indices = coordinates.step, coordinates.step_indices
         more = coordinates.stream("coupling").normal(step, indices, shape, device, noise.dtype)

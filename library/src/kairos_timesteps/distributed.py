@@ -5,14 +5,11 @@ samplers are written once, for the global batch. A `group` limits a function to 
 share the global batch; None stands for all ranks.
 """
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from kairos_timesteps.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
+from kairos_timesteps.lazy import Tensor, torch
 
 T = TypeVar("T")
 _BUCKET = 2**25  # bytes that are exchanged at a time
@@ -20,16 +17,13 @@ _BUCKET = 2**25  # bytes that are exchanged at a time
 
 def ranks(group: Any = None) -> int:
     """Return the number of processes that train together."""
-    from torch import distributed
-
-    return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
+    initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size(group) if initialised else 1
 
 
 def rank(group: Any = None) -> int:
     """Return the number of this process among those that train together, from 0."""
-    from torch import distributed
-
-    return distributed.get_rank(group) if ranks(group) > 1 else 0
+    return torch.distributed.get_rank(group) if ranks(group) > 1 else 0
 
 
 def batch_group(group: Any) -> Any:
@@ -60,14 +54,12 @@ def batch_group(group: Any) -> Any:
     return group
 
 
-def gather(values: "Tensor", group: Any = None) -> "Tensor":
+def gather(values: Tensor, group: Any = None) -> Tensor:
     """Concatenate all ranks' values (n, ...) on the CPU, without gradients."""
-    import torch
-
     return torch.cat(gather_objects(values.detach().cpu(), group))
 
 
-def joined(values: "Tensor", index: Any, total: int, group: Any = None) -> "Tensor":
+def joined(values: Tensor, index: Any, total: int, group: Any = None) -> Tensor:
     """Join all ranks' values (n, ...), rows `index` of `total`, on their device and without synchronisation."""
     if ranks(group) == 1:
         return values
@@ -82,31 +74,26 @@ def gather_objects(value: T, group: Any = None) -> list[T]:
     """Gather one value of each rank, on all ranks."""
     if ranks(group) == 1:
         return [value]
-    from torch import distributed
-
     values = [value] * ranks(group)
-    distributed.all_gather_object(values, value, group=group)
+    torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
-def sum_tensors(tensors: "Iterable[Tensor]", group: Any = None) -> None:
+def sum_tensors(tensors: Iterable[Tensor], group: Any = None) -> None:
     """Sum tensors over all ranks, in place; many small tensors take few collectives."""
     if ranks(group) == 1:
         return
-    import torch
-    from torch import distributed
-
     for bucket in _buckets(tensors):
         if len(bucket) == 1:
-            distributed.all_reduce(bucket[0], group=group)
+            torch.distributed.all_reduce(bucket[0], group=group)
             continue
         joined = torch.cat([tensor.flatten() for tensor in bucket])
-        distributed.all_reduce(joined, group=group)
+        torch.distributed.all_reduce(joined, group=group)
         for tensor, summed in zip(bucket, joined.split([tensor.numel() for tensor in bucket])):
             tensor.copy_(summed.view_as(tensor))
 
 
-def _buckets(tensors: "Iterable[Tensor]") -> "list[list[Tensor]]":
+def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group consecutive tensors with equal device and type, up to `_BUCKET` bytes a group."""
     buckets: list[list[Tensor]] = []
     held = 0  # bytes in the last bucket

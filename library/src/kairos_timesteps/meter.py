@@ -2,20 +2,18 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kairos_timesteps import distributed
+from kairos_timesteps.base import Weighting
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.processes import per_sample
 from kairos_timesteps.errors import rejection
 from kairos_timesteps.numeric import on_device
 from kairos_timesteps.validation import evaluating
-
-if TYPE_CHECKING:
-    from kairos_timesteps.base import Weighting
 
 
 @dataclass(eq=False)
@@ -42,7 +40,7 @@ class Meter:
     x0: Tensor
     coordinates: RandomCoordinates
     conditions: dict[str, Tensor] | None = None
-    weighting: "Weighting | None" = None
+    weighting: Weighting | None = None
     optimizer: torch.optim.Optimizer | None = None
     autocast: AbstractContextManager[Any] | None = None
     group: Any = None

@@ -5,16 +5,12 @@ numpy for what is shown or checked before a job, without importing torch; torch 
 
 import math
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from kairos_timesteps.diffusion.schedule import NoiseSchedule
+from kairos_timesteps.lazy import Tensor, torch
 
 Array = NDArray[np.float64]
 Values: Any = Any  # float64, of numpy or a tensor; what a function gives is of the kind that it got
@@ -24,8 +20,6 @@ def namespace(values: Any) -> Any:
     """Return the module whose functions take `values`: numpy or torch."""
     if isinstance(values, (np.ndarray, np.generic, float, int)):
         return np
-    import torch
-
     return torch
 
 
@@ -41,14 +35,12 @@ def same_kind(values: Any, other: Any) -> Any:
     return on_device(namespace(other).as_tensor(values), other.device)
 
 
-def on_device(values: "Tensor", device: "torch.device") -> "Tensor":
+def on_device(values: Tensor, device: "torch.device") -> Tensor:
     """Move a tensor to a device; from the CPU to a GPU without synchronisation, from pinned memory.
 
     A plain copy from the CPU waits until the GPU has done everything before it. Graphs do without pinned memory, which
     must not be freed as long as they are replayed.
     """
-    import torch
-
     asynchronous = device.type == "cuda" and values.device.type == "cpu" and not torch.compiler.is_compiling()
     if not asynchronous or torch.cuda.is_current_stream_capturing():
         return values.to(device)
@@ -66,8 +58,6 @@ def normal_quantile(probability: Values) -> Values:
     """The inverse of the standard normal distribution function, elementwise."""
     if namespace(probability) is not np:
         return namespace(probability).special.ndtri(probability)
-    import torch
-
     return torch.special.ndtri(torch.from_numpy(np.asarray(probability, np.float64))).numpy()
 
 
@@ -125,9 +115,3 @@ def _end(first: float, second: float) -> float:
     if slope * first <= 0:
         return 0.0
     return 3 * first if first * second < 0 and abs(slope) > 3 * abs(first) else slope
-
-
-def levels(schedule: "NoiseSchedule") -> Array:
-    """Log signal-to-noise ratio at the borders of the schedule's cells, half-way between them, (T - 1,); it falls."""
-    level = np.log(schedule.snr)
-    return np.asarray((level[1:] + level[:-1]) / 2)

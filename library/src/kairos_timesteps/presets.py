@@ -6,17 +6,15 @@ The presets are rows of the table in `preset_table`. docs/trainers.md translates
 import ast
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kairos_timesteps.build import density, weighting
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError, demand
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.options import Options, dump, instead, option, parse
 from kairos_timesteps.preset_table import BOUNDS, CONVENTIONS, TABLE
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _ROWS = {row.name: row for row in TABLE}
 _OPERATORS = {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow}
@@ -44,8 +42,6 @@ def evaluate(specification: str, options: Mapping[str, Any]) -> Any:
 
 
 def _snr_of_step(time: Any) -> Any:
-    import torch
-
     snr = torch.from_numpy(make_schedule("scaled_linear").snr).to(time.device)
     return snr[(1000 * time).round().long().clamp(0, 999)]
 
@@ -102,7 +98,7 @@ class Preset:
         except ConfigError as error:
             raise ConfigError(f"preset {name}: {error}") from None
 
-    def sample(self, n: int, seed: int = 0, device: Any = "cpu", step: int = 0, **context: Any) -> "Tensor":
+    def sample(self, n: int, seed: int = 0, device: Any = "cpu", step: int = 0, **context: Any) -> Tensor:
         """Draw times, float32 (n,), a function of seed and step.
 
         Args:
@@ -122,8 +118,6 @@ class Preset:
 
     def quantile(self, probability: Any, **context: Any) -> Any:
         """Return the time below which a draw falls with a probability, elementwise, float64; a tensor for a tensor."""
-        import torch
-
         p = torch.as_tensor(probability, dtype=torch.float64)
         times = self._quantile(p, RandomCoordinates(device=p.device, context=context))
         return times if isinstance(probability, torch.Tensor) else times.numpy()
@@ -134,14 +128,12 @@ class Preset:
             return _OF_SIGMA[self._unit]((-sampler.level(1 - p) / 2).exp())
         return _OF_FRACTION[self._unit](sampler.quantile(p, **coordinates.arguments(sampler.context_names)))
 
-    def weights(self, t: Any) -> "Tensor":
+    def weights(self, t: Any) -> Tensor:
         """Return the factors of losses at times, float32, with the shape and the device of the times.
 
         Raises:
             ConfigError: a time on the CPU is out of range, or its weight is not finite.
         """
-        import torch
-
         t = torch.as_tensor(t)
         snr = _SNR[self._unit](t.double()).clamp(max=self._largest_snr)
         factors: Tensor = self.weighting(snr).float()

@@ -15,19 +15,15 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-if TYPE_CHECKING:  # derived_seed serves commands that start without torch
-    import torch
-    from torch import Tensor
+from kairos_timesteps.lazy import Tensor, torch
 
-    Shape = tuple[int, ...]
-    Index: TypeAlias = range | Tensor
-    Step: TypeAlias = int | range | Tensor
-    Device = torch.device | str
-    Kind = Callable[[Tensor], Tensor]
+Shape = tuple[int, ...]
+Index: TypeAlias = range | Tensor
+Step: TypeAlias = int | range | Tensor
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -61,30 +57,33 @@ class Stream:
             schedule = key_schedule(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little"))
             _KEYS[self.seed, self.name] = schedule, [tuple(map(np.array, row)) for row in schedule]
 
-    def words(self, step: Step, index: Index, count: int, device: Device = "cpu") -> Tensor:
+    def words(self, step: Step, index: Index, count: int, device: torch.device | str = "cpu") -> Tensor:
         """The first `count` words of each sample, int64 (n, count) in [0, 2**32)."""
         words = _words(self, step, index, count, str(device))
         return words if isinstance(step, range) else words[0]
 
-    def uniform(self, step: Step, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
+    def uniform(self, step: Step, index: Index, shape: Shape = (), device: torch.device | str = "cpu") -> Tensor:
         """Uniform on [0, 1), float64 (n, *shape): the upper 53 bits of two words."""
-        import torch
-
         if not isinstance(step, int):
             numbers = _uniform(self.words(step, index, 2 * math.prod(shape), device))
             return numbers.reshape(*numbers.shape[:-1], *shape)
         return _numbers(self, _uniform, step, index, 2 * math.prod(shape), device, torch.float64).reshape(-1, *shape)
 
     def normal(
-        self, step: Any, index: Index, shape: Shape = (), device: Device = "cpu", dtype: torch.dtype | None = None
+        self,
+        step: Any,
+        index: Index,
+        shape: Shape = (),
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Standard normal (n, *shape), float32 unless `dtype` says otherwise: 2**32 values between -6.3 and 6.3."""
-        import torch
-
         dtype = dtype or torch.float32
         return _numbers(self, _normal, step, index, math.prod(shape), device, dtype).reshape(-1, *shape)
 
-    def integers(self, step: int, high: int, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
+    def integers(
+        self, step: int, high: int, index: Index, shape: Shape = (), device: torch.device | str = "cpu"
+    ) -> Tensor:
         """Integers in [0, high), int64 (n, *shape), high up to 2**53; a probability is off by at most 2**-53."""
         return (self.uniform(step, index, shape, device) * high).long()
 
@@ -94,8 +93,6 @@ class Stream:
         They are made of two Gamma variates (Marsaglia and Tsang 2000), in logarithms. Each variate is the first
         accepted of a fixed number of candidates. For small a and b a draw may round to exactly 0 or 1.
         """
-        import torch
-
         count = math.prod(shape)  # draws of a sample
         alpha = torch.stack((a, b), 1).detach().double().repeat_interleave(count, 0)  # (n count, 2)
         words = self.words(step, index, count * 2 * (2 * _TRIES + 1), alpha.device).reshape(len(alpha), 2, -1)
@@ -110,8 +107,6 @@ class Stream:
 
     def permutation(self, count: int, epoch: int = 0) -> Tensor:
         """A permutation of 0 .. count - 1, int64 (count,) on the CPU: the order of 64-bit keys, one per position."""
-        import torch
-
         keys = torch.empty(count, dtype=torch.int64)
         for start in range(0, count, _CHUNK):
             words = self.words(epoch, range(start, min(start + _CHUNK, count)), 2)
@@ -142,8 +137,6 @@ def key_schedule(low: int, high: int) -> list[tuple[int, int]]:
 
 def _words(stream: Stream, step: Step, index: Index, count: int, device: str) -> Tensor:
     """Words of one step or several, int64 (steps, n, count)."""
-    import torch
-
     fixed = device == "cpu" and not torch.compiler.is_compiling()  # the same integers; numpy costs half the time
     library: Any = np if fixed and isinstance(step, (int, range)) else torch
     on = {} if library is np else {"device": device}  # numpy takes one from 2.0 on
@@ -164,7 +157,13 @@ def _words(stream: Stream, step: Step, index: Index, count: int, device: str) ->
 
 
 def _numbers(
-    stream: Stream, kind: Kind, step: Any, index: Index, count: int, device: Device, dtype: torch.dtype
+    stream: Stream,
+    kind: Callable[[Tensor], Tensor],
+    step: Any,
+    index: Index,
+    count: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Convert `count` words of each sample to numbers by `kind`, (n, numbers)."""
     if isinstance(step, int) and isinstance(index, range) and len(index) * count <= _SMALL:
@@ -173,7 +172,15 @@ def _numbers(
 
 
 @functools.lru_cache(maxsize=64)
-def _ahead(stream: Stream, kind: Kind, block: int, index: range, count: int, device: str, dtype: torch.dtype) -> Tensor:
+def _ahead(
+    stream: Stream,
+    kind: Callable[[Tensor], Tensor],
+    block: int,
+    index: range,
+    count: int,
+    device: str,
+    dtype: torch.dtype,
+) -> Tensor:
     """Numbers of a prefetch block of steps: a small draw costs its calls, which the steps of a block share."""
     return kind(_words(stream, range(block * _AHEAD, (block + 1) * _AHEAD), index, count, device)).to(dtype)
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,13 +28,8 @@ from kairos_timesteps.diffusion.registries import (
 )
 from kairos_timesteps.diffusion.schedule import NoiseSchedule, make_schedule
 from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.options import parse
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
 
 DIFFUSERS = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}  # what it calls predictions
 
@@ -199,8 +195,6 @@ class Discrete(Process):
         if isinstance(t, np.ndarray):
             return np.sqrt(alphas_cumprod), np.sqrt(1 - alphas_cumprod), snr
         if t.device not in self._tables:
-            import torch
-
             alphas = torch.from_numpy(alphas_cumprod)
             tables = alphas.sqrt(), (1 - alphas).sqrt(), torch.from_numpy(snr)
             self._tables[t.device] = tuple(values.to(t.device) for values in tables)

@@ -17,7 +17,7 @@ equal policies, queues and S.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,13 +28,10 @@ from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import DivergedError, demand
 from kairos_timesteps.incomplete_beta import beta_cdf
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Values, on_device
 from kairos_timesteps.options import option
 from kairos_timesteps.randomness import derived_seed
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 _EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
 _INITIAL = math.log1p(math.exp(0.5)) + 1e-5  # a and b of a new policy, see `policy.Policy`
@@ -81,8 +78,6 @@ class Adaptive(MeasuresNetwork, FloorOptions):
     least_rows = 3
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        import torch
-
         super().__init__(options, schedule, seed)
         timesteps = schedule.timesteps
         self.check_process(options, timesteps, schedule.name)
@@ -109,8 +104,6 @@ class Adaptive(MeasuresNetwork, FloorOptions):
 
     def _build(self, channels: int, device: "torch.device", dtype: "torch.dtype") -> Any:
         """Build the policy at first use, when the number of channels is known."""
-        import torch
-
         from kairos_timesteps.samplers.policy import Policy
 
         if self.policy is None:
@@ -129,14 +122,12 @@ class Adaptive(MeasuresNetwork, FloorOptions):
         """Reject: each image has its own quantiles."""
         raise needs_images("adaptive")
 
-    def draw_for_batch(self, x0: "Tensor", coordinates: RandomCoordinates) -> "Tensor":
+    def draw_for_batch(self, x0: Tensor, coordinates: RandomCoordinates) -> Tensor:
         """Draw from each image's Beta distribution, float64 (batch, *times_shape), on the device of the images.
 
         Raises:
             ConfigError: `x0` is not a batch of images.
         """
-        import torch
-
         allowed = "(batch, channels, height, width)"
         demand(x0.ndim == 4, "adaptive: x0", f"shape {tuple(x0.shape)}", allowed)
         self._build(x0.shape[1], x0.device, x0.dtype)
@@ -151,11 +142,11 @@ class Adaptive(MeasuresNetwork, FloorOptions):
         uniform = at.uniform("floor", 2)
         return torch.where(uniform[..., 0] < self.floor, uniform[..., 1], fractions)
 
-    def to_fraction(self, u: "Tensor") -> "Tensor":
+    def to_fraction(self, u: Tensor) -> Tensor:
         """Map draws of the policy to fractions of the process, elementwise."""
         return u
 
-    def from_fraction(self, fractions: "Tensor") -> "Tensor":
+    def from_fraction(self, fractions: Tensor) -> Tensor:
         """Map fractions of the process to draws of the policy, elementwise."""
         return fractions
 
@@ -163,30 +154,24 @@ class Adaptive(MeasuresNetwork, FloorOptions):
         """Borders of the timesteps' cells in u, (T + 1,)."""
         return np.arange(self.schedule.timesteps + 1) / self.schedule.timesteps
 
-    def masses(self, x0: "Tensor | None" = None, **context: Any) -> Array:
+    def masses(self, x0: Tensor | None = None, **context: Any) -> Array:
         """Mean p(t) over the images `x0`, (T,); without images, or before the first draw, that of a new policy."""
         if self.policy is None or x0 is None:
             return np.diff(beta_cdf(self.borders(), np.array(_INITIAL), np.array(_INITIAL)))
-        import torch
-
         with torch.no_grad():
             a, b = (value.double().cpu().numpy()[:, None] for value in self.policy(x0))
         return np.diff(beta_cdf(self.borders()[None], a, b), axis=1).mean(0)
 
-    def importance_weights(self, x0: "Tensor", fractions: "Tensor", coordinates: RandomCoordinates) -> "Tensor | None":
+    def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
         """1 over the density of each draw given its image, relative to uniform, float32 (batch, *times_shape)."""
         if not self.importance:
             return None
-        import torch
-
         with torch.no_grad():
             a, b = self.policy(x0)
             return torch.exp(-self._log_density(a, b, fractions)).float()
 
-    def _log_density(self, a: "Tensor", b: "Tensor", fractions: "Tensor") -> "Tensor":
+    def _log_density(self, a: Tensor, b: Tensor, fractions: Tensor) -> Tensor:
         """Log density of fractions (batch, *times_shape), floor included, given a and b, each (batch,)."""
-        import torch
-
         from kairos_timesteps.samplers.policy import beta_distribution
 
         u, per_time = self.from_fraction(fractions), [1] * (fractions.ndim - 1)
@@ -200,8 +185,6 @@ class Adaptive(MeasuresNetwork, FloorOptions):
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
         """Measure the losses around the optimiser step and, every f_S steps, learn from their change."""
-        import torch
-
         if observation.step % self.frequency:
             yield
             return
@@ -214,16 +197,14 @@ class Adaptive(MeasuresNetwork, FloorOptions):
         if len(self.changes) >= self.least_rows:
             self.reward_timesteps = self.features[self.select(torch.stack(self.changes))]
 
-    def select(self, changes: "Tensor") -> "Tensor":
+    def select(self, changes: Tensor) -> Tensor:
         """Return indices of the selected feature timesteps, given the queue (rows, features)."""
         from kairos_timesteps.samplers.policy import select_timesteps
 
         return select_timesteps(changes, self.selected)
 
-    def _measure(self, observation: Observation, noise: str) -> "tuple[Tensor, Tensor | None]":
+    def _measure(self, observation: Observation, noise: str) -> tuple[Tensor, Tensor | None]:
         """Measure c_t-weighted losses, float64: the feature vector (count,), and those at S (global batch, |S|)."""
-        import torch
-
         coordinates, count = observation.coordinates, len(self.features)
         size = coordinates.batch_size
         if self.feature_images == "one":
@@ -242,8 +223,6 @@ class Adaptive(MeasuresNetwork, FloorOptions):
 
     def cost(self, batch: int, channels: int) -> Cost:
         """Return the cost of the feature vector and the batch at each of S, before and after one step of f_S."""
-        import torch
-
         from kairos_timesteps.samplers.policy import Policy
 
         features = len(self.features)
@@ -252,11 +231,11 @@ class Adaptive(MeasuresNetwork, FloorOptions):
         forward = 2 * (features + self.selected * batch) / self.frequency
         return Cost(forward, state=3 * 4 * parameters + 8 * features * self.queue)
 
-    def _losses(self, observation: Observation, index: "Tensor", t: "Tensor", noise: str) -> "Tensor":
+    def _losses(self, observation: Observation, index: Tensor, t: Tensor, noise: str) -> Tensor:
         fractions = (t + 0.5).double() / self.schedule.timesteps
         return observation.meter.errors(index, fractions, noise, self.dropout) * self.coefficients[t]
 
-    def _learn(self, observation: Observation, change: "Tensor") -> None:
+    def _learn(self, observation: Observation, change: Tensor) -> None:
         """Take one REINFORCE step (Kim et al. 2025, eq. 13).
 
         Args:
@@ -266,8 +245,6 @@ class Adaptive(MeasuresNetwork, FloorOptions):
         Raises:
             DivergedError: the gradient of the policy is not finite.
         """
-        from torch import nn
-
         from kairos_timesteps.samplers.policy import beta_distribution
 
         indices = observation.coordinates.sample_indices
@@ -280,7 +257,7 @@ class Adaptive(MeasuresNetwork, FloorOptions):
         (-self.objective(log_density, entropy, advantage).sum() / observation.coordinates.batch_size).backward()
         gradients = [each.grad for each in self.policy.parameters() if each.grad is not None]
         distributed.sum_tensors(gradients, self.group)
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.grad_clip)
         if not math.isfinite(norm.item()):
             raise DivergedError(
                 f"step {observation.step + 1}: the gradient of the adaptive sampler's policy is not finite; "
@@ -289,7 +266,7 @@ class Adaptive(MeasuresNetwork, FloorOptions):
         self.optimizer.step()
         self.updates += 1
 
-    def advantage(self, change: "Tensor") -> "Tensor":
+    def advantage(self, change: Tensor) -> Tensor:
         """Reward of every sample, (global batch,): the mean over S, centred on a running mean and scaled."""
         rewards = change.mean(1)
         decay = self.reward_decay if self.updates else 0.0
@@ -299,7 +276,7 @@ class Adaptive(MeasuresNetwork, FloorOptions):
         self._reward = mean
         return (rewards - self.reward_mean) / (self.reward_scale + 1e-12)
 
-    def objective(self, log_density: "Tensor", entropy: "Tensor", advantage: "Tensor") -> "Tensor":
+    def objective(self, log_density: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:
         """Return what is maximised, per sample (batch,): the term of the reward and a separate entropy bonus."""
         return log_density * advantage + self.entropy * entropy
 
@@ -310,8 +287,6 @@ class Adaptive(MeasuresNetwork, FloorOptions):
 
     def state_dict(self) -> dict[str, Any]:
         """Return policy, its optimiser, the queue, S and the running statistics of the reward."""
-        import torch
-
         if self.policy is None:
             return {}
         return {
@@ -326,8 +301,6 @@ class Adaptive(MeasuresNetwork, FloorOptions):
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
         """Restore a state that `state_dict` returned; the policy is put on `device`."""
-        import torch
-
         if not state:
             return
         weight = state["policy"]["convolutions.0.weight"]

@@ -1,18 +1,16 @@
 """Adaptive sampler with the choices of its public code, to measure what the fixes of `adaptive` change."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kairos_timesteps.components import sampler
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import option
 from kairos_timesteps.samplers.adaptive import Adaptive
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @sampler("adaptive_official", "adaptive with the choices of its public code")
@@ -38,27 +36,23 @@ class AdaptiveOfficial(Adaptive):
     least_rows = 2
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        import torch
-
         super().__init__(options, schedule, seed)
         self.density_scale = schedule.timesteps / (schedule.timesteps - 1)
         self.reward_timesteps = torch.arange(self.selected)
 
-    def to_fraction(self, u: "Tensor") -> "Tensor":
+    def to_fraction(self, u: Tensor) -> Tensor:
         """Map draws to a fraction within timestep round(u (T - 1)), elementwise."""
         return (u * (self.schedule.timesteps - 1) + 0.5) / self.schedule.timesteps
 
-    def from_fraction(self, fractions: "Tensor") -> "Tensor":
+    def from_fraction(self, fractions: Tensor) -> Tensor:
         """Map fractions of the process to draws of the policy, elementwise."""
         return (fractions * self.schedule.timesteps - 0.5) / (self.schedule.timesteps - 1)
 
-    def importance_weights(self, x0: "Tensor", fractions: "Tensor", coordinates: RandomCoordinates) -> "Tensor | None":
+    def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
         """1 over the density of each draw given its image, float32 (batch, *times_shape).
 
         Timesteps 0 and T - 1 are drawn from half a cell, so their weights are doubled.
         """
-        import torch
-
         weights = super().importance_weights(x0, fractions, coordinates)
         if weights is None or self.floor:
             return weights
@@ -71,21 +65,19 @@ class AdaptiveOfficial(Adaptive):
         timesteps = self.schedule.timesteps
         return np.clip((np.arange(timesteps + 1) - 0.5) / (timesteps - 1), 0.0, 1.0)
 
-    def select(self, changes: "Tensor") -> "Tensor":
+    def select(self, changes: Tensor) -> Tensor:
         """Return indices of the largest F-statistics, whatever the sign of the correlation."""
-        import torch
-
         from kairos_timesteps.samplers.policy import select_timesteps
 
         rows = changes if len(changes) > 2 else torch.zeros_like(changes)  # with two rows every F-statistic is 0
         return select_timesteps(rows, self.selected, signed=False)
 
-    def advantage(self, change: "Tensor") -> "Tensor":
+    def advantage(self, change: Tensor) -> Tensor:
         """Reward of every sample, (global batch,): the sum over S as it is."""
         rewards = change.sum(1)
         self._reward = rewards.mean().item()
         return rewards
 
-    def objective(self, log_density: "Tensor", entropy: "Tensor", advantage: "Tensor") -> "Tensor":
+    def objective(self, log_density: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:
         """Return what is maximised, (batch,): the entropy is part of what multiplies log pi."""
         return log_density * (advantage + self.options.entropy * entropy.detach())

@@ -12,6 +12,7 @@ from kairos_timesteps.components import SAMPLERS, sampler
 from kairos_timesteps.coordinates import RandomCoordinates, required
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import ConfigError, ValueRejected, demand, rejection
+from kairos_timesteps.lazy import torch
 from kairos_timesteps.numeric import Array, Values, bisect, interp, namespace, same_kind, spline
 from kairos_timesteps.options import but_name, dump, option
 from kairos_timesteps.registry import split
@@ -453,8 +454,6 @@ class Listed(FixedDensity):
         """Uniform numbers; with ``in_turn`` each time of each sample is the next of the list."""
         if not self.in_turn:
             return super().uniforms(coordinates)
-        import torch
-
         shape, before = coordinates.times_shape, coordinates.samples_before
         before = coordinates.broadcast_step * coordinates.batch_size if before is None else before
         count = math.prod(shape)  # times of one sample

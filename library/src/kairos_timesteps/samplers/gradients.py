@@ -7,20 +7,18 @@ mode. They are summed over the ranks, so that the density does not depend on the
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kairos_timesteps.base import Cost, FloorOptions, MeasuresNetwork, Observation, Sampler, TableDensity
 from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import option
 from kairos_timesteps.samplers.fixed import Uniform
 from kairos_timesteps.samplers.log_snr import LogSnr
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class FollowsGradients(MeasuresNetwork, TableDensity):
@@ -80,10 +78,8 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         masses = self.relative(np.interp(shares, centres, smooth)) * self.prior.masses()
         self.set_masses(masses if masses.sum() > 0 else self.prior.masses())
 
-    def measured_samples(self, observation: Observation, per_bin: int) -> "tuple[Tensor, Tensor]":
+    def measured_samples(self, observation: Observation, per_bin: int) -> tuple[Tensor, Tensor]:
         """Return indices of images in the global batch, and fractions of the process, each (bins, per_bin)."""
-        import torch
-
         coordinates, count = observation.coordinates, self.bins * per_bin
         size = coordinates.batch_size
         start = coordinates.stream("measured images").integers(coordinates.step, size, range(1))
@@ -91,13 +87,13 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
         inside = coordinates.stream("measured times").uniform(coordinates.step, range(self.bins), (per_bin,))
         return index, self.prior.quantile((torch.arange(self.bins)[:, None] + inside) / self.bins)
 
-    def signs(self, observation: Observation, per_bin: int) -> "Tensor":
+    def signs(self, observation: Observation, per_bin: int) -> Tensor:
         """Return random signs divided by their number, (bins, per_bin)."""
         coordinates = observation.coordinates
         bits = coordinates.stream("measured signs").integers(coordinates.step, 2, range(self.bins), (per_bin,))
         return (2.0 * bits - 1) / per_bin
 
-    def squared_norms(self, observation: Observation, factors: "Tensor", roots: "list[Tensor] | None" = None) -> Array:
+    def squared_norms(self, observation: Observation, factors: Tensor, roots: list[Tensor] | None = None) -> Array:
         """Squared norm of the sum of gradients times `factors` in every bin, (bins,).
 
         Args:
@@ -105,8 +101,6 @@ class FollowsGradients(MeasuresNetwork, TableDensity):
             factors: (bins, per_bin).
             roots: square roots of a diagonal metric; None: the Euclidean metric.
         """
-        import torch
-
         index, fractions = self.measured_samples(observation, factors.shape[1])
         timesteps, squares = self.schedule.timesteps, []
         masses = torch.from_numpy(self.prior.masses())
@@ -194,8 +188,6 @@ class GradientVariance(FloorOptions, FollowsGradients):
 
     def measure(self, observation: Observation) -> Array:
         """Measure mean ||g||² less ||mean g||², times m/(m - 1), which is unbiased."""
-        import torch
-
         count = self.per_bin(observation.coordinates.batch_size)
         second = count * self.squared_norms(observation, self.signs(observation, count))
         mean = self.squared_norms(observation, torch.full((self.bins, count), 1 / count))
@@ -223,8 +215,6 @@ class FirstOrder(FloorOptions, FollowsGradients):
 
     def measure(self, observation: Observation) -> Array:
         """Measure the inner product of every bin."""
-        import torch
-
         half = self.per_bin(observation.coordinates.batch_size) // 2
         index, fractions = self.measured_samples(observation, 2 * half)
         metric = observation.meter.metric()

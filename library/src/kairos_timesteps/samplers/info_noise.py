@@ -2,21 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kairos_timesteps.base import Observation
 from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule, error_ratio
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import on_device
 from kairos_timesteps.options import option
 from kairos_timesteps.samplers.log_snr import EdmLogNormal
 from kairos_timesteps.samplers.losses import FollowsErrors
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 @sampler("info_noise", "InfoNoise: gated rate of conditional entropy, divided by the weight (Raya et al. 2026)")
@@ -78,8 +75,6 @@ class InfoNoise(FollowsErrors):
     kept = ("_sums", "_means", "_measured", "_pivot", "_taken", "updates", "_masses")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        import torch
-
         super().__init__(options, schedule, seed)
         prior = EdmLogNormal.Options(mean=self.prior_mean, std=self.prior_std)
         self.set_masses(EdmLogNormal(prior, schedule).masses())
@@ -120,40 +115,34 @@ class InfoNoise(FollowsErrors):
         if self._taken >= self.start and (self._taken - self.start) % self.frequency == 0:
             self.refresh(self.weights_of_x0(observation) if self.divide else None)
 
-    def take(self, cells: "Tensor", losses: "Tensor") -> None:
+    def take(self, cells: Tensor, losses: Tensor) -> None:
         """Add errors of v (batch,) at timesteps `cells` to the sums of their bins."""
-        import torch
-
         grid, finite = self.grid_on(losses.device), losses.isfinite()
         values = torch.stack([torch.where(finite, losses, 0.0), finite.to(losses.dtype)])
         rows = torch.arange(2, device=losses.device)[:, None]
         self._sums = self._sums.index_put((rows, grid["bin"][cells][None]), values, accumulate=True)
         self._taken = self._taken + 1
 
-    def grid_on(self, device: "torch.device") -> "dict[str, Tensor]":
+    def grid_on(self, device: "torch.device") -> dict[str, Tensor]:
         """Return `grid` as tensors on a device."""
         if self._grid["bin"].device != device:
             self._grid = {name: on_device(values, device) for name, values in self._grid.items()}
         return self._grid
 
-    def weights_of_x0(self, observation: Observation) -> "Tensor":
+    def weights_of_x0(self, observation: Observation) -> Tensor:
         """Return the weight of the next step on the squared error of x0 at every timestep, (T,), on the device."""
-        import torch
-
         weighting, snr = observation.weighting, self.schedule.snr
         weights = error_ratio(snr, observation.prediction)
         if weighting is not None:
             weights = weights * weighting.weights(int(observation.step) + 1 if weighting.depends_on_step else 0)
         return on_device(torch.from_numpy(weights), self._sums.device)
 
-    def refresh(self, weights: "Tensor | None" = None) -> None:
+    def refresh(self, weights: Tensor | None = None) -> None:
         """Update the means of the bins, then set the density.
 
         Args:
             weights: weight that is divided out at every timestep, (T,); None: 1.
         """
-        import torch
-
         sums, counts = self._sums
         enough = counts >= self.min_count
         means = sums / counts.clamp(min=1)
@@ -172,10 +161,8 @@ class InfoNoise(FollowsErrors):
         self.set_masses(torch.where(valid, masses / total, earlier), normalised=True)
         self.updates = self.updates + valid.long()
 
-    def gated_rates(self) -> "tuple[Tensor, Tensor]":
+    def gated_rates(self) -> tuple[Tensor, Tensor]:
         """Return the gated rate per ln sigma at every timestep, (T,), and the pivot of the gate."""
-        import torch
-
         grid = self.grid_on(self._means.device)
         errors = grid["smooth"] @ interpolated(self._means, self._measured)
         sigma, sigma_of_bins = grid["sigma"], grid["sigma_of_bins"]
@@ -192,10 +179,8 @@ class InfoNoise(FollowsErrors):
         return {**statistics, "pivot": float(self._pivot)} if statistics["updates"] else statistics
 
 
-def interpolated(values: "Tensor", measured: "Tensor") -> "Tensor":
+def interpolated(values: Tensor, measured: Tensor) -> Tensor:
     """Fill the entries that are not measured: linear between neighbours, constant beyond the outermost ones."""
-    import torch
-
     count = len(values)
     number = torch.arange(count, device=values.device)
     below = torch.where(measured, number, -1).cummax(0).values
@@ -206,7 +191,7 @@ def interpolated(values: "Tensor", measured: "Tensor") -> "Tensor":
     return torch.lerp(values[low], values[high], share.to(values.dtype))
 
 
-def onset(rate: "Tensor", sigma: "Tensor", threshold: float) -> "Tensor":
+def onset(rate: Tensor, sigma: Tensor, threshold: float) -> Tensor:
     """Return the largest sigma whose rate is at least `threshold` times the largest rate.
 
     Args:
@@ -214,6 +199,4 @@ def onset(rate: "Tensor", sigma: "Tensor", threshold: float) -> "Tensor":
         sigma: noise levels, (n,), rising.
         threshold: p of the paper's onset rule.
     """
-    import torch
-
     return torch.where(rate >= threshold * rate.max(), sigma, sigma[0]).max()

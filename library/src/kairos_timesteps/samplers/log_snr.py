@@ -8,7 +8,7 @@ import numpy as np
 from kairos_timesteps.base import FixedDensity, TableDensity
 from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
-from kairos_timesteps.numeric import Values, bisect, levels, logit, namespace, normal_cdf, normal_quantile, sigmoid
+from kairos_timesteps.numeric import Values, bisect, logit, namespace, normal_cdf, normal_quantile, sigmoid
 from kairos_timesteps.options import option
 
 
@@ -41,7 +41,8 @@ class LogSnrDensity(TableDensity, FixedDensity):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        below, above = self.tails(levels(schedule))
+        level = np.log(schedule.snr)
+        below, above = self.tails((level[1:] + level[:-1]) / 2)
         inner = np.where(below[:-1] < 0.5, -np.diff(below), np.diff(above))  # exact in both tails
         self.set_masses(np.concatenate([above[:1], inner, below[-1:]]))
 

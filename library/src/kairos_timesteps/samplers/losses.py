@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned, Observation, TableDensity
 from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule, error_ratio
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, on_device
 from kairos_timesteps.options import option
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class FollowsLosses(Learned, TableDensity):
@@ -35,8 +33,6 @@ class FollowsLosses(Learned, TableDensity):
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
         """Learn from the losses of all micro-batches of the step, of all ranks."""
-        import torch
-
         yield
         if observation.losses is None:
             raise ValueError(
@@ -53,7 +49,7 @@ class FollowsLosses(Learned, TableDensity):
         fractions, losses = joined.transpose(0, 1).flatten(1)
         self.take((fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1), losses)
 
-    def take(self, cells: "Tensor", losses: "Tensor") -> None:
+    def take(self, cells: Tensor, losses: Tensor) -> None:
         """Learn from losses (batch,) at timesteps `cells`, int64 (batch,)."""
         raise NotImplementedError
 
@@ -78,16 +74,12 @@ class LossSecondMoment(FollowsLosses):
     kept = ("_losses", "_counts", "updates", "_masses")
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        import torch
-
         super().__init__(options, schedule, seed)
         self._losses = torch.zeros(schedule.timesteps, self.history, dtype=torch.float64)
         self._counts = torch.zeros(schedule.timesteps, dtype=torch.int64)
 
-    def take(self, cells: "Tensor", losses: "Tensor") -> None:
+    def take(self, cells: Tensor, losses: Tensor) -> None:
         """Replace the oldest losses of each timestep."""
-        import torch
-
         cells, order = cells.sort(stable=True)
         first, end = torch.searchsorted(cells, cells), torch.searchsorted(cells, cells, right=True)
         number = torch.arange(len(cells), device=cells.device)
@@ -120,8 +112,6 @@ class SmoothedLosses(FollowsLosses):
     power = 1
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
-        import torch
-
         super().__init__(options, schedule, seed)
         self._sums = torch.zeros(2, schedule.timesteps, dtype=torch.float64)  # of powers of losses, and of their number
         self._taken = 0
@@ -129,10 +119,8 @@ class SmoothedLosses(FollowsLosses):
         offset = torch.arange(-reach, reach + 1, dtype=torch.float64) / (self.width * schedule.timesteps)
         self._kernel = torch.exp(-(offset**2) / 2)
 
-    def take(self, cells: "Tensor", losses: "Tensor") -> None:
+    def take(self, cells: Tensor, losses: Tensor) -> None:
         """Decay the sums, add the losses of the step, and set the density every `frequency` steps."""
-        import torch
-
         powers = torch.stack([losses**self.power, torch.ones_like(losses)])
         rows = torch.arange(2, device=cells.device)[:, None]
         self._sums = (self._sums * self.decay).index_put((rows, cells[None]), powers, accumulate=True)
@@ -141,14 +129,12 @@ class SmoothedLosses(FollowsLosses):
             self.set_masses(self.relative(self.smoothed()))
             self.updates = self.updates + 1
 
-    def relative(self, mean: "Tensor") -> "Tensor":
+    def relative(self, mean: Tensor) -> Tensor:
         """Relative probabilities from the mean near every timestep, (T,)."""
         return mean ** (1 / self.power)
 
-    def smoothed(self) -> "Tensor":
+    def smoothed(self) -> Tensor:
         """Mean power of the loss near every timestep, (T,); without losses that of the nearest one below or above."""
-        import torch
-
         self._kernel = on_device(self._kernel, self._sums.device)
         around = torch.nn.functional.conv1d(self._sums[:, None], self._kernel.view(1, 1, -1), padding="same")[:, 0]
         known = around[1] > 1e-12 * around[1].max()
@@ -207,8 +193,6 @@ class FollowsErrors(FollowsLosses):
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
         """Learn from unweighted errors instead of losses."""
-        import torch
-
         if observation.errors is not None:
             if self._factor is None or self._factor.device != observation.errors.device:
                 snr = self.schedule.snr

@@ -1,6 +1,6 @@
 """Samplers of SpeeD (Wang et al. 2025): the paper's, and those of two versions of its public code."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from kairos_timesteps.diffusion.schedule import (
     start_of_convergence,
 )
 from kairos_timesteps.errors import demand
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Values, namespace, same_kind
 from kairos_timesteps.options import option
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @sampler("speed", "SpeeD, eq. 6: k times more often before tau")
@@ -97,17 +95,15 @@ class Reflected(TableDensity, FixedDensity):
         """Relative probabilities of the half that is drawn, (T,)."""
         raise NotImplementedError
 
-    def masses(self, x0: "Tensor | None" = None, **context: Any) -> Array:
+    def masses(self, x0: Tensor | None = None, **context: Any) -> Array:
         """Probability of every timestep in both halves together, (T,)."""
         half = self._half.masses()
         reflected = np.bincount(self._reflection, weights=half, minlength=len(half))
         share = 0.5 if self.batch is None else min((self.batch // 2 + 1) / self.batch, 1.0)
         return share * half + (1 - share) * reflected
 
-    def draw(self, coordinates: RandomCoordinates) -> "Tensor":
+    def draw(self, coordinates: RandomCoordinates) -> Tensor:
         """Draw and reflect; with a floor, that share of both halves is uniform instead."""
-        import torch
-
         self.batch, timesteps = coordinates.batch_size, self.schedule.timesteps
         count, index = coordinates.batch_size // 2 + 1, coordinates.index_tensor()
         reflected = (index >= count).view(-1, *[1] * len(coordinates.times_shape))
@@ -123,7 +119,7 @@ class Reflected(TableDensity, FixedDensity):
             draws = torch.where(other[..., 0] < self.floor, other[..., 1], draws)
         return draws.clamp(0.0, 1.0 - 2**-53)
 
-    def importance_weights(self, x0: "Tensor", fractions: "Tensor", coordinates: RandomCoordinates) -> "Tensor | None":
+    def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
         """1/(T p(t)) of both halves together, float32; None without `importance`."""
         if not self.importance:
             return None

@@ -1,7 +1,7 @@
 """Loss weightings: a factor per timestep on the squared error of what the network predicts."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -9,12 +9,10 @@ from kairos_timesteps.base import Weighting
 from kairos_timesteps.components import weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import demand
+from kairos_timesteps.lazy import Tensor
 from kairos_timesteps.numeric import Array, Values, interp, namespace, sigmoid
 from kairos_timesteps.options import option
 from kairos_timesteps.samplers.combined import tabled
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @weighting("none", "every timestep alike")
@@ -351,6 +349,6 @@ class Robust(Weighting):
         """Return ones: the weight depends on the loss alone."""
         return namespace(snr).ones_like(snr)
 
-    def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":
+    def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
         """Divide each loss by its power."""
         return importance * losses / (losses.detach() + self.c) ** self.p

@@ -1,7 +1,7 @@
 """Learned uncertainty of EDM2: a weighting that is trained together with the network."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -9,13 +9,10 @@ from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned, Observation, Weighting
 from kairos_timesteps.components import WEIGHTINGS, weighting
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
+from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import option
 from kairos_timesteps.randomness import Stream
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 _BASES = ("none", "vlb", "p2", "min_snr", "soft_min_snr", "debiased", "edm", "change_aware")
 
@@ -36,8 +33,6 @@ class Uncertainty(Learned, Weighting):
     lr: float = option(1e-2, "learning rate of u", gt=0)
 
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
-        import torch
-
         super().__init__(options, schedule, prediction)
         given = {"sigma_data": self.sigma_data} if self.base == "edm" else {}
         self.base_weighting: Weighting = WEIGHTINGS.build(self.base, given, schedule, prediction)
@@ -52,14 +47,12 @@ class Uncertainty(Learned, Weighting):
 
     def _move(self, device: "torch.device | str") -> None:
         """Move everything to the device of the losses."""
-        import torch
-
         if self.linear.device != torch.device(device):
             self._features, self.linear.data = self._features.to(device), self.linear.data.to(device)
             for state in self.optimizer.state.values():
                 state.update({name: state[name].to(device) for name in ("exp_avg", "exp_avg_sq")})
 
-    def expected(self) -> "Tensor":
+    def expected(self) -> Tensor:
         """u of every timestep, (T,)."""
         return self._features @ self.linear
 
@@ -67,20 +60,18 @@ class Uncertainty(Learned, Weighting):
         """w/exp(u) of every timestep, float64 (T,)."""
         return self._base_weights * np.exp(-self.expected().detach().double().cpu().numpy())
 
-    def uncertainty(self, fractions: "Tensor") -> "Tensor":
+    def uncertainty(self, fractions: Tensor) -> Tensor:
         """u at fractions of the process, float32, shape and device of `fractions`."""
         self._move(fractions.device)
         cell = (fractions * len(self._features)).long().clamp_(0, len(self._features) - 1)
         return self._features[cell] @ self.linear
 
-    def at(self, process: Any, t: "Tensor", step: Any = 0) -> "Tensor":
+    def at(self, process: Any, t: Tensor, step: Any = 0) -> Tensor:
         """w/exp(u) at times of a process, float32, for measurements; never cached, because u is trained."""
-        import torch
-
         uncertainty = self.uncertainty(process.fractions(t)).detach()
         return self.base_weighting.at(process, t, step) * torch.exp(-uncertainty)
 
-    def apply(self, losses: "Tensor", weights: "Tensor", importance: "Tensor", fractions: "Tensor") -> "Tensor":
+    def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
         """Return the formula times the importance weights; `weights` contain w, without exp(u)."""
         u = self.uncertainty(fractions)
         return importance * (weights * losses * (-u).exp() + u)
@@ -100,8 +91,6 @@ class Uncertainty(Learned, Weighting):
 
     def load_state_dict(self, state: dict[str, Any], device: "torch.device | str" = "cpu") -> None:
         """Restore a state that `state_dict` returned."""
-        import torch
-
         self._move(device)
         with torch.no_grad():
             self.linear.copy_(state["linear"])
