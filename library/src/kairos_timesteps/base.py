@@ -27,7 +27,7 @@ class Observation:
 
     Attributes:
         step: training step from 0.
-        x0: images, (batch, ...).
+        x0: images, (batch, ...); None if those of micro-batches have different shapes.
         fractions: draws for `x0`, float64 (batch,) or (batch, times).
         losses: losses of the draws times the weighting's weights, without importance weights, shape of `fractions`;
             None if `Strategy.loss` was not called.
@@ -411,6 +411,9 @@ class Weighting(Stateful):
 
     def step(self, observation: Observation) -> None:
         """Update after the optimiser step; weightings that learn override it."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of a trained weighting, as of a step that GradScaler skipped."""
 
 
 def needs_images(name: str) -> ConfigError:

@@ -11,8 +11,8 @@ All random numbers of step k are functions of (seed, k), and `state_dict` contai
 draws what an uninterrupted one would have drawn. Under torch.distributed each rank passes its slice of the batch.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,7 @@ from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lookup import build_pair, parse_name, table
 from kairos_timesteps.meter import Meter
-from kairos_timesteps.numeric import Array
+from kairos_timesteps.numeric import Array, on_device
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.registry import split
 
@@ -82,6 +82,7 @@ class _MicroBatch:
     draw: Draw
     losses: Tensor | None = None  # with the weighting's weights
     errors: Tensor | None = None  # without any weight
+    mask: Tensor | None = None  # samples that components learn from; None: all
 
 
 class Strategy:
@@ -259,7 +260,7 @@ class Strategy:
         demand(noise.shape == shape, "couple: noise", f"shape {tuple(noise.shape)}", f"that of x0, {shape}")
         return self.coupling(draw.x0, noise, draw.fractions, draw.coordinates)
 
-    def weighted(self, draw: Draw, losses: Tensor) -> Tensor:
+    def weighted(self, draw: Draw, losses: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return weighted losses, with the terms of a learned weighting, shape of ``draw.t``.
 
         Samplers and weightings that learn keep the losses for `observe`, unless gradients are disabled
@@ -268,26 +269,31 @@ class Strategy:
         Args:
             draw: draw of this batch.
             losses: unweighted errors of the samples, shape of ``draw.t``: (batch,), or (batch, times).
+            mask: samples that samplers and weightings learn from, bool (batch,); None: all. The result does not depend
+                on it. All ranks pass a mask in a step, or none does.
 
         Raises:
-            ConfigError: `losses` have another shape.
+            ConfigError: `losses` or `mask` have another shape.
         """
         allowed = f"the shape of draw.t, {tuple(draw.t.shape)}: one unweighted error per sample"
         demand(losses.shape == draw.t.shape, "losses", f"shape {tuple(losses.shape)}", allowed)
+        if mask is not None:
+            got = f"{mask.dtype}, shape {tuple(mask.shape)}"
+            demand(mask.dtype == torch.bool and mask.shape == draw.t.shape[:1], "mask", got, f"bool, ({len(draw.t)},)")
         if self._learns and torch.is_grad_enabled():  # validation losses are not learned from
             errors = losses.detach()
             others = [each for each in self._micro_batches if each.draw is not draw]
-            self._micro_batches = [*others, _MicroBatch(draw, errors * draw.fixed_weights, errors)]
+            self._micro_batches = [*others, _MicroBatch(draw, errors * draw.fixed_weights, errors, mask)]
         return self.weighting.apply(losses, draw.fixed_weights, draw.importance, draw.fractions)
 
-    def loss(self, draw: Draw, losses: Tensor) -> Tensor:
+    def loss(self, draw: Draw, losses: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the mean of `weighted`: call ``backward`` on it."""
-        return self.weighted(draw, losses).mean()
+        return self.weighted(draw, losses, mask).mean()
 
     @contextmanager
     def observe(
         self,
-        draw: Draw,
+        draw: Draw | Sequence[Draw],
         network: Any = None,
         optimizer: torch.optim.Optimizer | None = None,
         conditions: dict[str, Tensor] | None = None,
@@ -299,7 +305,8 @@ class Strategy:
         step.
 
         Args:
-            draw: last draw of this step.
+            draw: last draw of this step; or a list of the draws whose gradients the optimiser applies, which drops the
+                losses of all others, such as those of a step that GradScaler skipped.
             network: called as ``network(x_t, t)`` by the process (``network(x_t, t, conditions)`` with conditions);
                 samplers that measure the network need it.
             optimizer: optimizer of the network, for samplers that use its state.
@@ -307,22 +314,34 @@ class Strategy:
             autocast: context that the network is called in.
 
         Raises:
-            ConfigError: the sampler measures the network and there is none, or conditions do not match the images.
+            ConfigError: the sampler measures the network and there is none, conditions do not match the images, or
+                images of micro-batches have different shapes.
             ValueError: the sampler follows losses and `loss` was not called.
         """
+        if not isinstance(draw, Draw):
+            draws = draw
+            self._micro_batches = [each for each in self._micro_batches if any(each.draw is one for one in draws)]
+            draw = draws[-1]
         observation = self._observation(draw)
-        if isinstance(self.sampler, MeasuresNetwork):
+        measures = isinstance(self.sampler, MeasuresNetwork)
+        if measures:
             allowed = "the network, which the sampler measures: pass observe(..., network=)"
             demand(network is not None, f"strategy {self.name}: network", "none", allowed)
             for name, values in (conditions or {}).items():
                 rows, allowed = f"{len(values)} rows", f"{len(observation.x0)}, one for each image of the step"
                 demand(len(values) == len(observation.x0), f"observe: conditions.{name}", rows, allowed)
+        if any(each.mask is not None for each in self._micro_batches):
+            learned_rows = self._rows_to_learn_from()
+            observation = _selected(observation, learned_rows, self.group)
+            conditions = conditions and {name: values[learned_rows] for name, values in conditions.items()}
+        if measures:
             meter = Meter(
                 self.process, network, observation.x0, observation.coordinates, conditions, self.weighting, optimizer,
                 autocast, self.group, pass_size=len(draw.x0),
             )  # fmt: skip
             observation = replace(observation, meter=meter)
-        with self.sampler.observe(observation):
+        nothing = observation.coordinates.batch_size == 0  # the mask of every sample of the step is False
+        with nullcontext() if nothing else self.sampler.observe(observation):
             yield
         self.weighting.step(observation)
         self._micro_batches = []
@@ -336,9 +355,14 @@ class Strategy:
         def joined(values: list[Any]) -> Any:
             return values[0] if len(values) == 1 else torch.cat(values)
 
+        shapes = {tuple(draw.x0.shape[1:]) for draw in draws}
+        alike = len(shapes) == 1 or not isinstance(self.sampler, MeasuresNetwork)
+        demand(
+            alike, "observe: x0", f"shapes {sorted(shapes)}", "one shape in a step: the sampler measures the network"
+        )
         return Observation(
             step=last.step,
-            x0=joined([draw.x0 for draw in draws]),
+            x0=joined([draw.x0 for draw in draws]) if len(shapes) == 1 else None,
             fractions=joined([draw.fractions for draw in draws]),
             losses=joined([each.losses for each in micro_batches]),
             meter=None,
@@ -347,6 +371,17 @@ class Strategy:
             prediction=self.process.prediction,
             weighting=self._fixed_weighting,
         )
+
+    def _rows_to_learn_from(self) -> Tensor:
+        """Return the rows of the step's samples whose mask is True, int64 (n,)."""
+        masks = [
+            torch.ones(len(each.draw.t), dtype=torch.bool) if each.mask is None else each.mask
+            for each in self._micro_batches
+        ]
+        device = self._micro_batches[-1].draw.t.device
+        if all(mask.device.type == "cpu" for mask in masks):  # without synchronisation
+            return on_device(torch.cat(masks).nonzero()[:, 0], device)
+        return torch.cat([mask.to(device) for mask in masks]).nonzero()[:, 0]
 
     def table(self, x0: Tensor | None = None, **context: Any) -> dict[str, Array]:
         """Return what the strategy trains on now: ``t``, ``p``, ``w`` and ``effective`` = p w, each (T,)."""
@@ -390,6 +425,25 @@ class Strategy:
         self._micro_batches = []
         self.sampler.load_state_dict(state["sampler"], device)
         self.weighting.load_state_dict(state["weighting"], device)
+
+
+def _selected(observation: Observation, rows: Tensor, group: Any) -> Observation:
+    """Restrict an observation to some rows of this rank, int64 (n,), numbered over the ranks without gaps."""
+    counts = distributed.gather_objects(len(rows), group)
+    first, total = sum(counts[: distributed.rank(group)]), sum(counts)
+    indices = range(first, first + len(rows))
+
+    def selected(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[rows]
+
+    return replace(
+        observation,
+        coordinates=observation.coordinates.replace(sample_indices=indices, batch_size=total),
+        x0=selected(observation.x0),
+        fractions=observation.fractions[rows],
+        losses=selected(observation.losses) if total else None,
+        errors=selected(observation.errors) if total else None,
+    )
 
 
 def _joined_coordinates(parts: list[RandomCoordinates], ranks: int) -> RandomCoordinates:

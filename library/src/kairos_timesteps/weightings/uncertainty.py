@@ -83,6 +83,10 @@ class Uncertainty(Learned, Weighting):
         distributed.sum_tensors([self.linear.grad], self.group)
         self.linear.grad /= distributed.ranks(self.group)
         self.optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Clear the gradient of u."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
