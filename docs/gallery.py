@@ -17,14 +17,13 @@ from reference import described, fields, schema
 import kairos_timesteps
 from kairos.cli import strategies as command
 from kairos.cli.strategies.listing import COMBINATIONS
-from kairos.cli.strategies.show import computed
+from kairos.cli.strategies.show import computed, warnings_of
 from kairos.report.canvas import STYLE, Label, figure, label_lines
 from kairos.report.strategy_figure import draw_strategy
 from kairos_timesteps import options
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.schedule import make_schedule
-from kairos_timesteps.lookup import warnings_of
 from kairos_timesteps.registry import Registry
 
 _BOX = Bbox([[-0.6, -0.5], [9.55, 2.4]])  # inches around the axes; to measure what stands there takes a second drawing

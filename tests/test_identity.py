@@ -147,7 +147,7 @@ def test_a_module_as_root_counts_as_a_whole(changed):
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda text: text.replace("if TYPE_CHECKING:\n", "if TYPE_CHECKING:\n    import os\n"),
+        lambda text: text.replace("import math\n", "import math\n\nif TYPE_CHECKING:\n    import os\n"),
         lambda text: text.replace('"""', '"""Reworded: ', 1),
         lambda text: f"{text}\nunused = 1\n",
     ],

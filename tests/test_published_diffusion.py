@@ -13,7 +13,7 @@ import rank_groups
 from kairos.cli import main
 from kairos.config import validate
 from kairos.costs import estimate as costs
-from kairos.forward_process import build_process
+from kairos.forward_process import build_process, scheduler_config
 from kairos.losses import terms as losses
 from kairos.milestones import open_milestone
 from kairos.models.registries import MODELS
@@ -71,7 +71,7 @@ def test_the_network_is_shown_the_index_from_first_index_on(first):
     process, seen = process_of(first_index=first), []
     process.predict(lambda x, t: seen.append(t) or x, torch.zeros(2, 4, 2, 2), torch.tensor([0, 999]))
     assert seen[0].tolist() == [first, 999 + first] and seen[0].dtype == torch.int64
-    assert (process.scheduler_config(False) is None) == bool(first)
+    assert (scheduler_config(process, False) is None) == bool(first)
 
 
 # Learned variance

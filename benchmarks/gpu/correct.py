@@ -323,7 +323,7 @@ def processes() -> dict[str, dict[str, Any]]:
     """Every process with every prediction, and every noise schedule."""
     found = {}
     for name, entry in PROCESSES.items():
-        for prediction in getattr(entry.options, "predictions", ("epsilon",)):
+        for prediction in entry.facts.get("predictions", ("epsilon",)):
             found[f"{name} {prediction}"] = {"process": {"name": name}, "prediction": prediction}
     for schedule in ("cosine", "quadratic"):
         found[f"discrete {schedule}"] = {"process": {"name": "discrete", "schedule": schedule}}

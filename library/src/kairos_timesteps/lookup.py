@@ -74,17 +74,3 @@ def table(sampler: Sampler, weighting: Weighting, x0: Any = None, step: int = 0,
     if sampler.importance:
         w = np.where(p > 0, w / (len(p) * np.where(p > 0, p, 1.0)), w)
     return {"t": sampler.schedule.times, "p": p, "w": w, "effective": p * w}
-
-
-def warnings_of(columns: dict[str, Array]) -> list[str]:
-    """Describe faults of a table: weights that are negative or not finite, timesteps that are never drawn."""
-    warnings = []
-    for fault, bad in (
-        ("weight is negative", columns["w"] < 0),
-        ("weight is not finite", ~np.isfinite(columns["w"])),
-        ("timestep is never drawn (p = 0)", columns["p"] == 0),
-    ):
-        if bad.any():
-            first, last = columns["t"][bad][[0, -1]]
-            warnings.append(f"{fault} at {bad.sum()} of {len(bad)} timesteps between t = {first:g} and {last:g}")
-    return warnings

@@ -8,7 +8,7 @@ the run uses and no others.
 import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kairos_timesteps import options as _options
@@ -43,11 +43,6 @@ class Entry:
     def module(self) -> str:
         """The module that contains the code."""
         return self.code.split(":")[0]
-
-    @property
-    def root(self) -> str:
-        """The code that a fingerprint covers: the definition of a registered class, else the whole module."""
-        return self.module if self.component is None else self.code
 
     def load(self) -> Any:
         """Import the component's code and return it."""
@@ -142,15 +137,6 @@ class Registry(MutableMapping[str, Entry]):
             prefix = f"{where}: " if where else ""
             raise ConfigError(f"{prefix}unknown {self.kind} {name!r}{_options.instead(str(name), self)}")
         return self[name]
-
-    def roots(self, component: Mapping[str, Any]) -> list[str]:
-        """Return the code of a component and of the components that its options name: roots of a fingerprint."""
-        entry = self.entry(component["name"])
-        inner = [field for field in fields(entry.options) if field.metadata.get("component")]
-        values = [component.get(_options.public_name(field), field.default) for field in inner]
-        flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
-        components = [{"name": item} if isinstance(item, str) else item for item in flat if item is not MISSING]
-        return [entry.root, *(root for component in components for root in self.roots(component))]
 
     def parse(self, name: str, values: Mapping[str, Any] | None = None, where: str = "") -> Any:
         """Return the checked options of component `name`."""

@@ -7,7 +7,7 @@ from kairos.losses.registries import LOSSES
 from kairos.models import check_takes
 from kairos.models.registries import MODELS
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS, checked
-from kairos_timesteps.diffusion.registries import CELLS
+from kairos_timesteps.diffusion.schedule import CELLS
 from kairos_timesteps.errors import ValueRejected, demand
 from kairos_timesteps.registry import split
 

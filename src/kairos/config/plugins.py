@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kairos.files import read_json
 from kairos.fingerprint import fingerprint, modules, set_source
+from kairos.section import roots_of
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import ConfigError, KairosError
 
@@ -128,7 +129,7 @@ def forget(name: str) -> None:
 def _roots(method: dict[str, Any]) -> list[str]:
     """Return the code of plugins that a method uses, as roots of a fingerprint."""
     components = [(registry, method[part]) for part, registry in _REGISTRIES.items() if part in method]
-    roots = [root for registry, component in components for root in registry.roots(component)]
+    roots = [root for registry, component in components for root in roots_of(registry, component)]
     return [root for root in roots if root.partition(":")[0] in _plugins]
 
 

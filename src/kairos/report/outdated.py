@@ -18,7 +18,7 @@ from kairos.files import glance
 from kairos.sampling.registries import resolved
 from kairos.sampling.settings import GUIDANCE
 from kairos.training.identity import identity_of, trajectory_settings
-from kairos_timesteps.diffusion.registries import CELLS
+from kairos_timesteps.diffusion.schedule import CELLS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kairos_timesteps.diffusion.registries import VARIANCES
+from kairos_timesteps.diffusion.schedule import VARIANCES
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.options import Options, option
 from kairos_timesteps.registry import Registry

@@ -10,6 +10,7 @@ from typing import Any
 from kairos.files import sha256_json
 from kairos.fingerprint import fingerprint
 from kairos.milestones import hash_of_start
+from kairos.section import roots_of
 
 # All settings count but these: one that is new and forgotten here makes another identity, not a wrong one.
 _PLACE = ("processes", "nodes", "trainings_per_gpu", "device")  # where it is computed
@@ -46,7 +47,7 @@ def code_roots(plain: dict[str, Any], method: str) -> list[str]:
         *((LOSSES, loss) for loss in plain["diffusion"]["losses"]),
         *((PROBES, probe) for probe in training["probes"]),
     ]
-    return ["kairos.training.run", *(root for registry, named in components for root in registry.roots(named))]
+    return ["kairos.training.run", *(root for registry, named in components for root in roots_of(registry, named))]
 
 
 def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str, Any], device: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from kairos import models
 from kairos.data.latents import open_latents
 from kairos.files import open_record, sha256_file, sha256_json
-from kairos.forward_process import build_process
+from kairos.forward_process import build_process, scheduler_config
 from kairos.milestones import write_milestone
 from kairos.models.published import read_published
 from kairos.training.provenance import provenance, versions
@@ -107,6 +107,7 @@ def import_weights(
         "provenance": provenance(plain, torch.device("cpu"), versions(), []),
     }  # fmt: skip
     columns = Strategy("uniform", process).table()
-    scheduler = process.scheduler_config(clip=facts["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3))
+    clip = facts["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3)
+    scheduler = scheduler_config(process, clip)
     write_milestone(out, model, averaged, record, columns=columns, scheduler=scheduler)
     return record

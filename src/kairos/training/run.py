@@ -15,6 +15,7 @@ import torch
 
 from kairos import compute, ranks
 from kairos.data.latents import open_latents
+from kairos.forward_process import scheduler_config
 from kairos.milestones import write_milestone
 from kairos.progress import Progress, duration, say
 from kairos.training import launch
@@ -262,6 +263,6 @@ class Run:
                 "tv_from_start": float(abs(columns["p"] - self.start_density).sum() / 2),
             },
         }
-        scheduler = training.process.scheduler_config(clip=manifest["kind"] == "pixels")
+        scheduler = scheduler_config(training.process, clip=manifest["kind"] == "pixels")
         folder = self.store.milestone(training.step)
         write_milestone(folder, training.model, training.average.weights, facts, columns=columns, scheduler=scheduler)

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Edm, Fdm, Flow, Vp
-from kairos_timesteps.diffusion.registries import DiscreteOptions
-from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, Array, NoiseSchedule
+from kairos_timesteps.diffusion.processes import DIFFUSERS, Discrete, Edm, Flow
+from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.diffusion.schedule import CONTINUOUS, PREDICTIONS, SCHEDULES, Array, NoiseSchedule
 from kairos_timesteps.errors import ConfigError
 
-CONTINUOUS = {"edm": Edm, "fdm": Fdm, "flow": Flow, "vp": Vp}
 _PREDICTIONS = {prediction_type: prediction for prediction, prediction_type in DIFFUSERS.items()}
 
 
@@ -35,10 +34,10 @@ def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon")
         return process
     if isinstance(process, str):
         if process in CONTINUOUS:
-            return CONTINUOUS[process](prediction=prediction)
+            return PROCESSES[process].load()(prediction=prediction)
         if process not in SCHEDULES:
             raise ConfigError(f"schedule: got {process!r}, allowed: {', '.join((*SCHEDULES, *CONTINUOUS))}")
-        return Discrete(DiscreteOptions(timesteps=timesteps, schedule=process), prediction)
+        return Discrete(Discrete.Options(timesteps=timesteps, schedule_name=process), prediction)
     if isinstance(process, NoiseSchedule):
         return Discrete(process, prediction)
     config = getattr(process, "config", None)

@@ -8,28 +8,26 @@ input, and the estimate of x0 that the network's output stands for.
 Functions of time alone take numpy arrays as well as tensors, so tables of strategies need no torch.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, ClassVar
 
 import numpy as np
 
-from kairos_timesteps.diffusion.registries import (
+from kairos_timesteps.diffusion.registries import process
+from kairos_timesteps.diffusion.schedule import (
     CELLS,
-    DiscreteOptions,
-    EdmOptions,
-    FdmOptions,
-    FlowOptions,
-    VpOptions,
+    ENDS,
+    PREDICTIONS,
+    SCHEDULES,
+    VARIANCES,
+    NoiseSchedule,
+    make_schedule,
 )
-from kairos_timesteps.diffusion.schedule import NoiseSchedule, make_schedule
-from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor, torch
-from kairos_timesteps.options import parse
+from kairos_timesteps.options import Component, option, parse
 
 DIFFUSERS = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}  # what it calls predictions
 
@@ -58,7 +56,7 @@ def per_sample(values: Tensor) -> Tensor:
     return values.float().flatten(1).mean(1)
 
 
-class Process:
+class Process(Component):
     """Base of all processes; t are times of the process, (batch,), images (batch, ...).
 
     Attributes:
@@ -67,7 +65,6 @@ class Process:
         time_scale: the network is called with `embedded` times this, so that its sinusoids resolve it.
     """
 
-    kind: type  # of the options
     outside: ClassVar[dict[str, Any]] = {}  # defaults outside of an experiment, where they differ
     prediction = ""
     time_symbol = "t"
@@ -75,9 +72,8 @@ class Process:
 
     def __init__(self, options: Any = None, prediction: str = "epsilon", **options_by_name: Any):
         where = f"process {type(self).__name__.lower()}"
-        self.options = options or parse(self.kind, {**self.outside, **options_by_name}, where)
+        super().__init__(options or parse(self.Options, {**self.outside, **options_by_name}, where))
         self.prediction = self.prediction or prediction
-        self.time_scale = self.options.time_scale
 
     def times(self, fractions: Any) -> Any:
         """Times of fractions in [0, 1), elementwise."""
@@ -142,10 +138,6 @@ class Process:
         """The noise that a prediction stands for, shape of x_t."""
         return _FORMULAS[self.prediction][1](*self._shaped(t, x_t), x_t, output)
 
-    def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
-        """A configuration of diffusers' scheduler for this process; None where diffusers has none."""
-        return None
-
     def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
         return (self.time_scale * self.embedded(t)).to(x_t.dtype)
 
@@ -154,15 +146,35 @@ class Process:
         return shaped(a, like), shaped(s, like)
 
 
+@process("discrete", "DDPM: T steps of Gaussian noise", predictions=PREDICTIONS)
 class Discrete(Process):
     """The discrete Gaussian process of DDPM (Ho et al. 2020): t = 0 ... T-1."""
 
-    def __init__(self, options: DiscreteOptions | NoiseSchedule, prediction: str = "epsilon"):
-        values = {"first_index": 0} if isinstance(options, NoiseSchedule) else asdict(options)
-        self._first = values.pop("first_index")
-        self.schedule = options if isinstance(options, NoiseSchedule) else make_schedule(**values)
-        self.prediction = prediction
-        self._tables: dict[Any, Any] = {}
+    timesteps: int = option(1000, "number of timesteps T", ge=2, le=100_000)
+    schedule_name: str = option("linear", "noise schedule", choices=SCHEDULES, alias="schedule")
+    scale_betas: bool = option(True, "multiply the end points of beta by 1000/T")
+    variance: str = option("fixed_large", "reverse variance; learned_range: by twice the channels", choices=VARIANCES)
+    beta_start: float | None = option(None, "beta of the first timestep; null: the schedule's usual", gt=0, lt=1)
+    beta_end: float | None = option(None, "beta of the last timestep; null: the schedule's usual", gt=0, lt=1)
+    first_index: int = option(0, "index of the first timestep for the network; U-ViT on latents: 1", choices=(0, 1))
+
+    def __init__(self, options: Any, prediction: str = "epsilon"):
+        self.prediction, self._tables = prediction, {}
+        if isinstance(options, NoiseSchedule):
+            self.schedule = options
+            return
+        super().__init__(options, prediction)
+        name, ends = self.schedule_name, (self.beta_start, self.beta_end)
+        self.schedule = make_schedule(name, self.timesteps, self.scale_betas, self.variance, *ends)
+
+    @staticmethod
+    def check(options: Any) -> None:
+        """Reject end points of beta that the schedule does not have, or that do not rise."""
+        given = options.beta_start, options.beta_end
+        got = f"{given[0]} and {given[1]} with schedule cosine"
+        demand(options.schedule_name != "cosine" or not any(given), "beta_start and beta_end", got, "null")
+        first, last = (beta or usual for beta, usual in zip(given, ENDS.get(options.schedule_name, (0, 1))))
+        demand(first < last, "beta_start", first, f"less than beta_end = {last}")
 
     def times(self, fractions: Any) -> Any:
         """Timesteps min(floor(u T), T-1), int64."""
@@ -183,7 +195,7 @@ class Discrete(Process):
         return self._tabled(t)[2][t]
 
     def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
-        return t + self._first  # an index, which networks embed in float32
+        return t + self.first_index  # an index, which networks embed in float32
 
     def channels(self, channels: int) -> int:
         """Output channels of the network: twice the channels with a learned variance."""
@@ -200,21 +212,8 @@ class Discrete(Process):
             self._tables[t.device] = tuple(values.to(t.device) for values in tables)
         return self._tables[t.device]
 
-    def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
-        """Configuration of DDPMScheduler; None if the network counts timesteps from 1."""
-        if self._first:
-            return None
-        return {
-            "_class_name": "DDPMScheduler",
-            "num_train_timesteps": self.schedule.timesteps,
-            "trained_betas": self.schedule.betas.tolist(),
-            "prediction_type": DIFFUSERS[self.prediction],
-            "variance_type": self.schedule.variance,
-            "clip_sample": clip,
-            "timestep_spacing": "trailing",
-        }
 
-
+@process("edm", "EDM: noise levels, preconditioned (estimates x0)")
 class Edm(Process):
     """x = x0 + sigma eps, and a network with EDM's preconditioning that stands for x0 (Karras et al. 2022, table 1).
 
@@ -225,23 +224,34 @@ class Edm(Process):
         ConfigError: sigma_data is not known; it is measured where there are training data.
     """
 
-    kind, prediction, time_symbol = EdmOptions, "x0", "sigma"
+    sigma_data: float | None = option(None, "standard deviation of the data; null: measured on the training data", gt=0)
+    sigma_min: float = option(0.002, "smallest noise level", gt=0)
+    sigma_max: float = option(80.0, "largest noise level", gt=0)
+    time_scale: float = option(400.0, "factor of ln(sigma)/4 in the network's time input; EDM's own networks: 1", gt=0)
+    negated: bool = option(False, "the network's output is subtracted (v_prediction of diffusers' EDM schedulers)")
+
+    prediction, time_symbol = "x0", "sigma"
     outside: ClassVar = {"sigma_data": 0.5, "time_scale": 1.0}
 
-    def __init__(self, options: EdmOptions | None = None, prediction: str = "", **options_by_name: Any):
+    def __init__(self, options: Any = None, prediction: str = "", **options_by_name: Any):
         super().__init__(options, prediction, **options_by_name)
-        self.sigma_data, low = self.options.sigma_data, self.options.sigma_min
         if self.sigma_data is None:
             raise ConfigError("sigma_data: got null, allowed: the standard deviation of the data, > 0")
-        self._low, self._ratio = low, self.options.sigma_max / low
+        self._ratio = self.sigma_max / self.sigma_min
+
+    @staticmethod
+    def check(options: Any) -> None:
+        """Reject an empty range of noise levels."""
+        least, most = options.sigma_min, options.sigma_max
+        demand(least < most, "sigma_min and sigma_max", f"{least} and {most}", "0 < min < max")
 
     def times(self, fractions: Any) -> Any:
         """Noise levels sigma."""
-        return self._low * self._ratio**fractions
+        return self.sigma_min * self._ratio**fractions
 
     def fractions(self, t: Tensor) -> Tensor:
         """The share of the way in ln sigma."""
-        return (t / self._low).log() / math.log(self._ratio)
+        return (t / self.sigma_min).log() / math.log(self._ratio)
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:
         """1 and sigma."""
@@ -255,7 +265,7 @@ class Edm(Process):
         """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise): an estimate of x0."""
         data, total = self.sigma_data, t**2 + self.sigma_data**2
         output = call(network, shaped(self._input_scale(t), x_t) * x_t, self._shown(t, x_t), conditions)
-        skip, out = data**2 / total, (-1.0 if self.options.negated else 1.0) * data * t * total**-0.5
+        skip, out = data**2 / total, (-1.0 if self.negated else 1.0) * data * t * total**-0.5
         return shaped(skip, x_t) * x_t + shaped(out, x_t) * output
 
     def _input_scale(self, t: Any) -> Any:
@@ -263,6 +273,7 @@ class Edm(Process):
         return (t**2 + self.sigma_data**2) ** -0.5
 
 
+@process("fdm", "EDM whose network's input has momentum (FDM)")
 class Fdm(Edm):
     """EDM with fast diffusion's momentum: c_in = s(sigma) = exp(-m B)(1 + m B) (Wu et al. 2023).
 
@@ -270,62 +281,58 @@ class Fdm(Edm):
     damped oscillator after the time m B.
     """
 
-    kind = FdmOptions
+    multiplier: float = option(2.0, "m of the momentum's time; published: 2 for CIFAR-10, else 1", gt=0)
 
     def _input_scale(self, t: Any) -> Any:
-        share = (t - self._low) / (self._low * self._ratio - self._low)
-        damped = self.options.multiplier * (0.1 * share + 19.9 * share**2 / 2)
+        share = (t - self.sigma_min) / (self.sigma_min * self._ratio - self.sigma_min)
+        damped = self.multiplier * (0.1 * share + 19.9 * share**2 / 2)
         return math.e**-damped * (1 + damped)
 
 
+@process("flow", "rectified flow: a straight path to noise")
 class Flow(Process):
     """Rectified flow: x_t = (1 - t) x0 + t eps, the network predicts eps - x0 (Liu et al. 2023).
 
     With shift 1 fractions are times, so ``log_normal`` and ``mode`` are SD3's densities (Esser et al. 2024).
     """
 
-    kind, prediction = FlowOptions, "flow"
+    shift: float = option(1.0, "fraction u is time shift u/(1 + (shift - 1) u), SD3's for larger images", gt=0, le=100)
+    time_scale: float = option(1000.0, "factor of t in the network's time input", gt=0)
+
+    prediction = "flow"
     outside: ClassVar = {"time_scale": 1.0}
 
     def times(self, fractions: Any) -> Any:
         """SD3's shift s u/(1 + (s - 1) u), kept from the ends by 1e-5, where the SNR is no number."""
-        shift = self.options.shift
-        return (shift * fractions / (1 + (shift - 1) * fractions)).clip(1e-5, 1 - 1e-5)
+        return (self.shift * fractions / (1 + (self.shift - 1) * fractions)).clip(1e-5, 1 - 1e-5)
 
     def fractions(self, t: Tensor) -> Tensor:
         """The shift taken back."""
-        return t / (self.options.shift - (self.options.shift - 1) * t)
+        return t / (self.shift - (self.shift - 1) * t)
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:
         """1 - t and t."""
         return 1 - t, t
 
-    def scheduler_config(self, clip: bool) -> dict[str, Any] | None:
-        """Configuration of FlowMatchEulerDiscreteScheduler; None if the network's time scale is another."""
-        if self.time_scale != 1000:
-            return None
-        return {
-            "_class_name": "FlowMatchEulerDiscreteScheduler",
-            "num_train_timesteps": 1000,
-            "shift": self.options.shift,
-        }
 
-
+@process("vp", "DDPM's process in continuous time", predictions=PREDICTIONS)
 class Vp(Process):
     """DDPM's process in continuous time (Song et al. 2021, eq. 11): beta(t) linear, t in [t_min, 1]."""
 
-    kind = VpOptions
+    beta_min: float = option(0.1, "beta at t = 0", ge=0)
+    beta_max: float = option(20.0, "beta at t = 1", gt=0)
+    t_min: float = option(1e-5, "smallest time trained and sampled", gt=0, lt=1)
+    time_scale: float = option(999.0, "factor of t in the network's time input", gt=0)
 
     def times(self, fractions: Any) -> Any:
         """t_min + (1 - t_min) u."""
-        return self.options.t_min + (1 - self.options.t_min) * fractions
+        return self.t_min + (1 - self.t_min) * fractions
 
     def fractions(self, t: Tensor) -> Tensor:
         """The share of the way in t."""
-        return (t - self.options.t_min) / (1 - self.options.t_min)
+        return (t - self.t_min) / (1 - self.t_min)
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:
         """exp(-B/2) and sqrt(1 - exp(-B)), B the integral of beta."""
-        low, high = self.options.beta_min, self.options.beta_max
-        alphas_cumprod = math.e ** -(low * t + (high - low) * t**2 / 2)
+        alphas_cumprod = math.e ** -(self.beta_min * t + (self.beta_max - self.beta_min) * t**2 / 2)
         return alphas_cumprod**0.5, (1 - alphas_cumprod) ** 0.5

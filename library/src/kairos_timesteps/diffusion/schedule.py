@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kairos_timesteps.diffusion.registries import ENDS
 from kairos_timesteps.errors import ConfigError, demand
 
 Array = NDArray[np.float64]
@@ -20,6 +19,9 @@ Array = NDArray[np.float64]
 SCHEDULES = ("linear", "cosine", "quadratic", "scaled_linear")
 PREDICTIONS = ("epsilon", "x0", "v")
 CONTINUOUS = ("edm", "fdm", "flow", "vp")
+VARIANCES = ("fixed_large", "fixed_small", "learned_range")
+ENDS = {"linear": (1e-4, 0.02), "quadratic": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}  # usual betas
+CELLS = 1000  # cells of a continuous process: rows of tables, and timesteps of strategies defined per timestep
 
 
 @dataclass(frozen=True, eq=False)

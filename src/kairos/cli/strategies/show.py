@@ -20,7 +20,7 @@ from kairos_timesteps.diffusion.processes import Process
 from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.errors import ConfigError
-from kairos_timesteps.lookup import build_pair, parse_name, table, warnings_of
+from kairos_timesteps.lookup import build_pair, parse_name, table
 from kairos_timesteps.options import but_name, dump, unknown_key
 
 Named = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # sampler and weighting with options, `diffusion`
@@ -86,6 +86,20 @@ def run(arguments: argparse.Namespace) -> None:
         csv=lambda: strategy_csv(view.columns),
         picture=lambda figures: figures.draw_strategy(view.columns, view.name, lines, view.process),
     )
+
+
+def warnings_of(columns: dict[str, Array]) -> list[str]:
+    """Describe faults of a table: weights that are negative or not finite, timesteps that are never drawn."""
+    warnings = []
+    for fault, bad in (
+        ("weight is negative", columns["w"] < 0),
+        ("weight is not finite", ~np.isfinite(columns["w"])),
+        ("timestep is never drawn (p = 0)", columns["p"] == 0),
+    ):
+        if bad.any():
+            first, last = columns["t"][bad][[0, -1]]
+            warnings.append(f"{fault} at {bad.sum()} of {len(bad)} timesteps between t = {first:g} and {last:g}")
+    return warnings
 
 
 def named_parts(arguments: argparse.Namespace) -> Named:
