@@ -9,6 +9,7 @@ Importing the package is free: each name below is imported when it is first used
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kairos_timesteps.attached import Attached, attach
     from kairos_timesteps.build import density, weighting
     from kairos_timesteps.diffusion.processes import Discrete, Edm, Flow, Vp
     from kairos_timesteps.diffusion.schedule import NoiseSchedule, make_schedule
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Discrete", "Draw", "Edm", "Flow", "LossByLevel", "NoiseSchedule", "Strategy", "ValidationLoss", "Vp",
-    "__version__", "density", "make_schedule", "names", "preset", "weighting",
+    "Attached", "Discrete", "Draw", "Edm", "Flow", "LossByLevel", "NoiseSchedule", "Strategy", "ValidationLoss", "Vp",
+    "__version__", "attach", "density", "make_schedule", "names", "preset", "weighting",
 ]  # fmt: skip
 
 _MODULES = {
     "strategy": ("Strategy", "Draw"),
+    "attached": ("Attached", "attach"),
     "monitoring": ("LossByLevel",),
     "validation": ("ValidationLoss",),
     "diffusion.processes": ("Discrete", "Edm", "Flow", "Vp"),

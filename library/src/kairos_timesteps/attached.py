@@ -1,0 +1,498 @@
+"""Timesteps in an existing trainer: three lines, and hooks on its optimizer.
+
+    timesteps = kairos_timesteps.attach("loss_rms", noise_scheduler, optimizer, network=model)
+    t = timesteps(latents)                       # instead of torch.randint
+    loss = timesteps.loss(per_sample_error)      # instead of per_sample_error.mean()
+
+A *micro-batch* is a call of ``timesteps`` and its loss. A *step* of the strategy is a step that the optimizer takes,
+and its micro-batches are those whose gradients the optimizer applies:
+
+- Micro-batches of an accumulated step add up. A micro-batch whose loss is never backpropagated does not count.
+- If GradScaler skips a step, its losses are dropped and the step keeps its number; its next draws are further draws
+  of the step. The rule needs ``zero_grad(set_to_none=True)``, PyTorch's default: an empty ``.grad`` at the beginning of
+  a backward pass shows that earlier gradients were dropped. Of fused optimizers, ``found_inf`` is examined.
+- In evaluation mode, ``t`` comes from a validation stream, and the state does not change.
+
+Step numbers, draws and losses are those of the explicit form, `Strategy.draw`, `loss` and `observe`.
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kairos_timesteps.base import Learned, MeasuresNetwork
+from kairos_timesteps.coordinates import RandomCoordinates, points
+from kairos_timesteps.diffusion.adapters import as_process
+from kairos_timesteps.diffusion.processes import Discrete, Edm, Flow
+from kairos_timesteps.errors import ConfigError, demand, rejection
+from kairos_timesteps.strategy import Draw, Strategy
+
+LOG = logging.getLogger("kairos_timesteps")
+_EXPLICIT = "use the explicit form instead: Strategy.draw, Strategy.loss, and Strategy.observe around the step"
+_LOST_STEPS = 200  # steps whose gradients vanish one after another; GradScaler needs 165 to go from 65536 to 0
+_USERS = {
+    "noise_is_one": "kohya, musubi, NeMo",
+    "data_is_one": "SiT, REPA, LightningDiT, flow_matching",
+    "index": "index of scheduler.timesteps, 0 is noise",
+}
+
+
+def attach(
+    name: str,
+    process: Any,
+    optimizer: Any,
+    network: nn.Module | None = None,
+    *,
+    time: str | None = None,
+    predict: Callable[..., Tensor] | None = None,
+    accelerator: Any = None,
+    seed: int = 0,
+    sampler: Mapping[str, Any] | None = None,
+    weighting: Mapping[str, Any] | None = None,
+    prediction: str = "epsilon",
+    timesteps: int = 1000,
+    process_group: Any = None,
+) -> "Attached":
+    """Attach a strategy to the optimizer of a training loop.
+
+    Two lines of logger ``kairos_timesteps`` report what t = 0.1 means, and which noise levels are drawn.
+
+    Args:
+        name: name of the strategy, as for `Strategy`.
+        process: forward process or noise scheduler, as for `Strategy`.
+        optimizer: optimizer whose steps count; wrappers of accelerate and Lightning are removed.
+        network: network that is trained. Its evaluation mode is that of `timesteps`; without a network, disabled
+            gradients are.
+        time: what the trainer's t is. ``noise_is_one``: 0 is data, 1 is noise. ``data_is_one``: the opposite.
+            ``index``: index of a discrete schedule, with 0 the least noise; for a flow-matching scheduler of diffusers
+            an index of ``scheduler.timesteps``, with 0 the most noise. ``sigma``: noise level of EDM. None: the only
+            convention of the process; rectified flow and VP have several.
+        predict: ``predict(x_t, t, **conditions)``, for strategies that measure the network: its output at the trainer's
+            t, as the loss takes it (for EDM the denoised image). It must call the module inside a
+            DistributedDataParallel wrapper, in the trainer's precision.
+        accelerator: Accelerator of accelerate, whose checkpoints then contain the state.
+        seed: seed of all random numbers.
+        sampler: options of the sampler.
+        weighting: options of the weighting.
+        prediction: what the network predicts, ``epsilon``, ``x0`` or ``v``, for processes that leave it open.
+        timesteps: T, for a schedule given by name.
+        process_group: ranks that share the global batch, or one dimension of a DeviceMesh; None: all ranks.
+
+    Raises:
+        ConfigError: hooks cannot follow the optimizer, the strategy measures the network and `predict` is missing, or
+            a value is not allowed.
+    """
+    convention = TimeConvention(as_process(process, timesteps, prediction), time)
+    optimizer = _checked(optimizer, network, accelerator)
+    called = _called_by(predict, convention)
+    strategy = Strategy(
+        name, called, seed=seed, sampler=sampler, weighting=weighting, process_group=process_group
+    )  # fmt: skip
+    if isinstance(strategy.sampler, MeasuresNetwork):
+        given = isinstance(network, nn.Module) and predict is not None
+        allowed = (
+            "network=model and predict=, a function (x_t, t, **conditions) that calls the network as the trainer does; "
+            "pass conditions to timesteps(latents, conditions={name: tensor})"
+        )
+        demand(given, f"strategy {name} measures the network: attach", "no network or no predict", allowed)
+    attached = Attached(strategy, optimizer, network, convention)
+    if accelerator is not None:
+        accelerator.register_for_checkpointing(attached)
+    return attached
+
+
+class TimeConvention:
+    """Translation between the trainer's t and times of the process.
+
+    Args:
+        process: forward process.
+        name: ``noise_is_one``, ``data_is_one``, ``index``, ``sigma``, or None if the process has one convention.
+
+    Raises:
+        ConfigError: the process does not have the convention, or has several and none is named.
+    """
+
+    def __init__(self, process: Any, name: str | None = None):
+        self.process, allowed = process, self.allowed(process)
+        described = ", ".join(f"{each} ({_USERS[each]})" if each in _USERS else each for each in allowed)
+        self.name = allowed[0] if name is None and len(allowed) == 1 else str(name)
+        demand(self.name in allowed, f"time of process {type(process).__name__}", repr(name), described)
+
+    @property
+    def count(self) -> int:
+        """Number of indices."""
+        return int(self.process.time_scale) if isinstance(self.process, Flow) else self.process.schedule.timesteps
+
+    @staticmethod
+    def allowed(process: Any) -> tuple[str, ...]:
+        """Return the conventions that a process can have."""
+        if isinstance(process, Discrete):
+            return ("index",)
+        if isinstance(process, Edm):
+            return ("sigma",)
+        of_scheduler = isinstance(process, Flow) and process.time_scale > 1
+        return ("noise_is_one", "data_is_one", *(("index",) if of_scheduler else ()))
+
+    def of_trainer(self, t: Tensor) -> Tensor:
+        """Convert times of the process to the trainer's: an int64 index, or float32."""
+        if self.name != "index":
+            return (1 - t if self.name == "data_is_one" else t).float()
+        if isinstance(self.process, Discrete):
+            return t
+        return (self.count - 1 - (self.process.fractions(t) * self.count).long()).clamp(0, self.count - 1)
+
+    def of_process(self, t: Tensor) -> Tensor:
+        """Convert the trainer's times to times of the process."""
+        if self.name != "index":
+            return 1 - t.double() if self.name == "data_is_one" else t.double()
+        if isinstance(self.process, Discrete):
+            return t.long()
+        return self.process.times((self.count - t.double()) / self.count)
+
+    def describe(self) -> str:
+        """Return what the trainer's t = 0.1 means; of an index, a tenth of the schedule."""
+        t, shown = torch.tensor([0.1]), "0.1"
+        if self.name == "index":
+            t = (t * self.count).long()
+            shown = f"{int(t)} of {self.count}"
+        signal, noise = (float(each) for each in self.process.coefficients(self.of_process(t)))
+        level = 2 * math.log(signal / noise)
+        return f"t = {shown} ({self.name}) is x_t = {signal:.3g} x0 + {noise:.3g} noise, ln SNR {level:.3g}"
+
+
+class Attached:
+    """Strategy whose steps are those of an optimizer; see `attach`.
+
+    Attributes:
+        strategy: the strategy.
+        time: convention of the trainer's t.
+    """
+
+    def __init__(self, strategy: Strategy, optimizer: torch.optim.Optimizer, network: Any, time: TimeConvention):
+        self.strategy, self.optimizer, self.network, self.time = strategy, optimizer, network, time
+        self._measures = isinstance(strategy.sampler, MeasuresNetwork)
+        self._learns = any(isinstance(each, Learned) for each in (strategy.sampler, strategy.weighting))
+        self._reset()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        LOG.info("%s: %s", strategy.name, time.describe())
+        self._reported = False
+        if not strategy.sampler.required_context(strategy.sampler.options):
+            self._report({})
+
+    def _reset(self) -> None:
+        """Forget everything about the current step."""
+        self._draw: Any = None  # last training draw of the step
+        self._conditions: Mapping[str, Tensor] | None = None  # of the last training draw
+        self._applied: list[tuple[Draw, Mapping[str, Tensor] | None]] = []  # micro-batches with a backward pass
+        self._pass: int | None = None  # identity of the last backward pass
+        self._lost = 0  # steps since the last step of the optimizer whose gradients vanished
+        self._evaluated = 0  # samples of the current validation
+        self._evaluating = False  # the last draw was one of a validation
+        self._measurement: AbstractContextManager[None] | None = None  # open during the optimizer's step
+        self._measured = 0  # micro-batches when it began
+        self._skipped: Callable[[], bool] | None = None  # of a fused optimizer under GradScaler
+        self._unsettled = False  # a fused optimizer was called, and `_skipped` not yet
+
+    def __call__(self, x0: Tensor, *, conditions: Mapping[str, Tensor] | None = None, **arguments: Any) -> Tensor:
+        """Draw the trainer's t for a batch, (batch,): int64 for an index, otherwise float32.
+
+        In evaluation mode t covers the process evenly, and begins anew after each training draw: every validation has
+        the same times.
+
+        Args:
+            x0: latents or images, (batch, ...), of any floating-point type.
+            conditions: conditions of the samples, each (batch, ...), for strategies that measure the network.
+            arguments: arguments of `Strategy.draw`: ``times``, ``same``, ``index``, ``total``, or context of the
+                sampler, such as ``tokens``.
+        """
+        training = self.network.training if isinstance(self.network, nn.Module) else torch.is_grad_enabled()
+        self._evaluating = not training
+        if not training:
+            return self.time.of_trainer(self._validation_times(x0, **arguments))
+        self._settle()
+        if not self._reported:
+            self._report(arguments)
+        self._evaluated = 0
+        self._draw, self._conditions = self.strategy.draw(x0, **arguments), conditions
+        return self.time.of_trainer(self._draw.t)
+
+    def loss(self, errors: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Return the mean of weighting x `weights` x error over the samples of the last draw: call ``backward`` on it.
+
+        `weights` change the gradient and never the statistics, `mask` the statistics and never the gradient. So
+        regularisation images train with ``mask=is_regular``. Padding has weight 0 and mask False; multiply the other
+        weights by n / (n - padding) for a mean over real samples. In evaluation mode the result is the mean of
+        `weights` x error, which strategies share.
+
+        Args:
+            errors: unweighted squared errors of the samples, (batch,) or shape of t; further dimensions are averaged.
+            weights: further factors of the samples, (batch,) or shape of t.
+            mask: samples that learned samplers and weightings learn from, bool (batch,); None: all. A mask on the CPU
+                needs no synchronisation. All ranks pass one, or none does. The factor that ``edm2`` trains follows the
+                gradient, not the mask.
+
+        Raises:
+            ConfigError: ``timesteps(latents)`` was not called before, or a shape does not match.
+        """
+        if self._evaluating:
+            return _multiplied(_per_sample(errors, 1), weights).mean()
+        draw = self._draw
+        if draw is None:
+            raise rejection("loss", "no draw of this step", "after timesteps(latents)")
+        loss = _multiplied(self.strategy.weighted(draw, _per_sample(errors, draw.t.ndim), mask), weights).mean()
+        if loss.requires_grad:
+            loss.register_hook(partial(self._count, draw, self._conditions))
+        return loss
+
+    def check(self, x0: Tensor, noise: Tensor, x_t: Tensor, t: Tensor, tolerance: float = 0.01) -> None:
+        """Compare the signal-to-noise ratio of the trainer's x_t with that of the process at t.
+
+        Signal a and noise s are fitted to x_t = a x0 + s noise, sample by sample. Their angle atan(s/a) must be that of
+        the process. Call it once, with t of several noise levels: at t = 1/2 conventions do not differ.
+
+        Args:
+            x0: latents, (batch, ...).
+            noise: noise, (batch, ...).
+            x_t: noised latents, (batch, ...), up to a factor.
+            t: the trainer's t, (batch,), as `timesteps` returned it.
+            tolerance: largest difference of angles, in radians; a quarter turn leads from data to noise.
+
+        Raises:
+            ConfigError: an angle differs by more, or x_t is no combination of x0 and noise.
+        """
+        columns = [each.detach().flatten(1).double().cpu() for each in (x0, noise, x_t)]
+        basis, values = torch.stack(columns[:2], 2), columns[2][:, :, None]  # (batch, size, 2), (batch, size, 1)
+        fitted = torch.linalg.lstsq(basis, values).solution
+        rest = (basis @ fitted - values).norm(dim=(1, 2)) / values.norm(dim=(1, 2))
+        worst = float(rest.max())
+        demand(worst < 0.1, "check: x_t", f"{worst:.0%} off every a x0 + s noise", "a combination of x0 and noise")
+        angles = torch.atan2(fitted[:, 1, 0], fitted[:, 0, 0])
+        off = (angles - _angles(self.time, t.cpu())).abs()
+        if float(off.max()) <= tolerance:
+            return
+        names = [name for name in TimeConvention.allowed(self.time.process) if name != self.time.name]
+        others = [
+            TimeConvention(self.time.process, name) for name in names if t.is_floating_point() == (name != "index")
+        ]
+        fitting = [each.name for each in others if float((angles - _angles(each, t.cpu())).abs().max()) <= tolerance]
+        row = int(off.argmax())
+        level, expected = (-2 * float(each[row].tan().log()) for each in (angles, _angles(self.time, t.cpu())))
+        hint = f"; time={fitting[0]!r} fits" if fitting else ""
+        got = f"ln SNR {level:.3g} at t = {t[row].item():.4g}"
+        raise rejection("check: x_t", got, f"ln SNR {expected:.3g}, with time={self.time.name!r}{hint}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a resume needs. Save it between two steps, not within an accumulated one."""
+        self._settle()
+        return {"name": self.strategy.name, "time": self.time.name, "strategy": self.strategy.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state that `state_dict` returned, on the device of the optimizer's parameters.
+
+        Raises:
+            ConfigError: the state is that of another strategy or another convention of time.
+        """
+        for key, present in (("name", self.strategy.name), ("time", self.time.name)):
+            demand(state[key] == present, f"state: {key}", repr(state[key]), repr(present))
+        self._reset()
+        self.strategy.load_state_dict(state["strategy"], self._parameters()[0].device)
+
+    def detach(self) -> None:
+        """Remove the hooks from the optimizer."""
+        self._settle()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _count(self, draw: Draw, conditions: Mapping[str, Tensor] | None, _: Tensor) -> None:
+        """Count a micro-batch at the beginning of its backward pass, and drop those whose gradients were dropped."""
+        current = torch._C._current_graph_task_id()  # losses of one backward pass belong together
+        if current != self._pass and all(parameter.grad is None for parameter in self._parameters()):
+            self._lost += bool(self._applied)
+            if self._lost > _LOST_STEPS:
+                raise ConfigError(
+                    f"attach: the gradients of {_LOST_STEPS} steps vanished, and the optimizer was not called. Hooks "
+                    f"do not see steps within the backward pass; {_EXPLICIT}"
+                )
+            self._drop()
+        self._pass = current
+        if not any(each is draw for each, _ in self._applied):
+            self._applied.append((draw, conditions))
+
+    def _drop(self) -> None:
+        """Drop the micro-batches of the step so far; its number stays."""
+        self._applied = []
+        self.strategy.weighting.zero_grad()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Begin the measurement of the step."""
+        self._measurement = self._skipped = None
+        if self._draw is None:
+            return
+        found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler for the call of a fused optimizer
+        self._skipped = None if found_inf is None else _later(found_inf)
+        if self._measures and not (self._skipped and self._skipped()):
+            self._measured = len(self._applied)
+            self._measurement = self._observed()
+            self._measurement.__enter__()
+
+    def _after_step(self, *_: Any) -> None:
+        """End the step; under GradScaler a fused optimizer's is ended by the next draw, which waits for no kernel."""
+        if self._draw is None:
+            allowed = f"a training draw; the network {type(self.network).__name__} was in evaluation mode"
+            demand(not self._evaluated, "step of the optimizer", "draws of a validation alone", allowed)
+            return  # a step that is not one of the trainer: torch.distributed.checkpoint creates state by one
+        self._unsettled = True
+        if self._skipped is None or self._measures:
+            self._settle()
+
+    def _settle(self) -> None:
+        """End the optimizer's last step, unless it was skipped."""
+        if not self._unsettled:
+            return
+        self._unsettled = False
+        if self._skipped and self._skipped():
+            self._drop()
+            return
+        if self._measures:
+            allowed = f"draws before it: the strategy measures the network before the step; {_EXPLICIT}"
+            before = self._measurement is not None and self._measured == len(self._applied)
+            demand(before, "step of the optimizer", "draws within its closure", allowed)
+        else:
+            self._measurement = self._observed()
+            self._measurement.__enter__()
+        if self._measurement is not None:
+            self._measurement.__exit__(None, None, None)
+        self._measurement, self._draw, self._applied, self._lost = None, None, [], 0
+
+    def _observed(self) -> AbstractContextManager[None]:
+        """Return the strategy's context around the step, for the micro-batches whose gradients are applied."""
+        allowed = "the backward pass of timesteps.loss(errors), from which the strategy learns"
+        demand(self._applied or not self._learns, f"strategy {self.strategy.name}: losses of a step", "none", allowed)
+        draws = [draw for draw, _ in self._applied] or [self._draw]
+        given = [conditions for _, conditions in self._applied if conditions is not None]
+        joined = None
+        if self._measures and given:
+            joined = {name: torch.cat([each[name] for each in given]) for name in given[0]}
+        return self.strategy.observe(draws, self.network, self.optimizer, joined)
+
+    def _validation_times(
+        self,
+        x0: Tensor,
+        *,
+        times: tuple[int, ...] = (),
+        same: bool = False,
+        index: Any = None,
+        total: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Return times of the process that cover it evenly, continued over the batches of a validation."""
+        here = RandomCoordinates(self.strategy.seed, 0, 0, self._evaluated, index, total or 1, times)
+        here = here.for_batch(x0, self.strategy.group)
+        self._evaluated += here.batch_size
+        if same:
+            here = here.replace(sample_indices=range(1), batch_size=1)
+        return self.strategy.process.times(points("sobol", here)).expand(len(x0), *times)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _report(self, context: Mapping[str, Any]) -> None:
+        """Log the noise levels that are drawn, and the mean weight; of the first sample's context."""
+        names = [name for name in self.strategy.sampler.context_names if name in context]
+        table = self.strategy.table(**{name: _of_first_sample(context[name]) for name in names})
+        levels, below = np.log(self.strategy.process.schedule.snr), np.cumsum(table["p"])
+        high, low = (levels[min(np.searchsorted(below, share), len(levels) - 1)] for share in (0.1, 0.9))
+        mean = float((table["p"] * np.where(table["p"] > 0, table["w"], 0)).sum())
+        LOG.info(
+            "%s: 80 %% of the draws have ln SNR %.3g to %.3g, mean weight %.3g", self.strategy.name, low, high, mean
+        )
+        self._reported = True
+
+
+def _checked(optimizer: Any, network: Any, accelerator: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside wrappers, or raise ConfigError where its hooks see too little."""
+    inner = getattr(optimizer, "optimizer", optimizer)  # wrapped by accelerate or Lightning
+    deepspeed = type(network).__module__.startswith("deepspeed") or type(inner).__module__.startswith("deepspeed")
+    deepspeed = deepspeed or str(getattr(accelerator, "distributed_type", "")).endswith("DEEPSPEED")
+    where = "attach: optimizer"
+    demand(not deepspeed, where, "DeepSpeed, which bypasses hooks", f"a torch.optim.Optimizer; {_EXPLICIT}")
+    if not isinstance(inner, torch.optim.Optimizer):
+        several = isinstance(optimizer, (list, tuple, dict))
+        got = f"{len(optimizer)} optimizers" if several else type(optimizer).__name__
+        raise rejection(where, got, f"one torch.optim.Optimizer; {_EXPLICIT}")
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    fused = any(getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters)
+    demand(not fused, where, "steps within the backward pass (register_post_accumulate_grad_hook)", _EXPLICIT)
+    return inner
+
+
+def _called_by(predict: Callable[..., Tensor] | None, time: TimeConvention) -> Any:
+    """Return a copy of the process that calls the network by `predict`, at the trainer's t."""
+    if predict is None:
+        return time.process
+    process = copy.copy(time.process)
+    sign = -1 if time.name == "data_is_one" and process.prediction == "flow" else 1  # the velocity is x0 - noise
+
+    def of_trainer(_: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
+        output = predict(x_t, time.of_trainer(t), **(conditions or {}))
+        return sign * getattr(output, "sample", output)
+
+    process.predict = of_trainer
+    return process
+
+
+def _later(found_inf: Tensor) -> Callable[[], bool]:
+    """Return a function that reads `found_inf` and waits for no kernel that is launched after this call."""
+    if found_inf.device.type != "cuda":
+        value = found_inf.clone()
+        return lambda: bool(value)
+    value, event = found_inf.to("cpu", non_blocking=True), torch.cuda.Event()
+    event.record()
+
+    def read() -> bool:
+        event.synchronize()
+        return bool(value)
+
+    return read
+
+
+def _per_sample(errors: Tensor, dimensions: int) -> Tensor:
+    """Average errors over all but the first `dimensions` dimensions."""
+    return errors if errors.ndim <= dimensions else errors.flatten(dimensions).mean(-1)
+
+
+def _of_first_sample(value: Any) -> Any:
+    """Return a context value, of the first sample if each has its own, as a plain number or string."""
+    if np.ndim(value):
+        value = value[0]
+    return value.item() if hasattr(value, "item") else value
+
+
+def _multiplied(terms: Tensor, weights: Tensor | None) -> Tensor:
+    """Multiply terms of a loss, (batch, ...), by weights of their first dimensions.
+
+    Raises:
+        ConfigError: the weights have another shape.
+    """
+    if weights is None:
+        return terms
+    shape = tuple(terms.shape[: weights.ndim])
+    demand(tuple(weights.shape) == shape, "weights", f"shape {tuple(weights.shape)}", str(shape))
+    return terms * weights.view(*shape, *[1] * (terms.ndim - weights.ndim))
+
+
+def _angles(time: TimeConvention, t: Tensor) -> Tensor:
+    """Return atan(noise/signal) of the process at the trainer's t, float64 (batch,)."""
+    signal, noise = time.process.coefficients(time.of_process(t))
+    return torch.atan2(noise, signal).double()
