@@ -339,8 +339,8 @@ class Attached:
         self._measurement = self._skipped = None
         if self._draw is None:
             return
-        found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler for the call of a fused optimizer
-        self._skipped = None if found_inf is None else _later(found_inf)
+        overflow = getattr(optimizer, "found_inf", None)  # set by GradScaler for the call of a fused optimizer
+        self._skipped = None if overflow is None else _later(overflow)
         if self._measures and not (self._skipped and self._skipped()):
             self._measured = len(self._applied)
             self._measurement = self._observed()
@@ -452,12 +452,12 @@ def _called_by(predict: Callable[..., Tensor] | None, time: TimeConvention) -> A
     return process
 
 
-def _later(found_inf: Tensor) -> Callable[[], bool]:
-    """Return a function that reads `found_inf` and waits for no kernel that is launched after this call."""
-    if found_inf.device.type != "cuda":
-        value = found_inf.clone()
+def _later(overflow: Tensor) -> Callable[[], bool]:
+    """Return a function that reads `overflow` and waits for no kernel that is launched after this call."""
+    if overflow.device.type != "cuda":
+        value = overflow.clone()
         return lambda: bool(value)
-    value, event = found_inf.to("cpu", non_blocking=True), torch.cuda.Event()
+    value, event = overflow.to("cpu", non_blocking=True), torch.cuda.Event()
     event.record()
 
     def read() -> bool:

@@ -236,7 +236,7 @@ class Strategy:
     def _draw(self, x0: Any, coordinates: RandomCoordinates) -> list[Tensor]:
         """Return fractions, times, weights and importance weights of the samples."""
         sampler = self.sampler
-        fractions = sampler.draw(coordinates) if x0 is None else sampler.draw_for_batch(x0, coordinates)
+        fractions = sampler.draw(coordinates, x0)
         t = self.process.times(fractions)
         fixed = self._fixed_weighting.at(self.process, t, coordinates.float_step)
         importance = sampler.importance_weights(x0, fractions, coordinates)
@@ -305,8 +305,8 @@ class Strategy:
         step.
 
         Args:
-            draw: last draw of this step; or a list of the draws whose gradients the optimiser applies, which drops the
-                losses of all others, such as those of a step that GradScaler skipped.
+            draw: last draw of this step; or a list of the draws whose gradients the optimiser applies. A list drops
+                the losses of other draws, such as those of a step that GradScaler skipped.
             network: called as ``network(x_t, t)`` by the process (``network(x_t, t, conditions)`` with conditions);
                 samplers that measure the network need it.
             optimizer: optimizer of the network, for samplers that use its state.
