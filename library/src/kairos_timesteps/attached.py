@@ -18,7 +18,6 @@ Step numbers, draws and losses are those of the explicit form, `Strategy.draw`, 
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -31,18 +30,13 @@ from torch import Tensor, nn
 from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.coordinates import RandomCoordinates, points
 from kairos_timesteps.diffusion.adapters import as_process
-from kairos_timesteps.diffusion.processes import Discrete, Edm, Flow
 from kairos_timesteps.errors import ConfigError, demand, rejection
 from kairos_timesteps.strategy import Draw, Strategy
+from kairos_timesteps.time_convention import TimeConvention
 
 LOG = logging.getLogger("kairos_timesteps")
 _EXPLICIT = "use the explicit form instead: Strategy.draw, Strategy.loss, and Strategy.observe around the step"
 _LOST_STEPS = 200  # steps whose gradients vanish one after another; GradScaler needs 165 to go from 65536 to 0
-_USERS = {
-    "noise_is_one": "kohya, musubi, NeMo",
-    "data_is_one": "SiT, REPA, LightningDiT, flow_matching",
-    "index": "index of scheduler.timesteps, 0 is noise",
-}
 
 
 def attach(
@@ -107,65 +101,6 @@ def attach(
     if accelerator is not None:
         accelerator.register_for_checkpointing(attached)
     return attached
-
-
-class TimeConvention:
-    """Translation between the trainer's t and times of the process.
-
-    Args:
-        process: forward process.
-        name: ``noise_is_one``, ``data_is_one``, ``index``, ``sigma``, or None if the process has one convention.
-
-    Raises:
-        ConfigError: the process does not have the convention, or has several and none is named.
-    """
-
-    def __init__(self, process: Any, name: str | None = None):
-        self.process, allowed = process, self.allowed(process)
-        described = ", ".join(f"{each} ({_USERS[each]})" if each in _USERS else each for each in allowed)
-        self.name = allowed[0] if name is None and len(allowed) == 1 else str(name)
-        demand(self.name in allowed, f"time of process {type(process).__name__}", repr(name), described)
-
-    @property
-    def count(self) -> int:
-        """Number of indices."""
-        return int(self.process.time_scale) if isinstance(self.process, Flow) else self.process.schedule.timesteps
-
-    @staticmethod
-    def allowed(process: Any) -> tuple[str, ...]:
-        """Return the conventions that a process can have."""
-        if isinstance(process, Discrete):
-            return ("index",)
-        if isinstance(process, Edm):
-            return ("sigma",)
-        of_scheduler = isinstance(process, Flow) and process.time_scale > 1
-        return ("noise_is_one", "data_is_one", *(("index",) if of_scheduler else ()))
-
-    def of_trainer(self, t: Tensor) -> Tensor:
-        """Convert times of the process to the trainer's: an int64 index, or float32."""
-        if self.name != "index":
-            return (1 - t if self.name == "data_is_one" else t).float()
-        if isinstance(self.process, Discrete):
-            return t
-        return (self.count - 1 - (self.process.fractions(t) * self.count).long()).clamp(0, self.count - 1)
-
-    def of_process(self, t: Tensor) -> Tensor:
-        """Convert the trainer's times to times of the process."""
-        if self.name != "index":
-            return 1 - t.double() if self.name == "data_is_one" else t.double()
-        if isinstance(self.process, Discrete):
-            return t.long()
-        return self.process.times((self.count - t.double()) / self.count)
-
-    def describe(self) -> str:
-        """Return what the trainer's t = 0.1 means; of an index, a tenth of the schedule."""
-        t, shown = torch.tensor([0.1]), "0.1"
-        if self.name == "index":
-            t = (t * self.count).long()
-            shown = f"{int(t)} of {self.count}"
-        signal, noise = (float(each) for each in self.process.coefficients(self.of_process(t)))
-        level = 2 * math.log(signal / noise)
-        return f"t = {shown} ({self.name}) is x_t = {signal:.3g} x0 + {noise:.3g} noise, ln SNR {level:.3g}"
 
 
 class Attached:
@@ -258,39 +193,12 @@ class Attached:
     def check(self, x0: Tensor, noise: Tensor, x_t: Tensor, t: Tensor, tolerance: float = 0.01) -> None:
         """Compare the signal-to-noise ratio of the trainer's x_t with that of the process at t.
 
-        Signal a and noise s are fitted to x_t = a x0 + s noise, sample by sample. Their angle atan(s/a) must be that of
-        the process. Call it once, with t of several noise levels: at t = 1/2 conventions do not differ.
-
-        Args:
-            x0: latents, (batch, ...).
-            noise: noise, (batch, ...).
-            x_t: noised latents, (batch, ...), up to a factor.
-            t: the trainer's t, (batch,), as `timesteps` returned it.
-            tolerance: largest difference of angles, in radians; a quarter turn leads from data to noise.
+        Call it once, with t of several noise levels: at t = 1/2 conventions do not differ. See `TimeConvention.check`.
 
         Raises:
-            ConfigError: an angle differs by more, or x_t is no combination of x0 and noise.
+            ConfigError: the ratios differ, or x_t is no combination of x0 and noise.
         """
-        columns = [each.detach().flatten(1).double().cpu() for each in (x0, noise, x_t)]
-        basis, values = torch.stack(columns[:2], 2), columns[2][:, :, None]  # (batch, size, 2), (batch, size, 1)
-        fitted = torch.linalg.lstsq(basis, values).solution
-        rest = (basis @ fitted - values).norm(dim=(1, 2)) / values.norm(dim=(1, 2))
-        worst = float(rest.max())
-        demand(worst < 0.1, "check: x_t", f"{worst:.0%} off every a x0 + s noise", "a combination of x0 and noise")
-        angles = torch.atan2(fitted[:, 1, 0], fitted[:, 0, 0])
-        off = (angles - _angles(self.time, t.cpu())).abs()
-        if float(off.max()) <= tolerance:
-            return
-        names = [name for name in TimeConvention.allowed(self.time.process) if name != self.time.name]
-        others = [
-            TimeConvention(self.time.process, name) for name in names if t.is_floating_point() == (name != "index")
-        ]
-        fitting = [each.name for each in others if float((angles - _angles(each, t.cpu())).abs().max()) <= tolerance]
-        row = int(off.argmax())
-        level, expected = (-2 * float(each[row].tan().log()) for each in (angles, _angles(self.time, t.cpu())))
-        hint = f"; time={fitting[0]!r} fits" if fitting else ""
-        got = f"ln SNR {level:.3g} at t = {t[row].item():.4g}"
-        raise rejection("check: x_t", got, f"ln SNR {expected:.3g}, with time={self.time.name!r}{hint}")
+        self.time.check(x0, noise, x_t, t, tolerance)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs. Save it between two steps, not within an accumulated one."""
@@ -349,7 +257,7 @@ class Attached:
     def _after_step(self, *_: Any) -> None:
         """End the step; under GradScaler a fused optimizer's is ended by the next draw, which waits for no kernel."""
         if self._draw is None:
-            allowed = f"a training draw; the network {type(self.network).__name__} was in evaluation mode"
+            allowed = "a training draw: network.train(), or enabled gradients if attach was given no network"
             demand(not self._evaluated, "step of the optimizer", "draws of a validation alone", allowed)
             return  # a step that is not one of the trainer: torch.distributed.checkpoint creates state by one
         self._unsettled = True
@@ -490,9 +398,3 @@ def _multiplied(terms: Tensor, weights: Tensor | None) -> Tensor:
     shape = tuple(terms.shape[: weights.ndim])
     demand(tuple(weights.shape) == shape, "weights", f"shape {tuple(weights.shape)}", str(shape))
     return terms * weights.view(*shape, *[1] * (terms.ndim - weights.ndim))
-
-
-def _angles(time: TimeConvention, t: Tensor) -> Tensor:
-    """Return atan(noise/signal) of the process at the trainer's t, float64 (batch,)."""
-    signal, noise = time.process.coefficients(time.of_process(t))
-    return torch.atan2(noise, signal).double()

@@ -1,0 +1,114 @@
+"""Conventions of time: what a trainer's t means, and whether its x_t agrees."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kairos_timesteps.diffusion.processes import Discrete, Edm, Flow
+from kairos_timesteps.errors import demand, rejection
+
+_USERS = {
+    "noise_is_one": "kohya, musubi, NeMo",
+    "data_is_one": "SiT, REPA, LightningDiT, flow_matching",
+    "index": "index of scheduler.timesteps, 0 is noise",
+}
+
+
+class TimeConvention:
+    """Translation between the trainer's t and times of the process.
+
+    Args:
+        process: forward process.
+        name: ``noise_is_one``, ``data_is_one``, ``index``, ``sigma``, or None if the process has one convention.
+
+    Raises:
+        ConfigError: the process does not have the convention, or has several and none is named.
+    """
+
+    def __init__(self, process: Any, name: str | None = None):
+        self.process, allowed = process, self.allowed(process)
+        described = ", ".join(f"{each} ({_USERS[each]})" if each in _USERS else each for each in allowed)
+        self.name = allowed[0] if name is None and len(allowed) == 1 else str(name)
+        demand(self.name in allowed, f"time of process {type(process).__name__}", repr(name), described)
+
+    @property
+    def count(self) -> int:
+        """Number of indices."""
+        return int(self.process.time_scale) if isinstance(self.process, Flow) else self.process.schedule.timesteps
+
+    @staticmethod
+    def allowed(process: Any) -> tuple[str, ...]:
+        """Return the conventions that a process can have."""
+        if isinstance(process, Discrete):
+            return ("index",)
+        if isinstance(process, Edm):
+            return ("sigma",)
+        of_scheduler = isinstance(process, Flow) and process.time_scale > 1
+        return ("noise_is_one", "data_is_one", *(("index",) if of_scheduler else ()))
+
+    def of_trainer(self, t: Tensor) -> Tensor:
+        """Convert times of the process to the trainer's: an int64 index, or float32."""
+        if self.name != "index":
+            return (1 - t if self.name == "data_is_one" else t).float()
+        if isinstance(self.process, Discrete):
+            return t
+        return (self.count - 1 - (self.process.fractions(t) * self.count).long()).clamp(0, self.count - 1)
+
+    def of_process(self, t: Tensor) -> Tensor:
+        """Convert the trainer's times to times of the process."""
+        if self.name != "index":
+            return 1 - t.double() if self.name == "data_is_one" else t.double()
+        if isinstance(self.process, Discrete):
+            return t.long()
+        return self.process.times((self.count - t.double()) / self.count)
+
+    def describe(self) -> str:
+        """Return what the trainer's t = 0.1 means; of an index, a tenth of the schedule."""
+        t, shown = torch.tensor([0.1]), "0.1"
+        if self.name == "index":
+            t = (t * self.count).long()
+            shown = f"{int(t)} of {self.count}"
+        signal, noise = (float(each) for each in self.process.coefficients(self.of_process(t)))
+        level = 2 * math.log(signal / noise)
+        return f"t = {shown} ({self.name}) is x_t = {signal:.3g} x0 + {noise:.3g} noise, ln SNR {level:.3g}"
+
+    def angles(self, t: Tensor) -> Tensor:
+        """Return atan(noise/signal) of the process at the trainer's t, float64 (batch,)."""
+        signal, noise = self.process.coefficients(self.of_process(t))
+        return torch.atan2(noise, signal).double()
+
+    def check(self, x0: Tensor, noise: Tensor, x_t: Tensor, t: Tensor, tolerance: float = 0.01) -> None:
+        """Compare the signal-to-noise ratio of the trainer's x_t with that of the process at t.
+
+        Signal a and noise s are fitted to x_t = a x0 + s noise, sample by sample. Their angle atan(s/a) must be that of
+        the process.
+
+        Args:
+            x0: latents, (batch, ...).
+            noise: noise, (batch, ...).
+            x_t: noised latents, (batch, ...), up to a factor.
+            t: the trainer's t, (batch,).
+            tolerance: largest difference of angles, in radians; a quarter turn leads from data to noise.
+
+        Raises:
+            ConfigError: an angle differs by more, or x_t is no combination of x0 and noise.
+        """
+        columns = [each.detach().flatten(1).double().cpu() for each in (x0, noise, x_t)]
+        basis, values, t = torch.stack(columns[:2], 2), columns[2][:, :, None], t.cpu()  # (batch, size, 2 or 1)
+        fitted = torch.linalg.lstsq(basis, values).solution
+        worst = float(((basis @ fitted - values).norm(dim=(1, 2)) / values.norm(dim=(1, 2))).max())
+        demand(worst < 0.1, "check: x_t", f"{worst:.0%} off every a x0 + s noise", "a combination of x0 and noise")
+        angles = torch.atan2(fitted[:, 1, 0], fitted[:, 0, 0])
+        off = (angles - self.angles(t)).abs()
+        if float(off.max()) <= tolerance:
+            return
+        row, fits = int(off.argmax()), ""
+        for name in self.allowed(self.process):
+            same_kind = t.is_floating_point() == (name != "index")
+            if same_kind and float((angles - TimeConvention(self.process, name).angles(t)).abs().max()) <= tolerance:
+                fits = f"; time={name!r} fits"
+        level, expected = (-2 * float(each[row].tan().log()) for each in (angles, self.angles(t)))
+        got = f"ln SNR {level:.3g} at t = {t[row].item():.4g}"
+        raise rejection("check: x_t", got, f"ln SNR {expected:.3g}, with time={self.name!r}{fits}")

@@ -1,0 +1,844 @@
+"""attach: a strategy in a trainer by hooks on its optimizer, compared with the explicit form."""
+
+import io
+import logging
+import math
+import types
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import kairos_timesteps
+import rank_groups
+from kairos_timesteps import Attached, Strategy, attach
+from kairos_timesteps.base import MeasuresNetwork
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
+from kairos_timesteps.distributed import rank
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.time_convention import TimeConvention
+from small_loop import IMAGES, TinyNetwork, equal_bits
+from specifications import Call, Specification, but_name, context_of, examples, specifications
+
+MEASURING = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), MeasuresNetwork))
+COUNT = 4  # samples of a micro-batch
+
+
+class Trainer:
+    """A training loop with micro-batches, validations, steps, skipped steps and checkpoints.
+
+    Args:
+        specification: of the strategy.
+        attached: use `attach`; otherwise the explicit form.
+        time: convention of the trainer's t.
+        late: clear gradients between the loss and its backward pass, not after the step.
+        optimizer: class and arguments.
+        scaler: GradScaler, or None.
+        more: further arguments of `attach` and `Strategy`.
+    """
+
+    def __init__(self, specification, attached, time=None, late=False, optimizer=None, scaler=None, **more):
+        torch.manual_seed(0)
+        self.network, self.late, self.scaler = TinyNetwork(), late, scaler
+        self.optimizer = (optimizer or torch.optim.Adam)(self.network.parameters(), lr=1e-2)
+        self.strategy = specification.build(**more)
+        self.time = TimeConvention(self.strategy.process, time)
+        self.context = context_of(specification, Call(), COUNT).arguments
+        self.timesteps, self.draws, self.cleared, self.batches = None, [], True, 0
+        self.t, self.losses = [], []
+        if attached:
+            options = dict(sampler=but_name(specification.sampler), weighting=but_name(specification.weighting))
+            name, process = self.strategy.name, self.strategy.process
+            predict = self.predict if name.split("+")[0] in MEASURING else None
+            self.timesteps = attach(
+                name, process, self.optimizer, self.network, time=time, predict=predict, **options, **more
+            )  # fmt: skip
+            self.strategy = self.timesteps.strategy
+
+    def predict(self, x_t, t):
+        return Strategy("uniform", self.time.process).process.predict(self.network, x_t, t)
+
+    def batch(self, train=True, weights=None, mask=None, factor=1.0, backward=True):
+        """Run one micro-batch, forward and backward."""
+        self.batches += train
+        x0 = IMAGES[(self.batches % 2) * COUNT :][:COUNT]
+        context = {**self.context, **({"epoch": self.batches} if "item" in self.context else {})}
+        if self.timesteps:
+            self.network.train(train)
+            t = self.timesteps(x0, **context)
+        else:
+            draw = self.strategy.draw(x0, **context)
+            t = self.time.of_trainer(draw.t)
+        process, at = self.time.process, self.time.of_process(t)
+        noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(self.batches))
+        output = process.predict(self.network, process.noised(x0, noise, at), at)
+        errors = factor * (output - process.target(x0, noise, at)).square().mean((1, 2, 3))
+        if self.timesteps:
+            loss = self.timesteps.loss(errors, weights=weights, mask=mask)
+        else:
+            terms = self.strategy.weighted(draw, errors, mask)
+            loss = (terms if weights is None else terms * weights).mean()
+        if train:
+            self.t.append(t)
+            self.losses.append(loss.detach())
+        if train and backward:
+            if self.late and self.cleared:
+                self.optimizer.zero_grad()
+            self.cleared = False
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            if not self.timesteps:
+                self.draws.append(draw)
+
+    def step(self, skipped=False):
+        """Run the optimizer's step; the explicit form is given the information whether it is skipped."""
+
+        def call():
+            if self.scaler is not None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            elif not skipped:
+                self.optimizer.step()
+
+        if self.timesteps or skipped:
+            call()
+        else:
+            with self.strategy.observe(self.draws, self.network, self.optimizer):
+                call()
+        if skipped and not self.timesteps:
+            self.strategy.weighting.zero_grad()
+        self.draws, self.cleared = [], True
+        if not self.late:
+            self.optimizer.zero_grad()
+
+    def checkpoint(self):
+        file = io.BytesIO()
+        parts = (self.timesteps, self.network, self.optimizer, self.scaler or nn.Identity())
+        torch.save([part.state_dict() for part in parts], file)
+        return file.getvalue()
+
+    def load(self, content, previous):
+        state = torch.load(io.BytesIO(content), weights_only=True)
+        for part, values in zip((self.timesteps, self.network, self.optimizer, self.scaler or nn.Identity()), state):
+            part.load_state_dict(values)
+        self.batches, self.t, self.losses = previous.batches, previous.t, previous.losses
+        return self
+
+    def results(self):
+        state = self.timesteps.state_dict()["strategy"] if self.timesteps else self.strategy.state_dict()
+        return {"t": self.t, "losses": self.losses, "state": state, "network": self.network.state_dict()}
+
+
+EVENTS = st.lists(
+    st.sampled_from(["train", "train", "masked", "weighted", "lost", "evaluation", "skip", "step", "step", "resume"]),
+    min_size=6,
+    max_size=14,
+)
+MASK, WEIGHTS = torch.tensor([True, False, True, False]), torch.tensor([0.5, 1.0, 2.0, 0.0])
+ARGUMENTS = {
+    "train": {},
+    "masked": {"mask": MASK},
+    "weighted": {"weights": WEIGHTS, "mask": torch.zeros(COUNT, dtype=torch.bool)},
+    "lost": {"backward": False},
+}
+
+
+def run(specification, events, attached, build):
+    """Run a training with these events; validations and resumes are for `attach` alone, they must change nothing."""
+    trainer = build(specification, attached)
+    pending = 0
+    for event in [*events, "train", "step"]:
+        if event == "evaluation" and attached:
+            trainer.batch(train=False)
+        elif event == "resume" and attached and not pending:
+            trainer = build(specification, attached).load(trainer.checkpoint(), trainer)
+        elif event in ARGUMENTS:
+            trainer.batch(**ARGUMENTS[event])
+            pending += event != "lost"
+        elif event in ("step", "skip") and pending:
+            trainer.step(skipped=event == "skip")
+            pending = 0
+    return trainer.results()
+
+
+def check_events(specification, events, late, time):
+    def build(specification, attached):
+        return Trainer(specification, attached, time, late)
+
+    try:
+        explicit = run(specification, events, False, build)
+    except ConfigError:  # the options do not fit
+        return
+    results = run(specification, events, True, build)
+    for key, values in explicit.items():
+        assert equal_bits(results[key], values), key
+
+
+def of_time(data, specification):
+    """Draw a convention of time that the process of a specification has."""
+    if specification.process in ("flow", "vp"):
+        return data.draw(st.sampled_from(["noise_is_one", "data_is_one"]))
+    return None
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLERS))
+@examples(2)
+@given(data=st.data())
+def test_a_sampler_attached_equals_the_explicit_form(name, data):
+    specification = data.draw(specifications(sampler=name, discrete=name in MEASURING))
+    check_events(specification, data.draw(EVENTS), data.draw(st.booleans()), of_time(data, specification))
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHTINGS))
+@examples(2)
+@given(data=st.data())
+def test_a_weighting_attached_equals_the_explicit_form(name, data):
+    specification = data.draw(specifications(sampler="loss_rms", weighting=name))
+    check_events(specification, data.draw(EVENTS), data.draw(st.booleans()), of_time(data, specification))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(SAMPLERS))
+@examples(40)
+@given(data=st.data())
+def test_a_sampler_attached_equals_the_explicit_form_in_many_combinations(name, data):
+    weighting = data.draw(st.sampled_from(["none", "min_snr", "edm2", "coarse_to_fine"]))
+    specification = data.draw(specifications(name, weighting, discrete=name in MEASURING))
+    check_events(specification, data.draw(EVENTS), data.draw(st.booleans()), of_time(data, specification))
+
+
+# Mixed precision
+
+OPTIMIZERS = {
+    f"{cls.__name__}, fused={fused}": lambda parameters, lr, cls=cls, fused=fused: cls(parameters, lr, fused=fused)
+    for cls in (torch.optim.Adam, torch.optim.AdamW)
+    for fused in (True, False)
+}
+LEARNS = Specification({"name": "loss_rms", "frequency": 1, "start": 1}, {"name": "edm2", "channels": 8})
+MEASURES = Specification({"name": "gradient_norm", "frequency": 1, "start": 1, "bins": 4})
+ADAPTS = Specification({"name": "adaptive", "frequency": 1, "feature_timesteps": 5, "width": 4})
+OVERFLOWS = [True, True, False, False, True, False, False]
+
+
+def mixed_precision(specification, optimizer, attached, scaled, resume=None):
+    def build():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+        return Trainer(specification, attached, optimizer=OPTIMIZERS[optimizer], scaler=scaler)
+
+    trainer = build()
+    for number, overflow in enumerate(OVERFLOWS):
+        for _ in range(2):
+            trainer.batch(factor=math.inf if overflow and scaled else 1.0)
+        trainer.step(skipped=overflow and scaled)
+        if number == resume:
+            trainer = build().load(trainer.checkpoint(), trainer)
+    return trainer.results()
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("specification", [LEARNS, MEASURES, ADAPTS], ids=lambda each: each.sampler["name"])
+def test_a_step_that_grad_scaler_skips_is_none(specification, optimizer, scaled):
+    explicit = mixed_precision(specification, optimizer, False, scaled)
+    results = mixed_precision(specification, optimizer, True, scaled)
+    assert results["state"]["step"] == (4 if scaled else 7)
+    assert equal_bits(results, explicit)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("resume", range(len(OVERFLOWS)))
+def test_a_resume_after_any_attempt_is_exact(fused, resume):
+    optimizer = f"AdamW, fused={fused}"
+    whole, resumed = (mixed_precision(LEARNS, optimizer, True, True, at) for at in (None, resume))
+    assert equal_bits(whole, resumed)
+
+
+def test_fused_and_unfused_optimizers_draw_the_same():
+    results = [mixed_precision(LEARNS, f"Adam, fused={fused}", True, True) for fused in (True, False)]
+    assert equal_bits(results[0]["t"], results[1]["t"]) and equal_bits(results[0]["losses"], results[1]["losses"])
+
+
+# What counts
+
+
+class Plain:
+    """A network, an optimizer and a strategy that learns, without a loop."""
+
+    def __init__(self, name="loss_rms", process="linear", **arguments):
+        self.network = TinyNetwork()
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
+        self.timesteps = attach(name, process, self.optimizer, self.network, **arguments)
+
+    def errors(self, t):
+        return (self.network(IMAGES[: len(t)], t) - 1).square().mean((1, 2, 3))
+
+    @property
+    def state(self):
+        return self.timesteps.state_dict()["strategy"]
+
+    def step(self, count=8, **arguments):
+        self.timesteps.loss(self.errors(self.timesteps(IMAGES[:count])), **arguments).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def observed(self):
+        """Number of losses that were learned from, if none has decayed."""
+        return self.timesteps.strategy.sampler._sums[1].sum().item()
+
+
+def test_two_losses_of_one_backward_pass_both_count():
+    plain = Plain(sampler={"decay": 1 - 1e-16})
+    first = plain.timesteps.loss(plain.errors(plain.timesteps(IMAGES[:3])))
+    second = plain.timesteps.loss(plain.errors(plain.timesteps(IMAGES[3:8])))
+    (first + second).backward()
+    plain.optimizer.step()
+    assert plain.observed == pytest.approx(8) and plain.state["step"] == 1
+
+
+def test_micro_batches_may_have_different_shapes_and_a_graph_may_be_used_twice():
+    plain = Plain(sampler={"decay": 1 - 1e-16})
+    for images in (torch.zeros(2, 1, 4, 4), torch.zeros(1, 1, 6, 3), torch.zeros(3, 1, 2, 4, 4)):
+        t = plain.timesteps(images.bfloat16())
+        assert t.dtype == torch.int64
+        loss = plain.timesteps.loss(plain.errors(t))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    plain.optimizer.step()
+    assert plain.observed == pytest.approx(6)
+
+
+def test_a_micro_batch_that_raises_leaves_no_trace():
+    plain = Plain(sampler={"decay": 1 - 1e-16})
+    with pytest.raises(RuntimeError, match="expected input"):
+        plain.network(torch.zeros(8, 3, 4, 4), plain.timesteps(IMAGES))
+    plain.step(count=4)
+    assert plain.observed == pytest.approx(4) and plain.state["step"] == 1
+
+
+def test_an_optimizer_that_raises_is_no_step():
+    network = TinyNetwork()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    options = {"frequency": 1, "feature_timesteps": 5, "width": 4}
+    timesteps = attach("adaptive", "linear", optimizer, network, predict=network, sampler=options, timesteps=20)
+    for fails in (True, False):
+        timesteps.loss((network(IMAGES, timesteps(IMAGES)) - 1).square().mean((1, 2, 3))).backward()
+        optimizer.param_groups[0]["lr"] = "no number" if fails else 0.1
+        if fails:
+            with pytest.raises(TypeError):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert timesteps.state_dict()["strategy"]["step"] == 1
+    assert len(timesteps.strategy.sampler.changes) == 1
+
+
+def test_a_step_without_a_draw_is_not_counted():
+    """torch.distributed.checkpoint creates the optimizer's state by such a step."""
+    plain = Plain()
+    plain.optimizer.step()
+    assert plain.state["step"] == 0
+    plain.step()
+    assert plain.state["step"] == 1
+
+
+def test_a_fixed_sampler_needs_no_loss():
+    plain = Plain("log_normal")
+    explicit = Strategy("log_normal")
+    for _ in range(3):
+        t = plain.timesteps(IMAGES)
+        draw = explicit.draw(IMAGES)
+        assert equal_bits(t, draw.t)
+        plain.errors(t).mean().backward()
+        plain.optimizer.step()
+        with explicit.observe(draw):
+            pass
+
+
+def test_a_learned_sampler_needs_the_loss():
+    plain = Plain()
+    plain.errors(plain.timesteps(IMAGES)).mean().backward()
+    with pytest.raises(ConfigError, match=r"losses of a step: got none, allowed: .*timesteps.loss"):
+        plain.optimizer.step()
+
+
+def test_a_closure_draws_within_the_step():
+    plain, other = Plain(), Plain()
+    other.network.load_state_dict(plain.network.state_dict())
+
+    def closure():
+        plain.optimizer.zero_grad()
+        loss = plain.timesteps.loss(plain.errors(plain.timesteps(IMAGES)))
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        plain.optimizer.step(closure)
+        other.step()
+    assert plain.state["step"] == 3 and equal_bits(plain.state, other.state)
+
+
+def test_a_closure_and_a_strategy_that_measures_do_not_go_together():
+    network = TinyNetwork()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    timesteps = attach("gradient_norm", "linear", optimizer, network, predict=network)
+
+    def closure():
+        loss = timesteps.loss((network(IMAGES, timesteps(IMAGES)) - 1).square().mean((1, 2, 3)))
+        loss.backward()
+        return loss
+
+    with pytest.raises(ConfigError, match=r"draws within its closure.*explicit form"):
+        optimizer.step(closure)
+
+
+def test_detach_ends_the_hooks():
+    plain = Plain()
+    plain.step()
+    plain.timesteps.detach()
+    plain.step()
+    assert plain.timesteps.strategy.step == 1
+
+
+# Weights and masks
+
+
+def test_uniform_without_weights_is_the_plain_mean_to_the_last_bit():
+    plain = Plain("uniform+none")
+    plain.timesteps(IMAGES)
+    for seed in range(20):
+        errors = torch.rand(8, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed - 10)
+        assert equal_bits(plain.timesteps.loss(errors), errors.mean())
+        assert equal_bits(plain.timesteps.loss(errors, weights=WEIGHTS.repeat(2)), (errors * WEIGHTS.repeat(2)).mean())
+
+
+def test_errors_of_elements_are_averaged():
+    plain = Plain("uniform+min_snr")
+    plain.timesteps(IMAGES)
+    elements = torch.rand(8, 3, 4, 5)
+    torch.testing.assert_close(plain.timesteps.loss(elements), plain.timesteps.loss(elements.mean((1, 2, 3))))
+
+
+def test_several_times_of_a_sample_have_weights_of_samples_or_of_times():
+    plain = Plain("log_normal+min_snr")
+    t = plain.timesteps(IMAGES, times=(3,))
+    errors, weights = torch.rand(8, 3), torch.rand(8)
+    explicit = Strategy("log_normal+min_snr")
+    draw = explicit.draw(IMAGES, times=(3,))
+    assert equal_bits(t, draw.t)
+    expected = (explicit.weighted(draw, errors) * weights[:, None]).mean()
+    assert equal_bits(plain.timesteps.loss(errors, weights=weights), expected)
+    assert equal_bits(plain.timesteps.loss(errors, weights=weights[:, None].expand(8, 3)), expected)
+
+
+@pytest.mark.parametrize("name", ["loss_rms", "info_rate+coarse_to_fine", "loss_second_moment"])
+def test_weights_change_the_gradient_alone_and_a_mask_the_statistics_alone(name):
+    """Samples without a mask are as if they were not there; the gradient is that of all samples."""
+    mask, weights = torch.arange(8) < 5, torch.rand(8)
+    plain, masked, weighted, fewer = (Plain(name) for _ in range(4))
+    errors = torch.rand(8, generator=torch.Generator().manual_seed(0))
+    losses = {}
+    for each, arguments in ((plain, {}), (masked, {"mask": mask}), (weighted, {"weights": weights})):
+        t = each.timesteps(IMAGES)
+        scale = each.network.layer.bias * 0 + 1
+        losses[each] = each.timesteps.loss(errors * scale, **arguments)
+        losses[each].backward()
+        each.optimizer.step()
+    assert equal_bits(losses[plain], losses[masked])
+    assert equal_bits(plain.state, weighted.state) and not equal_bits(plain.state["sampler"], masked.state["sampler"])
+    draw = fewer.timesteps.strategy.draw(IMAGES).rows(0, 5)
+    fewer.timesteps.strategy.loss(draw, errors[:5])
+    with fewer.timesteps.strategy.observe(draw):
+        pass
+    assert equal_bits(fewer.state["sampler"], masked.state["sampler"]) and len(t) == 8
+    assert equal_bits(fewer.state["weighting"], masked.state["weighting"])
+
+
+@pytest.mark.parametrize(
+    ("errors", "arguments", "words"),
+    [
+        (torch.ones(7), {}, r"got shape \(7,\)"),
+        (torch.ones(()), {}, r"got shape \(\)"),
+        (torch.ones(8), {"weights": torch.ones(7)}, r"weights: got shape \(7,\), allowed: \(8,\)"),
+        (torch.ones(8), {"weights": torch.ones(8, 1, 1)}, r"weights: got shape \(8, 1, 1\), allowed: \(8,\)"),
+        (torch.ones(8), {"mask": torch.ones(8)}, r"mask: got torch.float32, shape \(8,\), allowed: bool, \(8,\)"),
+        (torch.ones(8), {"mask": torch.ones(7, dtype=torch.bool)}, r"mask: got .*\(7,\), allowed: bool, \(8,\)"),
+    ],
+)
+def test_shapes_that_are_rejected(errors, arguments, words):
+    plain = Plain()
+    plain.timesteps(IMAGES)
+    with pytest.raises(ConfigError, match=words):
+        plain.timesteps.loss(errors, **arguments)
+
+
+def test_a_loss_needs_a_draw():
+    with pytest.raises(ConfigError, match=r"loss: got no draw"):
+        Plain().timesteps.loss(torch.ones(8))
+
+
+# Validation
+
+
+def validation(plain, batches=4, count=5):
+    """Times of a validation, and its loss."""
+    plain.network.eval()
+    with torch.no_grad():
+        times = torch.cat([plain.timesteps(IMAGES[:count]) for _ in range(batches)])
+        loss = plain.timesteps.loss(plain.errors(times[-count:]))
+    plain.network.train()
+    return times, loss
+
+
+@pytest.mark.parametrize(("process", "time"), [("linear", None), ("flow", "data_is_one"), ("edm", None)])
+def test_validations_have_equal_even_times_and_change_nothing(process, time):
+    plain, other = Plain("loss_rms+min_snr", process, time=time), Plain("loss_rms+min_snr", process, time=time)
+    other.network.load_state_dict(plain.network.state_dict())
+    seen = []
+    for _ in range(3):
+        plain.step()
+        other.step()
+        seen.append(validation(plain, batches=10)[0])
+        assert equal_bits(plain.state, other.state)
+    assert equal_bits(seen[0], seen[1]) and equal_bits(seen[0], seen[2])
+    fractions = plain.timesteps.time.process.fractions(plain.timesteps.time.of_process(seen[0]))
+    counts = torch.histc(fractions, bins=8, min=0, max=1)
+    assert counts.sum() == 50 and counts.min() >= 4 and counts.max() <= 9
+
+
+def test_a_validation_loss_is_the_plain_mean():
+    plain = Plain("loss_rms+min_snr")
+    times, loss = validation(plain)
+    assert equal_bits(loss, plain.errors(times[-5:]).mean().detach())
+
+
+def test_without_a_network_disabled_gradients_are_a_validation():
+    network = TinyNetwork()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    timesteps = attach("uniform", "linear", optimizer)
+    with torch.no_grad():
+        timesteps(IMAGES)
+    assert timesteps.strategy.state_dict()["drawn"] == [0, 0]
+    timesteps(IMAGES)
+    assert timesteps.strategy.state_dict()["drawn"] == [8, 0]
+
+
+def test_a_training_that_draws_in_evaluation_mode_alone_is_an_error():
+    plain = Plain()
+    plain.network.eval()
+    plain.errors(plain.timesteps(IMAGES)).mean().backward()
+    with pytest.raises(ConfigError, match=r"draws of a validation alone, allowed: a training draw"):
+        plain.optimizer.step()
+
+
+# Conventions of time
+
+SHIFTED = kairos_timesteps.Flow(shift=3.0, time_scale=1000.0)
+CONVENTIONS = {
+    "noise_is_one": lambda x0, noise, t: (1 - t) * x0 + t * noise,
+    "data_is_one": lambda x0, noise, t: t * x0 + (1 - t) * noise,
+}
+
+
+def drawn(time, process="flow", name="log_normal", dtype=torch.float32):
+    timesteps = attach(name, process, torch.optim.SGD(TinyNetwork().parameters(), lr=0.1), time=time)
+    x0 = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    noise = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return timesteps, x0, noise, timesteps(x0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trainer", CONVENTIONS)
+@pytest.mark.parametrize("time", CONVENTIONS)
+def test_a_wrong_convention_is_caught(time, trainer, dtype):
+    timesteps, x0, noise, t = drawn(time, dtype=dtype)
+    assert t.dtype == torch.float32
+    x_t = CONVENTIONS[trainer](x0, noise, t.view(-1, 1, 1, 1)).to(dtype)
+    if time == trainer:
+        timesteps.check(x0, noise, x_t, t)
+    else:
+        with pytest.raises(ConfigError, match=rf"check: x_t: .*with time='{time}'; time='{trainer}' fits"):
+            timesteps.check(x0, noise, x_t, t)
+
+
+def test_conventions_of_flow_are_mirror_images():
+    first, second = drawn("noise_is_one")[3], drawn("data_is_one")[3]
+    torch.testing.assert_close(first, 1 - second)
+
+
+def test_an_index_of_a_flow_matching_scheduler_selects_its_sigma():
+    """Diffusers' scripts look up timesteps[index]: sigmas fall from 1, shift included."""
+    sigmas = torch.linspace(1000, 1, 1000, dtype=torch.float64) / 1000
+    sigmas = 3 * sigmas / (1 + 2 * sigmas)
+    timesteps, x0, noise, index = drawn("index", SHIFTED)
+    assert index.dtype == torch.int64
+    own = drawn("noise_is_one", SHIFTED)[3]
+    assert (sigmas[index] - own).abs().max() < 3.1e-3  # a cell is up to 3/1000 wide
+    sigma = sigmas[index].float().view(-1, 1, 1, 1)
+    timesteps.check(x0, noise, (1 - sigma) * x0 + sigma * noise, index)
+    with pytest.raises(ConfigError, match="check: x_t"):
+        timesteps.check(x0, noise, sigma * x0 + (1 - sigma) * noise, index)
+
+
+def test_another_schedule_is_caught():
+    timesteps, x0, noise, t = drawn(None, "scaled_linear", "uniform")
+    for schedule, fits in (("scaled_linear", True), ("linear", False), ("cosine", False)):
+        x_t = Strategy("uniform", schedule).process.noised(x0, noise, t)
+        if fits:
+            timesteps.check(x0, noise, x_t, t)
+            timesteps.check(x0, noise, 3 * x_t, t)
+        else:
+            with pytest.raises(ConfigError, match="check: x_t: got ln SNR"):
+                timesteps.check(x0, noise, x_t, t)
+
+
+def test_other_images_are_caught():
+    timesteps, x0, noise, t = drawn(None, "cosine", "uniform")
+    with pytest.raises(ConfigError, match=r"check: x_t: got .*% off every a x0"):
+        timesteps.check(x0.flip(0), noise, timesteps.strategy.process.noised(x0, noise, t), t)
+
+
+@pytest.mark.parametrize(
+    ("process", "time", "words"),
+    [
+        ("flow", None, r"time of process Flow: got None, allowed: noise_is_one \(kohya.*data_is_one \(SiT"),
+        ("vp", None, "time of process Vp: got None, allowed: noise_is_one"),
+        ("flow", "index", "time of process Flow: got 'index', allowed: noise_is_one"),
+        ("linear", "noise_is_one", "time of process Discrete: got 'noise_is_one', allowed: index"),
+        ("edm", "index", "time of process Edm: got 'index', allowed: sigma"),
+    ],
+)
+def test_conventions_that_are_rejected(process, time, words):
+    with pytest.raises(ConfigError, match=words):
+        attach("uniform", process, torch.optim.SGD(TinyNetwork().parameters(), lr=0.1), time=time)
+
+
+def test_two_lines_are_logged(caplog):
+    with caplog.at_level(logging.INFO, "kairos_timesteps"):
+        Plain("log_normal+min_snr", "flow", time="data_is_one")
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "t = 0.1 (data_is_one) is x_t = 0.1 x0 + 0.9 noise, ln SNR -4.39" in first
+    normal = 1.2815515655446004  # 0.9 quantile; ln SNR of log_normal is -2 logit(t)
+    low, high = (float(word) for word in second.split("ln SNR ")[1].split(",")[0].split(" to "))
+    assert low == pytest.approx(-2 * normal, abs=0.02) and high == pytest.approx(2 * normal, abs=0.02)
+    strategy = Strategy("log_normal+min_snr", "flow")
+    table = strategy.table()
+    assert float(second.rpartition("mean weight ")[2]) == pytest.approx((table["p"] * table["w"]).sum(), rel=1e-2)
+
+
+def test_noise_levels_that_depend_on_context_are_logged_with_the_first_draw(caplog):
+    with caplog.at_level(logging.INFO, "kairos_timesteps"):
+        density = {"density": "log_normal", "law": "exponential"}
+        plain = Plain("shift", "flow", time="noise_is_one", sampler=density)
+        assert len(caplog.records) == 1
+        plain.timesteps(IMAGES, tokens=torch.full((8,), 4096))
+        plain.timesteps(IMAGES, tokens=4096)
+    assert len(caplog.records) == 2 and "80 % of the draws" in caplog.records[1].getMessage()
+
+
+# Strategies that measure the network
+
+
+class Conditional(nn.Module):
+    """A network that a trainer calls in its own way, with a condition by sample."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.factor = nn.Conv2d(1, 1, 3, padding=1), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, hidden_states, timestep, encoder_hidden_states):
+        shift = self.factor * encoder_hidden_states[:, :1].mean(1) + 0.1 * timestep.float()
+        return {"sample": self.layer(hidden_states) + shift.view(-1, 1, 1, 1)}
+
+
+@pytest.mark.parametrize("mask", [None, torch.arange(4) < 3])
+def test_a_measurement_calls_the_network_as_the_trainer_does(mask):
+    """A trainer whose t = 1 is data predicts x0 - noise; the explicit form is given a process with both."""
+    text = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
+
+    class Reversed(kairos_timesteps.Flow):
+        def predict(self, network, x_t, t, conditions=None):
+            return -network(x_t, (1 - t).float(), conditions["text"])["sample"]
+
+    def train(attached):
+        network = Conditional()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        options = {"frequency": 1, "start": 1, "bins": 4}
+        time = TimeConvention(kairos_timesteps.Flow(), "data_is_one")
+        if attached:
+            timesteps = attach(
+                "gradient_norm", "flow", optimizer, network, time="data_is_one", sampler=options,
+                predict=lambda x_t, t, text: network(x_t, timestep=t, encoder_hidden_states=text)["sample"],
+            )  # fmt: skip
+            strategy = timesteps.strategy
+        else:
+            strategy = Strategy("gradient_norm", Reversed(), sampler=options)
+        for step in range(4):
+            draws = []
+            for half in (slice(0, 4), slice(4, 8)):
+                x0, noise = IMAGES[half], torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(step))
+                if attached:
+                    t = timesteps(x0, conditions={"text": text[half]})
+                else:
+                    draws.append(strategy.draw(x0))
+                    t = time.of_trainer(draws[-1].t)
+                x_t = CONVENTIONS["data_is_one"](x0, noise, t.view(-1, 1, 1, 1))
+                errors = (network(x_t, t, text[half])["sample"] - (x0 - noise)).square().mean((1, 2, 3))
+                loss = timesteps.loss(errors, mask=mask) if attached else strategy.loss(draws[-1], errors, mask)
+                loss.backward()
+            if attached:
+                optimizer.step()
+            else:
+                with strategy.observe(draws, network, optimizer, {"text": text}):
+                    optimizer.step()
+            optimizer.zero_grad()
+        return strategy.state_dict(), network.state_dict()
+
+    assert equal_bits(train(True), train(False))
+
+
+@pytest.mark.parametrize("name", MEASURING)
+def test_without_predict_a_strategy_that_measures_is_rejected(name):
+    network = TinyNetwork()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    for arguments in ({"network": network}, {"predict": network}, {}):
+        with pytest.raises(ConfigError, match=rf"{name} measures the network.*predict=.*conditions"):
+            attach(name, "linear", optimizer, **arguments)
+    assert isinstance(attach(name, "linear", optimizer, network, predict=network), Attached)
+
+
+# Trainers whose steps hooks do not see
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "network", "words"),
+    [
+        ([1, 2], None, "got 2 optimizers, allowed: one torch.optim.Optimizer; use the explicit form"),
+        (types.SimpleNamespace(), None, "got SimpleNamespace, allowed: one torch.optim.Optimizer; use the explicit"),
+        (None, type("Engine", (), {"__module__": "deepspeed.runtime.engine"})(), "got DeepSpeed.*explicit form"),
+    ],
+)
+def test_optimizers_that_are_rejected(optimizer, network, words):
+    optimizer = optimizer or torch.optim.SGD(TinyNetwork().parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=words):
+        attach("uniform", "linear", optimizer, network)
+
+
+def test_a_step_within_the_backward_pass_is_rejected():
+    network = TinyNetwork()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    network.time.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ConfigError, match=r"steps within the backward pass .*Strategy.draw"):
+        attach("uniform", "linear", optimizer, network)
+
+
+def test_steps_that_hooks_do_not_see_are_noticed():
+    plain = Plain()
+    with pytest.raises(ConfigError, match="explicit form"):
+        for _ in range(300):
+            plain.timesteps.loss(plain.errors(plain.timesteps(IMAGES))).backward()
+            plain.optimizer.zero_grad()
+
+
+def test_a_state_of_another_strategy_or_convention_is_rejected():
+    state = Plain("loss_rms", "flow", time="data_is_one").timesteps.state_dict()
+    with pytest.raises(ConfigError, match="state: time: got 'data_is_one', allowed: 'noise_is_one'"):
+        Plain("loss_rms", "flow", time="noise_is_one").timesteps.load_state_dict(state)
+    with pytest.raises(ConfigError, match="state: name: got 'loss_rms', allowed: 'uniform'"):
+        Plain("uniform", "flow", time="data_is_one").timesteps.load_state_dict(state)
+
+
+def test_the_name_stays_a_function_when_the_module_is_imported():
+    assert kairos_timesteps.attach is attach and callable(kairos_timesteps.attach)
+
+
+# accelerate
+
+
+@pytest.mark.parametrize("resume", [None, 1, 3])
+def test_accelerate_accumulates_and_stores_the_state(tmp_path, resume):
+    accelerate = pytest.importorskip("accelerate")
+
+    def build():
+        torch.manual_seed(0)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        network = TinyNetwork()
+        network, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=0.1))
+        options = {"frequency": 1, "start": 1}
+        timesteps = attach("loss_rms", "linear", optimizer, network, sampler=options, accelerator=accelerator)
+        return accelerator, network, optimizer, timesteps
+
+    accelerator, network, optimizer, timesteps = build()
+    explicit = Strategy("loss_rms", "linear", sampler={"frequency": 1, "start": 1})
+    draws = []
+    for number in range(10):
+        x0 = IMAGES[number % 2 * 4 :][:4]
+        with accelerator.accumulate(network):
+            t = timesteps(x0)
+            draws.append(explicit.draw(x0))
+            assert equal_bits(t, draws[-1].t)
+            errors = (network(x0, t) - 1).square().mean((1, 2, 3))
+            loss = timesteps.loss(errors)
+            assert equal_bits(loss, explicit.loss(draws[-1], errors))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if number % 2:
+            with explicit.observe(draws):
+                draws = []
+            if number // 2 == resume:
+                accelerator.save_state(tmp_path / "state")
+                accelerator, network, optimizer, timesteps = build()
+                accelerator.load_state(tmp_path / "state")
+        assert equal_bits(timesteps.strategy.state_dict(), explicit.state_dict())
+
+
+# Several ranks
+
+
+def on_two_ranks(specifications):
+    """Train each specification attached and explicit; ranks have different images and masks."""
+    group = torch.distributed.new_group([0, 1])
+    results = []
+    for specification in specifications:
+        pair = []
+        for attached in (True, False):
+            trainer = Trainer(specification, attached, process_group=group)
+            trainer.batches = rank()
+            for step in range(3):
+                for micro_batch in range(2):
+                    mask = torch.arange(COUNT) <= rank() + micro_batch if step == 1 else None
+                    trainer.batch(mask=mask)
+                for parameter in trainer.network.parameters():
+                    torch.distributed.all_reduce(parameter.grad)
+                if step == 1 and attached:
+                    trainer.batch(train=False)
+                    trainer.network.train()
+                trainer.step()
+            pair.append(trainer.results())
+        results.append({"equal": equal_bits(*pair), "state": pair[0]["state"], "t": torch.stack(pair[0]["t"])})
+    return results
+
+
+def small(name):
+    """Return a sampler with options for a few steps."""
+    wanted = {"frequency": 1, "start": 1, "history": 1, "feature_timesteps": 5, "width": 4, "bins": 4, "min_count": 1}
+    if name in ("loss_rms", "loss_mean", "info_rate"):
+        wanted["width"] = 0.1
+    known = SAMPLERS[name].options.__dataclass_fields__
+    return {"name": name, **{key: value for key, value in wanted.items() if key in known}}
+
+
+def test_two_ranks_equal_the_explicit_form_and_each_other(tmp_path):
+    several = ["uniform", "log_normal", *sorted(name for name in SAMPLERS if "start" in small(name))]
+    cases = [Specification(small(name)) for name in dict.fromkeys(several)]
+    cases += [Specification(weighting={"name": name}) for name in ("min_snr", "edm2", "coarse_to_fine")]
+    first, second = rank_groups.run(on_two_ranks, tmp_path, 2, cases)
+    for case, one, other in zip(cases, first, second):
+        with rank_groups.case(repr(case)):
+            assert one["equal"] and other["equal"]
+            assert equal_bits(one["state"], other["state"])
+            assert not equal_bits(one["t"], other["t"])
