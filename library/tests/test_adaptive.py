@@ -47,7 +47,7 @@ class Bandit:
         return (1.0 - (self.gain[index] if self.after else 0.0) + 0.01 * timesteps.flatten(1).mean(1)).double()
 
     def step(self, k):
-        fractions = self.sampler.draw_for_batch(self.x0, RandomCoordinates(step=k))
+        fractions = self.sampler.draw(RandomCoordinates(step=k).for_batch(self.x0), self.x0)
         self.gain = torch.where(fractions < 0.5, self.better[0], self.better[1]).float()
         self.after = False
         self.number = k
@@ -64,7 +64,8 @@ def adaptive(**options):
 def test_adaptive_starts_almost_uniform_for_any_shape():
     for shape in ((1, 1, 1), (3, 32, 32), (4, 7, 5)):
         sampler = adaptive()
-        sampler.draw_for_batch(torch.randn(3, *shape), RandomCoordinates())
+        x0 = torch.randn(3, *shape)
+        sampler.draw(RandomCoordinates().for_batch(x0), x0)
         a, b = sampler.policy(torch.randn(3, *shape))
         torch.testing.assert_close(a, torch.full((3,), 0.97409), atol=1e-4, rtol=0)
         torch.testing.assert_close(a, b)
@@ -114,7 +115,7 @@ def test_adaptive_density_with_images_matches_its_draws():
     p = bandit.sampler.probabilities(bandit.x0)
     assert p.sum() == pytest.approx(1)
     repeated = bandit.x0.repeat(250, 1, 1, 1)
-    draws = torch.cat([bandit.sampler.draw_for_batch(repeated, RandomCoordinates(step=k)) for k in range(30)])
+    draws = torch.cat([bandit.sampler.draw(RandomCoordinates(step=k).for_batch(repeated), repeated) for k in range(30)])
     share = np.bincount((draws * 50).long().numpy(), minlength=50) / len(draws)
     np.testing.assert_allclose(share, p, atol=4 * np.sqrt(p.max() / len(draws)) + 1e-3)
 
@@ -166,7 +167,8 @@ def test_official_rounds_and_has_half_cells_at_the_ends():
     sampler = official()
     p = sampler.probabilities()
     assert p[0] / p[1] == pytest.approx(0.5, abs=0.05) and p.sum() == pytest.approx(1)
-    draws = sampler.draw_for_batch(torch.zeros(50_000, 1, 2, 2), RandomCoordinates(step=0))
+    x0 = torch.zeros(50_000, 1, 2, 2)
+    draws = sampler.draw(RandomCoordinates(step=0).for_batch(x0), x0)
     share = np.bincount((draws * 50).long().numpy(), minlength=50) / len(draws)
     np.testing.assert_allclose(share, p, atol=5e-3)
     assert share[0] < 0.7 * share[1]
@@ -203,7 +205,7 @@ def test_entropy_bonus_alone_moves_towards_uniform_whatever_the_density():
     """The public code multiplies the entropy into log pi, so its sign flips where the density is under 1."""
     sampler = adaptive(entropy=1.0, lr=1e-2)
     bandit = Bandit(sampler, (0.0, 0.0))
-    sampler.draw_for_batch(bandit.x0, RandomCoordinates())
+    sampler.draw(RandomCoordinates().for_batch(bandit.x0), bandit.x0)
     with torch.no_grad():
         sampler.policy.last.bias.copy_(torch.tensor([2.0, 4.0]))
     x0 = bandit.x0
@@ -231,7 +233,7 @@ def test_the_policy_reaches_the_beta_nearest_to_the_optimum_for_fixed_rewards():
     sampler.advantage = lambda change: change.mean(1)  # unscaled, so that the weight means what it says
     x0 = torch.randn(64, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     for k in range(100):
-        u = sampler.draw_for_batch(x0, RandomCoordinates(step=k))
+        u = sampler.draw(RandomCoordinates(step=k).for_batch(x0), x0)
         centred = reward(u) - reward(u).mean()
         sampler._learn(Observation(k, x0, u, None, None, RandomCoordinates(step=k).for_batch(x0)), centred[:, None])
     with torch.no_grad():
@@ -248,7 +250,7 @@ def test_a_floor_keeps_every_timestep_alive_and_importance_weights_fit_each_imag
     assert p.min() >= 0.2 / 50 * 0.999 and p.sum() == pytest.approx(1)
     means = []
     for k in range(200):
-        u = sampler.draw_for_batch(bandit.x0, RandomCoordinates(step=k))
+        u = sampler.draw(RandomCoordinates(step=k).for_batch(bandit.x0), bandit.x0)
         means.append((sampler.importance_weights(bandit.x0, u, RandomCoordinates()).double() * u).mean().item())
     assert np.mean(means) == pytest.approx(0.5, abs=4 * np.std(means) / 200**0.5)
 

@@ -150,7 +150,7 @@ def check_weights(values: dict[str, Tensor], strategy: kairos_timesteps.Strategy
 
 def tolerance(p: Any, independent: float) -> float:
     """Total variation that so many independent draws from p exceed with a probability of less than 1e-6."""
-    mean = 0.5 * np.sqrt(p * (1 - p) / independent).sum()  # or less
+    mean = 0.5 * np.sqrt((p * (1 - p)).clip(0) / independent).sum()  # or less
     return float(mean + math.sqrt(math.log(1e6) / (2 * independent)))  # McDiarmid's inequality
 
 

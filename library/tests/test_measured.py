@@ -23,7 +23,7 @@ def follow(name, loss_at, steps=400, batch=32, **options):
     sampler = make_sampler({"name": name, **options}, make_schedule("linear", T))
     x0 = torch.zeros(batch, 1)
     for k in range(steps):
-        u = sampler.draw_for_batch(x0, RandomCoordinates(step=k))
+        u = sampler.draw(RandomCoordinates(step=k).for_batch(x0), x0)
         with sampler.observe(Observation(k, x0, u, loss_at(u), None, RandomCoordinates().for_batch(x0))):
             pass
     return sampler
@@ -182,7 +182,7 @@ def test_first_order_draws_what_goes_with_the_target():
     x0 = torch.zeros(32, 1, 2, 2)
     for k in range(4):
         meter = Clean(process, network, x0, RandomCoordinates(step=k))
-        u = sampler.draw_for_batch(x0, RandomCoordinates(step=k))
+        u = sampler.draw(RandomCoordinates(step=k).for_batch(x0), x0)
         with sampler.observe(Observation(k, x0, u, None, meter, RandomCoordinates(step=k).for_batch(x0))):
             pass
     p = sampler.probabilities()

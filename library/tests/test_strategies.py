@@ -79,7 +79,7 @@ def check_histogram(sampler, batch=10_000, step=0, draws=100_000):
     p = sampler.probabilities(step=step)
     assert p.sum() == pytest.approx(1, abs=1e-12) and (p >= 0).all()
     x0 = torch.zeros(batch, 1, 2, 2)
-    draws = torch.cat([sampler.draw_for_batch(x0, RandomCoordinates(k, step)) for k in range(draws // batch)])
+    draws = torch.cat([sampler.draw(RandomCoordinates(k, step).for_batch(x0), x0) for k in range(draws // batch)])
     assert draws.dtype == torch.float64 and draws.min() >= 0 and draws.max() < 1
     counts = np.bincount((draws * timesteps).long().numpy(), minlength=timesteps)
     expected = p * len(draws)
@@ -132,8 +132,8 @@ def test_the_probability_density_of_uniform_is_1_at_the_ends_too():
 
 def test_fixed_draws_depend_on_the_generator_alone():
     sampler = make_sampler({"name": "log_normal"}, make_schedule())
-    first = sampler.draw_for_batch(torch.zeros(7, 3, 4, 4), RandomCoordinates(step=3))
-    second = sampler.draw_for_batch(torch.ones(7, 1), RandomCoordinates(step=3))
+    first = sampler.draw(RandomCoordinates(step=3).for_batch(torch.zeros(7, 3, 4, 4)))
+    second = sampler.draw(RandomCoordinates(step=3).for_batch(torch.ones(7, 1)))
     assert torch.equal(first, second)
 
 
@@ -249,7 +249,7 @@ def test_speed_official_reflects_at_the_published_timestep(schedule, m):
 
 def test_speed_official_has_half_the_papers_tail_and_depends_on_the_batch():
     sampler = make_sampler({"name": "speed_official", "tau": 700}, make_schedule())
-    sampler.draw_for_batch(torch.zeros(32, 1), RandomCoordinates())
+    sampler.draw(RandomCoordinates().for_batch(torch.zeros(32, 1)))
     assert sampler.probabilities()[700:].sum() == pytest.approx(17 / 32 * 0.0789, abs=2e-4)  # 4.2 %, the paper's: 7.9 %
     check_histogram(sampler, batch=32, draws=20_000)
 
@@ -258,12 +258,12 @@ def test_speed_official_has_half_the_papers_tail_and_depends_on_the_batch():
 @pytest.mark.parametrize("name", ["speed_official", "speed_v1"])
 def test_reflected_halves_fill_odd_and_tiny_batches(name, batch):
     sampler = make_sampler({"name": name}, make_schedule())
-    assert sampler.draw_for_batch(torch.zeros(batch, 1), RandomCoordinates()).shape == (batch,)
+    assert sampler.draw(RandomCoordinates().for_batch(torch.zeros(batch, 1))).shape == (batch,)
 
 
 def test_speed_official_pairs_each_draw_with_its_reflection():
     sampler = make_sampler({"name": "speed_official"}, make_schedule())
-    t = (sampler.draw_for_batch(torch.zeros(64, 1), RandomCoordinates(step=5)) * 1000).long()
+    t = (sampler.draw(RandomCoordinates(step=5).for_batch(torch.zeros(64, 1))) * 1000).long()
     samples, reflected = t[:31], t[33:]
     assert torch.equal(reflected, torch.where(samples < 642, 642 - samples, samples - 642))
 
@@ -314,7 +314,7 @@ def test_uniform_on_a_range_draws_nothing_else():
     sampler = make_sampler({"name": "uniform", "start": 200, "end": 300}, make_schedule())
     p = sampler.probabilities()
     assert p[200:300] == pytest.approx(0.01) and p.sum() == pytest.approx(1)
-    t = (sampler.draw_for_batch(torch.zeros(5000, 1), RandomCoordinates()) * 1000).long()
+    t = (sampler.draw(RandomCoordinates().for_batch(torch.zeros(5000, 1))) * 1000).long()
     assert t.min() == 200 and t.max() == 299
     assert (p == 0).sum() == 900
 
@@ -336,7 +336,7 @@ def test_importance_weights_bring_back_uniforms_objective(name):
     columns = table(sampler, make_weighting({"name": "none"}, noise))
     assert columns["effective"] == pytest.approx(1 / 50)
     x0 = torch.zeros(100_000, 1)
-    fractions = sampler.draw_for_batch(x0, RandomCoordinates(step=0))
+    fractions = sampler.draw(RandomCoordinates(step=0).for_batch(x0), x0)
     losses = torch.exp(3 * fractions)
     mean = (sampler.importance_weights(x0, fractions, RandomCoordinates()).double() * losses).mean().item()
     assert mean == pytest.approx((np.exp(3) - 1) / 3, rel=0.01)
@@ -347,7 +347,7 @@ def test_even_points_have_less_variance_and_fill_every_cell():
         sampler = make_sampler({"name": "speed", "points": kind}, make_schedule())
         means, plain = [], []
         for k in range(60):
-            u = sampler.draw_for_batch(torch.zeros(batch, 1), RandomCoordinates(step=k))
+            u = sampler.draw(RandomCoordinates(step=k).for_batch(torch.zeros(batch, 1)))
             means.append(u.mean().item())
             plain.append(torch.rand(batch, generator=torch.Generator().manual_seed(k)).mean().item())
         assert np.std(means) < np.std(plain) / 5
@@ -359,7 +359,7 @@ def test_sobol_points_go_on_from_step_to_step():
     sampler = make_sampler({"name": "uniform", "points": "sobol"}, make_schedule())
     u = []
     for k in range(8):
-        u.append(sampler.draw_for_batch(torch.zeros(16, 1), RandomCoordinates(step=k)))
+        u.append(sampler.draw(RandomCoordinates(step=k).for_batch(torch.zeros(16, 1))))
     together = np.sort(torch.cat(u).numpy())
     assert np.diff(together).max() < 1.01 / 128 and np.diff(together).min() > 0.99 / 128
 

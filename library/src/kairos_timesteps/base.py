@@ -15,7 +15,7 @@ from kairos_timesteps.coordinates import POINTS, RandomCoordinates, points
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, NoiseSchedule, error_ratio
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor, torch
-from kairos_timesteps.numeric import Array, Values, bisect, interp, namespace, same_kind, without_warnings
+from kairos_timesteps.numeric import Array, Tables, Values, bisect, interp, namespace, without_warnings
 from kairos_timesteps.options import Component, option
 
 
@@ -127,16 +127,20 @@ class Sampler(Stateful):
         seed: seed of initial weights and random shifts.
     """
 
+    floor: float = option(0.0, "share of draws that are uniform instead", ge=0, lt=1)
+    importance: bool = option(
+        False,
+        "multiply losses by 1/(T p(t)): keeps the objective of uniform timesteps, changes the noise of its gradient",
+    )
+
     context_names: tuple[str, ...] = ()
-    floor: float = 0.0  # share of draws that are uniform instead
-    importance: bool = False  # multiply losses by 1/(T p(t)): the objective of uniform timesteps
     points: str = "random"
     per_image = False  # each image has its own density
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule)
         self.seed = seed
-        self._nodes: tuple[Array, Array] | None = None
+        self._nodes: Tables | None = None
         kind = type(self)
         defined = kind.cdf is not Sampler.cdf or kind.quantile is not Sampler.quantile
         demand(defined, kind.__name__, "neither cdf nor quantile", "a class that defines cdf, quantile or both")
@@ -168,14 +172,12 @@ class Sampler(Stateful):
         low, high = (u - 5e-7).clip(0, 1), (u + 5e-7).clip(0, 1)
         return (self.cdf(high, **context) - self.cdf(low, **context)) / (high - low)
 
-    def nodes(self, other: Values) -> tuple[Any, Any]:
+    def nodes(self, other: Values) -> tuple[Any, ...]:
         """Return `cdf` at 64 fractions per timestep, and these fractions, of the kind and on the device of `other`."""
         if self._nodes is None:
             edges = np.arange(64 * self.schedule.timesteps + 1) / (64 * self.schedule.timesteps)
-            self._nodes = np.asarray(self.cdf(edges)), edges
-        if namespace(other) is not np:  # keep them on the device of the draws
-            self._nodes = same_kind(self._nodes[0], other), same_kind(self._nodes[1], other)
-        return same_kind(self._nodes[0], other), same_kind(self._nodes[1], other)
+            self._nodes = Tables(np.asarray(self.cdf(edges)), edges)
+        return self._nodes.like(other)
 
     def cdf_with_floor(self, u: Values, **context: Any) -> Values:
         """Probability of a draw below u, floor included."""
@@ -218,12 +220,13 @@ class Sampler(Stateful):
         count, *times = (shape,) if isinstance(shape, int) else shape
         return self.draw(RandomCoordinates(seed, step, 0, None, range(count), count, tuple(times), device, context))
 
-    def draw_for_batch(self, x0: Tensor, coordinates: RandomCoordinates) -> Tensor:
-        """Draw fractions for a batch of images, float64 (batch, *times_shape), on the device of the batch."""
-        return self.draw(coordinates.for_batch(x0))
+    def draw(self, coordinates: RandomCoordinates, x0: Tensor | None = None) -> Tensor:
+        """Draw a fraction for each time of each sample, float64 (n, *times_shape).
 
-    def draw(self, coordinates: RandomCoordinates) -> Tensor:
-        """Draw a fraction for each time of each sample, float64 (n, *times_shape)."""
+        Args:
+            coordinates: random coordinates of the samples.
+            x0: their images, (n, ...), for samplers of a density per image.
+        """
         context = coordinates.arguments(self.context_names)
         return self.transform(self.uniforms(coordinates), **context).clip(0.0, 1.0 - 2**-53)
 
@@ -235,10 +238,13 @@ class Sampler(Stateful):
         """1/(T p(t)) of each draw, float32, which restores uniform's objective; None without `importance`."""
         if not self.importance:
             return None
-        timesteps, context = self.schedule.timesteps, coordinates.arguments(self.context_names)
-        cell = (fractions * timesteps).floor().clip(0, timesteps - 1)
-        mass = self.cdf((cell + 1) / timesteps, **context) - self.cdf(cell / timesteps, **context)
-        return (1 / (timesteps * (1 - self.floor) * mass + self.floor)).float()
+        mass = self.mass(fractions, **coordinates.arguments(self.context_names))
+        return (1 / (self.schedule.timesteps * (1 - self.floor) * mass + self.floor)).float()
+
+    def mass(self, fractions: Tensor, **context: Any) -> Tensor:
+        """Probability of the timestep of each fraction without the floor, shape of `fractions`."""
+        timesteps, cell = self.schedule.timesteps, self.schedule.cells(fractions).double()
+        return self.cdf((cell + 1) / timesteps, **context) - self.cdf(cell / timesteps, **context)
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
@@ -254,17 +260,7 @@ class Sampler(Stateful):
         return {}
 
 
-class FloorOptions(Sampler):
-    """Options of samplers whose density can be mixed with a uniform one, and whose objective can be kept."""
-
-    floor: float = option(0.0, "share of draws that are uniform instead", ge=0, lt=1)
-    importance: bool = option(
-        False,
-        "multiply losses by 1/(T p(t)): keeps the objective of uniform timesteps, changes the noise of its gradient",
-    )
-
-
-class FixedDensity(FloorOptions):
+class FixedDensity(Sampler):
     """Base of samplers whose density does not learn."""
 
     points: str = option("random", "uniform numbers that draws are made from", choices=POINTS)
@@ -288,31 +284,18 @@ class TableDensity(Sampler):
 
         `normalised` masses sum to 1 and are not divided again, so that a restored state is bit-identical.
         """
-        if normalised:
-            self._masses = masses.copy() if namespace(masses) is np else masses / 1
-        else:
-            self._masses = masses / masses.sum()
+        self._masses = masses / (1 if normalised else masses.sum())
         if namespace(masses) is np or masses.device.type == "cpu":
             below = self._masses.cumsum(0)
         else:  # cumsum on a GPU adds in any order
             below = self._masses.expand(len(masses), -1).tril().sum(1)
         below = below / below[-1]
-        self._below = (
-            np.concatenate([[0.0], below]) if namespace(masses) is np else namespace(masses).cat([0 * below[:1], below])
-        )
-        self._on_device: Any = None
-
-    def _tables(self, other: Any) -> tuple[Any, Any]:
-        """Return masses and the cumulative masses at cell edges, of the kind and on the device of `other`."""
-        if namespace(other) is np:
-            return same_kind(self._masses, other), same_kind(self._below, other)
-        if self._on_device is None or self._on_device[0].device != other.device:
-            self._on_device = same_kind(self._masses, other), same_kind(self._below, other)
-        return self._on_device
+        edges = namespace(masses).concatenate([0 * below[:1], below])
+        self._tables = Tables(self._masses, edges)  # masses, and cumulative masses at the edges of the cells
 
     def masses(self, x0: Tensor | None = None, **context: Any) -> Array:
         """Return the table, (T,)."""
-        return self._tables(np.ones(1))[0]
+        return self._tables.like(np.ones(1))[0]
 
     def statistics(self) -> dict[str, float]:
         """Return the number of changes of the density."""
@@ -320,27 +303,21 @@ class TableDensity(Sampler):
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """Interpolate linearly between the edges of the cells."""
-        masses, below = self._tables(u)
-        scaled = u * len(masses)
-        cell = namespace(scaled).floor(scaled).clip(0, len(masses) - 1)
-        index = cell.astype(np.int64) if namespace(cell) is np else cell.long()
-        return below[index] + (scaled - cell) * (below[index + 1] - below[index])
+        masses, below = self._tables.like(u)
+        cell = self.schedule.cells(u)
+        return below[cell] + (u * len(masses) - cell) * (below[cell + 1] - below[cell])
 
     def quantile(self, p: Values, **context: Any) -> Values:
         """Interpolate linearly between the edges of the cells; cells without mass are never drawn."""
-        masses, cumulative = self._tables(p)
+        masses, cumulative = self._tables.like(p)
         cell = (namespace(p).searchsorted(cumulative, p, side="right") - 1).clip(0, len(masses) - 1)
         below, above = cumulative[cell], cumulative[cell + 1]
         inside = (p - below) / (above - below).clip(1e-300, None)
         return (cell + inside.clip(None, 1 - 1e-9)) / len(masses)
 
-    def importance_weights(self, x0: Tensor, fractions: Tensor, coordinates: RandomCoordinates) -> Tensor | None:
-        """1/(T p(t)) of each draw from the table, float32; None without `importance`."""
-        if not self.importance:
-            return None
-        timesteps = self.schedule.timesteps
-        mass = self._tables(fractions)[0][(fractions * timesteps).long().clip(0, timesteps - 1)]
-        return (1 / (timesteps * (1 - self.floor) * mass + self.floor)).float()
+    def mass(self, fractions: Tensor, **context: Any) -> Tensor:
+        """Probability of the timestep of each fraction in the table, shape of `fractions`."""
+        return self._tables.like(fractions)[0][self.schedule.cells(fractions)]
 
 
 class Weighting(Stateful):
@@ -357,7 +334,7 @@ class Weighting(Stateful):
     def __init__(self, options: Any, schedule: NoiseSchedule, prediction: str = "epsilon"):
         super().__init__(options, schedule)
         self.prediction = prediction
-        self._tables: dict[Any, Any] = {}
+        self._table: Tables | None = None
         kind, allowed = type(self), ", ".join((*PREDICTIONS, "flow", "predicted"))
         demand(self.stated_for in allowed.split(", "), f"{kind.__name__}.stated_for", repr(self.stated_for), allowed)
         overridden = (kind.formula, kind.weights) != (Weighting.formula, Weighting.weights)
@@ -387,16 +364,16 @@ class Weighting(Stateful):
         return np.asarray(self(self.schedule.snr, step))
 
     def restored(self) -> None:
-        """Clear the weights that `at` has cached. Weightings that learn call this after every change."""
-        self._tables.clear()
+        """Drop the table of weights that `at` keeps. Weightings that learn call this after every change."""
+        self._table = None
 
     def at(self, process: Any, t: Tensor, step: Any = 0) -> Tensor:
         """Factors at times of a process, float32, on the device of the times."""
         if t.is_floating_point() or self.depends_on_step:
             return self(process.snr(t).double(), step).float()
-        if t.device not in self._tables:  # of a discrete process
-            self._tables[t.device] = same_kind(self.weights(), t).float()
-        return self._tables[t.device][t]
+        if self._table is None:  # of a discrete process
+            self._table = Tables(self.weights().astype(np.float32))
+        return self._table.like(t)[0][t]
 
     def apply(self, losses: Tensor, weights: Tensor, importance: Tensor, fractions: Tensor) -> Tensor:
         """Return weighted losses, with the terms of a learned weighting, shape of `losses`.
@@ -414,8 +391,3 @@ class Weighting(Stateful):
 
     def zero_grad(self) -> None:
         """Clear the gradients of a trained weighting, as of a step that GradScaler skipped."""
-
-
-def needs_images(name: str) -> ConfigError:
-    """Return the error for a density that is drawn from without images."""
-    return ConfigError(f"{name}: each image has its own density; draw with images: Strategy.draw(x0)")

@@ -35,6 +35,26 @@ def same_kind(values: Any, other: Any) -> Any:
     return on_device(namespace(other).as_tensor(values), other.device)
 
 
+class Tables:
+    """Arrays that do not change, moved to each device once."""
+
+    def __init__(self, *arrays: Any):
+        self._arrays = arrays
+        self._by_device: dict[Any, tuple[Any, ...]] = {}
+
+    def like(self, other: Any) -> tuple[Any, ...]:
+        """Return the arrays, of the kind and on the device of `other`."""
+        device = None if namespace(other) is np else other.device
+        if device not in self._by_device:
+            self._by_device[device] = tuple(same_kind(array, other) for array in self._arrays)
+        return self._by_device[device]
+
+
+def integers(values: Values) -> Any:
+    """Convert to int64, towards 0, elementwise."""
+    return values.astype(np.int64) if namespace(values) is np else values.long()
+
+
 def on_device(values: Tensor, device: "torch.device") -> Tensor:
     """Move a tensor to a device; from the CPU to a GPU without synchronisation, from pinned memory.
 

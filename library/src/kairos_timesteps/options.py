@@ -91,34 +91,32 @@ class Component:
 
     Options: type[Options] = Options
     options: Any
-    _declared: typing.ClassVar[dict[str, tuple[Any, Any]]] = {}
+    _own: typing.ClassVar[dict[str, tuple[Any, Any]]] = {}  # type and field of the options that this class declares
 
     def __init_subclass__(cls) -> None:
-        declared: dict[str, tuple[Any, Any]] = {}  # name -> type and field
-        for base in reversed(cls.__bases__):
-            declared |= getattr(base, "_declared", {})
         hints = vars(cls).get("__annotations__", {})
-        for name, value in vars(cls).items():
-            if isinstance(value, dataclasses.Field):
-                if name in _RESERVED:
-                    raise TypeError(f"{cls.__name__}.{name}: kairos uses this name; rename the option")
-                if name not in hints:
-                    raise TypeError(
-                        f"{cls.__name__}.{name}: an option needs a type, such as {name}: float = option(...)"
-                    )
-                declared[name] = hints[name], value
-            else:
-                declared.pop(name, None)
-        fields = {name: field for name, (_, field) in declared.items()}
-        namespace = {"__annotations__": {name: hint for name, (hint, _) in declared.items()}, **fields}
+        fields = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
+        for name in fields:
+            if name in _RESERVED:
+                raise TypeError(f"{cls.__name__}.{name}: kairos uses this name; rename the option")
+            if name not in hints:
+                raise TypeError(f"{cls.__name__}.{name}: an option needs a type, such as {name}: float = option(...)")
+        cls._own = {name: (hints[name], field) for name, field in fields.items()}
+        declared: dict[str, tuple[Any, Any]] = {}
+        for base in reversed(cls.__mro__):
+            own = vars(base).get("_own", {})
+            fixed = vars(base).keys() - own.keys()  # by plain values
+            declared = {name: each for name, each in declared.items() if name not in fixed} | own
+        namespace: dict[str, Any] = {name: field for name, (_, field) in declared.items()}
+        namespace["__annotations__"] = {name: hint for name, (hint, _) in declared.items()}
         namespace |= {
             "__module__": cls.__module__,
             "__qualname__": f"{cls.__qualname__}.Options",
             "__doc__": cls.__doc__,
         }
         namespace["__post_init__"] = lambda options: cls.check(options)
-        cls._declared, cls.Options = declared, type("Options", (Options,), namespace)
-        for name in fields.keys() & vars(cls).keys():
+        cls.Options = type("Options", (Options,), namespace)
+        for name in cls._own:
             setattr(cls, name, getattr(cls.Options, name, None))
 
     def __init__(self, options: Any):

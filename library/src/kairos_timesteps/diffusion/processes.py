@@ -26,7 +26,8 @@ from kairos_timesteps.diffusion.schedule import (
     make_schedule,
 )
 from kairos_timesteps.errors import ConfigError, demand
-from kairos_timesteps.lazy import Tensor, torch
+from kairos_timesteps.lazy import Tensor
+from kairos_timesteps.numeric import Tables
 from kairos_timesteps.options import Component, option, parse
 
 DIFFUSERS = {"epsilon": "epsilon", "x0": "sample", "v": "v_prediction"}  # what it calls predictions
@@ -159,7 +160,7 @@ class Discrete(Process):
     first_index: int = option(0, "index of the first timestep for the network; U-ViT on latents: 1", choices=(0, 1))
 
     def __init__(self, options: Any, prediction: str = "epsilon"):
-        self.prediction, self._tables = prediction, {}
+        self.prediction = prediction
         if isinstance(options, NoiseSchedule):
             self.schedule = options
             return
@@ -178,8 +179,7 @@ class Discrete(Process):
 
     def times(self, fractions: Any) -> Any:
         """Timesteps min(floor(u T), T-1), int64."""
-        scaled, last = fractions * self.schedule.timesteps, self.schedule.timesteps - 1
-        return scaled.astype(np.int64).clip(0, last) if isinstance(scaled, np.ndarray) else scaled.long().clamp(0, last)
+        return self.schedule.cells(fractions)
 
     def fractions(self, t: Tensor) -> Tensor:
         """(t + 1/2)/T."""
@@ -187,12 +187,12 @@ class Discrete(Process):
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:
         """sqrt(alpha-bar) and sqrt(1 - alpha-bar), float64."""
-        signal, noise, _ = self._tabled(t)
+        signal, noise, _ = self._tables.like(t)
         return signal[t], noise[t]
 
     def snr(self, t: Any) -> Any:
         """Signal-to-noise ratio of the schedule."""
-        return self._tabled(t)[2][t]
+        return self._tables.like(t)[2][t]
 
     def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
         return t + self.first_index  # an index, which networks embed in float32
@@ -201,16 +201,11 @@ class Discrete(Process):
         """Output channels of the network: twice the channels with a learned variance."""
         return channels * (2 if self.schedule.variance == "learned_range" else 1)
 
-    def _tabled(self, t: Any) -> tuple[Any, Any, Any]:
-        """sqrt(alpha-bar), sqrt(1 - alpha-bar) and the SNR of all timesteps, each (T,), of numpy or where t is."""
-        alphas_cumprod, snr = self.schedule.alphas_cumprod, self.schedule.snr
-        if isinstance(t, np.ndarray):
-            return np.sqrt(alphas_cumprod), np.sqrt(1 - alphas_cumprod), snr
-        if t.device not in self._tables:
-            alphas = torch.from_numpy(alphas_cumprod)
-            tables = alphas.sqrt(), (1 - alphas).sqrt(), torch.from_numpy(snr)
-            self._tables[t.device] = tuple(values.to(t.device) for values in tables)
-        return self._tables[t.device]
+    @functools.cached_property
+    def _tables(self) -> Tables:
+        """sqrt(alpha-bar), sqrt(1 - alpha-bar) and the SNR of all timesteps, each (T,)."""
+        alphas_cumprod = self.schedule.alphas_cumprod
+        return Tables(np.sqrt(alphas_cumprod), np.sqrt(1 - alphas_cumprod), self.schedule.snr)
 
 
 @process("edm", "EDM: noise levels, preconditioned (estimates x0)")

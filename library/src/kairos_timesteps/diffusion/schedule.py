@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kairos_timesteps.errors import ConfigError, demand
-
-Array = NDArray[np.float64]
+from kairos_timesteps.numeric import Array, integers
 
 SCHEDULES = ("linear", "cosine", "quadratic", "scaled_linear")
 PREDICTIONS = ("epsilon", "x0", "v")
@@ -56,6 +54,10 @@ class NoiseSchedule:
     def timesteps(self) -> int:
         """Number of timesteps T."""
         return len(self.betas)
+
+    def cells(self, fractions: Any) -> Any:
+        """Return the timestep of each fraction of the process, min(floor(u T), T - 1), int64, elementwise."""
+        return integers(fractions * self.timesteps).clip(0, self.timesteps - 1)
 
     @property
     def times(self) -> Array:

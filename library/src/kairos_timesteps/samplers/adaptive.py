@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from kairos_timesteps import distributed
-from kairos_timesteps.base import Cost, FloorOptions, MeasuresNetwork, Observation, needs_images
+from kairos_timesteps.base import Cost, MeasuresNetwork, Observation, Sampler
 from kairos_timesteps.components import sampler
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
-from kairos_timesteps.errors import DivergedError, demand
+from kairos_timesteps.errors import ConfigError, DivergedError, demand
 from kairos_timesteps.incomplete_beta import beta_cdf
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array, Values, on_device
@@ -38,7 +38,7 @@ _INITIAL = math.log1p(math.exp(0.5)) + 1e-5  # a and b of a new policy, see `pol
 
 
 @sampler("adaptive", "a learned Beta policy per image (Kim et al. 2025)")
-class Adaptive(MeasuresNetwork, FloorOptions):
+class Adaptive(MeasuresNetwork, Sampler):
     r"""Adaptive sampler: a policy gives each image a Beta density, and learns by reward (Kim et al. 2025).
 
     $$u \sim \mathrm{Beta}(a, b), \quad (a, b) = \pi_\phi(x_0), \qquad
@@ -116,30 +116,29 @@ class Adaptive(MeasuresNetwork, FloorOptions):
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """Reject: each image has its own distribution function."""
-        raise needs_images("adaptive")
+        raise ConfigError("adaptive: each image has its own density; draw with images: Strategy.draw(x0)")
 
-    def quantile(self, p: Values, **context: Any) -> Values:
-        """Reject: each image has its own quantiles."""
-        raise needs_images("adaptive")
-
-    def draw_for_batch(self, x0: Tensor, coordinates: RandomCoordinates) -> Tensor:
+    def draw(self, coordinates: RandomCoordinates, x0: Tensor | None = None) -> Tensor:
         """Draw from each image's Beta distribution, float64 (batch, *times_shape), on the device of the images.
 
         Raises:
             ConfigError: `x0` is not a batch of images.
         """
+        if x0 is None:
+            return super().draw(coordinates)  # raises an error
         allowed = "(batch, channels, height, width)"
         demand(x0.ndim == 4, "adaptive: x0", f"shape {tuple(x0.shape)}", allowed)
         self._build(x0.shape[1], x0.device, x0.dtype)
-        at = coordinates.for_batch(x0, self.group)
         with torch.no_grad():
             self._shape = torch.stack(self.policy(x0)).double()  # (2, batch)
         a, b = self._shape
-        u = at.stream("timesteps").beta(at.step, at.step_indices, a, b, at.times_shape)
+        u = coordinates.stream("timesteps").beta(
+            coordinates.step, coordinates.step_indices, a, b, coordinates.times_shape
+        )
         fractions = self.to_fraction(u.clamp(_EDGE, 1 - _EDGE))
         if not self.floor:
             return fractions
-        uniform = at.uniform("floor", 2)
+        uniform = coordinates.uniform("floor", 2)
         return torch.where(uniform[..., 0] < self.floor, uniform[..., 1], fractions)
 
     def to_fraction(self, u: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from kairos_timesteps.coordinates import RandomCoordinates, required
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.errors import ConfigError, ValueRejected, demand, rejection
 from kairos_timesteps.lazy import torch
-from kairos_timesteps.numeric import Array, Values, bisect, interp, namespace, same_kind, spline
+from kairos_timesteps.numeric import Array, Tables, Values, bisect, interp, namespace, same_kind, spline
 from kairos_timesteps.options import but_name, dump, option
 from kairos_timesteps.registry import split
 
@@ -392,7 +392,7 @@ class Table(FixedDensity):
         super().__init__(options, schedule, seed)
         count = 64 * schedule.timesteps
         below = np.concatenate([[0.0], tabled(options, (np.arange(count) + 0.5) / count).cumsum()])
-        self._nodes = below / below[-1], np.arange(count + 1) / count
+        self._nodes = Tables(below / below[-1], np.arange(count + 1) / count)
 
     @staticmethod
     def check(options: Any) -> None:

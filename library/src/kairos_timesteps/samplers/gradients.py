@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kairos_timesteps.base import Cost, FloorOptions, MeasuresNetwork, Observation, Sampler, TableDensity
+from kairos_timesteps.base import Cost, MeasuresNetwork, Observation, Sampler, TableDensity
 from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.lazy import Tensor, torch
@@ -175,7 +175,7 @@ class Auto(GradientNorm):
 
 
 @sampler("gradient_variance", "variance of the gradient (Kim et al. 2025, table 4)")
-class GradientVariance(FloorOptions, FollowsGradients):
+class GradientVariance(FollowsGradients):
     r"""Density by the variance of the loss' gradient g at t (Kim et al. 2025, table 4).
 
     $$p(t) \propto E\left[\|g\|^2 \mid t\right] - \left\|E[g \mid t]\right\|^2$$
@@ -184,6 +184,7 @@ class GradientVariance(FloorOptions, FollowsGradients):
     importance weights. The variance is that over samples, summed over parameters.
     """
 
+    floor: float = option(0.0, "share of draws that are uniform instead", ge=0, lt=1)
     gradients = 2
 
     def measure(self, observation: Observation) -> Array:
@@ -195,7 +196,7 @@ class GradientVariance(FloorOptions, FollowsGradients):
 
 
 @sampler("first_order", "kairos: first-order decrease of the weighted loss after a step at t")
-class FirstOrder(FloorOptions, FollowsGradients):
+class FirstOrder(FollowsGradients):
     r"""Density by the first-order decrease of the target after a gradient step at t.
 
     $$p(t) \propto \max\left(0, \; \nabla L_t^\top D \, \nabla \bar{L}\right), \qquad

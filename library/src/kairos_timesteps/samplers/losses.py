@@ -16,7 +16,7 @@ from kairos_timesteps.base import Learned, Observation, TableDensity
 from kairos_timesteps.components import sampler
 from kairos_timesteps.diffusion.schedule import NoiseSchedule, error_ratio
 from kairos_timesteps.lazy import Tensor, torch
-from kairos_timesteps.numeric import Array, on_device
+from kairos_timesteps.numeric import Array, Tables, on_device
 from kairos_timesteps.options import option
 
 
@@ -38,16 +38,16 @@ class FollowsLosses(Learned, TableDensity):
             raise ValueError(
                 f"{type(self).__name__}: observe needs the step's losses; call strategy.loss(draw, errors) before"
             )
-        losses = observation.losses.double()
+        losses, initial = observation.losses.double(), isinstance(self._masses, np.ndarray)
         for name in self.kept:
             if hasattr(value := getattr(self, name), "shape"):
                 setattr(self, name, torch.as_tensor(value, device=losses.device))
-        if isinstance(self._below, np.ndarray):  # compute it on the device, where a resume computes it
+        if initial:  # compute the density on the device, where a resume computes it
             self.restored()
         stacked, coordinates = torch.stack([observation.fractions, losses], 1), observation.coordinates
         joined = distributed.joined(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
         fractions, losses = joined.transpose(0, 1).flatten(1)
-        self.take((fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1), losses)
+        self.take(self.schedule.cells(fractions), losses)
 
     def take(self, cells: Tensor, losses: Tensor) -> None:
         """Learn from losses (batch,) at timesteps `cells`, int64 (batch,)."""
@@ -188,19 +188,18 @@ class FollowsErrors(FollowsLosses):
     )
     stated_for = "epsilon"
     by_level = True
-    _factor: Any = None  # from the error of what is predicted to the error that is followed, (T,)
+    _factors: Tables | None = None  # from the error of what is predicted to the error that is followed, (T,)
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
         """Learn from unweighted errors instead of losses."""
         if observation.errors is not None:
-            if self._factor is None or self._factor.device != observation.errors.device:
+            if self._factors is None:
                 snr = self.schedule.snr
                 ratio = error_ratio(snr, self.stated_for) / error_ratio(snr, observation.prediction)
-                measure = -np.gradient(np.log(snr)) if self.by_level else 1.0
-                self._factor = torch.from_numpy(measure * ratio).to(observation.errors.device)
-            cells = (observation.fractions * self.schedule.timesteps).long().clamp(0, self.schedule.timesteps - 1)
-            observation = replace(observation, losses=observation.errors * self._factor[cells])
+                self._factors = Tables(-np.gradient(np.log(snr)) * ratio if self.by_level else ratio)
+            factor = self._factors.like(observation.errors)[0][self.schedule.cells(observation.fractions)]
+            observation = replace(observation, losses=observation.errors * factor)
         with super().observe(observation):
             yield
 

@@ -102,7 +102,7 @@ class Reflected(TableDensity, FixedDensity):
         share = 0.5 if self.batch is None else min((self.batch // 2 + 1) / self.batch, 1.0)
         return share * half + (1 - share) * reflected
 
-    def draw(self, coordinates: RandomCoordinates) -> Tensor:
+    def draw(self, coordinates: RandomCoordinates, x0: Tensor | None = None) -> Tensor:
         """Draw and reflect; with a floor, that share of both halves is uniform instead."""
         self.batch, timesteps = coordinates.batch_size, self.schedule.timesteps
         count, index = coordinates.batch_size // 2 + 1, coordinates.index_tensor()

@@ -63,8 +63,7 @@ class Uncertainty(Learned, Weighting):
     def uncertainty(self, fractions: Tensor) -> Tensor:
         """u at fractions of the process, float32, shape and device of `fractions`."""
         self._move(fractions.device)
-        cell = (fractions * len(self._features)).long().clamp_(0, len(self._features) - 1)
-        return self._features[cell] @ self.linear
+        return self._features[self.schedule.cells(fractions)] @ self.linear
 
     def at(self, process: Any, t: Tensor, step: Any = 0) -> Tensor:
         """w/exp(u) at times of a process, float32, for measurements; never cached, because u is trained."""
