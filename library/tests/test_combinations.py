@@ -716,3 +716,14 @@ def test_weights_that_are_all_zero_are_rejected():
 def test_adaptive_draws_follow_the_density_with_floor_and_importance_weights(name, options):
     specification = Specification({"name": name, **options}, timesteps=10)
     check_density(specification, specification.build(), Call())
+
+
+def test_a_schedule_with_a_floor_draws_of_a_component_that_has_ended():
+    """Its share is a float32 zero, by which the smallest number of the floor's remainder, 0, is not divided."""
+    parts = [{"name": "listed", "start": 0.0, "times": [0.25]}, {"name": "uniform", "start": 2.0}]
+    strategy = kairos_timesteps.Strategy("schedule", timesteps=20, sampler={"floor": 0.5, "parts": parts})
+    for step in range(4):
+        strategy.step, strategy._samples = step, [0, step * 64]
+        fractions = strategy.draw(torch.zeros(64, 1)).fractions
+        listed = (fractions == 0.25).sum()
+        assert 16 <= listed <= 48 if step < 2 else listed == 0

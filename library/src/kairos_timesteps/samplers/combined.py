@@ -291,7 +291,7 @@ class Combined(FixedDensity):
         """Pick a component by cumulative share, then rescale the number to [0, 1) within the share."""
         draws, below = 0.0 * uniform, 0.0
         for component, share in zip(self.components, self.shares(**context)):
-            inside = ((uniform - below) / (share + 1e-300)).clip(0.0, 1.0 - 2**-53)
+            inside = ((uniform - below) / (share + 1e-30)).clip(0.0, 1.0 - 2**-53)  # shares may be float32 zeros
             draws = namespace(uniform).where(uniform >= below, component.transform(inside, **context), draws)
             below = below + share
         return draws
