@@ -542,7 +542,7 @@ CONVENTIONS = {
 }
 
 
-def drawn(time, process="flow", name="log_normal", dtype=torch.float32):
+def batch_of(time, process="flow", name="log_normal", dtype=torch.float32):
     timesteps = attach(name, process, torch.optim.SGD(TinyNetwork().parameters(), lr=0.1), time=time)
     x0 = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     noise = torch.randn(16, 4, 8, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -553,7 +553,7 @@ def drawn(time, process="flow", name="log_normal", dtype=torch.float32):
 @pytest.mark.parametrize("trainer", CONVENTIONS)
 @pytest.mark.parametrize("time", CONVENTIONS)
 def test_a_wrong_convention_is_caught(time, trainer, dtype):
-    timesteps, x0, noise, t = drawn(time, dtype=dtype)
+    timesteps, x0, noise, t = batch_of(time, dtype=dtype)
     assert t.dtype == torch.float32
     x_t = CONVENTIONS[trainer](x0, noise, t.view(-1, 1, 1, 1)).to(dtype)
     if time == trainer:
@@ -564,7 +564,7 @@ def test_a_wrong_convention_is_caught(time, trainer, dtype):
 
 
 def test_conventions_of_flow_are_mirror_images():
-    first, second = drawn("noise_is_one")[3], drawn("data_is_one")[3]
+    first, second = batch_of("noise_is_one")[3], batch_of("data_is_one")[3]
     torch.testing.assert_close(first, 1 - second)
 
 
@@ -572,10 +572,10 @@ def test_an_index_of_a_flow_matching_scheduler_selects_its_sigma():
     """Diffusers' scripts look up timesteps[index]: sigmas fall from 1, shift included."""
     sigmas = torch.linspace(1000, 1, 1000, dtype=torch.float64) / 1000
     sigmas = 3 * sigmas / (1 + 2 * sigmas)
-    timesteps, x0, noise, index = drawn("index", SHIFTED)
+    timesteps, x0, noise, index = batch_of("index", SHIFTED)
     assert index.dtype == torch.int64
-    own = drawn("noise_is_one", SHIFTED)[3]
-    assert (sigmas[index] - own).abs().max() < 3.1e-3  # a cell is up to 3/1000 wide
+    continuous = batch_of("noise_is_one", SHIFTED)[3]
+    assert (sigmas[index] - continuous).abs().max() < 3.1e-3  # a cell is up to 3/1000 wide
     sigma = sigmas[index].float().view(-1, 1, 1, 1)
     timesteps.check(x0, noise, (1 - sigma) * x0 + sigma * noise, index)
     with pytest.raises(ConfigError, match="check: x_t"):
@@ -583,7 +583,7 @@ def test_an_index_of_a_flow_matching_scheduler_selects_its_sigma():
 
 
 def test_another_schedule_is_caught():
-    timesteps, x0, noise, t = drawn(None, "scaled_linear", "uniform")
+    timesteps, x0, noise, t = batch_of(None, "scaled_linear", "uniform")
     for schedule, fits in (("scaled_linear", True), ("linear", False), ("cosine", False)):
         x_t = Strategy("uniform", schedule).process.noised(x0, noise, t)
         if fits:
@@ -595,7 +595,7 @@ def test_another_schedule_is_caught():
 
 
 def test_other_images_are_caught():
-    timesteps, x0, noise, t = drawn(None, "cosine", "uniform")
+    timesteps, x0, noise, t = batch_of(None, "cosine", "uniform")
     with pytest.raises(ConfigError, match=r"check: x_t: got .*% off every a x0"):
         timesteps.check(x0.flip(0), noise, timesteps.strategy.process.noised(x0, noise, t), t)
 
@@ -799,6 +799,34 @@ def test_accelerate_accumulates_and_stores_the_state(tmp_path, resume):
 # Several ranks
 
 
+def with_fsdp(attached, synchronised):
+    """Accumulate two micro-batches with fully_shard, which reduces gradients once or twice a step."""
+    from torch.distributed.fsdp import fully_shard  # its import takes a second
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16))
+    fully_shard(network, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    options = {"frequency": 1, "start": 1}
+    strategy = Strategy("loss_rms", sampler=options)
+    timesteps = attach("loss_rms", "linear", optimizer, network, sampler=options) if attached else None
+    for _ in range(3):
+        for micro_batch in range(2):
+            network.set_requires_gradient_sync(synchronised or micro_batch == 1)
+            x0 = IMAGES[rank() * 4 :][:4].flatten(1)
+            draw = None if attached else strategy.draw(x0)
+            t = timesteps(x0) if attached else draw.t
+            errors = (network(x0 + t[:, None] / 1000) - x0).square().mean(1)
+            (timesteps.loss(errors) if attached else strategy.loss(draw, errors)).backward()
+        if attached:
+            optimizer.step()
+        else:
+            with strategy.observe(draw):
+                optimizer.step()
+        optimizer.zero_grad()
+    return timesteps.state_dict()["strategy"] if attached else strategy.state_dict()
+
+
 def on_two_ranks(specifications):
     """Train each specification attached and explicit; ranks have different images and masks."""
     group = torch.distributed.new_group([0, 1])
@@ -820,7 +848,8 @@ def on_two_ranks(specifications):
                 trainer.step()
             pair.append(trainer.results())
         results.append({"equal": equal_bits(*pair), "state": pair[0]["state"], "t": torch.stack(pair[0]["t"])})
-    return results
+    sharded = [equal_bits(with_fsdp(True, each), with_fsdp(False, each)) for each in (True, False)]
+    return {"trainings": results, "sharded": sharded}
 
 
 def small(name):
@@ -837,7 +866,8 @@ def test_two_ranks_equal_the_explicit_form_and_each_other(tmp_path):
     cases = [Specification(small(name)) for name in dict.fromkeys(several)]
     cases += [Specification(weighting={"name": name}) for name in ("min_snr", "edm2", "coarse_to_fine")]
     first, second = rank_groups.run(on_two_ranks, tmp_path, 2, cases)
-    for case, one, other in zip(cases, first, second):
+    assert first["sharded"] == second["sharded"] == [True, True]
+    for case, one, other in zip(cases, first["trainings"], second["trainings"]):
         with rank_groups.case(repr(case)):
             assert one["equal"] and other["equal"]
             assert equal_bits(one["state"], other["state"])

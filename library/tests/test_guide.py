@@ -44,11 +44,12 @@ def test_the_guide_marks_what_observe_needs():
 
 def test_the_guides_code_runs(monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     module = types.ModuleType("guide")
     monkeypatch.setitem(sys.modules, "guide", module)
     convolution = nn.Conv2d(1, 1, 3, padding=1)
     module.batches = [torch.randn(4, 1, 8, 8) for _ in range(2)]
+    module.convolution = convolution
     module.network, module.heldout = lambda x, t: convolution(x), torch.randn(16, 1, 8, 8)
     module.optimizer = torch.optim.SGD(convolution.parameters(), 0.1)
     known = set(SAMPLERS), set(WEIGHTINGS)

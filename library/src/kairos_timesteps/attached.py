@@ -9,8 +9,9 @@ and its micro-batches are those whose gradients the optimizer applies:
 
 - Micro-batches of an accumulated step add up. A micro-batch whose loss is never backpropagated does not count.
 - If GradScaler skips a step, its losses are dropped and the step keeps its number; its next draws are further draws
-  of the step. The rule needs ``zero_grad(set_to_none=True)``, PyTorch's default: an empty ``.grad`` at the beginning of
-  a backward pass shows that earlier gradients were dropped. Of fused optimizers, ``found_inf`` is examined.
+  of the step. An empty ``.grad`` at the beginning of a backward pass shows that earlier gradients were dropped, which
+  needs ``zero_grad(set_to_none=True)``, PyTorch's default. Fused optimizers are called even so; the next draw then
+  reads the ``found_inf`` of that call, which is known once the backward pass has ended.
 - In evaluation mode, ``t`` comes from a validation stream, and the state does not change.
 
 Step numbers, draws and losses are those of the explicit form, `Strategy.draw`, `loss` and `observe`.
@@ -225,7 +226,7 @@ class Attached:
     def _count(self, draw: Draw, conditions: Mapping[str, Tensor] | None, _: Tensor) -> None:
         """Count a micro-batch at the beginning of its backward pass, and drop those whose gradients were dropped."""
         current = torch._C._current_graph_task_id()  # losses of one backward pass belong together
-        if current != self._pass and all(parameter.grad is None for parameter in self._parameters()):
+        if current != self._pass and self._without_gradients():
             self._lost += bool(self._applied)
             if self._lost > _LOST_STEPS:
                 raise ConfigError(
@@ -236,6 +237,11 @@ class Attached:
         self._pass = current
         if not any(each is draw for each, _ in self._applied):
             self._applied.append((draw, conditions))
+
+    def _without_gradients(self) -> bool:
+        """Return True if no gradient is accumulated; FSDP2 may accumulate where this cannot be seen."""
+        parameters = self._parameters()
+        return not any(each.grad is not None or hasattr(each, "full_tensor") for each in parameters)
 
     def _drop(self) -> None:
         """Drop the micro-batches of the step so far; its number stays."""
