@@ -264,3 +264,9 @@ def test_micro_batches_with_indices_are_even_over_the_step(points):
     built = strategy("uniform", "flow", points=points)
     draws = [built.draw(BATCH[:1], index=range(number, number + 1), total=16) for number in range(16)]
     assert largest_gap(draws) <= 2 / 16
+
+
+def test_context_of_an_unknown_name_is_rejected():
+    with pytest.raises(ConfigError, match=r"unknown context 'token'; did you mean 'tokens'\?"):
+        Strategy("uniform").draw(torch.zeros(4, 1), token=256)
+    Strategy("uniform").draw(torch.zeros(4, 1), tokens=256)  # another sampler uses it

@@ -14,7 +14,6 @@ draws what an uninterrupted one would have drawn. Under torch.distributed each r
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,12 @@ from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lookup import build_pair, parse_name, table
 from kairos_timesteps.meter import Meter
 from kairos_timesteps.numeric import Array, on_device
+from kairos_timesteps.options import instead
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.registry import split
 
 _BLOCK_STEPS = 16  # steps of a prefetch block: a small draw costs its calls, which the steps share
+_CONTEXT_NAMES = ("tokens", "frames", "group", "progress", "item", "items", "epoch")  # allowed with any sampler
 _CACHED_BLOCKS = 64  # prefetch blocks that are kept, one per slice of the batch
 
 
@@ -77,11 +78,10 @@ class Draw:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """A draw of the current step with the losses that were computed for it."""
+    """A draw of the current step with the unweighted errors that were computed for it."""
 
     draw: Draw
-    losses: Tensor | None = None  # with the weighting's weights
-    errors: Tensor | None = None  # without any weight
+    errors: Tensor
     mask: Tensor | None = None  # samples that components learn from; None: all
 
 
@@ -132,6 +132,7 @@ class Strategy:
         self.group = distributed.batch_group(process_group)
         self.sampler.group = self.weighting.group = self.group
         self._samples = [0, 0]  # samples of all ranks: in this step so far, in the steps before it
+        self._context_names = {*_CONTEXT_NAMES, *self.sampler.context_names}
         self._learns = isinstance(self.sampler, Learned) or isinstance(self.weighting, Learned)
         self._micro_batches: list[_MicroBatch] = []  # of the current step, those with losses
         self._blocks: dict[Any, tuple[int, list[Tensor]]] = {}  # prefetch block of each slice of the batch
@@ -176,8 +177,12 @@ class Strategy:
                 training run. ``item`` is its index in the data set, ``items`` the size of it. ``epoch`` counts from 0.
 
         Raises:
-            ConfigError: required context is missing, or `same` with a density per image.
+            ConfigError: required context is missing, no sampler has context of that name, or `same` with a density per
+                image.
         """
+        for key in context:
+            if key not in self._context_names:
+                raise ConfigError(f"draw: unknown context {key!r}{instead(key, self._context_names)}")
         sampler_name = self.name.partition("+")[0]
         allowed = f"False: sampler {sampler_name} has one density per image"
         demand(not (same and self.sampler.per_image), "draw(same=)", "True", allowed)
@@ -235,11 +240,10 @@ class Strategy:
 
     def _draw(self, x0: Any, coordinates: RandomCoordinates) -> list[Tensor]:
         """Return fractions, times, weights and importance weights of the samples."""
-        sampler = self.sampler
-        fractions = sampler.draw(coordinates, x0)
+        fractions = self.sampler.draw(coordinates, x0)
         t = self.process.times(fractions)
         fixed = self._fixed_weighting.at(self.process, t, coordinates.float_step)
-        importance = sampler.importance_weights(x0, fractions, coordinates)
+        importance = self.sampler.importance_weights(x0, fractions, coordinates)
         return [fractions, t, fixed, torch.ones_like(fixed) if importance is None else importance]
 
     def sample(self, shape: int | tuple[int, ...], step: Any = 0, device: Any = "cpu", **context: Any) -> Tensor:
@@ -260,7 +264,7 @@ class Strategy:
         demand(noise.shape == shape, "couple: noise", f"shape {tuple(noise.shape)}", f"that of x0, {shape}")
         return self.coupling(draw.x0, noise, draw.fractions, draw.coordinates)
 
-    def weighted(self, draw: Draw, losses: Tensor, mask: Tensor | None = None) -> Tensor:
+    def weighted(self, draw: Draw, errors: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return weighted losses, with the terms of a learned weighting, shape of ``draw.t``.
 
         Samplers and weightings that learn keep the losses for `observe`, unless gradients are disabled
@@ -268,27 +272,26 @@ class Strategy:
 
         Args:
             draw: draw of this batch.
-            losses: unweighted errors of the samples, shape of ``draw.t``: (batch,), or (batch, times).
+            errors: unweighted errors of the samples, shape of ``draw.t``: (batch,), or (batch, times).
             mask: samples that samplers and weightings learn from, bool (batch,); None: all. The result does not depend
                 on it. All ranks pass a mask in a step, or none does.
 
         Raises:
-            ConfigError: `losses` or `mask` have another shape.
+            ConfigError: `errors` or `mask` have another shape.
         """
         allowed = f"the shape of draw.t, {tuple(draw.t.shape)}: one unweighted error per sample"
-        demand(losses.shape == draw.t.shape, "losses", f"shape {tuple(losses.shape)}", allowed)
+        demand(errors.shape == draw.t.shape, "errors", f"shape {tuple(errors.shape)}", allowed)
         if mask is not None:
             got = f"{mask.dtype}, shape {tuple(mask.shape)}"
             demand(mask.dtype == torch.bool and mask.shape == draw.t.shape[:1], "mask", got, f"bool, ({len(draw.t)},)")
         if self._learns and torch.is_grad_enabled():  # validation losses are not learned from
-            errors = losses.detach()
             others = [each for each in self._micro_batches if each.draw is not draw]
-            self._micro_batches = [*others, _MicroBatch(draw, errors * draw.fixed_weights, errors, mask)]
-        return self.weighting.apply(losses, draw.fixed_weights, draw.importance, draw.fractions)
+            self._micro_batches = [*others, _MicroBatch(draw, errors.detach(), mask)]
+        return self.weighting.apply(errors, draw.fixed_weights, draw.importance, draw.fractions)
 
-    def loss(self, draw: Draw, losses: Tensor, mask: Tensor | None = None) -> Tensor:
+    def loss(self, draw: Draw, errors: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the mean of `weighted`: call ``backward`` on it."""
-        return self.weighted(draw, losses, mask).mean()
+        return self.weighted(draw, errors, mask).mean()
 
     @contextmanager
     def observe(
@@ -348,26 +351,25 @@ class Strategy:
         self.step, self._samples = self.step + 1, [0, sum(self._samples)]
 
     def _observation(self, last: Draw) -> Observation:
-        """Join the draws of the current step whose losses are known; without any, return the draw `last` alone."""
-        micro_batches = self._micro_batches or [_MicroBatch(last)]
-        draws = [each.draw for each in micro_batches]
+        """Join the draws of the current step whose errors are known; without any, return the draw `last` alone."""
+        measured = self._micro_batches
+        draws = [each.draw for each in measured] or [last]
 
-        def joined(values: list[Any]) -> Any:
+        def joined(values: list[Tensor]) -> Any:
             return values[0] if len(values) == 1 else torch.cat(values)
 
         shapes = {tuple(draw.x0.shape[1:]) for draw in draws}
         alike = len(shapes) == 1 or not isinstance(self.sampler, MeasuresNetwork)
-        demand(
-            alike, "observe: x0", f"shapes {sorted(shapes)}", "one shape in a step: the sampler measures the network"
-        )
+        allowed = "one shape in a step: the sampler measures the network"
+        demand(alike, "observe: x0", f"shapes {sorted(shapes)}", allowed)
         return Observation(
             step=last.step,
             x0=joined([draw.x0 for draw in draws]) if len(shapes) == 1 else None,
             fractions=joined([draw.fractions for draw in draws]),
-            losses=joined([each.losses for each in micro_batches]),
+            losses=joined([each.errors * each.draw.fixed_weights for each in measured]) if measured else None,
             meter=None,
             coordinates=_joined_coordinates([draw.coordinates for draw in draws], distributed.ranks(self.group)),
-            errors=joined([each.errors for each in micro_batches]),
+            errors=joined([each.errors for each in measured]) if measured else None,
             prediction=self.process.prediction,
             weighting=self._fixed_weighting,
         )
@@ -457,27 +459,11 @@ def _joined_coordinates(parts: list[RandomCoordinates], ranks: int) -> RandomCoo
         return last.replace(offset=0, sample_indices=range(count), batch_size=count)
     if len(parts) == 1:
         return last
-    starts: dict[int, int] = {}
+    starts: dict[int, int] = {}  # by offset
     total = 0
     for each in parts:
         if each.offset not in starts:
             starts[each.offset] = total
             total += each.batch_size
-    indices = [_shifted(each.sample_indices, starts[each.offset]) for each in parts]
-    return last.replace(offset=0, sample_indices=_joined_indices(indices, last.device), batch_size=total)
-
-
-def _shifted(indices: "range | Tensor", offset: int) -> "range | Tensor":
-    return range(indices.start + offset, indices.stop + offset) if isinstance(indices, range) else indices + offset
-
-
-def _joined_indices(parts: "list[range | Tensor]", device: Any) -> "range | Tensor":
-    """Concatenate sample indices: to a range if ranges adjoin, which a measurement need not copy to the CPU."""
-    ranges = [each for each in parts if isinstance(each, range)]
-    adjoin = all(before.stop == after.start for before, after in pairwise(ranges))
-    if len(ranges) == len(parts) and adjoin:
-        return range(ranges[0].start, ranges[-1].stop)
-    tensors = [
-        torch.arange(each.start, each.stop, device=device) if isinstance(each, range) else each for each in parts
-    ]
-    return torch.cat(tensors)
+    indices = torch.cat([starts[each.offset] + each.index_tensor() for each in parts])
+    return last.replace(offset=0, sample_indices=indices, batch_size=total)
