@@ -268,5 +268,5 @@ def test_micro_batches_with_indices_are_even_over_the_step(points):
 
 def test_context_of_an_unknown_name_is_rejected():
     with pytest.raises(ConfigError, match=r"unknown context 'token'; did you mean 'tokens'\?"):
-        Strategy("uniform").draw(torch.zeros(4, 1), token=256)
-    Strategy("uniform").draw(torch.zeros(4, 1), tokens=256)  # another sampler uses it
+        strategy("uniform").draw(torch.zeros(4, 1), token=256)
+    strategy("uniform").draw(torch.zeros(4, 1), tokens=256)  # another sampler uses it
