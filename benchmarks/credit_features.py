@@ -8,7 +8,7 @@ from credit_ways import Array, Moment
 from torch import Tensor
 
 from kairos_timesteps.base import Observation
-from kairos_timesteps.samplers.policy import select_timesteps
+from kairos_timesteps.samplers.adaptive import select_timesteps
 
 FEATURES = {  # name: timesteps (None: all), images, which of the independent draws of image and noise
     "all T, one image": (None, "one", 0),

@@ -10,7 +10,7 @@ from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.randomness import Stream
-from kairos_timesteps.samplers.policy import select_timesteps
+from kairos_timesteps.samplers.adaptive import select_timesteps
 from kairos_timesteps.strategy import Strategy
 
 

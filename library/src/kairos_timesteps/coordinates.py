@@ -77,6 +77,11 @@ class RandomCoordinates:
         return self.step if isinstance(self.step, int) else self.broadcast_step.double()
 
     @property
+    def earlier_samples(self) -> Any:
+        """Number of samples drawn before the batch, in a shape that broadcasts with (steps, n, *times_shape)."""
+        return self.broadcast_step * self.batch_size if self.samples_before is None else self.samples_before
+
+    @property
     def step_indices(self) -> range | Tensor:
         """Sample indices among all samples of the step, earlier micro-batches included."""
         indices, offset = self.sample_indices, self.offset
@@ -152,14 +157,10 @@ def points(kind: str, coordinates: RandomCoordinates) -> Tensor:
     whole = coordinates.replace(sample_indices=range(size))
     keys, axis = whole.uniform("order of timesteps"), -1 - len(shape)
     order = keys.argsort(dim=axis, stable=True)  # of the global batch: every rank computes the whole order
-    indices = coordinates.sample_indices
-    rows = torch.arange(indices.start, indices.stop, device=device) if isinstance(indices, range) else indices
-    order = order.index_select(axis, rows)
+    order = order.index_select(axis, coordinates.index_tensor())
     if kind == "sobol":
-        before = coordinates.samples_before
-        before = coordinates.broadcast_step * size if before is None else before
         shift = coordinates.stream("sobol").uniform(0, range(1), (), device)
-        return (van_der_corput(before + order) + shift) % 1.0
+        return (van_der_corput(coordinates.earlier_samples + order) + shift) % 1.0
     if kind == "systematic":
         return (order + coordinates.uniform("timesteps", sample_indices=range(1))) / size
     return (order + whole.uniform("timesteps").gather(axis, order)) / size

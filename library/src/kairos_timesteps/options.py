@@ -137,15 +137,6 @@ def public_name(field: dataclasses.Field[Any]) -> str:
     return field.metadata.get("alias") or field.name
 
 
-def defaults(cls: type) -> dict[str, Any]:
-    """Return the default of every option of an options class by its public name."""
-    values = {}
-    for field in dataclasses.fields(cls):
-        factory = field.default_factory
-        values[public_name(field)] = field.default if factory is dataclasses.MISSING else factory()
-    return values
-
-
 def but_name(component: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a named component: everything but its name."""
     return {key: value for key, value in component.items() if key != "name"}

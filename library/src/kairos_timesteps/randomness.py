@@ -24,6 +24,8 @@ from kairos_timesteps.lazy import Tensor, torch
 Shape = tuple[int, ...]
 Index: TypeAlias = range | Tensor
 Step: TypeAlias = int | range | Tensor
+Device: TypeAlias = "torch.device | str"
+Kind: TypeAlias = Callable[[Tensor], Tensor]
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -57,12 +59,12 @@ class Stream:
             schedule = key_schedule(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little"))
             _KEYS[self.seed, self.name] = schedule, [tuple(map(np.array, row)) for row in schedule]
 
-    def words(self, step: Step, index: Index, count: int, device: torch.device | str = "cpu") -> Tensor:
+    def words(self, step: Step, index: Index, count: int, device: Device = "cpu") -> Tensor:
         """The first `count` words of each sample, int64 (n, count) in [0, 2**32)."""
         words = _words(self, step, index, count, str(device))
         return words if isinstance(step, range) else words[0]
 
-    def uniform(self, step: Step, index: Index, shape: Shape = (), device: torch.device | str = "cpu") -> Tensor:
+    def uniform(self, step: Step, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
         """Uniform on [0, 1), float64 (n, *shape): the upper 53 bits of two words."""
         if not isinstance(step, int):
             numbers = _uniform(self.words(step, index, 2 * math.prod(shape), device))
@@ -74,16 +76,14 @@ class Stream:
         step: Any,
         index: Index,
         shape: Shape = (),
-        device: torch.device | str = "cpu",
+        device: Device = "cpu",
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Standard normal (n, *shape), float32 unless `dtype` says otherwise: 2**32 values between -6.3 and 6.3."""
         dtype = dtype or torch.float32
         return _numbers(self, _normal, step, index, math.prod(shape), device, dtype).reshape(-1, *shape)
 
-    def integers(
-        self, step: int, high: int, index: Index, shape: Shape = (), device: torch.device | str = "cpu"
-    ) -> Tensor:
+    def integers(self, step: int, high: int, index: Index, shape: Shape = (), device: Device = "cpu") -> Tensor:
         """Integers in [0, high), int64 (n, *shape), high up to 2**53; a probability is off by at most 2**-53."""
         return (self.uniform(step, index, shape, device) * high).long()
 
@@ -158,11 +158,11 @@ def _words(stream: Stream, step: Step, index: Index, count: int, device: str) ->
 
 def _numbers(
     stream: Stream,
-    kind: Callable[[Tensor], Tensor],
+    kind: Kind,
     step: Any,
     index: Index,
     count: int,
-    device: torch.device | str,
+    device: Device,
     dtype: torch.dtype,
 ) -> Tensor:
     """Convert `count` words of each sample to numbers by `kind`, (n, numbers)."""
@@ -174,7 +174,7 @@ def _numbers(
 @functools.lru_cache(maxsize=64)
 def _ahead(
     stream: Stream,
-    kind: Callable[[Tensor], Tensor],
+    kind: Kind,
     block: int,
     index: range,
     count: int,

@@ -9,7 +9,7 @@ from typing import Any
 
 from kairos.cli.common import add_plugins
 from kairos.progress import table
-from kairos_timesteps.options import but_name, defaults
+from kairos_timesteps.options import but_name, dump
 from kairos_timesteps.registry import Registry
 
 _WIDTH = 100  # columns of the output
@@ -118,7 +118,7 @@ def _component(registry: Registry, named: Any, all_options: bool) -> str:
         return "null" if named is None else str(named)
     if "name" not in named:
         return str(named)
-    default = defaults(registry.entry(named["name"]).options)
+    default = dump(registry.entry(named["name"]).options())
     shown = []
     for option, value in but_name(named).items():
         text = _component(registry, value, all_options)

@@ -34,7 +34,7 @@ from kairos_timesteps.options import option
 from kairos_timesteps.randomness import derived_seed
 
 _EDGE = 1e-6  # fractions are kept this far from 0 and 1, where log-densities diverge
-_INITIAL = math.log1p(math.exp(0.5)) + 1e-5  # a and b of a new policy, see `policy.Policy`
+_INITIAL = math.log1p(math.exp(0.5)) + 1e-5  # a and b of a new policy: softplus of its last bias
 
 
 @sampler("adaptive", "a learned Beta policy per image (Kim et al. 2025)")
@@ -171,8 +171,6 @@ class Adaptive(MeasuresNetwork, Sampler):
 
     def _log_density(self, a: Tensor, b: Tensor, fractions: Tensor) -> Tensor:
         """Log density of fractions (batch, *times_shape), floor included, given a and b, each (batch,)."""
-        from kairos_timesteps.samplers.policy import beta_distribution
-
         u, per_time = self.from_fraction(fractions), [1] * (fractions.ndim - 1)
         policy = beta_distribution(a.view(-1, *per_time), b.view(-1, *per_time))
         log = policy.log_prob(u.clamp(_EDGE, 1 - _EDGE).to(a)) + math.log(self.density_scale)
@@ -198,8 +196,6 @@ class Adaptive(MeasuresNetwork, Sampler):
 
     def select(self, changes: Tensor) -> Tensor:
         """Return indices of the selected feature timesteps, given the queue (rows, features)."""
-        from kairos_timesteps.samplers.policy import select_timesteps
-
         return select_timesteps(changes, self.selected)
 
     def _measure(self, observation: Observation, noise: str) -> tuple[Tensor, Tensor | None]:
@@ -244,8 +240,6 @@ class Adaptive(MeasuresNetwork, Sampler):
         Raises:
             DivergedError: the gradient of the policy is not finite.
         """
-        from kairos_timesteps.samplers.policy import beta_distribution
-
         indices = observation.coordinates.sample_indices
         rows = slice(indices.start, indices.stop) if isinstance(indices, range) else indices.cpu()
         advantage = on_device(self.advantage(change)[rows], observation.x0.device).to(self.policy.last.weight.dtype)
@@ -310,3 +304,30 @@ class Adaptive(MeasuresNetwork, Sampler):
         self.updates = state["updates"]
         self.reward_mean, self.reward_scale = state["reward"]
         self._reward = state["last_reward"]
+
+
+def beta_distribution(a: Tensor, b: Tensor) -> Any:
+    """Return the distribution without torch's check of parameters and arguments, which synchronises with the device."""
+    return torch.distributions.Beta(a, b, validate_args=False)
+
+
+def select_timesteps(queue: Tensor, count: int, signed: bool = True) -> Tensor:
+    """Select the features that explain the target best: the largest F-statistics among those that rise with it.
+
+    The F-statistic of a linear regression on one feature, r²/(1-r²)(n-2), grows with r². The order is therefore that of
+    the correlation r with the target, the row mean (Kim et al. 2025, algorithm 2 and appendix 10).
+
+    Args:
+        queue: measured changes, float64 (rows, features), 3 rows or more.
+        count: number of features.
+        signed: True: order by r; False: by r², without correlation 0.
+
+    Returns:
+        Indices of the selected features, ascending, int64 (count,).
+    """
+    target = queue.mean(1)
+    centred, centred_target = queue - queue.mean(0), target - target.mean()
+    scale = centred.norm(dim=0) * centred_target.norm()
+    correlation = (centred * centred_target[:, None]).sum(0) / scale
+    score = torch.where(scale > 0, correlation, -torch.inf) if signed else torch.nan_to_num(correlation**2)
+    return score.argsort(descending=True, stable=True)[:count].sort().values

@@ -10,7 +10,7 @@ from kairos_timesteps.diffusion.schedule import NoiseSchedule
 from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import Array
 from kairos_timesteps.options import option
-from kairos_timesteps.samplers.adaptive import Adaptive
+from kairos_timesteps.samplers.adaptive import Adaptive, select_timesteps
 
 
 @sampler("adaptive_official", "adaptive with the choices of its public code")
@@ -67,8 +67,6 @@ class AdaptiveOfficial(Adaptive):
 
     def select(self, changes: Tensor) -> Tensor:
         """Return indices of the largest F-statistics, whatever the sign of the correlation."""
-        from kairos_timesteps.samplers.policy import select_timesteps
-
         rows = changes if len(changes) > 2 else torch.zeros_like(changes)  # with two rows every F-statistic is 0
         return select_timesteps(rows, self.selected, signed=False)
 

@@ -69,17 +69,14 @@ def components_option(key: str, kind: type, first: Any, meaning: str) -> Any:
     return option([{"name": "uniform", key: first}], help, component=check)
 
 
-def _build(component: dict[str, Any], schedule: NoiseSchedule, seed: int, *extra: str) -> FixedDensity:
-    """Build the sampler of a dictionary of name and options, without the keys `extra`."""
-    given = {key: value for key, value in component.items() if key not in extra}
-    built: FixedDensity = SAMPLERS.build(*split(given), schedule, seed)
-    return built
+def _split(component: Mapping[str, Any], extra: str = "") -> tuple[str, dict[str, Any]]:
+    """Return name and options of a component, without the key `extra`."""
+    return split({key: value for key, value in component.items() if key != extra})
 
 
-def _required_context(component: Mapping[str, Any], *extra: str) -> set[str]:
+def _required_context(component: Mapping[str, Any], extra: str = "") -> set[str]:
     """Return the context that a component requires, given by its name and options."""
-    given = {key: value for key, value in component.items() if key not in extra}
-    name, values = split(given)
+    name, values = _split(component, extra)
     return SAMPLERS[name].load().required_context(SAMPLERS.parse(name, values))
 
 
@@ -90,7 +87,7 @@ class Transformed(FixedDensity):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.base = _build(self.density, schedule, seed)
+        self.base: FixedDensity = SAMPLERS.build(*split(self.density), schedule, seed)
         self.context_names = (*self.context_names, *self.base.context_names)
 
     @classmethod
@@ -102,6 +99,26 @@ class Transformed(FixedDensity):
         """Uniform numbers of this sampler; for a mixture with ``per: batch`` those of the mixture."""
         per_batch = getattr(self.base, "per", "sample") == "batch"
         return self.base.uniforms(coordinates) if per_batch else super().uniforms(coordinates)
+
+    def outward(self, v: Values, **context: Any) -> Values:
+        """Map fractions of the density to fractions of the process, without decreasing, elementwise."""
+        raise NotImplementedError
+
+    def inward(self, u: Values, **context: Any) -> Values:
+        """Inverse of `outward`."""
+        raise NotImplementedError
+
+    def cdf(self, u: Values, **context: Any) -> Values:
+        """Distribution function of the density at the fraction before the map."""
+        return self.base.cdf_with_floor(self.inward(u, **context), **context)
+
+    def quantile(self, p: Values, **context: Any) -> Values:
+        """Map quantiles of the density."""
+        return self.outward(self.base.quantile_with_floor(p, **context), **context)
+
+    def map_uniform(self, uniform: Values, **context: Any) -> Values:
+        """Map draws of the density."""
+        return self.outward(self.base.transform(uniform, **context), **context)
 
 
 @sampler("range", "a density cut to, or scaled into, an interval of the process")
@@ -135,27 +152,35 @@ class Range(Transformed):
         if options.importance and not options.floor and (low, high) != (0, 1):
             raise ValueRejected("importance: got true with a range; allowed: false, or a floor above 0")
 
+    def outward(self, v: Values, **context: Any) -> Values:
+        """Scale into the interval."""
+        return self.low + (self.high - self.low) * v
+
+    def inward(self, u: Values, **context: Any) -> Values:
+        """Scale the interval to the process."""
+        return ((u - self.low) / (self.high - self.low)).clip(0, 1)
+
     def cdf(self, u: Values, **context: Any) -> Values:
         """Distribution function of the density, cut off or scaled."""
-        low, high, cdf = self.low, self.high, self.base.cdf_with_floor
         if not self.cut:
-            return cdf(((u - low) / (high - low)).clip(0, 1), **context)
-        first, last = (cdf(0 * u + end, **context) for end in (low, high))
-        return (cdf(u.clip(low, high), **context) - first) / (last - first)
+            return super().cdf(u, **context)
+        first, last = self._ends(u, **context)
+        return (self.base.cdf_with_floor(u.clip(self.low, self.high), **context) - first) / (last - first)
 
     def quantile(self, p: Values, **context: Any) -> Values:
         """Quantile of the density between the probabilities of the ends, or scaled."""
-        low, high = self.low, self.high
         if not self.cut:
-            return low + (high - low) * self.base.quantile_with_floor(p, **context)
-        first, last = (self.base.cdf_with_floor(0 * p + end, **context) for end in (low, high))
-        return self.base.quantile_with_floor(first + (last - first) * p, **context).clip(low, high)
+            return super().quantile(p, **context)
+        first, last = self._ends(p, **context)
+        return self.base.quantile_with_floor(first + (last - first) * p, **context).clip(self.low, self.high)
 
     def map_uniform(self, uniform: Values, **context: Any) -> Values:
         """Draw from the scaled density; with `cut` from the truncated quantile function."""
-        if self.cut:
-            return self.quantile(uniform, **context)
-        return self.low + (self.high - self.low) * self.base.transform(uniform, **context)
+        return self.quantile(uniform, **context) if self.cut else super().map_uniform(uniform, **context)
+
+    def _ends(self, like: Values, **context: Any) -> list[Values]:
+        """Probability of the density below each end of the interval."""
+        return [self.base.cdf_with_floor(0 * like + end, **context) for end in (self.low, self.high)]
 
 
 @sampler("shift", "a density shifted by a number, or by resolution (SD3, Flux)")
@@ -198,7 +223,7 @@ class Shift(Transformed):
         """Return ``tokens``, unless alpha is constant, and the context of the density."""
         return super().required_context(options) | (set() if options.law == "constant" else {"tokens"})
 
-    def shift(self, tokens: Any = None, frames: Any = None) -> Any:
+    def shift(self, tokens: Any = None, frames: Any = None, **context: Any) -> Any:
         """Return alpha for images of `tokens` tokens and `frames` frames.
 
         Raises:
@@ -217,25 +242,15 @@ class Shift(Transformed):
             return math.e**line
         return line * (1 if frames is None else frames) ** 0.5
 
-    def cdf(self, u: Values, *, tokens: Any = None, frames: Any = None, **context: Any) -> Values:
-        """Distribution function of the density at the fraction before the shift."""
-        alpha = self.shift(tokens, frames)
-        inner = {"tokens": tokens, "frames": frames, **context}
-        return self.base.cdf_with_floor(u / (alpha - (alpha - 1) * u), **inner)
-
-    def quantile(self, p: Values, *, tokens: Any = None, frames: Any = None, **context: Any) -> Values:
-        """Shifted quantile of the density."""
-        inner = {"tokens": tokens, "frames": frames, **context}
-        return self._shifted(self.base.quantile_with_floor(p, **inner), tokens, frames)
-
-    def map_uniform(self, uniform: Values, *, tokens: Any = None, frames: Any = None, **context: Any) -> Values:
-        """Shifted draws of the density."""
-        inner = {"tokens": tokens, "frames": frames, **context}
-        return self._shifted(self.base.transform(uniform, **inner), tokens, frames)
-
-    def _shifted(self, v: Values, tokens: Any, frames: Any) -> Values:
-        alpha = self.shift(tokens, frames)
+    def outward(self, v: Values, **context: Any) -> Values:
+        """Shift."""
+        alpha = self.shift(**context)
         return alpha * v / (1 + (alpha - 1) * v)
+
+    def inward(self, u: Values, **context: Any) -> Values:
+        """Shift back."""
+        alpha = self.shift(**context)
+        return u / (alpha - (alpha - 1) * u)
 
 
 class Combined(FixedDensity):
@@ -251,7 +266,7 @@ class Combined(FixedDensity):
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
-        self.components = [_build(component, schedule, seed, self.key) for component in self.parts]
+        self.components = [SAMPLERS.build(*_split(part, self.key), schedule, seed) for part in self.parts]
         self.values = [component[self.key] for component in self.parts]
         inner = [name for component in self.components for name in component.context_names]
         self.context_names = tuple(dict.fromkeys([*self.context_names, *inner]))
@@ -454,8 +469,7 @@ class Listed(FixedDensity):
         """Uniform numbers; with ``in_turn`` each time of each sample is the next of the list."""
         if not self.in_turn:
             return super().uniforms(coordinates)
-        shape, before = coordinates.times_shape, coordinates.samples_before
-        before = coordinates.broadcast_step * coordinates.batch_size if before is None else before
+        shape, before = coordinates.times_shape, coordinates.earlier_samples
         count = math.prod(shape)  # times of one sample
         sample = before + coordinates.index_tensor().reshape(-1, *[1] * len(shape))
         number = sample * count + torch.arange(count, device=coordinates.device).view(shape)

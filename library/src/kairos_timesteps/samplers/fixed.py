@@ -16,7 +16,6 @@ from kairos_timesteps.incomplete_beta import beta_cdf
 from kairos_timesteps.numeric import (
     Array,
     Values,
-    bisect,
     interp,
     logit,
     namespace,
@@ -279,10 +278,6 @@ class Clts(FixedDensity):
         below = normal_cdf((u - self.mu) / self.s)
         truncated, progress = ((below - self._low) / (self._high - self._low)).clip(0.0, 1.0), self.progress(step)
         return (1 - progress) * u + progress * truncated
-
-    def quantile(self, p: Values, **context: Any) -> Values:
-        """Inverse of `cdf` by bisection."""
-        return bisect(lambda u: self.cdf(u, **context), p)
 
     def map_uniform(self, uniform: Values, *, step: Any = 0, **context: Any) -> Values:
         """A share 1 - l of the numbers stays uniform, the rest goes to the normal density."""

@@ -1,7 +1,5 @@
 """InfoNoise: a density of ln sigma that follows the gated rate of conditional entropy (Raya et al. 2026)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -107,11 +105,9 @@ class InfoNoise(FollowsErrors):
             "share": position - below,
         }
 
-    @contextmanager
-    def observe(self, observation: Observation) -> Iterator[None]:
+    def learn(self, observation: Observation) -> None:
         """Learn from the errors of the step. After the warm-up, set the density every `frequency` steps."""
-        with super().observe(observation):
-            yield
+        super().learn(observation)
         if self._taken >= self.start and (self._taken - self.start) % self.frequency == 0:
             self.refresh(self.weights_of_x0(observation) if self.divide else None)
 

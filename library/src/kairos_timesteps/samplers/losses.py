@@ -6,7 +6,6 @@ Their state is tensors on the device of the batch from the first step on. Nothin
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,17 @@ class FollowsLosses(Learned, TableDensity):
 
     @contextmanager
     def observe(self, observation: Observation) -> Iterator[None]:
-        """Learn from the losses of all micro-batches of the step, of all ranks."""
+        """Learn after the optimiser step."""
         yield
+        self.learn(observation)
+
+    def learn(self, observation: Observation) -> None:
+        """Learn from the losses of all micro-batches of the step, of all ranks."""
         if observation.losses is None:
             raise ValueError(
                 f"{type(self).__name__}: observe needs the step's losses; call strategy.loss(draw, errors) before"
             )
-        losses, initial = observation.losses.double(), isinstance(self._masses, np.ndarray)
+        losses, initial = self.followed(observation).double(), isinstance(self._masses, np.ndarray)
         for name in self.kept:
             if hasattr(value := getattr(self, name), "shape"):
                 setattr(self, name, torch.as_tensor(value, device=losses.device))
@@ -48,6 +51,10 @@ class FollowsLosses(Learned, TableDensity):
         joined = distributed.joined(stacked, coordinates.sample_indices, coordinates.batch_size, self.group)
         fractions, losses = joined.transpose(0, 1).flatten(1)
         self.take(self.schedule.cells(fractions), losses)
+
+    def followed(self, observation: Observation) -> Any:
+        """Return the losses that the density follows, shape of the draws."""
+        return observation.losses
 
     def take(self, cells: Tensor, losses: Tensor) -> None:
         """Learn from losses (batch,) at timesteps `cells`, int64 (batch,)."""
@@ -190,18 +197,14 @@ class FollowsErrors(FollowsLosses):
     by_level = True
     _factors: Tables | None = None  # from the error of what is predicted to the error that is followed, (T,)
 
-    @contextmanager
-    def observe(self, observation: Observation) -> Iterator[None]:
-        """Learn from unweighted errors instead of losses."""
-        if observation.errors is not None:
-            if self._factors is None:
-                snr = self.schedule.snr
-                ratio = error_ratio(snr, self.stated_for) / error_ratio(snr, observation.prediction)
-                self._factors = Tables(-np.gradient(np.log(snr)) * ratio if self.by_level else ratio)
-            factor = self._factors.like(observation.errors)[0][self.schedule.cells(observation.fractions)]
-            observation = replace(observation, losses=observation.errors * factor)
-        with super().observe(observation):
-            yield
+    def followed(self, observation: Observation) -> Any:
+        """Return the unweighted errors, converted to those that the density follows."""
+        if self._factors is None:
+            snr = self.schedule.snr
+            ratio = error_ratio(snr, self.stated_for) / error_ratio(snr, observation.prediction)
+            self._factors = Tables(-np.gradient(np.log(snr)) * ratio if self.by_level else ratio)
+        errors: Any = observation.errors
+        return errors * self._factors.like(errors)[0][self.schedule.cells(observation.fractions)]
 
 
 @sampler("info_rate", "error of epsilon per ln SNR: the rate of conditional entropy, without InfoNoise's gate")

@@ -1,18 +1,9 @@
-"""Policy network of the adaptive sampler, and the selection of timesteps for its reward (Kim et al. 2025)."""
+"""Policy network of the adaptive sampler (Kim et al. 2025)."""
 
-import math
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Beta
-
-INITIAL = math.log1p(math.exp(0.5)) + 1e-5  # a and b of a new policy: softplus of the last layer's bias
-
-
-def beta_distribution(a: Tensor, b: Tensor) -> Beta:
-    """Return the distribution without torch's check of parameters and arguments, which synchronises with the device."""
-    return Beta(a, b, validate_args=False)
 
 
 class Policy(nn.Module):
@@ -45,25 +36,3 @@ class Policy(nn.Module):
             x = torch.relu(layer(x))
         a, b = (nn.functional.softplus(self.last(x)) + 1e-5).unbind(1)
         return a, b
-
-
-def select_timesteps(queue: Tensor, count: int, signed: bool = True) -> Tensor:
-    """Select the features that explain the target best: the largest F-statistics among those that rise with it.
-
-    The F-statistic of a linear regression on one feature, r²/(1-r²)(n-2), grows with r². The order is therefore that of
-    the correlation r with the target, the row mean (Kim et al. 2025, algorithm 2 and appendix 10).
-
-    Args:
-        queue: measured changes, float64 (rows, features), 3 rows or more.
-        count: number of features.
-        signed: True: order by r; False: by r², without correlation 0.
-
-    Returns:
-        Indices of the selected features, ascending, int64 (count,).
-    """
-    target = queue.mean(1)
-    centred, centred_target = queue - queue.mean(0), target - target.mean()
-    scale = centred.norm(dim=0) * centred_target.norm()
-    correlation = (centred * centred_target[:, None]).sum(0) / scale
-    score = torch.where(scale > 0, correlation, -torch.inf) if signed else torch.nan_to_num(correlation**2)
-    return score.argsort(descending=True, stable=True)[:count].sort().values

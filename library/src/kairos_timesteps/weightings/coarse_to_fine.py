@@ -48,8 +48,7 @@ class CoarseToFine(Learned, AutoWeighting):
         if observation.errors is None:
             return
         self._errors.group = self.group
-        with self._errors.observe(observation):
-            pass
+        self._errors.learn(observation)
         if (observation.step + 1) % _EVERY == 0 and observation.step + 1 >= 2 * _EVERY:
             snr = self.schedule.snr
             gain = 1 - self._errors.mean() * (1 + 1 / snr)
