@@ -12,7 +12,7 @@ from kairos.files import read_json, sha256_file
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(6 * 3600)]
 
-TRAININGS = int(os.environ.get("KAIROS_SWEEP", "8"))  # make test-cluster KAIROS_SWEEP=200: hours on two processors
+TRAININGS = int(os.environ.get("KAIROS_SWEEP", "4"))  # make test-cluster KAIROS_SWEEP=200: hours on two processors
 
 
 def kill_on_the_way(pipeline: Pipeline, trainings: list[Training]) -> None:
