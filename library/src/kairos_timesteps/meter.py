@@ -105,15 +105,13 @@ class Meter:
 
     def _here(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows of `index` whose samples this rank holds, on the CPU, and their rows in `x0`."""
-        held, total, device = self.coordinates.sample_indices, self.coordinates.batch_size, self.x0.device
-        if isinstance(held, range) and len(held) == total:
-            return torch.arange(len(index)), on_device(index, device)
+        held = self.coordinates.sample_indices
         samples = torch.arange(held.start, held.stop) if isinstance(held, range) else held.cpu()
-        row_of_sample = torch.full((total,), -1)
+        row_of_sample = torch.full((self.coordinates.batch_size,), -1)
         row_of_sample[samples] = torch.arange(len(samples))
         wanted = row_of_sample[index]
         rows = (wanted >= 0).nonzero()[:, 0]
-        return rows, on_device(wanted[rows], device)
+        return rows, on_device(wanted[rows], self.x0.device)
 
     def _predict(self, rows: Tensor, local: Tensor, fractions: Tensor, noise: str, dropout: bool) -> tuple[Tensor, ...]:
         """Return x0, noise, times, x_t and output of this rank's samples `local`, which are `rows` of the request."""

@@ -94,9 +94,31 @@ class LossByLevel:
 
 
 def preview(
-    strategy: Any, path: str | Path | None, draws: int, bins: int, batch: int, context: Mapping[str, Any]
+    strategy: Any,
+    path: str | Path | None = None,
+    *,
+    draws: int = 100_000,
+    bins: int = 50,
+    batch: int = 256,
+    **context: Any,
 ) -> dict[str, Array]:
-    """Implement `Strategy.preview`."""
+    """Return a histogram of the draws of the next steps; the strategy does not change.
+
+    Args:
+        strategy: a `Strategy`.
+        path: file of a picture of the histogram, in the format of the file's name.
+        draws: number of draws, in batches of `batch`; in one batch if the density depends on the step.
+        bins: number of bins of equal width in u.
+        batch: size of the global batch.
+        context: properties that samplers require, as in `Strategy.draw`.
+
+    Returns:
+        ``low`` and ``high`` (fractions u of the process), ``t`` (time of the process in the middle), ``count`` and
+        ``expected`` (from the density), each (bins,). A density per image is shown as it is without images.
+
+    Raises:
+        ConfigError: context is missing, or matplotlib, for a picture.
+    """
     demand(draws >= 1 and bins >= 1 and batch >= 1, "draws, bins, batch", f"{draws}, {bins}, {batch}", "1 or more")
     sampler, edges = strategy.sampler, np.linspace(0, 1, bins + 1)
     below = np.concatenate([[0.0], np.cumsum(strategy.table(**context)["p"])])

@@ -7,7 +7,8 @@ the run uses and no others.
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -57,7 +58,7 @@ def split(component: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return component["name"], _options.but_name(component)
 
 
-class Registry(MutableMapping[str, Entry]):
+class Registry(UserDict[str, Entry]):
     """All components of one kind by name.
 
     Args:
@@ -71,8 +72,9 @@ class Registry(MutableMapping[str, Entry]):
         self._entries: dict[str, Entry] = {}
         self._modules = modules  # not imported yet
 
-    def _complete(self) -> dict[str, Entry]:
-        """Return all entries, in the order of their modules, after importing these."""
+    @property
+    def data(self) -> dict[str, Entry]:  # type: ignore[override]
+        """All entries, in the order of their modules, after importing these."""
         modules, self._modules = self._modules, ()
         for module in modules:
             importlib.import_module(module)
@@ -82,27 +84,12 @@ class Registry(MutableMapping[str, Entry]):
             self._entries = dict(ordered)
         return self._entries
 
-    def __getitem__(self, name: str) -> Entry:
-        return self._complete()[name]
-
-    def __setitem__(self, name: str, entry: Entry) -> None:
-        self._entries[name] = entry
-
-    def __delitem__(self, name: str) -> None:
-        del self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._complete())
-
-    def __len__(self) -> int:
-        return len(self._complete())
-
     def __hash__(self) -> int:
         return id(self)
 
     def add(self, name: str, code: str, options: type = NoOptions, help: str = "", **facts: Any) -> None:
         """Register a component by the import path of its code, which is called as ``code(options, ...)``."""
-        self[name] = Entry(options, code, help, facts)
+        self._entries[name] = Entry(options, code, help, facts)
 
     def register(self, name: str, help: str = "", **facts: Any) -> Callable[[C], C]:
         """Register a `Component` class: a decorator.
@@ -120,7 +107,7 @@ class Registry(MutableMapping[str, Entry]):
             if not free:
                 raise ConfigError(f"{where}: {taken and taken.code} has this name; choose another for {code}")
             options = component.Options  # type: ignore[attr-defined]
-            self[name] = Entry(options, code, help, facts, component)
+            self._entries[name] = Entry(options, code, help, facts, component)
             return component
 
         return decorate

@@ -14,7 +14,6 @@ draws what an uninterrupted one would have drawn. Under torch.distributed each r
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lookup import build_pair, parse_name, table
 from kairos_timesteps.meter import Meter
+from kairos_timesteps.monitoring import preview
 from kairos_timesteps.numeric import Array, on_device
 from kairos_timesteps.options import instead
 from kairos_timesteps.randomness import Stream
@@ -389,28 +389,7 @@ class Strategy:
         """Return what the strategy trains on now: ``t``, ``p``, ``w`` and ``effective`` = p w, each (T,)."""
         return table(self.sampler, self.weighting, x0, self.step, **context)
 
-    def preview(
-        self, path: str | Path | None = None, *, draws: int = 100_000, bins: int = 50, batch: int = 256, **context: Any
-    ) -> dict[str, Array]:
-        """Return a histogram of the draws of the next steps; the strategy does not change.
-
-        Args:
-            path: file of a picture of the histogram, in the format of the file's name.
-            draws: number of draws, in batches of `batch`; in one batch if the density depends on the step.
-            bins: number of bins of equal width in u.
-            batch: size of the global batch.
-            context: properties that samplers require, as in `draw`.
-
-        Returns:
-            ``low`` and ``high`` (fractions u of the process), ``t`` (time of the process in the middle), ``count`` and
-            ``expected`` (from the density), each (bins,). A density per image is shown as it is without images.
-
-        Raises:
-            ConfigError: context is missing, or matplotlib, for a picture.
-        """
-        from kairos_timesteps.monitoring import preview
-
-        return preview(self, path, draws, bins, batch, context)
+    preview = preview
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs."""

@@ -232,7 +232,7 @@ class Edm(Process):
         super().__init__(options, prediction, **options_by_name)
         if self.sigma_data is None:
             raise ConfigError("sigma_data: got null, allowed: the standard deviation of the data, > 0")
-        self._ratio = self.sigma_max / self.sigma_min
+        self._data, self._ratio = self.sigma_data, self.sigma_max / self.sigma_min
 
     @staticmethod
     def check(options: Any) -> None:
@@ -258,14 +258,14 @@ class Edm(Process):
 
     def predict(self, network: Any, x_t: Tensor, t: Tensor, conditions: dict[str, Tensor] | None = None) -> Tensor:
         """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise): an estimate of x0."""
-        data, total = self.sigma_data, t**2 + self.sigma_data**2
+        data, total = self._data, t**2 + self._data**2
         output = call(network, shaped(self._input_scale(t), x_t) * x_t, self._shown(t, x_t), conditions)
         skip, out = data**2 / total, (-1.0 if self.negated else 1.0) * data * t * total**-0.5
         return shaped(skip, x_t) * x_t + shaped(out, x_t) * output
 
     def _input_scale(self, t: Any) -> Any:
         """c_in, which gives the network's input unit variance."""
-        return (t**2 + self.sigma_data**2) ** -0.5
+        return (t**2 + self._data**2) ** -0.5
 
 
 @process("fdm", "EDM whose network's input has momentum (FDM)")

@@ -162,8 +162,8 @@ def tau_of_magnitude(r: float, schedule: NoiseSchedule) -> float:
     Raises:
         ValueError: the schedule is not linear; the closed form holds for linear schedules alone.
     """
-    check_linear(r, schedule.name)
     timesteps = schedule.timesteps
+    check_convergence(None, r, timesteps, schedule.name)
     change, first = linear_coefficients(schedule)
     offset = timesteps * first / change
     return math.sqrt(2 * timesteps * math.log(r) / change + offset**2) - offset
@@ -180,21 +180,17 @@ def start_of_convergence(tau: int | None, r: float | None, schedule: NoiseSchedu
         tau = min(math.ceil(tau_of_magnitude(r, schedule)), timesteps)
     elif tau is None:
         tau = min(max(round(0.7 * timesteps), 1), timesteps - 1)
-    check_tau(tau, timesteps)
+    check_convergence(tau, None, timesteps, schedule.name)
     return tau
 
 
-def check_linear(r: float | None, schedule: str) -> None:
-    """Reject a magnitude r unless the schedule is linear; raises ValueError."""
-    demand(r is None or schedule == "linear", "r", f"{r} with schedule {schedule}", "schedule linear, or give tau")
-
-
-def check_tau(tau: int | None, timesteps: int) -> None:
-    """Reject tau unless timesteps lie before and after it; raises ValueError."""
+def check_convergence(tau: int | None, r: float | None, timesteps: int, schedule: str) -> None:
+    """Reject tau unless timesteps lie before and after it, and r unless the schedule is linear; raises ValueError."""
     demand(tau is None or 0 < tau < timesteps, "tau", tau, f"1 to T - 1 = {timesteps - 1}")
+    demand(r is None or schedule == "linear", "r", f"{r} with schedule {schedule}", "schedule linear, or give tau")
 
 
 def check_published_form(tau: int | None, timesteps: int, schedule: str) -> None:
     """Reject continuous processes: SpeeD's public code is defined by increments of discrete ones; raises ValueError."""
     demand(schedule not in CONTINUOUS, "process", schedule, "discrete, as in the public code")
-    check_tau(tau, timesteps)
+    check_convergence(tau, None, timesteps, schedule)

@@ -9,9 +9,8 @@ from kairos_timesteps.components import sampler
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import (
     NoiseSchedule,
-    check_linear,
+    check_convergence,
     check_published_form,
-    check_tau,
     start_of_convergence,
 )
 from kairos_timesteps.errors import demand
@@ -52,8 +51,7 @@ class Speed(FixedDensity):
     @staticmethod
     def check_process(options: Any, timesteps: int, schedule: str) -> None:
         """Reject tau outside of the process, and r unless the schedule is linear."""
-        check_tau(options.tau, timesteps)
-        check_linear(options.r, schedule)
+        check_convergence(options.tau, options.r, timesteps, schedule)
 
     def cdf(self, u: Values, **context: Any) -> Values:
         """Piecewise linear with a kink at tau."""
