@@ -21,11 +21,11 @@ DATA = ROOT.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the data sets beside the project (shared/data) are absent")
 
 
-def write_experiment(folder: Path, name: str, **sections: Any) -> Path:
+def write_experiment(folder: Path, name: str, images: int = 2000, **sections: Any) -> Path:
     experiment = {
         "experiment": name,
         "dataset": {
-            "source": "parquet", "path": str(DATA / name / "train-*.parquet"), "limit": 2000, "heldout": 0.15,
+            "source": "parquet", "path": str(DATA / name / "train-*.parquet"), "limit": images, "heldout": 0.15,
             **({"color": "grey"} if name == "fashion_mnist" else {"flips": True}),
         },
         "model": {
@@ -86,7 +86,7 @@ def test_a_real_data_set_from_images_to_the_table(tmp_path):
 @needs_data
 def test_a_pretrained_autoencoder_on_cifar10(tmp_path):
     pretrained = {"kind": "pretrained", "path": str(DATA / "taesd")}
-    config = ["--config", str(write_experiment(tmp_path, "cifar10", autoencoder=pretrained, model="dit"))]
+    config = ["--config", str(write_experiment(tmp_path, "cifar10", 500, autoencoder=pretrained, model="dit"))]
     dataset, autoencoder, latents = (tmp_path / name for name in ("dataset", "taesd", "latents"))
     assert main(["prepare", *config, "--out", str(dataset)]) == 0
     shared = [*config, "--dataset", str(dataset)]
@@ -95,4 +95,4 @@ def test_a_pretrained_autoencoder_on_cifar10(tmp_path):
     record = read_json(latents / "manifest.json")
     assert record["kind"] == "moments" and record["shape"] == [4, 4, 4]
     mean, flipped = (np.load(latents / f"{name}.npy", mmap_mode="r") for name in ("mean", "mean_flipped"))
-    assert mean.shape == flipped.shape == (2000, 4, 4, 4) and np.isfinite(mean).all() and mean.std() > 0.1
+    assert mean.shape == flipped.shape == (500, 4, 4, 4) and np.isfinite(mean).all() and mean.std() > 0.1
