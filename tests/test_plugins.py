@@ -325,6 +325,7 @@ def test_a_frozen_experiment_records_the_code_of_its_plugins(folder):
     plugins.check_unedited(second, "power", plain["methods"]["power"])
 
 
+@pytest.mark.long
 def test_a_training_with_a_plugin(folder, commands):
     latents = make_latents(folder / "data")
     file = write_experiment(Path("case.yaml"), case(training__milestones=[4], training__checkpoint_every=4))

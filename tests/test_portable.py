@@ -68,6 +68,7 @@ def here() -> dict:
     return probed()[0]
 
 
+@pytest.mark.long
 def test_the_caps_reach_the_libraries_whatever_was_set(here):
     other, said = probed(**OTHER)
     assert here["machine"]["instruction_set"] == "AVX2 (portable)" and here["exact"]
