@@ -18,7 +18,7 @@ from torch.distributions import Beta
 from kairos.losses.terms import per_sample
 from kairos.training.state import Training
 from kairos_timesteps.base import Observation
-from kairos_timesteps.build import make_sampler, make_weighting
+from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.meter import Meter, evaluating
 from kairos_timesteps.randomness import Stream
@@ -59,7 +59,7 @@ class Moment:
         self.training, self.process = training, training.process
         self.network, self.optimizer = training.model, training.optimizer
         self.schedule = training.process.schedule
-        self.weighting = make_weighting({"name": "none"}, self.schedule, self.process.prediction)
+        self.weighting = WEIGHTINGS.build("none", {}, self.schedule, self.process.prediction)
         self.size = training.settings["batch_size"]
         self.first = FRESH * (1 + training.step)
         self.saved = copy.deepcopy((self.network.state_dict(), self.optimizer.state_dict()))
@@ -228,9 +228,8 @@ def second_moment_of_loss(moment: Moment, count: int) -> Way:
 def of_gradients(moment: Moment, name: str, options: dict[str, Any], count: int) -> Way:
     """Measure `gradient_norm` or `first_order` as the samplers do, on each half of the images of a batch."""
     half = moment.size // 2
-    sampler: Any = make_sampler(
-        {"name": name, "bins": BINS, "samples": max(2, half // BINS), **options}, moment.schedule
-    )
+    chosen = {"bins": BINS, "samples": max(2, half // BINS), **options}
+    sampler: Any = SAMPLERS.build(name, chosen, moment.schedule)
     values = np.zeros((count, 2, BINS))
     for number in range(count):
         x0, conditions = moment.batch(number)

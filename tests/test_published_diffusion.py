@@ -19,9 +19,9 @@ from kairos.milestones import open_milestone
 from kairos.models.registries import MODELS
 from kairos.training.registries import AVERAGES
 from kairos.training.run import train
-from kairos_timesteps.build import make_weighting
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import Options, option
+from named_components import make_weighting
 from training_case import difference, experiment, hashes, make_latents, train_command, write_experiment
 
 LEARNED = {"name": "discrete", "timesteps": 100, "variance": "learned_range"}

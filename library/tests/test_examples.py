@@ -174,15 +174,14 @@ import kairos_timesteps
 assert not {"torch", "numpy"} & set(sys.modules), "import kairos is not free"
 
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
-from kairos_timesteps.build import make_sampler, make_weighting
 from kairos_timesteps.diffusion.schedule import make_schedule
 schedule = make_schedule("cosine", 100)
 learned = ("loss", "info", "gradient", "first_order", "adaptive", "edm2", "auto")
 fixed = [name for name in SAMPLERS if not name.startswith(learned)]
 for name in fixed:
-    assert abs(make_sampler({"name": name}, schedule).probabilities().sum() - 1) < 1e-9
+    assert abs(SAMPLERS.build(name, {}, schedule).probabilities().sum() - 1) < 1e-9
 for name in WEIGHTINGS:
-    name in ("edm2", "coarse_to_fine") or make_weighting({"name": name}, schedule).weights()
+    name in ("edm2", "coarse_to_fine") or WEIGHTINGS.build(name, {}, schedule, "epsilon").weights()
 assert "torch" not in sys.modules, "densities need torch"
 
 import kairos_timesteps.errors

@@ -136,6 +136,7 @@ class Sampler(Stateful):
     context_names: tuple[str, ...] = ()
     points: str = "random"
     per_image = False  # each image has its own density
+    decorator: Any  # of `density`
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule)
@@ -328,6 +329,7 @@ class Weighting(Stateful):
     interpolated in the logarithm of the ratio. Formulas take numpy arrays and tensors.
     """
 
+    decorator: Any  # of `weighting`
     stated_for = "epsilon"  # or x0, v; predicted: the error of whatever the network predicts
     depends_on_step = False
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kairos_timesteps.base import FixedDensity, Sampler, Weighting
+from kairos_timesteps.base import FixedDensity, Weighting
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import required
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, NoiseSchedule
@@ -29,22 +29,10 @@ from kairos_timesteps.errors import demand, rejection
 from kairos_timesteps.lookup import build_pair
 from kairos_timesteps.numeric import Values, same_kind
 from kairos_timesteps.options import option
-from kairos_timesteps.registry import Registry, split
+from kairos_timesteps.registry import Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
 ERRORS = (*PREDICTIONS, "flow", "predicted")  # errors that a weighting can be stated for
-
-
-def make_sampler(component: dict[str, Any], schedule: NoiseSchedule, seed: int = 0) -> Sampler:
-    """Build a sampler from ``{"name": ..., option: ...}``."""
-    sampler: Sampler = SAMPLERS.build(*split(component), schedule, seed)
-    return sampler
-
-
-def make_weighting(component: dict[str, Any], schedule: NoiseSchedule, prediction: str = "epsilon") -> Weighting:
-    """Build a weighting from ``{"name": ..., option: ...}``."""
-    weighting: Weighting = WEIGHTINGS.build(*split(component), schedule, prediction)
-    return weighting
 
 
 def density(name: str, process: Any = "flow", *, help: str = "", **options: Any) -> Any:
@@ -64,14 +52,14 @@ def density(name: str, process: Any = "flow", *, help: str = "", **options: Any)
         ConfigError: an unknown option, a value that is not allowed, a sampler that learns, or a name that is taken.
     """
     demand(isinstance(name, str), "density", repr(name), 'a name: @density("mine")')
+    decorator = _Decorator(SAMPLERS, name, help, _FunctionDensity, {})
     if name not in SAMPLERS and name not in SAMPLERS.unavailable and not options:
-        return _Decorator(SAMPLERS, name, help, _FunctionDensity, {})
+        return decorator
     from kairos_timesteps.diffusion.adapters import as_process  # imports torch
 
     demand(issubclass(SAMPLERS.entry(name).load(), FixedDensity), "density", name, "samplers of a fixed density")
     built = build_pair(as_process(process), (name, "none"), options, None)[0]
-    if isinstance(built, _FunctionDensity):
-        built.decorator = _Decorator(SAMPLERS, name, help, _FunctionDensity, {})
+    built.decorator = decorator  # for a module or a notebook cell that is executed again
     return built
 
 
@@ -97,16 +85,16 @@ def weighting(
     """
     demand(isinstance(name, str), "weighting", repr(name), 'a name: @weighting("mine")')
     demand(error in ("", *ERRORS), "error", repr(error), ", ".join(ERRORS))
+    decorator = _Decorator(WEIGHTINGS, name, help, _FunctionWeighting, {"stated_for": error or "epsilon"})
     if name not in WEIGHTINGS and not options and prediction is None:
-        return _Decorator(WEIGHTINGS, name, help, _FunctionWeighting, {"stated_for": error or "epsilon"})
+        return decorator
     from kairos_timesteps.diffusion.adapters import as_process
 
     allowed = (*PREDICTIONS, "flow")
     demand(prediction in (None, *allowed), "prediction", prediction, ", ".join(allowed))
     built = build_pair(as_process(process), ("uniform", name), None, options)[1]
     built.prediction = prediction or built.prediction
-    if isinstance(built, _FunctionWeighting):
-        built.decorator = _Decorator(WEIGHTINGS, name, help, _FunctionWeighting, {"stated_for": error or "epsilon"})
+    built.decorator = decorator
     return built
 
 
@@ -116,7 +104,6 @@ class _FunctionDensity(FixedDensity):
     function: Callable[..., Any]
     parameters: tuple[str, ...] = ()  # of the function that are options
     required: tuple[str, ...] = ()  # context that the function needs
-    decorator: Any  # for a module or a notebook cell that is executed again
 
     def __init__(self, options: Any, schedule: NoiseSchedule, seed: int = 0):
         super().__init__(options, schedule, seed)
@@ -150,7 +137,6 @@ class _FunctionWeighting(Weighting):
 
     function: Callable[..., Any]
     parameters: tuple[str, ...] = ()
-    decorator: Any  # for a module or a notebook cell that is executed again
 
     def formula(self, snr: Values) -> Values:
         """Call the function with its options."""
@@ -195,10 +181,8 @@ def _declaration(name: str, function: Callable[..., Any], base: type) -> dict[st
     attributes: dict[str, Any] = {"__annotations__": {}, "__doc__": inspect.getdoc(function) or name}
     context = []
     for each in parameters[1:]:
-        where, is_context = (
-            f"{name}: parameter {each.name}",
-            base is _FunctionDensity and each.kind == each.KEYWORD_ONLY,
-        )
+        where = f"{name}: parameter {each.name}"
+        is_context = base is _FunctionDensity and each.kind == each.KEYWORD_ONLY
         if each.default is each.empty and not is_context:
             allowed = "a default; or, for context, keyword-only: (u, *, tokens)"
             raise rejection(where, "no default", allowed if base is _FunctionDensity else "a default")
