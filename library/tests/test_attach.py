@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kairos_timesteps
 import rank_groups
@@ -36,12 +37,15 @@ class Trainer:
         late: clear gradients between the loss and its backward pass, not after the step.
         optimizer: class and arguments.
         scaler: GradScaler, or None.
+        to_none: whether `zero_grad` removes gradients.
         more: further arguments of `attach` and `Strategy`.
     """
 
-    def __init__(self, specification, attached, time=None, late=False, optimizer=None, scaler=None, **more):
+    def __init__(
+        self, specification, attached, time=None, late=False, optimizer=None, scaler=None, to_none=True, **more
+    ):
         torch.manual_seed(0)
-        self.network, self.late, self.scaler = TinyNetwork(), late, scaler
+        self.network, self.late, self.scaler, self.to_none = TinyNetwork(), late, scaler, to_none
         self.optimizer = (optimizer or torch.optim.Adam)(self.network.parameters(), lr=1e-2)
         self.strategy = specification.build(**more)
         self.time = TimeConvention(self.strategy.process, time)
@@ -110,7 +114,7 @@ class Trainer:
             self.strategy.weighting.zero_grad()
         self.draws, self.cleared = [], True
         if not self.late:
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad(self.to_none)
 
     def checkpoint(self):
         file = io.BytesIO()
@@ -183,7 +187,7 @@ def of_time(data, specification):
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
-@examples(2)
+@examples(3)
 @given(data=st.data())
 def test_a_sampler_attached_equals_the_explicit_form(name, data):
     specification = data.draw(specifications(sampler=name, discrete=name in MEASURING))
@@ -221,10 +225,10 @@ ADAPTS = Specification({"name": "adaptive", "frequency": 1, "feature_timesteps":
 OVERFLOWS = [True, True, False, False, True, False, False]
 
 
-def mixed_precision(specification, optimizer, attached, scaled, resume=None):
+def mixed_precision(specification, optimizer, attached, scaled, resume=None, to_none=True):
     def build():
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
-        return Trainer(specification, attached, optimizer=OPTIMIZERS[optimizer], scaler=scaler)
+        return Trainer(specification, attached, optimizer=OPTIMIZERS[optimizer], scaler=scaler, to_none=to_none)
 
     trainer = build()
     for number, overflow in enumerate(OVERFLOWS):
@@ -257,6 +261,47 @@ def test_a_resume_after_any_attempt_is_exact(fused, resume):
 def test_fused_and_unfused_optimizers_draw_the_same():
     results = [mixed_precision(LEARNS, f"Adam, fused={fused}", True, True) for fused in (True, False)]
     assert equal_bits(results[0]["t"], results[1]["t"]) and equal_bits(results[0]["losses"], results[1]["losses"])
+
+
+def test_a_fused_step_is_skipped_whether_or_not_gradients_are_set_to_none():
+    explicit, results = (
+        mixed_precision(LEARNS, "Adam, fused=True", attached, True, to_none=False) for attached in (False, True)
+    )
+    assert results["state"]["step"] == 4 and equal_bits(results, explicit)
+
+
+class Reads(TorchDispatchMode):
+    """Count numbers that are read from tensors, which on a GPU synchronises."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), by_name=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*arguments, **(by_name or {}))
+
+
+@pytest.mark.parametrize("name", ["uniform", "loss_rms", "info_rate+min_snr"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_number_is_read_per_fused_step_and_only_by_the_next_draw(name, fused):
+    network, scaler = TinyNetwork(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+    timesteps = attach(name, "linear", optimizer, network)
+    t = timesteps(IMAGES)
+    for _ in range(3):
+        errors = (network(IMAGES, t) - 1).square().mean((1, 2, 3))
+        with Reads() as within:
+            loss = timesteps.loss(errors)
+            if fused:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        with Reads() as between:
+            t = timesteps(IMAGES)
+        assert (within.count, between.count) == (0, int(fused))
 
 
 # What counts
@@ -380,10 +425,13 @@ def test_a_closure_draws_within_the_step():
     assert plain.state["step"] == 3 and equal_bits(plain.state, other.state)
 
 
-def test_a_closure_and_a_strategy_that_measures_do_not_go_together():
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_closure_and_a_strategy_that_measures_do_not_go_together(accumulated):
     network = TinyNetwork()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     timesteps = attach("gradient_norm", "linear", optimizer, network, predict=network)
+    if accumulated:
+        timesteps.loss((network(IMAGES, timesteps(IMAGES)) - 1).square().mean((1, 2, 3))).backward()
 
     def closure():
         loss = timesteps.loss((network(IMAGES, timesteps(IMAGES)) - 1).square().mean((1, 2, 3)))
@@ -392,6 +440,16 @@ def test_a_closure_and_a_strategy_that_measures_do_not_go_together():
 
     with pytest.raises(ConfigError, match=r"draws within its closure.*explicit form"):
         optimizer.step(closure)
+
+
+def test_a_state_that_is_loaded_forgets_the_current_step():
+    plain = Plain()
+    plain.step()
+    state = plain.timesteps.state_dict()
+    plain.timesteps.loss(plain.errors(plain.timesteps(IMAGES))).backward()
+    plain.timesteps.load_state_dict(state)
+    plain.optimizer.step()
+    assert equal_bits(plain.timesteps.state_dict(), state)
 
 
 def test_detach_ends_the_hooks():
@@ -688,7 +746,8 @@ def test_a_measurement_calls_the_network_as_the_trainer_does(mask):
                 x_t = CONVENTIONS["data_is_one"](x0, noise, t.view(-1, 1, 1, 1))
                 errors = (network(x_t, t, text[half])["sample"] - (x0 - noise)).square().mean((1, 2, 3))
                 loss = timesteps.loss(errors, mask=mask) if attached else strategy.loss(draws[-1], errors, mask)
-                loss.backward()
+                loss.backward(retain_graph=True)
+                loss.backward()  # two passes through one loss are one micro-batch
             if attached:
                 optimizer.step()
             else:
