@@ -120,7 +120,8 @@ class Meter:
         x_t = self.process.noised(clean, noise_rows.to(clean.dtype), t)
         conditions = self.conditions and {name: values[local] for name, values in self.conditions.items()}
         with evaluating(self.network, dropout), self.autocast or nullcontext():
-            output = self.process.mean(self.process.predict(self.network, x_t, t, conditions), x_t).float()
+            output = self.process.predict(self.network, x_t, t, conditions)
+            output = self.process.prediction_channels(output, x_t).float()
         return clean, noise_rows, t, x_t, output
 
     def parameters(self) -> list[Tensor]:

@@ -54,7 +54,7 @@ class Prediction:
     @property
     def mean(self) -> Tensor:
         """The channels of the output that stand for x0, shape of x0."""
-        mean: Tensor = self.process.mean(self.output, self.x0)
+        mean: Tensor = self.process.prediction_channels(self.output, self.x0)
         return mean
 
     @functools.cached_property

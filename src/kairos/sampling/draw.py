@@ -122,5 +122,5 @@ class Estimate:
         t = torch.full((len(x),), time.item(), dtype=time.dtype, device=x.device)  # a copy of `time` would wait
         with compute.precision(self.precision, x.device):
             output = self.predict(x_t.float(), t).to(x.dtype)
-        x0: Tensor = self.process.estimate(self.process.mean(output, x), x_t, t)
+        x0: Tensor = self.process.estimate(self.process.prediction_channels(output, x), x_t, t)
         return x0.clamp(-1, 1) if self.clip else x0, output[:, x.shape[1] :]

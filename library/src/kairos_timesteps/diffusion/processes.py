@@ -118,7 +118,7 @@ class Process(Component):
         """The network's prediction at t, all its channels; preconditioned processes scale input and output here."""
         return call(network, x_t, self._shown(t, x_t), conditions)
 
-    def mean(self, output: Tensor, like: Tensor) -> Tensor:
+    def prediction_channels(self, output: Tensor, like: Tensor) -> Tensor:
         """The channels of an output that are the prediction, shape of `like`; those behind them are its variance."""
         return output if output.shape == like.shape else output[:, : like.shape[1]]
 

@@ -11,7 +11,7 @@ from kairos_timesteps.lazy import Tensor, torch
 from kairos_timesteps.numeric import on_device
 from kairos_timesteps.options import option
 from kairos_timesteps.samplers.log_snr import EdmLogNormal
-from kairos_timesteps.samplers.losses import FollowsErrors
+from kairos_timesteps.samplers.losses import FollowsErrors, neighbours
 
 
 @sampler("info_noise", "InfoNoise: gated rate of conditional entropy, divided by the weight (Raya et al. 2026)")
@@ -178,12 +178,10 @@ class InfoNoise(FollowsErrors):
 def interpolated(values: Tensor, measured: Tensor) -> Tensor:
     """Fill the entries that are not measured: linear between neighbours, constant beyond the outermost ones."""
     count = len(values)
-    number = torch.arange(count, device=values.device)
-    below = torch.where(measured, number, -1).cummax(0).values
-    above = torch.where(measured, number, count).flip(0).cummin(0).values.flip(0)
+    below, above = neighbours(measured)
     low = torch.where(below >= 0, below, above).clamp(max=count - 1)
     high = torch.where(above < count, above, below).clamp(min=0)
-    share = (number - low) / (high - low).clamp(min=1)
+    share = (torch.arange(count, device=values.device) - low) / (high - low).clamp(min=1)
     return torch.lerp(values[low], values[high], share.to(values.dtype))
 
 

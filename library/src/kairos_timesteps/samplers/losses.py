@@ -145,11 +145,17 @@ class SmoothedLosses(FollowsLosses):
         self._kernel = on_device(self._kernel, self._sums.device)
         around = torch.nn.functional.conv1d(self._sums[:, None], self._kernel.view(1, 1, -1), padding="same")[:, 0]
         known = around[1] > 1e-12 * around[1].max()
-        number = torch.arange(len(known), device=known.device)
-        below = torch.where(known, number, -1).cummax(0).values
-        above = torch.where(known, number, len(known)).flip(0).cummin(0).values.flip(0)
+        below, above = neighbours(known)
         nearest = torch.where(below >= 0, below, above).clamp(max=len(known) - 1)
         return (around[0] / around[1])[nearest].clamp(min=1e-300)
+
+
+def neighbours(known: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the nearest known index at or below, and at or above each index of a bool tensor (n,); -1 or n if none."""
+    number = torch.arange(len(known), device=known.device)
+    below = torch.where(known, number, -1).cummax(0).values
+    above = torch.where(known, number, len(known)).flip(0).cummin(0).values.flip(0)
+    return below, above
 
 
 @sampler("loss_rms", "kairos: loss_second_moment smoothed over t, with a floor")
