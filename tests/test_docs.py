@@ -1,6 +1,7 @@
 """The site of the documentation: nothing of the code is missing in it, and a link that leads nowhere ends its build."""
 
 import argparse
+import ast
 import importlib
 import logging
 import os
@@ -52,6 +53,31 @@ def test_code_of_the_home_page_fits_its_column():
     """A block shows 88 characters in a window of 1280 pixels; the button that copies it covers the last ones."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "docs/index.md").read_text(), re.MULTILINE | re.DOTALL)
     assert blocks and max(len(line) for block in blocks for line in block.splitlines()) <= 80
+
+
+def markers(name: str) -> set[str]:
+    """Markers of a test that a page names as ``training::a_name``, and of its file."""
+    module, function = name.split("::")
+    folder, _, module = module.rpartition("/")
+    files = [ROOT / tests / folder / f"test_{module}.py" for tests in ("tests", "library/tests")]
+    tree = ast.parse(next(file for file in files if file.is_file()).read_text())
+    (test,) = (node for node in tree.body if getattr(node, "name", "") == f"test_{function}")
+    of_file = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    marks = [mark for value in of_file for mark in getattr(value, "elts", [value])]
+    return {ast.unparse(mark).removeprefix("pytest.mark.") for mark in (*marks, *test.decorator_list)}
+
+
+def test_promises_name_tests_that_exist_and_say_when_these_run():
+    page = (ROOT / "docs/promises.md").read_text().partition("\n\n| ")[2]
+    named = re.findall(r"`([\w/]+::\w+)`(?: \((long|cluster)\))?", page)
+    assert len(named) > 80
+    for name, said in named:
+        (expected,) = markers(name) & {"long", "cluster"} or {""}
+        assert said == expected, name
 
 
 def component_problems(registry: Registry, name: str) -> list[str]:
