@@ -10,6 +10,7 @@ code of the selected components is passed in as further roots.
 """
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -18,6 +19,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from kairos_timesteps import options
+from kairos_timesteps.registry import Registry
 
 _PIPELINE, _LIBRARY = _PACKAGES = "kairos", "kairos_timesteps"
 # these modules select code and values, or store and show results; they compute nothing
@@ -54,6 +58,20 @@ def _without_file_name(code: str) -> str:
     """Return ``"module:Name"`` for kairos' packages and ``"Name"`` for plugin files, which may be renamed."""
     module, _, name = code.partition(":")
     return code if _top(module) in _PACKAGES else name
+
+
+def roots_of(registry: Registry, named: dict[str, Any]) -> list[str]:
+    """Return the code of a component and of the components that its options name, as roots of a fingerprint.
+
+    A registered class counts by its definition, a component that is registered by import path by its whole module.
+    """
+    entry = registry.entry(named["name"])
+    inner = [one for one in dataclasses.fields(entry.options) if one.metadata.get("component")]
+    values = [named.get(options.public_name(one), one.default) for one in inner]
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    components = [{"name": item} if isinstance(item, str) else item for item in flat if item is not dataclasses.MISSING]
+    own = entry.module if entry.component is None else entry.code
+    return [own, *(root for component in components for root in roots_of(registry, component))]
 
 
 def modules(roots: Iterable[str]) -> list[str]:

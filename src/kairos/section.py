@@ -88,20 +88,6 @@ def build(registry: Registry, named: dict[str, Any], *arguments: Any, **keywords
     return registry.build(*split(named), *arguments, **keywords)
 
 
-def roots_of(registry: Registry, named: dict[str, Any]) -> list[str]:
-    """Return the code of a component and of the components that its options name, as roots of a fingerprint.
-
-    A registered class counts by its definition, a component that is registered by import path by its whole module.
-    """
-    entry = registry.entry(named["name"])
-    inner = [field for field in dataclasses.fields(entry.options) if field.metadata.get("component")]
-    values = [named.get(options.public_name(field), field.default) for field in inner]
-    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    components = [{"name": item} if isinstance(item, str) else item for item in flat if item is not dataclasses.MISSING]
-    own = entry.module if entry.component is None else entry.code
-    return [own, *(root for component in components for root in roots_of(registry, component))]
-
-
 def check(model: type[S], values: dict[str, Any], source: str) -> S:
     """Values as an instance of a section.
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kairos.files import read_json
-from kairos.fingerprint import fingerprint, modules, set_source
-from kairos.section import roots_of
+from kairos.fingerprint import fingerprint, modules, roots_of, set_source
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import ConfigError, KairosError
 

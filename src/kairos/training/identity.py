@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kairos.files import sha256_json
-from kairos.fingerprint import fingerprint
+from kairos.fingerprint import fingerprint, roots_of
 from kairos.milestones import hash_of_start
-from kairos.section import roots_of
 
 # All settings count but these: one that is new and forgotten here makes another identity, not a wrong one.
 _PLACE = ("processes", "nodes", "trainings_per_gpu", "device")  # where it is computed
