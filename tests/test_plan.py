@@ -151,6 +151,7 @@ def test_a_new_sampler_says_itself_what_it_costs(monkeypatch: pytest.MonkeyPatch
     assert found["honest"].operations == pytest.approx(2 * found["uniform"].operations)
 
 
+@pytest.mark.long
 def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Latents, checkpoints and milestones are as large as was said; the training's own time is taken as the rate."""
     monkeypatch.chdir(tmp_path)

@@ -143,6 +143,7 @@ def comes_back(repository: Repository) -> None:
     assert (repository.folder / ".dvc/config").read_bytes() == (ROOT / ".dvc/config").read_bytes()
 
 
+@pytest.mark.long
 def test_a_folder(repository, tmp_path):
     repository.remote(str(tmp_path / "store"))
     comes_back(repository)
