@@ -17,7 +17,7 @@ import rank_groups
 from kairos_timesteps import Attached, Strategy, attach
 from kairos_timesteps.base import MeasuresNetwork
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
-from kairos_timesteps.distributed import rank
+from kairos_timesteps.distributed import rank, ranks
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.time_convention import TimeConvention
 from small_loop import IMAGES, TinyNetwork, equal_bits
@@ -888,6 +888,20 @@ def with_fsdp(attached, synchronised):
     return timesteps.state_dict()["strategy"] if attached else strategy.state_dict()
 
 
+def with_masks():
+    """Follow losses of masked samples, on one rank or two; return the state."""
+    strategy = Strategy("loss_rms", sampler={"frequency": 1, "start": 1})
+    mask = torch.tensor([True, False, False, True, False, True, True, True])
+    count = 8 // ranks()
+    rows = slice(rank() * count, (rank() + 1) * count)
+    for _ in range(3):
+        draw = strategy.draw(IMAGES[rows])
+        strategy.loss(draw, 1 + draw.fractions.float(), mask[rows])
+        with strategy.observe(draw):
+            pass
+    return strategy.state_dict()
+
+
 def on_two_ranks(specifications):
     """Train each specification attached and explicit; ranks have different images and masks."""
     group = torch.distributed.new_group([0, 1])
@@ -910,7 +924,7 @@ def on_two_ranks(specifications):
             pair.append(trainer.results())
         results.append({"equal": equal_bits(*pair), "state": pair[0]["state"], "t": torch.stack(pair[0]["t"])})
     sharded = [equal_bits(with_fsdp(True, each), with_fsdp(False, each)) for each in (True, False)]
-    return {"trainings": results, "sharded": sharded}
+    return {"trainings": results, "sharded": sharded, "masked": with_masks()}
 
 
 def small(name):
@@ -918,16 +932,18 @@ def small(name):
     wanted = {"frequency": 1, "start": 1, "history": 1, "feature_timesteps": 5, "width": 4, "bins": 4, "min_count": 1}
     if name in ("loss_rms", "loss_mean", "info_rate"):
         wanted["width"] = 0.1
+    if name == "by_group":
+        wanted["parts"] = [{"name": "uniform", "group": "all"}]
     known = SAMPLERS[name].options.__dataclass_fields__
     return {"name": name, **{key: value for key, value in wanted.items() if key in known}}
 
 
 def test_two_ranks_equal_the_explicit_form_and_each_other(tmp_path):
-    several = ["uniform", "log_normal", *sorted(name for name in SAMPLERS if "start" in small(name))]
-    cases = [Specification(small(name)) for name in dict.fromkeys(several)]
+    cases = [Specification(small(name)) for name in sorted(SAMPLERS)]
     cases += [Specification(weighting={"name": name}) for name in ("min_snr", "edm2", "coarse_to_fine")]
     first, second = rank_groups.run(on_two_ranks, tmp_path, 2, cases)
     assert first["sharded"] == second["sharded"] == [True, True]
+    assert equal_bits(first["masked"], with_masks()) and equal_bits(second["masked"], with_masks())
     for case, one, other in zip(cases, first["trainings"], second["trainings"]):
         with rank_groups.case(repr(case)):
             assert one["equal"] and other["equal"]
