@@ -80,12 +80,14 @@ class Part:
     def run(self, rows: dict[str, Callable[[], dict[str, Any]]]) -> int:
         """Run the rows; returns 1 if one of them failed, else 0."""
         names = [name for name in rows if not self._only or any(word in name for word in self._only)]
+        gc.freeze()  # `free` collects after each row; modules and what the part has built stay
         faulthandler.dump_traceback_later(self._budget + SPARE, exit=True)  # a call that hangs ends the process
         signal.signal(signal.SIGALRM, _out_of_time)
         signal.setitimer(signal.ITIMER_REAL, max(self.left, 0.01))
         with suppress(_OutOfTime):  # in a row, or between two of them
             self._run_rows(names, rows)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        gc.unfreeze()
         self.content["complete"] = not self.content["not_reached"]
         self._write()
         faulthandler.cancel_dump_traceback_later()
@@ -123,16 +125,14 @@ def _out_of_time(number: int, frame: object) -> None:
     raise _OutOfTime
 
 
-def arguments(about: str, **more: str) -> argparse.Namespace:
-    """The command line that all parts have; `more` are hidden options that a part gives its own processes."""
+def arguments(about: str) -> argparse.Namespace:
+    """Parse the command line, which all parts share."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds that the part may take")
     parser.add_argument("--short", action="store_true", help="tiny models and few steps: whether it runs at all")
     parser.add_argument("--only", nargs="*", help="rows whose name contains one of these words")
     parser.add_argument("--out", type=Path, help="folder of the JSON; default: $OUT, or benchmarks/results/gpu")
-    for name, help in more.items():
-        parser.add_argument(f"--{name}", type=Path, help=help)
     install_wheels()
     return parser.parse_args()
 

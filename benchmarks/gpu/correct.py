@@ -19,19 +19,19 @@ Images of a sampling scheme may differ by 1e-3: ten steps in fp32, the first of 
 after a kill and NCCL with one process are compared bit for bit, on the device with itself.
 """
 
-import argparse
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, Data, Part, Skipped, arguments, experiment, free, move, named, setup, training_of
+from common import Data, Part, Skipped, arguments, experiment, free, move, named, setup, training_of
 from sample import Drawn
 
 from kairos.files import read_json, write_json
@@ -47,7 +47,7 @@ from kairos_timesteps.errors import KairosError
 from kairos_timesteps.strategy import Strategy
 
 ALLOWED = {"fp32": (1e-4, 1e-4), "tf32": (5e-4, 5e-3), "bf16": (2e-3, 3e-2)}  # of loss and gradient
-SHAPE = (3, 16, 16)
+SHAPE, TINY = (3, 16, 16), (3, 8, 8)
 DIT = {"name": "dit", "patch": 2, "width": 64, "depth": 4, "heads": 4}
 UNET = {"name": "unet", "channels": 32, "multipliers": [1, 2], "blocks": 1, "attention": [8], "norm_groups": 8}
 BACKBONES = {
@@ -77,8 +77,10 @@ class Correct:
 
     def __init__(self, part: Part, data: Data):
         self.part, self.data, self.device = part, data, part.device
-        self.steps, self.batch = (2, 8) if part.short else (5, 32)
-        self.children: list[subprocess.Popen[str]] = []
+        self.steps, self.batch, self.shape = (2, 8, TINY) if part.short else (5, 32, SHAPE)
+        self.children: list[ForkServerProcess] = []
+        self.forks = get_context("forkserver")
+        self.forks.set_forkserver_preload(["torch._dynamo", "kairos.training.run", "kairos.models.dit"])
         self._references: dict[str, dict[str, Any]] = {}
 
     def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -175,7 +177,7 @@ class Correct:
     def trained(self, plain: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """Losses of all steps, and the first step's gradient."""
         setup(device, True, plain["training"]["precision"])
-        training = training_of(plain, self.data.open(SHAPE, 64, pixels=True), device)
+        training = training_of(plain, self.data.open(self.shape, 64, pixels=True), device)
         move(training.parameters)
         losses, gradient = [], torch.empty(0)
         for line in steps(training, self.steps):
@@ -192,7 +194,7 @@ class Correct:
     def graphed(self) -> dict[str, Any]:
         """Draws of fixed strategies, replayed with another step, are those of that step on the CPU."""
         worst, names = 0.0, [name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity)]
-        x0 = torch.zeros(self.batch, *SHAPE)
+        x0 = torch.zeros(self.batch, *self.shape)
         for name in names:
             made, step = Strategy(name, "cosine"), torch.zeros((), dtype=torch.int64, device=self.device)
             here, wanted = x0.to(self.device), made.draw(x0, step=torch.tensor(7)).fractions
@@ -215,7 +217,7 @@ class Correct:
         plain, found = experiment(BACKBONES["dit with classes"], process={"name": process}), []
         for device in (torch.device("cpu"), self.device):
             setup(device, True)
-            drawn = Drawn(plain, SHAPE, self.batch, scheme, 3 if self.part.short else 10, 1.5, "fp32", device)
+            drawn = Drawn(plain, self.shape, self.batch, scheme, 3 if self.part.short else 10, 1.5, "fp32", device)
             found.append(drawn.images().cpu())
         distance = float((found[0] - found[1]).norm() / found[0].norm())
         assert distance <= 1e-3, f"images {distance:.3g}, allowed 1e-3"
@@ -239,7 +241,7 @@ class Correct:
             model, device=str(self.device), batch_size=self.batch, checkpoint_every=every, milestones=[count], **changes
         )
         folder = self.data.folder / f"resume {backbone} {len(list(self.data.folder.iterdir()))}"
-        order = {"plain": plain, "latents": str(self.data.path(SHAPE, 64, pixels=True)), "milestones": [0, count]}
+        order = {"plain": plain, "latents": str(self.data.path(self.shape, 64, pixels=True)), "milestones": [0, count]}
         undisturbed = self.child(order | {"out": str(folder / "undisturbed")})
         self.wait(self.child(order | {"out": str(folder / "killed"), "kill_at": killed_at}), -signal.SIGKILL)
         self.wait(self.child(order | {"out": str(folder / "killed")}))
@@ -256,7 +258,7 @@ class Correct:
         outs, started = [self.data.folder / f"wrapped {wrapped}" for wrapped in (False, True)], []
         for out, wrapped in zip(outs, (False, True)):
             order = {"steps": self.steps, "wrapped": wrapped, "device": str(self.device), "out": str(out)}
-            latents, plain = self.data.path(SHAPE, 64, pixels=True), experiment(DIT, batch_size=self.batch)
+            latents, plain = self.data.path(self.shape, 64, pixels=True), experiment(DIT, batch_size=self.batch)
             started.append(self.child(order | {"latents": str(latents), "plain": plain}))
         for process in started:
             self.wait(process)
@@ -290,18 +292,15 @@ class Correct:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
         return {"message": message, "microbatch": size, "gib": round(peak / 2**30, 2)}
 
-    def child(self, order: dict[str, Any]) -> subprocess.Popen[str]:
-        """A process of its own that does what `order` says."""
-        path = Path(order["out"]).with_suffix(f".{os.urandom(4).hex()}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, order)
-        command = [sys.executable, str(Path(__file__)), "--order", str(path)]
-        self.children.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT))
+    def child(self, order: dict[str, Any]) -> ForkServerProcess:
+        """Start a process that runs `order`: a fork of a process that has imported torch and uses no device."""
+        self.children.append(self.forks.Process(target=obey, args=(order,)))
+        self.children[-1].start()
         return self.children[-1]
 
-    def wait(self, process: subprocess.Popen[str], status: int = 0) -> None:
-        _, error = process.communicate()
-        assert process.returncode == status, f"status {process.returncode}, expected {status}: {error[-1000:]}"
+    def wait(self, process: ForkServerProcess, status: int = 0) -> None:
+        process.join()
+        assert process.exitcode == status, f"status {process.exitcode}, expected {status}; see standard error"
 
 
 class Killed(Leave):
@@ -332,7 +331,7 @@ def processes() -> dict[str, dict[str, Any]]:
 
 
 def obey(order: dict[str, Any]) -> None:
-    """Run the order that `Correct.child` wrote: a training run, or some steps with DistributedDataParallel."""
+    """Run the order of `Correct.child`: a training run, or some steps with DistributedDataParallel."""
     latents = Path(order["latents"])
     if "steps" not in order:
         leave = Killed(order["kill_at"]) if "kill_at" in order else None
@@ -358,11 +357,7 @@ def obey(order: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    given: argparse.Namespace = arguments(__doc__, order="for the part's own processes")
-    if given.order:
-        obey(read_json(given.order))
-        return 0
-    part = Part("correct", "CPU against device, resume, memory, NCCL", given)
+    part = Part("correct", "CPU against device, resume, memory, NCCL", arguments(__doc__))
     with Data() as data:
         correct = Correct(part, data)
         try:

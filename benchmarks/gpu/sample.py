@@ -137,7 +137,7 @@ class Sample:
                 "network": lambda count: self.seconds(lambda: drawn.network_alone(nfe), count),
                 "scheme": lambda count: self.seconds(drawn.images, count),
             },
-            steps=1, rounds=2 if self.short else 3, base="network",
+            steps=1, rounds=1 if self.short else 3, base="network",
         )["scheme"]  # fmt: skip
         seconds = told.pop("ms_per_step") / 1e3
         return {

@@ -136,7 +136,7 @@ class Step:
         first = time.perf_counter() - begun
         enough = 0.02 if self.part.short else 1.5  # seconds of a block
         count = max(3, round(enough / (bare.block(3) / 3)))
-        told = take_turns(variants, count, 2 if self.part.short else 4, base="bare")
+        told = take_turns(variants, count, 1 if self.part.short else 4, base="bare")
         for row in told.values():
             row["images_per_s"] = round(1e3 * batch / row["ms_per_step"], 1)
         told["kairos"] |= self.watched(training)

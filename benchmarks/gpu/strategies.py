@@ -83,7 +83,7 @@ class Strategies:
         blocks = {one: lambda count, one=one: self.block(one, count) for one in ("uniform", name)}
         for run in blocks.values():
             run(self.period)
-        told = take_turns(blocks, self.period, 2 if self.short else 3, base="uniform")
+        told = take_turns(blocks, self.period, 1 if self.short else 3, base="uniform")
         return {**told[name], "uniform_ms_per_step": told["uniform"]["ms_per_step"], **self.alone(name)}
 
     def alone(self, name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ try:
     missing = ""
 except ImportError as error:
     SYSTEMS, missing = {}, f"{error}; WHEELS=folder brings it"
-STEPS = 20
+STEPS, SHORT_STEPS = 20, 5
 
 
 class Systems:
@@ -75,7 +75,8 @@ class Systems:
         training = training_of(plain, latents, device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        lines = steps(training, STEPS + 3)
+        count = SHORT_STEPS if self.part.short else STEPS
+        lines = steps(training, count + 3)
         for _ in range(3):
             next(lines)
         synchronize(device)
@@ -88,8 +89,8 @@ class Systems:
             raise ValueError("the loss or a gradient is not finite")
         return {
             "parameters": sum(value.numel() for value in training.model.parameters()),
-            "published": system.parameters, "batch": batch, "images_per_s": round(STEPS * batch / seconds, 1),
-            "ms_per_step": round(1e3 * seconds / STEPS, 1),
+            "published": system.parameters, "batch": batch, "images_per_s": round(count * batch / seconds, 1),
+            "ms_per_step": round(1e3 * seconds / count, 1),
             "memory_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None,
         }  # fmt: skip
 
