@@ -425,20 +425,53 @@ def test_a_closure_draws_within_the_step():
     assert plain.state["step"] == 3 and equal_bits(plain.state, other.state)
 
 
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_a_closure_and_a_strategy_that_measures_do_not_go_together(accumulated):
+def measured_in_closures(attached, accumulated):
+    """Measure the network around steps whose last micro-batch is in the optimizer's closure, as in Lightning."""
+    torch.manual_seed(0)
+    network, options = TinyNetwork(), {"frequency": 1, "start": 1, "bins": 4}
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.1)
+    strategy, timesteps, draws = Strategy("gradient_norm", sampler=options), None, []
+    if attached:
+        timesteps = attach("gradient_norm", "linear", optimizer, network, predict=network, sampler=options)
+
+    def micro_batch():
+        if timesteps is None:
+            draws.append(strategy.draw(IMAGES))
+        t = timesteps(IMAGES) if attached else draws[-1].t
+        errors = (network(IMAGES, t) - 1).square().mean((1, 2, 3))
+        (timesteps.loss(errors) if attached else strategy.loss(draws[-1], errors)).backward()
+
+    for _ in range(4):
+        for _ in range(accumulated):
+            micro_batch()
+        if attached:
+            optimizer.step(micro_batch)
+        else:
+            micro_batch()
+            with strategy.observe(draws, network, optimizer):
+                optimizer.step()
+        draws.clear()
+        optimizer.zero_grad()
+    return (timesteps.strategy if attached else strategy).state_dict(), network.state_dict()
+
+
+@pytest.mark.parametrize("accumulated", [0, 1])
+def test_a_closure_and_a_strategy_that_measures(accumulated):
+    assert equal_bits(measured_in_closures(True, accumulated), measured_in_closures(False, accumulated))
+
+
+def test_a_closure_that_is_called_again_and_a_strategy_that_measures_do_not_go_together():
     network = TinyNetwork()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    optimizer = torch.optim.LBFGS(network.parameters(), lr=0.1)
     timesteps = attach("gradient_norm", "linear", optimizer, network, predict=network)
-    if accumulated:
-        timesteps.loss((network(IMAGES, timesteps(IMAGES)) - 1).square().mean((1, 2, 3))).backward()
 
     def closure():
+        optimizer.zero_grad()
         loss = timesteps.loss((network(IMAGES, timesteps(IMAGES)) - 1).square().mean((1, 2, 3)))
         loss.backward()
         return loss
 
-    with pytest.raises(ConfigError, match=r"draws within its closure.*explicit form"):
+    with pytest.raises(ConfigError, match=r"several calls of its closure.*explicit form"):
         optimizer.step(closure)
 
 
@@ -489,6 +522,18 @@ def test_several_times_of_a_sample_have_weights_of_samples_or_of_times():
     expected = (explicit.weighted(draw, errors) * weights[:, None]).mean()
     assert equal_bits(plain.timesteps.loss(errors, weights=weights), expected)
     assert equal_bits(plain.timesteps.loss(errors, weights=weights[:, None].expand(8, 3)), expected)
+
+
+def test_weights_are_those_of_the_loss():
+    plain = Plain("log_normal+min_snr", sampler={"importance": True})
+    with pytest.raises(ConfigError, match="weights: got no draw"):
+        _ = plain.timesteps.weights
+    plain.timesteps(IMAGES)
+    errors = torch.rand(8)
+    assert equal_bits(plain.timesteps.loss(errors), (errors * plain.timesteps.weights).mean())
+    plain.network.eval()
+    plain.timesteps(IMAGES)
+    assert equal_bits(plain.timesteps.weights, torch.ones(()))
 
 
 @pytest.mark.parametrize("name", ["loss_rms", "info_rate+coarse_to_fine", "loss_second_moment"])

@@ -136,7 +136,6 @@ class Attached:
         self._evaluated = 0  # samples of the current validation
         self._evaluating = False  # the last draw was one of a validation
         self._measurement: AbstractContextManager[None] | None = None  # open during the optimizer's step
-        self._measured = 0  # micro-batches when it began
         self._skipped: Callable[[], bool] | None = None  # of a fused optimizer under GradScaler
         self._unsettled = False  # a fused optimizer was called, and `_skipped` not yet
 
@@ -183,13 +182,26 @@ class Attached:
         """
         if self._evaluating:
             return _multiplied(_per_sample(errors, 1), weights).mean()
-        draw = self._draw
-        if draw is None:
-            raise rejection("loss", "no draw of this step", "after timesteps(latents)")
+        draw = self._training_draw("loss")
         loss = _multiplied(self.strategy.weighted(draw, _per_sample(errors, draw.t.ndim), mask), weights).mean()
         if loss.requires_grad:
             loss.register_hook(partial(self._count, draw, self._conditions))
         return loss
+
+    @property
+    def weights(self) -> Tensor:
+        """Factors of the losses of the last draw, float32, shape of t; in evaluation mode a single 1.
+
+        For trainers that compute a weighted loss themselves. `loss` includes them; the factor that ``edm2`` learns is
+        only part of `loss`.
+        """
+        return torch.ones(()) if self._evaluating else self._training_draw("weights").weights
+
+    def _training_draw(self, user: str) -> Draw:
+        if self._draw is None:
+            raise rejection(user, "no draw of this step", "after timesteps(latents)")
+        draw: Draw = self._draw
+        return draw
 
     def check(self, x0: Tensor, noise: Tensor, x_t: Tensor, t: Tensor, tolerance: float = 0.01) -> None:
         """Compare the signal-to-noise ratio of the trainer's x_t with that of the process at t.
@@ -248,15 +260,30 @@ class Attached:
         self._applied = []
         self.strategy.weighting.zero_grad()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Begin the measurement of the step."""
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, by_name: Any) -> Any:
+        """Begin the measurement of the step; if a closure contains the backward pass, at the end of the closure."""
         self._measurement = self._skipped = None
+        closure = by_name.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if closure is None or not self._measures:
+            self._begin_step(optimizer)
+            return None
+
+        def with_measurement() -> Any:
+            allowed = f"one: the strategy measures the network before and after the step; {_EXPLICIT}"
+            demand(self._measurement is None, "step of the optimizer", "several calls of its closure", allowed)
+            loss = closure()
+            self._begin_step(optimizer)
+            return loss
+
+        return arguments[:1], {**by_name, "closure": with_measurement}
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin the measurement of the step after its last backward pass."""
         if self._draw is None:
             return
         overflow = getattr(optimizer, "found_inf", None)  # set by GradScaler for the call of a fused optimizer
         self._skipped = None if overflow is None else _later(overflow)
         if self._measures and not (self._skipped and self._skipped()):
-            self._measured = len(self._applied)
             self._measurement = self._observed()
             self._measurement.__enter__()
 
@@ -278,11 +305,7 @@ class Attached:
         if self._skipped and self._skipped():
             self._drop()
             return
-        if self._measures:
-            allowed = f"draws before it: the strategy measures the network before the step; {_EXPLICIT}"
-            before = self._measurement is not None and self._measured == len(self._applied)
-            demand(before, "step of the optimizer", "draws within its closure", allowed)
-        else:
+        if not self._measures:
             self._measurement = self._observed()
             self._measurement.__enter__()
         if self._measurement is not None:
