@@ -89,22 +89,13 @@ def test_the_plan_says_the_published_size(capsys):
 @pytest.mark.long
 def test_small_forms_learn(tmp_path):
     """A system through the pipeline's own commands, on digits; `make systems` runs all, on CIFAR-10 and COCO."""
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "systems.py"),
-        "edm_cifar10",
-        "--methods",
-        "speed",
-        "adaptive",
-    ]
+    benchmark, chosen = str(ROOT / "benchmarks" / "systems.py"), ["edm_cifar10", "--methods", "adaptive"]
+    command = [sys.executable, benchmark, *chosen, "--steps", "40", "--out", str(tmp_path)]
     environment = os.environ | {"DATA": str(tmp_path / "none"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     with open(tmp_path / "systems.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2 and all(int(row["small_parameters"]) < 1e6 for row in rows)
-    for row in rows:
-        assert float(row["loss_after"]) < float(row["loss_before"]), row
-        assert (tmp_path / "systems" / f"{row['system']}_{row['method']}.png").is_file()
+        (row,) = csv.DictReader(file)
+    assert int(row["small_parameters"]) < 1e6
+    assert float(row["loss_after"]) < 0.95 * float(row["loss_before"]), row
+    assert (tmp_path / "systems" / "edm_cifar10_adaptive.png").is_file()
