@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -19,10 +19,31 @@ from kairos.report.canvas import DPI, INK, MUTED, STYLE, figure, own_time
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#D55E00", "#009E73", "#C0001A"
 SHADES = {"acceleration": "#F3C9A8", "steady": "#DCD3EE", "deceleration": "#BFD9EC", "convergence": "#E3E5E8"}
 _PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}  # behind a text
+_COMPARED: dict[str, Any] = {"color": "#CC79A7", "linestyle": (0, (4, 1.5))}  # look of a second strategy
 _STAIRS = 60  # timesteps up to which each one is a step of its own
 
 
-def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[str], process: str) -> Figure:
+class Compared(NamedTuple):
+    """A second strategy in the picture of a strategy.
+
+    Attributes:
+        columns: ``t``, ``p``, ``w`` and ``effective``, each (T,), at the times of the first strategy.
+        title: name of the strategy.
+        lines: description.
+    """
+
+    columns: dict[str, np.ndarray]
+    title: str
+    lines: Sequence[str]
+
+
+def draw_strategy(
+    columns: dict[str, np.ndarray],
+    title: str,
+    lines: Sequence[str],
+    process: str,
+    compared: Compared | None = None,
+) -> Figure:
     """Density, weight and their product over timesteps.
 
     Args:
@@ -30,22 +51,39 @@ def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[st
         title: the strategy's name.
         lines: what else one has to know, written below it.
         process: name of the process whose time it is.
+        compared: strategy to draw as dashed lines, described on the right.
     """
-    wrapped = [part for line in lines for part in textwrap.wrap(line, 150, subsequent_indent="    ")]
-    top, notes = 0.65 + 0.17 * len(wrapped), "\n".join(wrapped)
     drawing, grid = figure(9.45, 2.05, 1, 3, between=0.62)
-    drawing.text(0, 1 + (top + 0.18) / 2.05, title, va="top", fontsize=13, fontweight="bold")
-    drawing.text(0, 1 + (top - 0.14) / 2.05, notes, va="top", fontsize=8.5, color=MUTED, linespacing=1.35)
-    t, w, count = columns["t"], columns["w"], len(columns["t"])
+    described = [(title, lines)] if compared is None else [(title, lines), (compared.title, compared.lines)]
+    characters = 150 if compared is None else 72
+    wrapped = [
+        [part for line in each for part in textwrap.wrap(line, characters, subsequent_indent="    ")]
+        for _, each in described
+    ]
+    top = 0.65 + 0.17 * max(map(len, wrapped))
+    for column, ((name, _), notes) in enumerate(zip(described, wrapped)):
+        left, height = 0.52 * column, 1 + (top + 0.18) / 2.05
+        indent = 0.0
+        if compared is not None:
+            indent = 0.045
+            look = _COMPARED if column else {"color": MUTED}
+            middle = height - 0.08 / 2.05
+            drawing.add_artist(Line2D([left, left + 0.035], [middle, middle], linewidth=1.8, **look))
+        drawing.text(left + indent, height, name, va="top", fontsize=13, fontweight="bold")
+        below = 1 + (top - 0.14) / 2.05
+        drawing.text(left, below, "\n".join(notes), va="top", fontsize=8.5, color=MUTED, linespacing=1.35)
+    others = [] if compared is None else [compared.columns]
+    t, count = columns["t"], len(columns["t"])
+    w = np.concatenate([each["w"] for each in (columns, *others)])
     positive = w[np.isfinite(w) & (w > 0)]
     decades = not (w < 0).any() and positive.max(initial=0) > 1e3 * positive.min(initial=np.inf)
     panels = (
-        ("Drawn: T · p(t)", columns["p"] * count, _BLUE, False),
-        ("Weighted: w(t)", w, _ORANGE, decades),
-        ("Effective: T · p(t) · w(t)", columns["effective"] * count, INK, decades),
+        ("Drawn: T · p(t)", "p", count, _BLUE, False),
+        ("Weighted: w(t)", "w", 1, _ORANGE, decades),
+        ("Effective: T · p(t) · w(t)", "effective", count, INK, decades),
     )
-    for axes, (label, values, color, logarithmic) in zip(grid.flat, panels):
-        _curve(axes, t, values, color, logarithmic)
+    for axes, (label, key, scale, color, logarithmic) in zip(grid.flat, panels):
+        _curve(axes, t, columns[key] * scale, color, logarithmic, [each[key] * scale for each in others])
         axes.set(title=label, **own_time(process))
         axes.margins(x=0)
     drawn, side = grid[0, 0], {"ha": "right", "fontsize": 8, "color": MUTED}
@@ -54,26 +92,36 @@ def draw_strategy(columns: dict[str, np.ndarray], title: str, lines: Sequence[st
     return drawing
 
 
-def _curve(axes: Axes, t: np.ndarray, values: np.ndarray, color: str, logarithmic: bool) -> None:
-    """A filled curve from 0, or from the lower end of a log axis; what cannot be drawn is marked in red."""
-    shown = np.where(np.isfinite(values), values, np.nan)
-    positive = shown[shown > 0]
+def _curve(
+    axes: Axes, t: np.ndarray, values: np.ndarray, color: str, logarithmic: bool, compared: Sequence[np.ndarray]
+) -> None:
+    """Draw a filled curve from 0, or from the lower end of a log axis, and dashed curves to compare it with.
+
+    Values that cannot be drawn are marked in red.
+    """
+    shown, *others = [np.where(np.isfinite(each), each, np.nan) for each in (values, *compared)]
+    together = np.concatenate([shown, *others])
+    positive = together[together > 0]
     if logarithmic and len(positive):
         axes.set_yscale("log")
         high = min(positive.max(), 1e280)  # matplotlib's ticks overflow beyond
         low = max(min(positive.min(), high), high * 1e-12) / 2
         axes.set_ylim(low, high * 3)
     else:
-        low, least, most = 0.0, np.nanmin([0, *shown]), np.nanmax([0, *shown])
+        low, least, most = 0.0, np.nanmin([0, *together]), np.nanmax([0, *together])
         room = 0.12 * ((most - least) or 1.0)
         axes.set_ylim(least - room * (least < 0), most + room)
     if len(t) <= _STAIRS:
         edges = np.arange(len(t) + 1) - 0.5
         axes.stairs(shown, edges, baseline=None, color=color, linewidth=1.6)
         axes.stairs(shown, edges, baseline=low, color=color, alpha=0.12, fill=True, linewidth=0)
+        for other in others:
+            axes.stairs(other, edges, baseline=None, linewidth=1.6, **_COMPARED)
     else:
         axes.plot(t, shown, color=color, linewidth=1.6)
         axes.fill_between(t, shown, low, color=color, alpha=0.12, linewidth=0)
+        for other in others:
+            axes.plot(t, other, linewidth=1.6, **_COMPARED)
     bad = ~np.isfinite(values) | (values < 0)
     if bad.any():
         axes.plot(t[bad], np.full(bad.sum(), 0.02), "|", color=_RED, transform=axes.get_xaxis_transform())

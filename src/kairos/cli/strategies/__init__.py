@@ -11,7 +11,7 @@ from kairos.cli.common import add_plugins
 
 _ACTIONS = {
     "list": ("listing", "every sampler and weighting, and the combinations that papers use"),
-    "show": ("show", "p(t), w(t) and p(t) w(t) of a strategy, as table, csv or picture"),
+    "show": ("show", "p(t), w(t) and p(t) w(t) of a strategy or a preset, as table, csv or picture"),
     "increments": ("increments", "SpeeD's process increments: areas of acceleration, deceleration and convergence"),
 }
 
@@ -25,6 +25,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
     add = parsers["show"].add_argument
     either = "a bare name may be either part, the other is then uniform or none; may be left out with --checkpoint"
+    either += "; or a preset, another trainer's option such as kohya:shift, in that trainer's time"
     add("strategy", nargs="?", metavar="SAMPLER[+WEIGHTING]", help=either)
     add("--process", metavar="P", help="discrete (default), edm, flow or vp")
     add("--schedule", metavar="S", help="of discrete: linear (default), cosine or quadratic")
@@ -32,6 +33,10 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add("--prediction", metavar="P", help="of discrete and vp: epsilon (default), x0 or v")
     option = "an option, e.g. sampler.k=5, weighting.gamma=1, process.shift=3; k=5 where one part has it; repeatable"
     add("--set", action="append", default=[], metavar="OPTION=VALUE", help=option)
+    properties = "a property of the samples, e.g. tokens=4096 for shifts that depend on it; repeatable"
+    add("--context", action="append", default=[], metavar="NAME=VALUE", help=properties)
+    add("--compare", metavar="NAME", help="draw another strategy or preset with it, in the same time")
+    add("--compare-set", action="append", default=[], metavar="OPTION=VALUE", help="an option of --compare; repeatable")
     add("--progress", type=float, metavar="0..1", help="place in the curriculum, for curricula")
     recorded = "a training's folder, milestone or checkpoint: show its strategy as it was there"
     add("--checkpoint", type=Path, metavar="F", help=recorded)

@@ -9,6 +9,7 @@ from typing import Any
 from kairos_timesteps import options
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
+from kairos_timesteps.preset_table import TABLE
 from kairos_timesteps.registry import Registry
 
 # sampler+weighting as papers and their code use them together; a bare name is a method of its own as well
@@ -25,12 +26,14 @@ _COMMON = options.dump(FixedDensity.Options())  # options of every fixed sampler
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print samplers, weightings, couplings, what cannot be had, and combinations."""
-    width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.unavailable, *COMBINATIONS)))
+    """Print samplers, weightings, couplings, presets, unavailable strategies, and combinations."""
+    presets = [row.name for row in TABLE]
+    width = max(map(len, (*SAMPLERS, *WEIGHTINGS, *SAMPLERS.unavailable, *COMBINATIONS, *presets)))
     for title, entries in (
         (f"samplers, with options and defaults; fixed ones also have {described(_COMMON)}", _entries(SAMPLERS)),
         ("\nweightings, with options and defaults", _entries(WEIGHTINGS)),
         ("\ncouplings of noise with images, with options and defaults", _entries(COUPLINGS)),
+        ("\npresets, options of other trainers with their defaults; kairos strategies show NAME", _presets()),
         ("\nknown, but not available", {**SAMPLERS.unavailable, **WEIGHTINGS.unavailable}.items()),
         ("\ncombinations of the papers; any sampler goes with any weighting", COMBINATIONS.items()),
     ):
@@ -48,6 +51,14 @@ def _entries(registry: Registry) -> Iterator[tuple[str, str]]:
         yield name, entry.help
         shared = _COMMON if issubclass(entry.load(), FixedDensity) else {}
         yield "", described({key: value for key, value in options.dump(entry.options()).items() if key not in shared})
+
+
+def _presets() -> Iterator[tuple[str, str]]:
+    """Yield the name and the formula of each preset, and its options under no name."""
+    for row in TABLE:
+        yield row.name, row.help
+        if row.options:
+            yield "", described(row.options)
 
 
 def described(values: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.strategies.show import Named, View, named_parts, process_of
+from kairos.cli.strategies.show import Named, View, named_parts, process_of, view_of_strategy
 from kairos.files import read_json, sha256_file
 from kairos.forward_process import measured
 from kairos.strategy_file import parse_strategy_csv
@@ -63,7 +63,7 @@ def _of_milestone(path: Path, arguments: argparse.Namespace) -> View:
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{file}: damaged ({error}); train again, or pull it with dvc") from None
     notes = [f"as it was after {step} steps: {file}", *([_IMAGES] if _looks_at_images(sampler["name"]) else [])]
-    return View(sampler, weighting, diffusion, columns, tuple(notes))
+    return view_of_strategy(sampler, weighting, diffusion, columns, tuple(notes))
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -114,7 +114,8 @@ def _of_state(
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         asked = f"{name} with T = {process.schedule.timesteps}"
         raise KairosError(f"{file}: does not hold the state of {asked} ({error})") from None
-    return View(sampler, weighting, diffusion, columns, (f"as it was after {content['step']} steps: {file}",))
+    notes = (f"as it was after {content['step']} steps: {file}",)
+    return view_of_strategy(sampler, weighting, diffusion, columns, notes)
 
 
 def _of_record(record: dict[str, Any], arguments: argparse.Namespace) -> Named:

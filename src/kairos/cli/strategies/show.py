@@ -28,64 +28,149 @@ Named = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # sampler and wei
 
 @dataclass(frozen=True)
 class View:
-    """A strategy's table, and what one has to know to read it.
+    """Table of a strategy or a preset, and its description.
 
     Attributes:
+        name: ``sampler+weighting``, or the name of a preset.
+        process: name of the process whose time is shown.
+        columns: ``t``, ``p``, ``w``, ``effective``, each (T,).
+        description: lines below the name, each a label and a text.
+        notes: state, step or context that is shown, a sentence each.
+    """
+
+    name: str
+    process: str
+    columns: dict[str, Array]
+    description: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+
+    def head(self) -> list[tuple[str, str]]:
+        """Return the header lines, each a label and a text."""
+        kind = "preset" if is_preset(self.name) else "strategy"
+        return [(kind, self.name), *self.description, *(("note", note) for note in self.notes)]
+
+
+def view_of_strategy(
+    sampler: dict[str, Any],
+    weighting: dict[str, Any],
+    diffusion: dict[str, Any],
+    columns: dict[str, Array],
+    notes: tuple[str, ...],
+) -> View:
+    """Return the view of a strategy.
+
+    Args:
         sampler: name and options.
         weighting: name and options.
         diffusion: the process with its options, and the prediction.
         columns: ``t``, ``p``, ``w``, ``effective``, each (T,).
-        notes: what state or place is shown, a sentence each.
+        notes: state, step or context that is shown.
     """
-
-    sampler: dict[str, Any]
-    weighting: dict[str, Any]
-    diffusion: dict[str, Any]
-    columns: dict[str, Array]
-    notes: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """``sampler+weighting``."""
-        return f"{self.sampler['name']}+{self.weighting['name']}"
-
-    @property
-    def process(self) -> str:
-        """Name of the process."""
-        return str(self.diffusion["process"]["name"])
-
-    def head(self) -> list[tuple[str, str]]:
-        """Return the header lines that describe the strategy, each as a label and a text."""
-        process = self.diffusion["process"]
-        if process["name"] == "discrete":
-            process = {"name": f"{process['schedule']} schedule, T = {process['timesteps']}"}
-        named = (("sampler", self.sampler), ("weighting", self.weighting), ("process", process))
-        said = {kind: ": ".join(filter(None, (part["name"], described(but_name(part))))) for kind, part in named}
-        if self.diffusion["prediction"] is not None:
-            said["process"] += f", prediction {self.diffusion['prediction']}"
-        return [("strategy", self.name), *said.items(), *(("note", note) for note in self.notes)]
+    process = diffusion["process"]
+    name = process["name"]
+    if name == "discrete":
+        process = {"name": f"{process['schedule']} schedule, T = {process['timesteps']}"}
+    named = (("sampler", sampler), ("weighting", weighting), ("process", process))
+    lines = {kind: ": ".join(filter(None, (part["name"], described(but_name(part))))) for kind, part in named}
+    if diffusion["prediction"] is not None:
+        lines["process"] += f", prediction {diffusion['prediction']}"
+    return View(f"{sampler['name']}+{weighting['name']}", name, columns, tuple(lines.items()), notes)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Show the strategy that the arguments name, and warn of what is wrong with it."""
-    if arguments.checkpoint is None:
-        view = computed(arguments)
-    elif arguments.progress is not None:
-        raise ConfigError("--progress: a checkpoint has its own place in the curriculum; allowed: one of the two")
-    else:
-        from kairos.cli.strategies.recorded import view_of_checkpoint
-
-        view = view_of_checkpoint(arguments)
-    for found in warnings_of(view.columns):
-        warn(found)
-    lines = [f"{word}  {what}" for word, what in view.head()[1:]]
+    """Show the strategy or preset that the arguments name, with another one if `compare` names it."""
+    views = selected_views(arguments)
+    for view in views:
+        for fault in warnings_of(view.columns):
+            warn(fault if len(views) == 1 else f"{view.name}: {fault}")
+    first, *others = views
+    described_views = [
+        (view.columns, view.name, [f"{word}  {what}" for word, what in view.head()[1:]]) for view in views
+    ]
     deliver(
         arguments,
-        view.name,
-        table=lambda: _text(view),
-        csv=lambda: strategy_csv(view.columns),
-        picture=lambda figures: figures.draw_strategy(view.columns, view.name, lines, view.process),
+        first.name.replace(":", "-"),
+        table=lambda: _text(views),
+        csv=lambda: strategy_csv(_joined_columns(views)),
+        picture=lambda figures: figures.draw_strategy(
+            *described_views[0], first.process, figures.Compared(*described_views[1]) if others else None
+        ),
     )
+
+
+def selected_views(arguments: argparse.Namespace) -> list[View]:
+    """Return the view of the strategy or preset that the arguments name, and that of `compare`.
+
+    Raises:
+        ConfigError: the arguments contradict one another, or the two do not have the same time.
+    """
+    if arguments.checkpoint is not None:
+        for option in ("progress", "compare"):
+            if getattr(arguments, option) is not None:
+                why = "shows the recorded state alone"
+                raise ConfigError(f"--{option}: --checkpoint {why}; allowed: one of the two")
+        from kairos.cli.strategies.recorded import view_of_checkpoint
+
+        return [view_of_checkpoint(arguments)]
+    names = [name for name in (arguments.strategy, arguments.compare) if name is not None]
+    context = _context(arguments.context)
+    if any(map(is_preset, names)):
+        from kairos.cli.strategies.trainer_presets import views_with_presets
+
+        views = views_with_presets(arguments, context)
+    else:
+        views = [computed(arguments, context)]
+        if arguments.compare is not None:
+            views.append(computed(of_compared(arguments), context))
+    unused = [
+        name for name in context if not any(note.startswith(f"{name} =") for view in views for note in view.notes)
+    ]
+    demand(not unused, "context", ", ".join(unused), "properties that the strategy depends on, such as tokens of shift")
+    return views
+
+
+def is_preset(name: str | None) -> bool:
+    """Return True for names of presets, ``trainer:option``."""
+    return ":" in (name or "")
+
+
+def of_compared(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments with the name and the options of `compare` in the place of the first ones."""
+    return argparse.Namespace(
+        **{**vars(arguments), "strategy": arguments.compare, "set": arguments.compare_set, "progress": None}
+    )
+
+
+def _context(settings: list[str]) -> dict[str, Any]:
+    """Parse settings ``name=value`` of a sample's properties, such as its tokens."""
+    context = {}
+    for setting in settings:
+        name, equals, text = map(str.strip, setting.partition("="))
+        demand(equals, "context", repr(setting), "NAME=VALUE, such as tokens=4096")
+        context[name] = scalar(text, setting)
+    return context
+
+
+def context_of(sampler: Any, name: str, context: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the part of a context that a sampler depends on, and notes on it.
+
+    Raises:
+        ConfigError: the sampler requires more.
+    """
+    missing = sampler.required_context(sampler.options) - {*context, "progress", "step"}
+    if missing:
+        example = ", ".join(f"--context {each}={'4096' if each == 'tokens' else '1'}" for each in sorted(missing))
+        raise ConfigError(f"{name} depends on {', '.join(sorted(missing))} of a sample; add {example}")
+    own = {key: value for key, value in context.items() if key in sampler.context_names}
+    return own, [f"{key} = {value}" for key, value in own.items()]
+
+
+def _joined_columns(views: list[View]) -> dict[str, Array]:
+    """Return the columns of the first view, and those of the second with the suffix ``_compared``."""
+    columns = dict(views[0].columns)
+    for view in views[1:]:
+        columns |= {f"{key}_compared": values for key, values in view.columns.items() if key != "t"}
+    return columns
 
 
 def warnings_of(columns: dict[str, Array]) -> list[str]:
@@ -170,12 +255,22 @@ def scalar(text: str, setting: str) -> Any:
     return value
 
 
-def computed(arguments: argparse.Namespace) -> View:
-    """The strategy that the arguments name, as it is before any training."""
+def computed(arguments: argparse.Namespace, context: dict[str, Any] | None = None) -> View:
+    """Return the view of the strategy that the arguments name, as it is before any training.
+
+    Args:
+        arguments: arguments of the command.
+        context: properties of a sample, such as its tokens.
+
+    Raises:
+        ConfigError: a name, an option or a value is not allowed, or the sampler requires more context.
+    """
     *named, diffusion = named_parts(arguments)
     names = named[0]["name"], named[1]["name"]
     sampler, weighting = build_pair(process_of(diffusion), names, but_name(named[0]), but_name(named[1]))
-    context, notes = _shown_at(sampler, names[0], arguments.progress)
+    place, notes = _shown_at(sampler, names[0], arguments.progress)
+    properties, properties_shown = context_of(sampler, f"sampler {names[0]}", context or {})
+    notes += properties_shown
     if isinstance(sampler, Learned):
         notes.append("p(t) is the initial density: this sampler learns; --checkpoint shows what it has learned")
     if sampler.importance:
@@ -184,8 +279,8 @@ def computed(arguments: argparse.Namespace) -> View:
         notes.append("w(t) is the initial one: this weighting learns; --checkpoint shows what it has learned")
     complete = [{"name": name, **dump(its)} for name, its in zip(names, (sampler.options, weighting.options))]
     with np.errstate(all="ignore"):  # `warnings_of` reports what is not finite
-        columns = table(sampler, weighting, **context)
-    return View(complete[0], complete[1], diffusion, columns, tuple(notes))
+        columns = table(sampler, weighting, **properties, **place)
+    return view_of_strategy(complete[0], complete[1], diffusion, columns, tuple(notes))
 
 
 def _shown_at(sampler: Sampler, name: str, progress: float | None) -> tuple[dict[str, Any], list[str]]:
@@ -209,20 +304,34 @@ def _shown_at(sampler: Sampler, name: str, progress: float | None) -> tuple[dict
     return {"step": step, "progress": share}, [note]
 
 
-def _text(view: View) -> str:
-    head = "".join(f"{word:10} {what}\n" for word, what in view.head())
-    t, p, w, effective = view.columns.values()
-    total, ranges = effective.sum(), strata(len(t))
-    with np.errstate(invalid="ignore", over="ignore"):
-        shares = [effective[inside].sum() / total for inside in ranges]
-        weights = [w[inside].mean() for inside in ranges]
-    largest = max(filter(np.isfinite, shares), default=0.0)
+def _text(views: list[View]) -> str:
+    """Return the descriptions of one or two views, and a table of ranges of time."""
+    head = "\n".join("".join(f"{word:10} {what}\n" for word, what in view.head()) for view in views)
+    first = views[0]
+    t, ranges = first.columns["t"], strata(len(first.columns["t"]))
     ends = [[f"{t[place]:.5g}" for place in (inside.start, inside.stop - 1)] for inside in ranges]
     width = max(len(end) for pair in ends for end in pair)
-    own = "timesteps" if view.process == "discrete" else PROCESSES[view.process].load().time_symbol
-    rows = [[own, "mass of p", "mean w", "share of p*w", ""]]
-    for inside, share, weight, pair in zip(ranges, shares, weights, ends):
+    own = "timesteps" if first.process == "discrete" else PROCESSES[first.process].load().time_symbol
+    shares = [_shares(view, ranges) for view in views]
+    largest = max(filter(np.isfinite, shares[0]), default=0.0)
+    titles = [title for name in ("mass of p", "mean w", "share of p*w") for title in (name, "compared")[: len(views)]]
+    rows = [[own, *titles, ""]]
+    for row, (inside, pair) in enumerate(zip(ranges, ends)):
         name = " - ".join(end.rjust(width) for end in dict.fromkeys(pair))
-        mass, percent = (f"{100 * part:.2f} %" for part in (p[inside].sum(), share))
-        rows.append([name, mass, f"{weight:.4g}", percent, bar(share, largest)])
-    return f"{head}\n{aligned(rows)}sum of p = {p.sum():.15g}, sum of p*w = {total:.6g}\n"
+        masses = [f"{100 * view.columns['p'][inside].sum():.2f} %" for view in views]
+        with np.errstate(invalid="ignore", over="ignore"):
+            weights = [f"{view.columns['w'][inside].mean():.4g}" for view in views]
+        percents = [f"{100 * each[row]:.2f} %" for each in shares]
+        rows.append([name, *masses, *weights, *percents, bar(shares[0][row], largest)])
+    sums = "".join(
+        f"sum of p = {view.columns['p'].sum():.15g}, sum of p*w = {view.columns['effective'].sum():.6g}\n"
+        for view in views
+    )
+    return f"{head}\n{aligned(rows)}{sums}"
+
+
+def _shares(view: View, ranges: list[slice]) -> list[float]:
+    """Return the share of p w in each range of timesteps."""
+    effective = view.columns["effective"]
+    with np.errstate(invalid="ignore", over="ignore"):
+        return [float(effective[inside].sum() / effective.sum()) for inside in ranges]

@@ -1,0 +1,132 @@
+"""``kairos strategies show`` of presets: another trainer's timesteps and weights, in that trainer's time."""
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+import kairos_timesteps
+from kairos.cli.common import demand
+from kairos.cli.strategies.listing import described
+from kairos.cli.strategies.show import View, computed, context_of, is_preset, of_compared, process_of, scalar
+from kairos.forward_process import chosen_prediction
+from kairos_timesteps.diffusion.registries import PROCESSES
+from kairos_timesteps.diffusion.schedule import Array
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.options import but_name, dump
+from kairos_timesteps.preset_table import CONVENTIONS, TABLE, Row
+
+PROCESSES_OF_UNITS: dict[str, dict[str, Any]] = {  # that has the time of a preset, by the unit of its times
+    "t": {"name": "flow"},
+    "sigma": {"name": "edm", "sigma_data": 0.5},
+    "step": {"name": "discrete", "schedule": "scaled_linear"},
+}
+_ROWS = {row.name: row for row in TABLE}
+_LOGITS = (-700.0, 40.0)  # of probabilities, from 1e-304 to 1 in float64
+_BISECTIONS = 52
+_ARGUMENTS = ("process", "schedule", "timesteps")  # of the process, which a preset determines
+
+
+def views_with_presets(arguments: argparse.Namespace, context: dict[str, Any]) -> list[View]:
+    """Return the views of a preset or strategy and of the one that it is compared with; one of them is a preset.
+
+    A strategy is shown on the process that has the time of the preset.
+
+    Raises:
+        ConfigError: a name or an option is not allowed, or two presets have different times.
+    """
+    each = [arguments] if arguments.compare is None else [arguments, of_compared(arguments)]
+    presets = {one.strategy: _preset(one) for one in each if is_preset(one.strategy)}
+    units = {name: CONVENTIONS[_ROWS[name].convention].time for name in presets}
+    if len({*units.values()}) > 1:
+        got = " and ".join(f"{name} in {PROCESSES_OF_UNITS[unit]['name']} time" for name, unit in units.items())
+        raise ConfigError(f"--compare: got {got}; allowed: presets in the same time")
+    for option in (*_ARGUMENTS, "progress"):
+        got = getattr(arguments, option)
+        demand(got is None, option, got, f"none: {next(iter(presets))} determines it")
+    process = PROCESSES_OF_UNITS[next(iter(units.values()))]
+    changed = {"process": process["name"], "schedule": process.get("schedule")}
+    return [
+        view_of_preset(presets[one.strategy], process, context)
+        if one.strategy in presets
+        else computed(argparse.Namespace(**{**vars(one), **changed}), context)
+        for one in each
+    ]
+
+
+def _preset(arguments: argparse.Namespace) -> Any:
+    """Return the preset that the arguments name, with the trainer's options of ``--set``."""
+    options = {}
+    for setting in arguments.set:
+        key, equals, text = map(str.strip, setting.partition("="))
+        demand(equals, "set", repr(setting), "OPTION=VALUE, such as shift=3")
+        demand(key not in options, f"set {key}", "given twice", "once")
+        options[key] = scalar(text, setting)
+    return kairos_timesteps.preset(arguments.strategy, **options)
+
+
+def view_of_preset(preset: Any, process: dict[str, Any], context: dict[str, Any]) -> View:
+    """Return the view of a preset.
+
+    Args:
+        preset: the preset.
+        process: name and options of the process that has the preset's time.
+        context: properties of a sample, such as its tokens.
+    """
+    row = _ROWS[preset.name]
+    options = dump(PROCESSES.parse(process["name"], but_name(process)))
+    built = process_of(
+        {"process": {"name": process["name"], **options}, "prediction": chosen_prediction(process["name"], None)}
+    )
+    own, notes = context_of(preset.sampler, f"preset {preset.name}", context)
+    cells = np.arange(built.schedule.timesteps + 1) / built.schedule.timesteps
+    unit = CONVENTIONS[row.convention].time
+    edges = built.times(cells) if unit == "sigma" else cells
+    t = built.schedule.times
+    below = cdf(preset, edges, own)
+    p = np.diff(np.concatenate([[0.0], below[1:-1], [1.0]]))
+    outside = below[0] + 1 - below[-1]
+    if outside > 1e-4:
+        ends = f"{built.time_symbol} below {edges[0]:g} or above {edges[-1]:g}"
+        notes.append(f"{100 * outside:.2g} % of the draws, {ends}, belong to the first and the last row")
+    w = preset.weights(t / len(t) if unit == "step" else t).double().numpy()
+    columns = {"t": t, "p": p, "w": w, "effective": p * w}
+    return View(preset.name, process["name"], columns, _description(preset, row), tuple(notes))
+
+
+def cdf(preset: Any, times: Array, context: dict[str, Any]) -> Array:
+    """Return the probabilities of draws below the times of a preset, by bisection of its quantile function.
+
+    The bisection is one of the logit, so small probabilities have a small relative error.
+
+    Args:
+        preset: the preset.
+        times: times, (n,).
+        context: properties of a sample that the preset depends on.
+
+    Returns:
+        float64 (n,).
+    """
+    low, high = np.full(len(times), _LOGITS[0]), np.full(len(times), _LOGITS[1])
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        below = preset.quantile(_sigmoid(middle), **context) < times
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    return np.where(low > _LOGITS[0], _sigmoid(high), 0.0)
+
+
+def _sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def _description(preset: Any, row: Row) -> tuple[tuple[str, str], ...]:
+    """Return the lines that describe a preset: options, formula, time, components of kairos and source."""
+    lines = {
+        "options": described(preset.options) or "none",
+        "formula": preset.help,
+        "time": preset.convention,
+        "sampler": row.sampler,
+        "weighting": row.weighting,
+        "source": preset.source,
+    }
+    return tuple(lines.items())

@@ -1,0 +1,167 @@
+"""``kairos strategies show`` of other trainers' options: their densities and weights, with another strategy."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import kairos_timesteps
+from kairos.cli import main
+from kairos.cli.strategies.trainer_presets import PROCESSES_OF_UNITS, view_of_preset
+from kairos.strategy_file import parse_strategy_csv
+from kairos_timesteps.preset_table import CONVENTIONS, TABLE
+
+
+@pytest.fixture
+def call(capsys):
+    """Run ``kairos strategies ...``; gives exit status, stdout and stderr."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        status = main(["strategies", *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def columns(call):
+    """Columns of the csv of a strategy or preset."""
+
+    def run(*arguments) -> dict[str, np.ndarray]:
+        status, out, err = call("show", *arguments, "--format", "csv")
+        assert (status, err) == (0, "")
+        return parse_strategy_csv(out)
+
+    return run
+
+
+def both(call, *arguments) -> dict[str, np.ndarray]:
+    """Columns of a csv with ``--compare``."""
+    status, out, err = call("show", *arguments, "--format", "csv")
+    assert (status, err) == (0, "")
+    head, *lines = out.splitlines()
+    rows = np.array([[float(value) for value in line.split(",")] for line in lines])
+    return dict(zip(head.split(","), rows.T, strict=True))
+
+
+# A preset and the strategy of kairos that has its density and weights on the process of its time
+EQUAL = [
+    (["kohya:shift", "--set", "shift=2"], ["shift", "--set", "alpha=2", "--set", "density=log_normal"], ["flow"]),
+    (["kohya:sigmoid"], ["log_normal"], ["flow"]),
+    (["diffusers:logit_normal", "--set", "mean=0.5"], ["log_normal", "--set", "m=-0.5"], ["flow"]),
+    (["diffsynth:bell"], ["bell"], ["flow"]),
+    (["ai_toolkit:style"], ["beta", "--set", "a=0.333333333333333333", "--set", "b=1"], ["flow"]),
+    (["edm:log_normal"], ["edm_log_normal+edm"], ["edm"]),
+    (["kohya:min_snr"], ["min_snr"], ["discrete", "--schedule", "scaled_linear"]),
+]
+
+
+@pytest.mark.parametrize(("preset", "strategy", "process"), EQUAL)
+def test_a_preset_has_the_density_and_the_weights_of_its_strategy(columns, call, preset, strategy, process):
+    status, out, err = call("show", *preset, "--format", "csv")
+    found, expected = parse_strategy_csv(out), columns(*strategy, "--process", *process)
+    assert status == 0 and not err
+    for key in ("t", "w"):
+        np.testing.assert_allclose(found[key], expected[key], rtol=1e-6)
+    np.testing.assert_allclose(found["p"], expected["p"], rtol=1e-6, atol=1e-12)
+
+
+def test_a_preset_is_shown_in_the_trainers_time(columns):
+    """Masses of intervals of t are shares of the preset's own draws."""
+    for name, context, count in (
+        ("musubi:flux_shift", {"tokens": 4096}, 100_000),
+        ("musubi:qinglong_qwen", {"tokens": 1024}, 100_000),
+    ):
+        found = columns(name, *[word for key, value in context.items() for word in ("--context", f"{key}={value}")])
+        draws = kairos_timesteps.preset(name).sample(count, **context).numpy()
+        shares = np.histogram(draws, np.arange(0, 1.01, 0.1))[0] / count
+        np.testing.assert_allclose(found["p"].reshape(10, 100).sum(1), shares, atol=5 * (0.25 / count) ** 0.5)
+
+
+def test_times_that_a_list_contains_have_all_the_mass(call):
+    status, out, err = call("show", "simpletuner:fast_schedule", "--format", "csv")
+    assert status == 0 and "never drawn (p = 0) at 996 of 1000" in err
+    p = parse_strategy_csv(out)["p"]
+    assert p[[250, 500, 750, 999]] == pytest.approx([0.1, 0.1, 0.1, 0.7], abs=1e-12)
+
+
+def test_another_strategy_is_compared_in_the_same_time(call, columns):
+    found = both(call, "kohya:shift", "--compare", "log_normal+bell", "--compare-set", "m=0.5")
+    expected = columns("log_normal+bell", "--process", "flow", "--set", "m=0.5")
+    assert list(found) == ["t", "p", "w", "effective", "p_compared", "w_compared", "effective_compared"]
+    for key in ("p", "w", "effective"):
+        assert np.array_equal(found[f"{key}_compared"], expected[key])
+    swapped = both(call, "log_normal+bell", "--set", "m=0.5", "--compare", "kohya:shift")
+    assert np.array_equal(swapped["p"], found["p_compared"]) and np.array_equal(swapped["p_compared"], found["p"])
+    two = both(call, "speed", "--compare", "p2", "--schedule", "cosine", "--compare-set", "gamma=2")
+    assert np.array_equal(two["w_compared"], columns("p2", "--schedule", "cosine", "--set", "gamma=2")["w"])
+    status, out, err = call("show", "kohya:shift", "--compare", "nemo:linear")
+    assert status == 0 and not err
+    rows = [line for line in out.splitlines() if "%" in line]
+    shares = [[float(part.split()[-1]) for part in row.split("%")[:2]] for row in rows]  # masses of both
+    assert len(rows) == 20 and np.sum(shares, axis=0) == pytest.approx([100, 100], abs=0.2)
+    assert "shift=3" in out and "sum of p*w = 2.5" in out  # the mean of 1 + 3t
+
+
+def test_context_reaches_strategies_too(columns):
+    shifted = ("shift", "--process", "flow", "--set", "law=exponential", "--set", "density=log_normal")
+    found = columns(*shifted, "--context", "tokens=4096")
+    expected = columns("musubi:flux_shift", "--context", "tokens=4096")
+    np.testing.assert_allclose(found["p"], expected["p"], rtol=1e-6, atol=1e-12)
+
+
+def test_pictures_of_two_strategies(call, tmp_path):
+    from kairos.report.strategy_figure import Compared, draw_strategy
+
+    path = tmp_path / "picture.png"
+    assert call("show", "edm:log_normal", "--compare", "edm_log_normal+edm2", "--out", path)[0] == 0
+    assert Image.open(path).width > 1000
+    t = np.linspace(0, 1, 100)
+    one = {"t": t, "p": np.full(100, 0.01), "w": np.full(100, 1.0), "effective": np.full(100, 0.01)}
+    two = {**one, "p": 2 * t / 99, "w": np.full(100, 5.0), "effective": 10 * t / 99}
+    drawing = draw_strategy(one, "one", [], "flow", Compared(two, "two", []))
+    for axes, key, scale in zip(drawing.axes, ("p", "w", "effective"), (100, 1, 100)):
+        drawn = [line.get_ydata() for line in axes.lines]
+        for columns in (one, two):
+            assert any(len(y) == 100 and np.allclose(y, columns[key] * scale) for y in drawn)
+        assert axes.get_ylim()[1] > (two[key] * scale).max()
+
+
+def test_list_names_every_preset(call):
+    status, out, err = call("list")
+    assert status == 0 and not err
+    named = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert {*kairos_timesteps.names("preset")} <= named
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["kohya:shfit"], ["unknown preset 'kohya:shfit'", "kohya:shift", "musubi:flux_shift"]),
+        (["kohya:shift", "--set", "shfit=3"], ["'shfit'", "sigmoid_scale"]),
+        (["kohya:shift", "--set", "shift"], ["'shift'", "OPTION=VALUE"]),
+        (["kohya:shift", "--set", "shift=1", "--set", "shift=2"], ["shift", "twice"]),
+        (["kohya:shift", "--set", "shift=-1"], ["shift: got -1", "> 0"]),
+        (["musubi:flux_shift"], ["musubi:flux_shift", "--context tokens="]),
+        (["shift", "--process", "flow", "--set", "law=linear"], ["sampler shift", "--context tokens="]),
+        (["speed", "--context", "tokens=3"], ["context: got tokens"]),
+        (["speed", "--context", "tokens"], ["'tokens'", "NAME=VALUE"]),
+        (["kohya:shift", "--process", "edm"], ["--process", "kohya:shift"]),
+        (["kohya:shift", "--progress", "0.5"], ["--progress", "kohya:shift"]),
+        (["kohya:shift", "--compare", "kohya:min_snr"], ["kohya:shift in flow time", "kohya:min_snr in discrete time"]),
+        (["log_normal", "--compare", "kohya:nothing"], ["unknown preset 'kohya:nothing'"]),
+        (["kohya:shift", "--compare", "log_normal", "--compare-set", "k=3"], ["'k'", "sampler.m"]),
+        (["--checkpoint", "x", "--compare", "log_normal"], ["--compare", "--checkpoint"]),
+    ],
+)
+def test_bad_arguments_are_rejected(call, arguments, words):
+    status, out, err = call("show", *arguments)
+    assert status == 2 and not out and "Traceback" not in err
+    assert all(word in err for word in words), err
+
+
+def test_one_preset_of_each_trainer_has_a_complete_table():
+    for row in {row.trainer: row for row in TABLE}.values():
+        process = PROCESSES_OF_UNITS[CONVENTIONS[row.convention].time]
+        view = view_of_preset(kairos_timesteps.preset(row.name), process, {"tokens": 1024, "frames": 1})
+        assert view.columns["p"].sum() == pytest.approx(1, abs=1e-12), row.name
+        assert (view.columns["p"] >= 0).all() and np.isfinite(view.columns["effective"]).all(), row.name
