@@ -113,16 +113,17 @@ def test_validation_is_the_same_however_it_is_asked_for():
     assert network.training, "modes are left as they were"
 
 
+@pytest.mark.parametrize(("kind", "offset"), [("mlperf8", 0.0), ("middle8", 0.5)])
 @pytest.mark.parametrize("process", ["cosine", "edm", "flow", "vp"])
-def test_mlperf8_against_a_plain_loop(process):
+def test_eight_times_against_a_plain_loop(process, kind, offset):
     network, images = Network().eval(), digits(20)
-    validation = kairos_timesteps.ValidationLoss(images, process, kind="mlperf8", seed=5)
+    validation = kairos_timesteps.ValidationLoss(images, process, kind=kind, seed=5)
     results, its = validation(network), validation.process
     noise = Stream(5, "validation noise").normal(0, range(20), (1, 8, 8))
     losses = []
     for i in range(20):
         x0, eps = images[i : i + 1], noise[i : i + 1]
-        t = its.times(torch.tensor([i % 8 / 8], dtype=torch.float64))
+        t = its.times(torch.tensor([(i % 8 + offset) / 8], dtype=torch.float64))
         with torch.no_grad():
             x_t = its.noised(x0, eps, t)
             losses.append(float((its.predict(network, x_t, t) - its.target(x0, eps, t)).square().mean()))
@@ -133,7 +134,7 @@ def test_mlperf8_against_a_plain_loop(process):
         assert results["level_error"][k] == pytest.approx(
             np.std(losses[k::8], ddof=1) / len(losses[k::8]) ** 0.5, rel=1e-3
         )
-    np.testing.assert_allclose(results["t"], its.times(np.arange(8) / 8))
+    np.testing.assert_allclose(results["t"], its.times((np.arange(8) + offset) / 8))
 
 
 def test_even_covers_the_process_and_its_mean_is_that_of_uniform():
@@ -203,7 +204,7 @@ def test_conditions_are_those_of_the_images():
 @pytest.mark.parametrize(
     ("by_name", "words"),
     [
-        ({"kind": "odd"}, "kind: got 'odd', allowed: even, mlperf8"),
+        ({"kind": "odd"}, "kind: got 'odd', allowed: even, mlperf8, middle8"),
         ({"of": "x0"}, "of: got 'x0', allowed: prediction, epsilon"),
         ({"strata": 0}, "strata and batch: got 0 and 128, allowed: 1 or more"),
         ({"images": torch.zeros(0, 1)}, "images: got none, allowed: one or more"),

@@ -13,6 +13,8 @@ from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import demand
 from kairos_timesteps.randomness import Stream
 
+_KINDS = ("even", "mlperf8", "middle8")
+
 
 @contextmanager
 def evaluating(network: Any, dropout: bool = False) -> Iterator[None]:
@@ -43,7 +45,8 @@ class ValidationLoss:
         images: validation images, (n, ...); any device.
         process: forward process, as for `Strategy`, such as ``strategy.process``.
         kind: ``even``: each image once in each of `strata` equal intervals of the process. ``mlperf8``: each image at
-            one of the eight equidistant times 0/8 to 7/8, in turn (MLPerf Training, Flux.1).
+            one of the eight equidistant times 0/8 to 7/8, in turn (MLPerf Training, Flux.1). ``middle8``: likewise at
+            1/16 to 15/16, the middles of eight intervals (torchtitan).
         strata: number of intervals.
         of: error of the ``prediction``, or of ``epsilon``, which networks of different predictions share.
         seed: seed of the noise.
@@ -67,7 +70,7 @@ class ValidationLoss:
 
     def __post_init__(self) -> None:
         demand(len(self.images), "images", "none", "one or more")
-        demand(self.kind in ("even", "mlperf8"), "kind", repr(self.kind), "even, mlperf8")
+        demand(self.kind in _KINDS, "kind", repr(self.kind), ", ".join(_KINDS))
         demand(self.of in ("prediction", "epsilon"), "of", repr(self.of), "prediction, epsilon")
         demand(min(self.strata, self.batch) > 0, "strata and batch", f"{self.strata} and {self.batch}", "1 or more")
         for name, values in (self.conditions or {}).items():
@@ -88,7 +91,7 @@ class ValidationLoss:
         """
         count, even = len(self.images), self.kind == "even"
         strata = self.strata if even else 8
-        u = (np.arange(strata) + even / 2) / strata  # middles of the intervals, or their lower ends
+        u = (np.arange(strata) + (self.kind != "mlperf8") / 2) / strata  # middles of the intervals, or lower ends
         if even:
             image, at = np.tile(np.arange(count), strata), np.repeat(np.arange(strata), count)
             times = [spread_over((part / strata, (part + 1) / strata), count) for part in range(strata)]
