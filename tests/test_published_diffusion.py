@@ -10,6 +10,7 @@ from torch import nn
 
 import kairos_timesteps
 import rank_groups
+from components_by_name import make_weighting
 from kairos.cli import main
 from kairos.config import validate
 from kairos.costs import estimate as costs
@@ -21,7 +22,6 @@ from kairos.training.registries import AVERAGES
 from kairos.training.run import train
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import Options, option
-from named_components import make_weighting
 from training_case import difference, experiment, hashes, make_latents, train_command, write_experiment
 
 LEARNED = {"name": "discrete", "timesteps": 100, "variance": "learned_range"}

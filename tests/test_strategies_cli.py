@@ -13,6 +13,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from components_by_name import make_sampler, make_weighting
 from kairos.cli import main
 from kairos.cli.strategies.listing import COMBINATIONS
 from kairos.strategy_file import parse_strategy_csv
@@ -21,7 +22,6 @@ from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, make_schedule
 from kairos_timesteps.lookup import parse_name, table
 from kairos_timesteps.registry import Entry, NoOptions
-from named_components import make_sampler, make_weighting
 
 EVERYWHERE = [name for name in SAMPLERS if name not in ("listed", "cosine_interpolated")]  # have mass at all timesteps
 NEED_NO_TORCH = [name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity)]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from components_by_name import make_sampler
 from kairos_timesteps.base import Observation
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
@@ -11,7 +12,6 @@ from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.samplers.adaptive import select_timesteps
 from kairos_timesteps.strategy import Strategy
-from named_components import make_sampler
 
 
 def test_selection_is_that_of_f_regression_among_positive_correlations():

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import kairos_timesteps
+from components_by_name import make_sampler, make_weighting
 from kairos_timesteps.diffusion import registries
 from kairos_timesteps.diffusion.schedule import error_ratio
-from named_components import make_sampler, make_weighting
 from test_couplings import coupled, digits
 from test_measured import Known, T
 

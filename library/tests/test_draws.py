@@ -5,13 +5,13 @@ import pytest
 import torch
 
 import kairos_timesteps
+from components_by_name import make_sampler
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.numeric import spline
-from named_components import make_sampler
 
 FIXED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), FixedDensity))
 BATCH = torch.zeros(16, 1, 2, 2)

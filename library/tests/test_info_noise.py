@@ -5,11 +5,11 @@ import pytest
 import torch
 
 import kairos_timesteps
+from components_by_name import make_sampler
 from kairos_timesteps.base import Observation
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import error_ratio, make_schedule
 from kairos_timesteps.samplers.info_noise import interpolated, onset
-from named_components import make_sampler
 from small_loop import SmallLoop, equal_bits
 from specifications import Specification
 

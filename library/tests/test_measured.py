@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from components_by_name import make_sampler
 from kairos_timesteps.base import Observation
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.meter import Meter, evaluating
 from kairos_timesteps.strategy import Strategy
-from named_components import make_sampler
 
 T = 40
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import kairos_timesteps
+from components_by_name import make_weighting
 from kairos_timesteps.components import WEIGHTINGS
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.diffusion.schedule import PREDICTIONS, SCHEDULES, error_ratio, make_schedule
-from named_components import make_weighting
 
 DISCRETE = {f"{s}-{p}": (lambda s=s, p=p: as_process(s, 50, p)) for s in SCHEDULES for p in PREDICTIONS}
 CONTINUOUS = {

@@ -5,6 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
+from components_by_name import make_sampler, make_weighting
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule, tau_of_magnitude
@@ -14,7 +15,6 @@ from kairos_timesteps.lookup import parse_name, table
 from kairos_timesteps.samplers.log_snr import DISTRIBUTIONS
 from kairos_timesteps.samplers.speed import meaningful_steps
 from kairos_timesteps.strategy import Strategy
-from named_components import make_sampler, make_weighting
 
 SCHEDULES = ("linear", "cosine", "quadratic")
 RAW = {"linear", "power", "cosmap_weight", "bell", "table_weight", "robust"}  # on the error of whatever is predicted

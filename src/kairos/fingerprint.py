@@ -18,10 +18,10 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kairos_timesteps import options
-from kairos_timesteps.registry import Registry
+if TYPE_CHECKING:
+    from kairos_timesteps.registry import Registry
 
 _PIPELINE, _LIBRARY = _PACKAGES = "kairos", "kairos_timesteps"
 # these modules select code and values, or store and show results; they compute nothing
@@ -60,18 +60,20 @@ def _without_file_name(code: str) -> str:
     return code if _top(module) in _PACKAGES else name
 
 
-def roots_of(registry: Registry, named: dict[str, Any]) -> list[str]:
+def roots_of(registry: "Registry", component: dict[str, Any]) -> list[str]:
     """Return the code of a component and of the components that its options name, as roots of a fingerprint.
 
     A registered class counts by its definition, a component that is registered by import path by its whole module.
     """
-    entry = registry.entry(named["name"])
-    inner = [one for one in dataclasses.fields(entry.options) if one.metadata.get("component")]
-    values = [named.get(options.public_name(one), one.default) for one in inner]
+    from kairos_timesteps import options
+
+    entry = registry.entry(component["name"])
+    fields = [one for one in dataclasses.fields(entry.options) if one.metadata.get("component")]
+    values = [component.get(options.public_name(one), one.default) for one in fields]
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     components = [{"name": item} if isinstance(item, str) else item for item in flat if item is not dataclasses.MISSING]
-    own = entry.module if entry.component is None else entry.code
-    return [own, *(root for component in components for root in roots_of(registry, component))]
+    root = entry.module if entry.component is None else entry.code
+    return [root, *(inner for each in components for inner in roots_of(registry, each))]
 
 
 def modules(roots: Iterable[str]) -> list[str]:

@@ -91,7 +91,7 @@ class Component:
 
     Options: type[Options] = Options
     options: Any
-    _own: typing.ClassVar[dict[str, tuple[Any, Any]]] = {}  # type and field of the options that this class declares
+    _declared: typing.ClassVar[dict[str, tuple[Any, Any]]] = {}  # type and field of the options of this class alone
 
     def __init_subclass__(cls) -> None:
         hints = vars(cls).get("__annotations__", {})
@@ -101,14 +101,14 @@ class Component:
                 raise TypeError(f"{cls.__name__}.{name}: kairos uses this name; rename the option")
             if name not in hints:
                 raise TypeError(f"{cls.__name__}.{name}: an option needs a type, such as {name}: float = option(...)")
-        cls._own = {name: (hints[name], field) for name, field in fields.items()}
-        declared: dict[str, tuple[Any, Any]] = {}
+        cls._declared = {name: (hints[name], field) for name, field in fields.items()}
+        options: dict[str, tuple[Any, Any]] = {}
         for base in reversed(cls.__mro__):
-            own = vars(base).get("_own", {})
-            fixed = vars(base).keys() - own.keys()  # by plain values
-            declared = {name: each for name, each in declared.items() if name not in fixed} | own
-        namespace: dict[str, Any] = {name: field for name, (_, field) in declared.items()}
-        namespace["__annotations__"] = {name: hint for name, (hint, _) in declared.items()}
+            declared = vars(base).get("_declared", {})
+            fixed = vars(base).keys() - declared.keys()  # by plain values
+            options = {name: each for name, each in options.items() if name not in fixed} | declared
+        namespace: dict[str, Any] = {name: field for name, (_, field) in options.items()}
+        namespace["__annotations__"] = {name: hint for name, (hint, _) in options.items()}
         namespace |= {
             "__module__": cls.__module__,
             "__qualname__": f"{cls.__qualname__}.Options",
@@ -116,7 +116,7 @@ class Component:
         }
         namespace["__post_init__"] = lambda options: cls.check(options)
         cls.Options = type("Options", (Options,), namespace)
-        for name in cls._own:
+        for name in fields:
             setattr(cls, name, getattr(cls.Options, name, None))
 
     def __init__(self, options: Any):

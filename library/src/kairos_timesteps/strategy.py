@@ -14,6 +14,7 @@ draws what an uninterrupted one would have drawn. Under torch.distributed each r
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -444,5 +445,10 @@ def _joined_coordinates(parts: list[RandomCoordinates], ranks: int) -> RandomCoo
         if each.offset not in starts:
             starts[each.offset] = total
             total += each.batch_size
-    indices = torch.cat([starts[each.offset] + each.index_tensor() for each in parts])
-    return last.replace(offset=0, sample_indices=indices, batch_size=total)
+    joined = last.replace(offset=0, batch_size=total)
+    indices: list[Any] = [each.replace(offset=starts[each.offset]).step_indices for each in parts]
+    ranges = all(isinstance(each, range) for each in indices)
+    if ranges and all(before.stop == after.start for before, after in pairwise(indices)):
+        return joined.replace(sample_indices=range(indices[0].start, indices[-1].stop))  # needs no copy to the CPU
+    tensors = [joined.replace(sample_indices=each).index_tensor() for each in indices]
+    return joined.replace(sample_indices=torch.cat(tensors))
