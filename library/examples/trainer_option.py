@@ -1,0 +1,91 @@
+"""Trainer with an option for timestep strategies of any package, by dotted path; without the option it needs none.
+
+python examples/trainer_option.py                               # the trainer's own timesteps
+python examples/trainer_option.py --timestep_strategy kairos_timesteps.attach --timestep_strategy_args name=loss_rms
+"""
+
+import argparse
+import ast
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Network, batch, images, progress
+
+
+def imported(path: str) -> Any:
+    """Return the object at a dotted path, ``package.module.name``."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def parsed(settings: list[str]) -> dict[str, Any]:
+    """Parse settings ``name=value``; a value that is no Python literal is a text."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        try:
+            values[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            values[name] = text
+    return values
+
+
+def main(argv: list[str] | None = None) -> list[float]:
+    """Train a rectified flow, x_t = (1 - t) x0 + t noise, on digits; returns the loss of every step."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    options.add_argument("--batch", type=int, default=64, help="images of a step")
+    options.add_argument("--width", type=int, default=32, help="channels of the network, a multiple of 8")
+    options.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
+    options.add_argument("--checkpoint", type=Path, help="file to resume from if it exists, and to write at the end")
+    options.add_argument("--timestep_strategy", metavar="PACKAGE.NAME", help="factory of a timestep strategy")
+    options.add_argument("--timestep_strategy_args", nargs="*", default=[], metavar="NAME=VALUE", help="its arguments")
+    arguments = options.parse_args(argv)
+
+    torch.manual_seed(arguments.seed)
+    data = images(None, 8)
+    network = Network(data.shape[1], arguments.width, period=1)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
+
+    strategy = None  # the option, part 1: build
+    if arguments.timestep_strategy:
+        strategy = imported(arguments.timestep_strategy)(
+            process="flow", optimizer=optimizer, network=network, time="noise_is_one", seed=arguments.seed,
+            **parsed(arguments.timestep_strategy_args),
+        )  # fmt: skip
+
+    first = 0
+    if arguments.checkpoint and arguments.checkpoint.exists():
+        state = torch.load(arguments.checkpoint, weights_only=True)
+        network.load_state_dict(state["network"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+        if strategy:  # part 4: resume
+            strategy.load_state_dict(state["strategy"])
+
+    losses = []
+    for step in range(first, arguments.steps):
+        x0, noise = batch(data, arguments.batch, arguments.seed, step, "cpu")
+        own = torch.rand(len(x0), generator=torch.Generator().manual_seed(step))
+        t = strategy(x0) if strategy else own  # part 2: draw
+        at = t.view(-1, 1, 1, 1)
+        errors = (network((1 - at) * x0 + at * noise, t) - (noise - x0)).square().mean((1, 2, 3))  # (batch,)
+        loss = strategy.loss(errors) if strategy else errors.mean()  # part 3: weight
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        progress(step + 1, arguments.steps, losses)
+
+    if arguments.checkpoint:
+        state = {"network": network.state_dict(), "optimizer": optimizer.state_dict(), "step": arguments.steps}
+        if strategy:
+            state["strategy"] = strategy.state_dict()
+        torch.save(state, arguments.checkpoint)
+    return losses
+
+
+if __name__ == "__main__":
+    main()
