@@ -12,3 +12,4 @@ def pytest_configure(config: pytest.Config) -> None:
     if not any(line.startswith("long:") for line in config.getini("markers")):
         config.addinivalue_line("markers", "long: takes more than half a minute")
         config.addinivalue_line("markers", "nightly: more inputs")
+        config.addinivalue_line("markers", "trainers: trains with packages of other projects")

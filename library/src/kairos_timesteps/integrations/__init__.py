@@ -1,0 +1,1 @@
+"""Strategies in the trainers of other projects, one module per trainer; the library never imports these modules."""
