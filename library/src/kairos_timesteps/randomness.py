@@ -72,12 +72,7 @@ class Stream:
         return _numbers(self, _uniform, step, index, 2 * math.prod(shape), device, torch.float64).reshape(-1, *shape)
 
     def normal(
-        self,
-        step: Any,
-        index: Index,
-        shape: Shape = (),
-        device: Device = "cpu",
-        dtype: torch.dtype | None = None,
+        self, step: Any, index: Index, shape: Shape = (), device: Device = "cpu", dtype: torch.dtype | None = None
     ) -> Tensor:
         """Standard normal (n, *shape), float32 unless `dtype` says otherwise: 2**32 values between -6.3 and 6.3."""
         dtype = dtype or torch.float32
@@ -157,13 +152,7 @@ def _words(stream: Stream, step: Step, index: Index, count: int, device: str) ->
 
 
 def _numbers(
-    stream: Stream,
-    kind: Kind,
-    step: Any,
-    index: Index,
-    count: int,
-    device: Device,
-    dtype: torch.dtype,
+    stream: Stream, kind: Kind, step: Any, index: Index, count: int, device: Device, dtype: torch.dtype
 ) -> Tensor:
     """Convert `count` words of each sample to numbers by `kind`, (n, numbers)."""
     if isinstance(step, int) and isinstance(index, range) and len(index) * count <= _SMALL:
@@ -172,15 +161,7 @@ def _numbers(
 
 
 @functools.lru_cache(maxsize=64)
-def _ahead(
-    stream: Stream,
-    kind: Kind,
-    block: int,
-    index: range,
-    count: int,
-    device: str,
-    dtype: torch.dtype,
-) -> Tensor:
+def _ahead(stream: Stream, kind: Kind, block: int, index: range, count: int, device: str, dtype: torch.dtype) -> Tensor:
     """Numbers of a prefetch block of steps: a small draw costs its calls, which the steps of a block share."""
     return kind(_words(stream, range(block * _AHEAD, (block + 1) * _AHEAD), index, count, device)).to(dtype)
 
