@@ -1,13 +1,11 @@
 """Import into MLflow: complete, idempotent, and never in the way."""
 
 import json
-import os
 import socket
 import sqlite3
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -211,41 +209,3 @@ def test_two_imports_at_once_into_a_fresh_database(tree):
         assert job.wait(timeout=240) == 0
     first, second = map(read_json, outs)
     assert first["imported"] and first == second and counts()["runs"] == 3
-
-
-@pytest.mark.long
-def test_import_into_a_server(tree, monkeypatch, tmp_path):
-    config, results = tree
-    (results / "report.html").write_text("<html/>")
-    port = free_port()
-    uri = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += [
-        "--backend-store-uri",
-        f"sqlite:///{tmp_path}/server.db",
-        "--artifacts-destination",
-        str(tmp_path / "art"),
-    ]
-    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
-    with open(tmp_path / "server.log", "w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-    try:
-        for _ in range(240):
-            try:
-                urllib.request.urlopen(f"{uri}/health", timeout=2)
-                break
-            except OSError:
-                time.sleep(0.5)
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # it shares its processors with other tests
-        out = results / "tracking.json"
-        track(load(config), results, out)
-        record, first = read_json(out), counts(tmp_path / "server.db")
-        assert record["imported"], record
-        assert first["runs"] == 3 and not Path("mlflow.db").exists()
-        assert list((tmp_path / "art").rglob("report.html"))
-        track(load(config), results, out)
-        assert counts(tmp_path / "server.db") == first and read_json(out) == record
-    finally:
-        os.killpg(server.pid, 15)
-        server.wait(timeout=30)

@@ -25,13 +25,16 @@ from kairos_timesteps.errors import ConfigError
 from tracking_server import PATIENCE, POINTS, RUNS, Job, Proxy, Server, free_port, points, wait_for
 from training_case import experiment, make_latents, train_command, write_experiment
 
+METHODS = ("uniform", "speed", "adaptive")
 OF_TRAINING = ("loss", "mse", "lr", "grad_norm", "sampler.a", "sampler.b")
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """Experiment file and results of six methods with two seeds."""
-    return results_tree.write(tmp_path_factory.mktemp("tree"))
+    """Experiment file and results of three methods with two seeds, with a report."""
+    config, results = results_tree.write(tmp_path_factory.mktemp("tree"), methods=METHODS)
+    (results / "report.html").write_text("<html/>")
+    return config, results
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +73,9 @@ def import_into(uri: str, config: Path, results: Path, out: Path, monkeypatch) -
 def test_many_trainings_report_at_once_and_the_import_adds_only_what_is_new(
     tree, imported, server, tmp_path, monkeypatch
 ):
+    monkeypatch.chdir(tmp_path)
     config, results = named(tree[0], "many", tmp_path), tree[1]
-    trainings = [(method, seed) for method in results_tree.METHODS for seed in (0, 1)]
+    trainings = [(method, seed) for method in METHODS for seed in (0, 1)]
     jobs = [Job(config, results, *item, tmp_path / "out" / "-".join(map(str, item)), server.uri) for item in trainings]
     jobs += [Job(config, results, "uniform", 0, tmp_path / "double" / str(k), server.uri) for k in range(2)]
     for steps in (100, 200, 400):
@@ -86,6 +90,8 @@ def test_many_trainings_report_at_once_and_the_import_adds_only_what_is_new(
         import_into(server.uri, config, results, tmp_path / "tracking.json", monkeypatch)
         assert server.points("many") == imported
         assert server.runs("many") == sorted((method, str(seed), "FINISHED") for method, seed in trainings)
+    assert not Path("mlflow.db").exists()
+    assert list((server.folder / "artifacts").rglob("report.html"))
 
 
 @pytest.mark.long
@@ -141,21 +147,18 @@ def test_a_slow_server_delays_no_training_and_a_resumed_one_goes_on_in_its_run(t
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_training_reports_is_resumed_in_its_run_and_computes_what_it_does_alone(server, tmp_path):
-    latents = make_latents(tmp_path / "data")
+def test_a_training_reports_is_resumed_in_its_run_and_computes_what_it_does_alone(server, commands, tmp_path):
+    latents, log = make_latents(tmp_path / "data"), tmp_path / "log"
     plain = experiment({"uniform": {}}, tracking={"experiment": "real", "flush_seconds": 300})
     config, out = write_experiment(tmp_path / "x.yaml", plain), tmp_path / "run"
     for milestones in ([0, 20], [0, 20, 40]):
         line = train_command(config, "uniform", out, latents, "--milestones", *milestones)
-        environment = {**os.environ, "MLFLOW_TRACKING_URI": server.uri}
-        done = subprocess.run(line, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert server.runs("real") == [("uniform", "0", "FINISHED")], done.stderr
+        assert commands.run(line, log, MLFLOW_TRACKING_URI=server.uri) == 0, log.read_text()
+        assert server.runs("real") == [("uniform", "0", "FINISHED")], log.read_text()
         steps = sorted(row[3] for row in server.points("real") if row[2] == "loss")
         assert steps == list(range(1, milestones[-1] + 1))
     alone = train_command(config, "uniform", tmp_path / "alone", latents, "--milestones", "0", "20", "40")
-    environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
-    assert subprocess.run(alone, env=environment).returncode == 0
+    assert commands.run(alone, log, MLFLOW_TRACKING_URI="") == 0, log.read_text()
     weights = [read_json(folder / "training.json")["components"]["ema"] for folder in (out, tmp_path / "alone")]
     assert weights[0] == weights[1]  # MLflow's client in the process changes no draw
 
