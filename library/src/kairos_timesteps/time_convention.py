@@ -10,8 +10,8 @@ from kairos_timesteps.diffusion.processes import Discrete, Edm, Flow
 from kairos_timesteps.errors import demand, rejection
 
 _USERS = {
-    "noise_is_one": "kohya, musubi, NeMo",
-    "data_is_one": "SiT, REPA, LightningDiT, flow_matching",
+    "noise_is_one": "kohya, musubi, NeMo, REPA",
+    "data_is_one": "SiT, LightningDiT, flow_matching",
     "index": "index of scheduler.timesteps, 0 is noise",
 }
 
