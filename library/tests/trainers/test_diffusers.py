@@ -16,6 +16,7 @@ from training_runs import (
     digits,
     explicit,
     measures,
+    new_process,
     quicken,
     released,
     with_strategy,
@@ -81,6 +82,7 @@ class Script:
 
     def __init__(self, name, u=(), shift=3.0):
         self.name, self.u = name, list(u)
+        new_process()
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
         transformer = transformer_with_lora()
         trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]

@@ -16,12 +16,17 @@ from training_runs import (
     digits,
     explicit,
     measures,
+    new_process,
     quicken,
     released,
     with_strategy,
 )
 
 from kairos_timesteps.diffusion.adapters import as_process
+from kairos_timesteps.errors import ConfigError
+from kairos_timesteps.integrations.lucidrains import StrategyDiffusion, StrategyFlow
+from kairos_timesteps.randomness import Stream
+from small_loop import equal_bits
 
 released("accelerate")
 denoising, rectified = released("denoising_diffusion_pytorch"), released("rectified_flow_pytorch")
@@ -63,8 +68,11 @@ class RecordedDiffusion(Recorded):
 
 class RecordedFlow(Recorded):
     def predict_flow(self, model, noised, *, times, **options):
-        if torch.is_grad_enabled() and times.ndim > 1:  # a call of the trainer: times have the dimensions of images
+        if times.ndim > 1:  # a call of the trainer: times have the dimensions of images
+            torch.manual_seed(self.first + len(self.images))
+            x0 = self.data_normalize_fn(self.images[-1])
             self.results.t.append(times.flatten())
+            self.strategy.check(x0, torch.randn_like(x0), noised, times.flatten())
         return super().predict_flow(model, noised, times=times, **options)
 
 
@@ -75,6 +83,7 @@ def unet(package):
 
 def run_page(number, name, recorded, **variables):
     """Run a block of the page up to the training, with another strategy and a mixin that records."""
+    new_process()
     code = with_strategy(blocks("lucidrains")[number], name)
     code, train = code.rstrip().rsplit("\n", 1)
     code = code.replace("(Strategy", f"({recorded.__name__}, Strategy")
@@ -139,7 +148,7 @@ def test_the_unmodified_trainer_trains_as_a_plain_loop(name, folder, tmp_path):
     assert differences(run, plain_diffusion_run(name, diffusion.images)) == []
 
 
-@pytest.mark.parametrize("name", NAMES[:3])
+@pytest.mark.parametrize("name", [LOSSES, "auto"])
 def test_the_trainers_checkpoint_contains_the_state(name, folder, tmp_path):
     whole, diffusion = diffusion_run(name, folder, tmp_path / "whole", train_num_steps=20)
     stopped, _ = diffusion_run(name, folder, tmp_path / "stopped", batches=diffusion.images, train_num_steps=10)
@@ -150,3 +159,183 @@ def test_the_trainers_checkpoint_contains_the_state(name, folder, tmp_path):
     assert module.strategy.strategy.step == 20
     resumed.t, resumed.losses = stopped.t + resumed.t, stopped.losses + resumed.losses
     assert differences(resumed, whole) == []
+
+
+def test_uniform_alone_changes_no_loss(folder, tmp_path):
+    """The trainer's own diffusion at the strategy's times has the losses of the strategy, to the last bit."""
+    run, diffusion = diffusion_run("uniform+none", folder, tmp_path, train_num_steps=4)
+    plain = denoising.GaussianDiffusion(unet(denoising), image_size=8, timesteps=100)
+    plain.loss_weight.fill_(1.0)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=1e-2, betas=(0.9, 0.99))
+    for number, (img, t, expected) in enumerate(zip(diffusion.images, run.t, run.losses)):
+        torch.manual_seed(number + 1)
+        loss = plain(img, noise=torch.randn_like(img), times=t)
+        assert equal_bits(loss.detach(), expected)
+        (loss / ACCUMULATE).backward()
+        if number % ACCUMULATE:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal_bits(plain.model.state_dict(), run.network)
+
+
+def test_times_that_are_given_are_used_with_the_loss_of_the_trainer():
+    class Diffusion(StrategyDiffusion, denoising.GaussianDiffusion):
+        pass
+
+    diffusion, plain = (cls(unet(denoising), image_size=8) for cls in (Diffusion, denoising.GaussianDiffusion))
+    plain.loss_weight.fill_(1.0)
+    diffusion.attach("loss_rms", torch.optim.SGD(diffusion.parameters(), lr=0.1))
+    times, losses = torch.tensor([1, 500, 999]), []
+    for each in (diffusion, plain):
+        torch.manual_seed(0)
+        losses.append(each(IMAGES[:3], times=times))
+    assert equal_bits(*losses) and diffusion.strategy.strategy.state_dict()["drawn"] == [0, 0]
+
+
+def test_another_schedule_is_caught():
+    class Diffusion(StrategyDiffusion, denoising.GaussianDiffusion):
+        pass
+
+    diffusion = Diffusion(unet(denoising), image_size=8, beta_schedule="cosine")
+    strategy = diffusion.attach("uniform", torch.optim.SGD(diffusion.parameters(), lr=0.1))
+    other = denoising.GaussianDiffusion(unet(denoising), image_size=8, beta_schedule="sigmoid")
+    noise, t = torch.randn(8, 1, 8, 8), strategy(IMAGES[:8])
+    strategy.check(IMAGES[:8], noise, diffusion.q_sample(IMAGES[:8], t, noise), t)
+    with pytest.raises(ConfigError, match="check: x_t: got ln SNR"):
+        strategy.check(IMAGES[:8], noise, other.q_sample(IMAGES[:8], t, noise), t)
+
+
+def test_a_checkpoint_is_loaded_after_the_strategy_is_attached():
+    class Diffusion(StrategyDiffusion, denoising.GaussianDiffusion):
+        pass
+
+    diffusion, other = (Diffusion(unet(denoising), image_size=8) for _ in range(2))
+    other.load_state_dict(diffusion.state_dict())
+    diffusion.attach("loss_rms", torch.optim.SGD(diffusion.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="load: strategy: got none, allowed: a strategy, attached before"):
+        other.load_state_dict(diffusion.state_dict())
+
+
+def test_validation_of_the_diffusion(folder, tmp_path):
+    variables = {"unet": unet(denoising), "folder": folder, "held_out": IMAGES[:16]}
+    variables["options"] = {"calculate_fid": False, "results_folder": tmp_path}
+    names, diffusion, _ = run_page(0, LOSSES, RecordedDiffusion, **variables)
+    exec(blocks("lucidrains")[2], names)
+    schedule = diffusion.alphas_cumprod
+    for number, loss in ((0, names["mlperf"]), (1, names["middle"])):
+        t = ((torch.arange(16) % 8 + number / 2) / 8 * 100).long()
+        noise = Stream(0, "validation noise").normal(0, range(16), (1, 8, 8))
+        signal, rest = (each[t].view(-1, 1, 1, 1).sqrt() for each in (schedule, 1 - schedule))
+        with torch.no_grad():
+            output = diffusion.model(signal * IMAGES[:16] + rest * noise, t)
+        errors = (output - (signal * noise - rest * IMAGES[:16])).square().mean((1, 2, 3))
+        assert loss == pytest.approx(float(errors.mean()), rel=1e-4)
+
+
+# Rectified flow
+
+
+def flow_run(name, folder, first=0, images=IMAGES, steps=STEPS, evaluate=False):
+    """Train by the page; the data loader shuffles, so images are recorded."""
+    options = {
+        "num_train_steps": steps * ACCUMULATE, "batch_size": BATCH, "grad_accum_every": ACCUMULATE, "num_samples": 1,
+        "learning_rate": 1e-2, "save_results_every": 1000, "checkpoint_every": 10 * ACCUMULATE,
+        "checkpoints_folder": str(folder / "checkpoints"), "results_folder": str(folder / "results"),
+    }  # fmt: skip
+    variables = {
+        "unet": unet(rectified.rectified_flow), "options": options, "dataset": images / 2 + 0.5,
+        "held_out": IMAGES[:16],
+    }  # fmt: skip
+    names, flow, train = run_page(1, name, RecordedFlow, **variables)
+    if first:
+        flow.first = first
+        names["trainer"].load(f"checkpoint.{first}.pt")
+        loader = torch.utils.data.DataLoader(images / 2 + 0.5, batch_size=BATCH)
+        names["trainer"].dl = names["trainer"].accelerator.prepare(loader)
+
+    def evaluation(*_):
+        flow.eval()
+        flow.strategy(IMAGES[:8])
+        exec(blocks("lucidrains")[3], names)
+        flow.train()
+
+    if evaluate:
+        names["trainer"].optimizer.optimizer.register_step_post_hook(evaluation)
+    exec(train, names)
+    flow.results.strategy = flow.strategy.state_dict()["strategy"]
+    flow.results.network = copy.deepcopy(flow.model.state_dict())
+    return flow.results, flow, names
+
+
+def plain_flow_run(name, images):
+    flow = rectified.RectifiedFlow(unet(rectified.rectified_flow))
+    network = flow.model
+
+    def errors(number, x0, t):
+        torch.manual_seed(number + 1)
+        noise = torch.randn_like(x0)
+        output = network(noise.lerp(x0, t.view(-1, 1, 1, 1)), times=t)
+        return (output - (x0 - noise)).square().flatten(1).mean(1)
+
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+    batches = [flow.data_normalize_fn(each) for each in images]
+    predict = (lambda x_t, t: -network(x_t, times=t)) if measures(name) else None
+    return explicit(
+        name, "flow", "data_is_one", network, optimizer, batches, errors, ACCUMULATE, predict, clip=0.5
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_rectified_flow_trains_as_a_plain_loop(name, tmp_path):
+    run, flow, _ = flow_run(name, tmp_path, evaluate=name == LOSSES)
+    assert len(run.t) == STEPS * ACCUMULATE
+    assert differences(run, plain_flow_run(name, flow.images)) == []
+
+
+def test_the_checkpoint_of_rectified_flow_contains_the_state(tmp_path):
+    whole, flow, _ = flow_run(LOSSES, tmp_path, steps=20)
+    images = torch.cat(flow.images[20:]) * 2 - 1
+    resumed, _, _ = flow_run(LOSSES, tmp_path, first=20, images=images, steps=10)
+    assert equal_bits(resumed.t, whole.t[20:]) and equal_bits(resumed.losses, whole.losses[20:])
+    assert equal_bits(resumed.strategy, whole.strategy) and equal_bits(resumed.network, whole.network)
+
+
+def test_uniform_alone_changes_no_loss_of_rectified_flow_but_the_order_of_its_sum(tmp_path):
+    run, flow, _ = flow_run("uniform+none", tmp_path, steps=1)
+    plain = rectified.RectifiedFlow(unet(rectified.rectified_flow))
+    for number, (img, t, expected) in enumerate(zip(flow.images, run.t, run.losses)):
+        torch.manual_seed(number + 1)
+        torch.testing.assert_close(plain(img, times=t).detach(), expected, rtol=3e-7, atol=0)
+
+
+def test_another_convention_of_rectified_flow_is_caught():
+    class Flow(StrategyFlow, rectified.RectifiedFlow):
+        pass
+
+    flow = Flow(unet(rectified.rectified_flow))
+    strategy = flow.attach("uniform", torch.optim.SGD(flow.parameters(), lr=0.1))
+    noise, t = torch.randn(8, 1, 8, 8), strategy(IMAGES[:8])
+    with pytest.raises(ConfigError, match="time='data_is_one'; time='noise_is_one' fits"):
+        strategy.check(IMAGES[:8], noise, IMAGES[:8].lerp(noise, t.view(-1, 1, 1, 1)), t)
+
+
+def test_rectified_flow_that_predicts_something_else_is_rejected():
+    class Flow(StrategyFlow, rectified.RectifiedFlow):
+        pass
+
+    flow = Flow(unet(rectified.rectified_flow), predict="noise")
+    with pytest.raises(ConfigError, match=r"RectifiedFlow.predict: got 'noise', allowed: 'flow'"):
+        flow.attach("uniform", torch.optim.SGD(flow.parameters(), lr=0.1))
+
+
+def test_validation_of_rectified_flow(tmp_path):
+    _, flow, names = flow_run(LOSSES, tmp_path, steps=1)
+    exec(blocks("lucidrains")[3], names)
+    for number, loss in ((0, names["mlperf"]), (1, names["middle"])):
+        u = ((torch.arange(16) % 8 + number / 2) / 8).clip(1e-5)
+        noise = Stream(0, "validation noise").normal(0, range(16), (1, 8, 8))
+        with torch.no_grad():
+            output = flow.model(IMAGES[:16].lerp(noise, u.view(-1, 1, 1, 1)), times=1 - u)
+        errors = (output - (IMAGES[:16] - noise)).square().mean((1, 2, 3))
+        assert loss == pytest.approx(float(errors.mean()), rel=1e-4)
