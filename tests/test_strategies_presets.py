@@ -58,11 +58,11 @@ EQUAL = [
 @pytest.mark.parametrize(("preset", "strategy", "process"), EQUAL)
 def test_a_preset_has_the_density_and_the_weights_of_its_strategy(columns, call, preset, strategy, process):
     status, out, err = call("show", *preset, "--format", "csv")
-    found, expected = parse_strategy_csv(out), columns(*strategy, "--process", *process)
+    shown, expected = parse_strategy_csv(out), columns(*strategy, "--process", *process)
     assert status == 0 and not err
     for key in ("t", "w"):
-        np.testing.assert_allclose(found[key], expected[key], rtol=1e-6)
-    np.testing.assert_allclose(found["p"], expected["p"], rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(shown[key], expected[key], rtol=1e-6)
+    np.testing.assert_allclose(shown["p"], expected["p"], rtol=1e-6, atol=1e-12)
 
 
 def test_a_preset_is_shown_in_the_trainers_time(columns):
@@ -71,10 +71,10 @@ def test_a_preset_is_shown_in_the_trainers_time(columns):
         ("musubi:flux_shift", {"tokens": 4096}, 100_000),
         ("musubi:qinglong_qwen", {"tokens": 1024}, 100_000),
     ):
-        found = columns(name, *[word for key, value in context.items() for word in ("--context", f"{key}={value}")])
+        shown = columns(name, *[word for key, value in context.items() for word in ("--context", f"{key}={value}")])
         draws = kairos_timesteps.preset(name).sample(count, **context).numpy()
         shares = np.histogram(draws, np.arange(0, 1.01, 0.1))[0] / count
-        np.testing.assert_allclose(found["p"].reshape(10, 100).sum(1), shares, atol=5 * (0.25 / count) ** 0.5)
+        np.testing.assert_allclose(shown["p"].reshape(10, 100).sum(1), shares, atol=5 * (0.25 / count) ** 0.5)
 
 
 def test_times_that_a_list_contains_have_all_the_mass(call):
@@ -85,13 +85,13 @@ def test_times_that_a_list_contains_have_all_the_mass(call):
 
 
 def test_another_strategy_is_compared_in_the_same_time(call, columns):
-    found = both(call, "kohya:shift", "--compare", "log_normal+bell", "--compare-set", "m=0.5")
+    shown = both(call, "kohya:shift", "--compare", "log_normal+bell", "--compare-set", "m=0.5")
     expected = columns("log_normal+bell", "--process", "flow", "--set", "m=0.5")
-    assert list(found) == ["t", "p", "w", "effective", "p_compared", "w_compared", "effective_compared"]
+    assert list(shown) == ["t", "p", "w", "effective", "p_compared", "w_compared", "effective_compared"]
     for key in ("p", "w", "effective"):
-        assert np.array_equal(found[f"{key}_compared"], expected[key])
+        assert np.array_equal(shown[f"{key}_compared"], expected[key])
     swapped = both(call, "log_normal+bell", "--set", "m=0.5", "--compare", "kohya:shift")
-    assert np.array_equal(swapped["p"], found["p_compared"]) and np.array_equal(swapped["p_compared"], found["p"])
+    assert np.array_equal(swapped["p"], shown["p_compared"]) and np.array_equal(swapped["p_compared"], shown["p"])
     two = both(call, "speed", "--compare", "p2", "--schedule", "cosine", "--compare-set", "gamma=2")
     assert np.array_equal(two["w_compared"], columns("p2", "--schedule", "cosine", "--set", "gamma=2")["w"])
     status, out, err = call("show", "kohya:shift", "--compare", "nemo:linear")
@@ -104,9 +104,9 @@ def test_another_strategy_is_compared_in_the_same_time(call, columns):
 
 def test_context_reaches_strategies_too(columns):
     shifted = ("shift", "--process", "flow", "--set", "law=exponential", "--set", "density=log_normal")
-    found = columns(*shifted, "--context", "tokens=4096")
+    shown = columns(*shifted, "--context", "tokens=4096")
     expected = columns("musubi:flux_shift", "--context", "tokens=4096")
-    np.testing.assert_allclose(found["p"], expected["p"], rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(shown["p"], expected["p"], rtol=1e-6, atol=1e-12)
 
 
 def test_pictures_of_two_strategies(call, tmp_path):
@@ -120,17 +120,17 @@ def test_pictures_of_two_strategies(call, tmp_path):
     two = {**one, "p": 2 * t / 99, "w": np.full(100, 5.0), "effective": 10 * t / 99}
     drawing = draw_strategy(one, "one", [], "flow", Compared(two, "two", []))
     for axes, key, scale in zip(drawing.axes, ("p", "w", "effective"), (100, 1, 100)):
-        drawn = [line.get_ydata() for line in axes.lines]
+        curves = [line.get_ydata() for line in axes.lines]
         for columns in (one, two):
-            assert any(len(y) == 100 and np.allclose(y, columns[key] * scale) for y in drawn)
+            assert any(len(y) == 100 and np.allclose(y, columns[key] * scale) for y in curves)
         assert axes.get_ylim()[1] > (two[key] * scale).max()
 
 
 def test_list_names_every_preset(call):
     status, out, err = call("list")
     assert status == 0 and not err
-    named = {line.split()[0] for line in out.splitlines() if line.strip()}
-    assert {*kairos_timesteps.names("preset")} <= named
+    listed = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert {*kairos_timesteps.names("preset")} <= listed
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     losses = []
     for step in range(first, arguments.steps):
         x0, noise = batch(data, arguments.batch, arguments.seed, step, "cpu")
-        own = torch.rand(len(x0), generator=torch.Generator().manual_seed(step))
-        t = strategy(x0) if strategy else own  # part 2: draw
+        uniform = torch.rand(len(x0), generator=torch.Generator().manual_seed(step))
+        t = strategy(x0) if strategy else uniform  # part 2: draw
         at = t.view(-1, 1, 1, 1)
         errors = (network((1 - at) * x0 + at * noise, t) - (noise - x0)).square().mean((1, 2, 3))  # (batch,)
         loss = strategy.loss(errors) if strategy else errors.mean()  # part 3: weight

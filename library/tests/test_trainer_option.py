@@ -17,7 +17,7 @@ KAIROS = ["--timestep_strategy", "kairos_timesteps.attach", "--timestep_strategy
 
 @pytest.fixture
 def trainer(monkeypatch):
-    """Import the trainer, and the modules beside it."""
+    """Import the trainer and the module that the examples share."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     for name in ("common", "trainer_option"):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -161,8 +161,8 @@ def context_of(sampler: Any, name: str, context: dict[str, Any]) -> tuple[dict[s
     if missing:
         example = ", ".join(f"--context {each}={'4096' if each == 'tokens' else '1'}" for each in sorted(missing))
         raise ConfigError(f"{name} depends on {', '.join(sorted(missing))} of a sample; add {example}")
-    own = {key: value for key, value in context.items() if key in sampler.context_names}
-    return own, [f"{key} = {value}" for key, value in own.items()]
+    properties = {key: value for key, value in context.items() if key in sampler.context_names}
+    return properties, [f"{key} = {value}" for key, value in properties.items()]
 
 
 def _joined_columns(views: list[View]) -> dict[str, Array]:
@@ -311,11 +311,11 @@ def _text(views: list[View]) -> str:
     t, ranges = first.columns["t"], strata(len(first.columns["t"]))
     ends = [[f"{t[place]:.5g}" for place in (inside.start, inside.stop - 1)] for inside in ranges]
     width = max(len(end) for pair in ends for end in pair)
-    own = "timesteps" if first.process == "discrete" else PROCESSES[first.process].load().time_symbol
+    symbol = "timesteps" if first.process == "discrete" else PROCESSES[first.process].load().time_symbol
     shares = [_shares(view, ranges) for view in views]
     largest = max(filter(np.isfinite, shares[0]), default=0.0)
     titles = [title for name in ("mass of p", "mean w", "share of p*w") for title in (name, "compared")[: len(views)]]
-    rows = [[own, *titles, ""]]
+    rows = [[symbol, *titles, ""]]
     for row, (inside, pair) in enumerate(zip(ranges, ends)):
         name = " - ".join(end.rjust(width) for end in dict.fromkeys(pair))
         masses = [f"{100 * view.columns['p'][inside].sum():.2f} %" for view in views]

@@ -78,12 +78,12 @@ def view_of_preset(preset: Any, process: dict[str, Any], context: dict[str, Any]
     built = process_of(
         {"process": {"name": process["name"], **options}, "prediction": chosen_prediction(process["name"], None)}
     )
-    own, notes = context_of(preset.sampler, f"preset {preset.name}", context)
+    properties, notes = context_of(preset.sampler, f"preset {preset.name}", context)
     cells = np.arange(built.schedule.timesteps + 1) / built.schedule.timesteps
     unit = CONVENTIONS[row.convention].time
     edges = built.times(cells) if unit == "sigma" else cells
     t = built.schedule.times
-    below = cdf(preset, edges, own)
+    below = cdf(preset, edges, properties)
     p = np.diff(np.concatenate([[0.0], below[1:-1], [1.0]]))
     outside = below[0] + 1 - below[-1]
     if outside > 1e-4:

@@ -1,0 +1,311 @@
+"""Pages of trainers that are read and not run: their lines on a small network, with the trainer's formula of x_t.
+
+The formulas are those of the trainers' sources, written anew. No code of a trainer runs here.
+"""
+
+import re
+import sys
+import types
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kairos_timesteps
+from kairos_timesteps.attached import Attached
+
+PAGES = Path(__file__).parents[2] / "docs/trainers"
+if not PAGES.exists():
+    pytest.skip("the source distribution does not contain docs/", allow_module_level=True)
+SECTIONS = ["Install", "Change", "Strategies", "Time", "Tested", "Limits"]
+BATCH = 6
+
+
+def blocks(page: str) -> list[str]:
+    """Python blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+class Trained:
+    """A network with an optimizer, latents and noise, as local variables of a trainer."""
+
+    def __init__(self, shape: tuple[int, ...] = (4, 8, 8)):
+        torch.manual_seed(0)
+        convolution = nn.Conv2d if len(shape) == 3 else nn.Conv3d
+        self.network = convolution(shape[0], shape[0], 3, padding=1)
+        self.optimizer = torch.optim.AdamW(self.network.parameters())
+        self.latents, self.noise = torch.randn(2, BATCH, *shape)
+        self.errors = (self.network(self.latents) - self.noise).square().flatten(1).mean(1)
+
+    def run(self, page: str, *variables: dict[str, Any]) -> dict[str, Any]:
+        """Run the blocks of a page, each with further variables, in one namespace."""
+        names: dict[str, Any] = {"kairos_timesteps": kairos_timesteps, "torch": torch, "args": Namespace(seed=1)}
+        code = blocks(page)
+        assert len(code) == len(variables)
+        for block, more in zip(code, variables):
+            names.update(more)
+            exec(compile(block, f"docs/trainers/{page}.md", "exec"), names)
+        return names
+
+    def step(self, timesteps: Attached, t: Tensor, noised: Callable[..., Tensor], times: Tensor | None = None) -> None:
+        """Check the convention of time, and take a step whose loss the strategy has seen."""
+        times = t if times is None else times
+        x_t = noised(self.latents, self.noise, times.double().view(-1, *[1] * (self.latents.ndim - 1)))
+        timesteps.check(self.latents, self.noise, x_t, times)
+        loss = timesteps.loss((self.network(x_t.float()) - self.noise).square())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        timesteps.state_dict()
+        assert timesteps.strategy.step == 1
+
+
+def noise_is_one(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    return (1 - t) * x0 + t * noise
+
+
+def data_is_one(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    return t * x0 + (1 - t) * noise
+
+
+@pytest.mark.parametrize("page", ["sit", "lightningdit"])
+def test_transport(page):
+    case, transport = Trained(), Namespace()
+    names = case.run(
+        page,
+        {"opt": case.optimizer, "model": case.network, "args": Namespace(global_seed=1), "transport": transport},
+        {"self": transport, "x1": case.latents, "sp_timesteps": None},
+        {"loss_dict": {"loss": case.errors}},
+    )
+    case.step(names["timesteps"], names["t"], data_is_one)
+
+
+def test_repa():
+    case, loss_fn = Trained(), Namespace()
+    names = case.run(
+        "repa",
+        {"optimizer": case.optimizer, "model": case.network, "loss_fn": loss_fn},
+        {"self": loss_fn, "images": case.latents},
+        {"loss": case.errors},
+    )
+    case.step(names["timesteps"], names["time_input"].flatten(), noise_is_one)
+
+
+def test_flow_matching():
+    case = Trained()
+
+    def model(x_t, t, extra):
+        return case.network(x_t)
+
+    local = {"optimizer": case.optimizer, "model": model, "samples": case.latents, "conditioning": {}}
+    model.training = True
+    names = case.run("flow_matching", local | {"x_t": case.latents, "u_t": case.noise})
+    case.step(names["timesteps"], names["t"], data_is_one)
+
+
+def test_k_diffusion_keeps_the_trainers_loss():
+    """EDM's weight on the error of x0 is the trainer's loss of the preconditioned target."""
+    case = Trained()
+    local = {"opt": case.optimizer, "inner_model": case.network, "model_config": {"sigma_data": 0.7}}
+    names = case.run("k-diffusion", local | {"reals": case.latents, "losses": case.errors})
+    torch.testing.assert_close(names["loss"], case.errors.mean(), rtol=1e-5, atol=0)
+    case.step(names["timesteps"], names["sigma"], lambda x0, noise, sigma: x0 + sigma * noise)
+
+
+def test_kohya():
+    case = Trained()
+    alphas = torch.from_numpy(kairos_timesteps.make_schedule("scaled_linear").alphas_cumprod).float()
+    self = Namespace(get_noise_scheduler=lambda args, device: Namespace(alphas_cumprod=alphas))
+    accelerator = Namespace(device="cpu", register_for_checkpointing=lambda state: None)
+    weights = torch.tensor([1.0, 1.0, 0.5, 1.0, 0.5, 1.0])
+    names = case.run(
+        "kohya",
+        {"self": self, "optimizer": case.optimizer, "network": case.network, "accelerator": accelerator}
+        | {"args": Namespace(v_parameterization=False, seed=None)},
+        {"latents": case.latents, "draw": None} | {"draw": lambda latents: self.timesteps(latents)},
+        {"loss": case.errors, "batch": {"loss_weights": weights}},
+    )
+    t = names["timesteps"]
+    assert t.dtype == torch.int64 and t.min() >= 0 and t.max() < 1000
+
+    def noised(x0, noise, index):
+        alpha = alphas.double()[index.long()]
+        return alpha.sqrt() * x0 + (1 - alpha).sqrt() * noise
+
+    case.step(self.timesteps, t, noised)
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 8), (4, 2, 8, 8)])
+def test_musubi(shape, monkeypatch):
+    class QwenImageNetworkTrainer:
+        """The trainer, which calls the methods in this order."""
+
+        def train(self, case):
+            self.on_train_start(Namespace(seed=None, resume=False), None, case.network, None, case.optimizer)
+            x_t, times = self.get_noisy_model_input_and_timesteps(
+                None, case.noise, case.latents, None, None, "cpu", torch.float32
+            )
+            output = Namespace(pred=case.network(x_t), target=case.noise - case.latents)
+            loss, _ = self.compute_loss(None, output, times, None, torch.float32, torch.float32, 0)
+            assert loss.ndim == 0
+            return x_t, times
+
+    case = Trained(shape)
+    script = types.ModuleType("qwen_image_train_network")
+    script.QwenImageNetworkTrainer = QwenImageNetworkTrainer
+    script.main = lambda: None
+    package = types.ModuleType("musubi_tuner")
+    package.qwen_image_train_network = script
+    monkeypatch.setitem(sys.modules, "musubi_tuner", package)
+    trainer = case.run("musubi", {"__name__": "__main__"})["Trainer"]()
+    assert script.QwenImageNetworkTrainer is type(trainer)
+    x_t, times = trainer.train(case)
+    t = (times - 1) / 1000
+    torch.testing.assert_close(x_t, noise_is_one(case.latents, case.noise, t.view(-1, *[1] * len(shape))))
+    case.step(trainer.timesteps, t, noise_is_one)
+
+
+def test_onetrainer():
+    """Indices have the density, and their noise levels the weights of kairos."""
+    generator = torch.Generator().manual_seed(0)
+    count = 200_000
+    draw, loss = blocks("onetrainer")
+    names = {"kairos_timesteps": kairos_timesteps, "torch": torch, "generator": generator, "batch_size": count}
+    names |= {"num_train_timesteps": 1000, "losses": torch.ones(count), "data": {}}
+    exec(draw, names)
+    index = names["timestep"]
+    assert index.dtype == torch.int32 and index.min() >= 0 and index.max() < 1000
+    below = (index[:, None] < torch.tensor([100, 500, 900])).double().mean(0)
+    expected = names["density"].cdf(np.array([0.1, 0.5, 0.9]))
+    np.testing.assert_allclose(below, expected, atol=5 * (0.25 / count) ** 0.5)
+    names["data"]["timestep"] = index
+    exec(loss, names)
+    sigma = (index.double() + 1) / 1000
+    bell = (-2 * (sigma - 0.5) ** 2).exp() - np.exp(-0.5)
+    ratio = names["losses"].double() / bell
+    np.testing.assert_allclose(ratio[bell > 0.01], ratio[bell > 0.01].mean(), rtol=1e-3)
+
+
+def test_simpletuner():
+    case, model = Trained(), Namespace()
+    model.get_trained_component = lambda unwrap_model: case.network
+    accelerator = Namespace(register_for_checkpointing=lambda state: None)
+    trainer = Namespace(model=model, optimizer=case.optimizer, accelerator=accelerator, config=Namespace(seed=None))
+    names = case.run(
+        "simpletuner", {"self": trainer}, {"self": model, "batch": {"latents": case.latents}, "loss": case.errors}
+    )
+    assert torch.equal(names["timesteps"], 1000 * names["sigmas"])
+    case.step(model.timesteps, names["sigmas"], noise_is_one)
+
+
+def test_ai_toolkit():
+    case = Trained()
+    self = Namespace(sd=Namespace(unet=None), network=case.network, optimizer=case.optimizer)
+    names = case.run("ai-toolkit", {"self": self, "latents": case.latents, "loss": case.errors})
+    case.step(self.timesteps, names["timesteps"] / 1000, noise_is_one)
+
+
+def test_diffusion_pipe():
+    local = {"kairos_timesteps": kairos_timesteps, "torch": torch, "bs": 100_000, "latents": torch.zeros(1)}
+    torch.manual_seed(0)
+    (code,) = blocks("diffusion-pipe")
+    exec(code, local | (drawn := {"timestep_quantile": None}), drawn)
+    for quantile in (0.1, 0.5, 0.9):
+        exec(code, local | (fixed := {"timestep_quantile": quantile}), fixed)
+        expected = 1 / (1 + np.exp(-(np.log(3) + torch.distributions.Normal(0, 1).icdf(torch.tensor(quantile)).item())))
+        assert fixed["t"].numpy() == pytest.approx(np.full(100_000, expected), rel=1e-5)
+        assert (drawn["t"] < expected).double().mean() == pytest.approx(quantile, abs=0.01)
+
+
+def test_torchtitan():
+    case = Trained()
+    self = Namespace(parallel_dims=Namespace(dp_enabled=False), config=Namespace(debug=Namespace(seed=None)))
+    self.optimizers, self.model_parts = Namespace(optimizers=[case.optimizer]), [case.network]
+    names = case.run("torchtitan", {"self": self, "labels": case.latents})
+    case.step(self.timesteps, names["timesteps"], noise_is_one)
+
+
+class Studio:
+    """AnimaLoraStudio's loop as far as it calls its timestep sampler."""
+
+    def __init__(self, sampler: Any, seed: int = 0):
+        self.sampler, self.global_step, self.times = sampler, 0, []
+        self.random = torch.Generator().manual_seed(seed)
+
+    def step(self, regularisation: list[Tensor]) -> None:
+        """Take a step with a micro-batch for each mask of regularisation images, bool (batch,)."""
+        for is_reg in regularisation:
+            t = self.sampler.sample(len(is_reg), "cpu")
+            self.times.append(t)
+            errors = (t * torch.rand(len(t), generator=self.random)).detach()
+            if (~is_reg).any():
+                self.sampler.record(t[~is_reg], errors[~is_reg])
+        self.global_step += 1
+        self.sampler.maybe_refresh(self.global_step)
+
+
+def test_animalorastudio(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    from animalorastudio_sampler import KairosSampler, build
+
+    def make():
+        return KairosSampler("loss_mean", seed=3, device="cpu", importance=False, start=4, frequency=2)
+
+    none, some, all_of_them = (torch.arange(6) < count for count in (0, 2, 6))
+    plan = [[none], [some, none], [all_of_them], [none, all_of_them], *[[some]] * 6]
+    loop = Studio(make())
+    for masks in plan:
+        loop.step(masks)
+    strategy = kairos_timesteps.Strategy(
+        "loss_mean", "flow", seed=3, sampler={"importance": False, "start": 4, "frequency": 2}
+    )
+    random, times = torch.Generator().manual_seed(0), []
+    for masks in plan:
+        for is_reg in masks:
+            draw = strategy.draw(torch.empty(6, 1))
+            times.append(draw.t.float())
+            strategy.weighted(draw, times[-1] * torch.rand(6, generator=random), ~is_reg)
+        with strategy.observe(draw):
+            pass
+    assert all(torch.equal(*each) for each in zip(loop.times, times, strict=True))
+    assert loop.sampler.status()["kind"] == "kairos" and loop.sampler.status()["updates"] > 0
+
+    resumed = Studio(make())
+    for masks in plan[:6]:
+        resumed.step(masks)
+    state = resumed.sampler.state_dict()
+    resumed.sampler = make()
+    resumed.sampler.load_state_dict(state)
+    for masks in plan[6:]:
+        resumed.step(masks)
+    assert all(torch.equal(*each) for each in zip(resumed.times, loop.times, strict=True))
+
+    built = build(Namespace(kairos_sampler="log_normal", seed=None), 100)
+    (block,) = blocks("animalorastudio")
+    names = {"args": Namespace(kairos_sampler="log_normal"), "total_steps": 9, "BUILDERS": {"kairos": lambda *_: built}}
+    exec(block, names)
+    assert names["sampler"] is built and built.requires_token_counts is False
+    shifted = KairosSampler("shift", law="exponential", density="log_normal")
+    assert shifted.requires_token_counts
+    assert len(shifted.sample(2, "cpu", token_counts=torch.tensor([1024, 4096]))) == 2
+    with pytest.raises(ValueError, match="importance weights"):
+        KairosSampler("loss_rms")
+
+
+def test_every_page_has_the_sections_and_is_in_the_index_and_in_the_navigation():
+    index = (PAGES / "index.md").read_text(encoding="utf-8")
+    navigation = (PAGES.parents[1] / "mkdocs.yml").read_text(encoding="utf-8")
+    read_not_run = [path for path in PAGES.glob("*.md") if "\nRead, not run: " in path.read_text(encoding="utf-8")]
+    assert len(read_not_run) >= 8
+    for path in PAGES.glob("*.md"):
+        assert f"trainers/{path.name}" in navigation, path.name
+        assert path.stem == "index" or f"]({path.name})" in index, path.name
+    for path in read_not_run:
+        text = path.read_text(encoding="utf-8")
+        assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == SECTIONS, path.name
+        assert len(text.splitlines()) < 60, path.name
