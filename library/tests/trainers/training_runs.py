@@ -57,7 +57,7 @@ def measures(name: str) -> bool:
 
 def with_strategy(code: str, name: str) -> str:
     """Replace the strategy that a block attaches."""
-    return re.sub(r'(?<=")[a-z_]+(\+[a-z_]+)?(?=", )', name, code, count=1)
+    return re.sub(r'((?:attach|Callback)\(\s*)"[a-z_+]+"', rf'\1"{name}"', code, count=1)
 
 
 def quicken(strategy: Strategy) -> Strategy:
