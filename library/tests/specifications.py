@@ -6,6 +6,7 @@ sampler, weighting and process; a call differs from ``draw(x0)`` in one or two a
 """
 
 import dataclasses
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -384,7 +385,8 @@ def context_of(specification: Specification, call: Call, batch: int, step: int =
 
 
 def examples(count: int) -> settings:
-    """Settings of a test that runs a fixed set of examples."""
+    """Settings of a test that runs a fixed set of `count` examples, or of $KAIROS_EXAMPLES if that is less."""
+    count = min(count, int(os.environ.get("KAIROS_EXAMPLES", count)))
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     return settings(
         max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=slow, print_blob=False
