@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kairos_timesteps
 import rank_groups
 from kairos_timesteps import Attached, Strategy, attach
-from kairos_timesteps.base import MeasuresNetwork
+from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.distributed import rank, ranks
 from kairos_timesteps.errors import ConfigError
@@ -23,8 +23,14 @@ from kairos_timesteps.time_convention import TimeConvention
 from small_loop import IMAGES, TinyNetwork, equal_bits
 from specifications import Call, Specification, but_name, context_of, examples, specifications
 
+LEARNED = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), Learned))
 MEASURING = sorted(name for name, entry in SAMPLERS.items() if issubclass(entry.load(), MeasuresNetwork))
 COUNT = 4  # samples of a micro-batch
+
+
+def long_unless(names, quick):
+    """Parameters of a test, one for each name; those that are not in `quick` are long."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.long) for name in names]
 
 
 class Trainer:
@@ -186,7 +192,7 @@ def of_time(data, specification):
     return None
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLERS))
+@pytest.mark.parametrize("name", long_unless(sorted(SAMPLERS), [*LEARNED, "uniform", "speed", "mixture"]))
 @examples(3)
 @given(data=st.data())
 def test_a_sampler_attached_equals_the_explicit_form(name, data):
@@ -194,7 +200,7 @@ def test_a_sampler_attached_equals_the_explicit_form(name, data):
     check_events(specification, data.draw(EVENTS), data.draw(st.booleans()), of_time(data, specification))
 
 
-@pytest.mark.parametrize("name", sorted(WEIGHTINGS))
+@pytest.mark.parametrize("name", long_unless(sorted(WEIGHTINGS), ["none", "min_snr", "coarse_to_fine", "edm2"]))
 @examples(2)
 @given(data=st.data())
 def test_a_weighting_attached_equals_the_explicit_form(name, data):
@@ -983,6 +989,7 @@ def small(name):
     return {"name": name, **{key: value for key, value in wanted.items() if key in known}}
 
 
+@pytest.mark.long
 def test_two_ranks_equal_the_explicit_form_and_each_other(tmp_path):
     cases = [Specification(small(name)) for name in sorted(SAMPLERS)]
     cases += [Specification(weighting={"name": name}) for name in ("min_snr", "edm2", "coarse_to_fine")]

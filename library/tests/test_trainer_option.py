@@ -26,6 +26,7 @@ def trainer(monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.long
 def test_without_the_option_the_package_is_not_needed(trainer, monkeypatch):
     expected = trainer.main([*SMALL, "--steps", "3"])
     monkeypatch.setitem(sys.modules, "kairos_timesteps", None)  # its import fails

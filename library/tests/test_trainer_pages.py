@@ -211,15 +211,15 @@ def test_ai_toolkit():
 
 
 def test_diffusion_pipe():
-    local = {"kairos_timesteps": kairos_timesteps, "torch": torch, "bs": 100_000, "latents": torch.zeros(1)}
+    local = {"kairos_timesteps": kairos_timesteps, "torch": torch, "bs": 20_000, "latents": torch.zeros(1)}
     torch.manual_seed(0)
     (code,) = blocks("diffusion-pipe")
     exec(code, local | (random := {"timestep_quantile": None}), random)
     for quantile in (0.1, 0.5, 0.9):
         exec(code, local | (fixed := {"timestep_quantile": quantile}), fixed)
         expected = 1 / (1 + np.exp(-(np.log(3) + torch.distributions.Normal(0, 1).icdf(torch.tensor(quantile)).item())))
-        assert fixed["t"].numpy() == pytest.approx(np.full(100_000, expected), rel=1e-5)
-        assert (random["t"] < expected).double().mean() == pytest.approx(quantile, abs=0.01)
+        assert fixed["t"].numpy() == pytest.approx(np.full(20_000, expected), rel=1e-5)
+        assert (random["t"] < expected).double().mean() == pytest.approx(quantile, abs=0.02)
 
 
 def test_torchtitan():
