@@ -104,7 +104,7 @@ def explicit(
     predict: Callable[..., Tensor] | None = None,
     conditions: Callable[[int], dict[str, Tensor]] = lambda number: {},
     clip: float | None = None,
-    seed: int = 0,
+    after_step: Callable[[], None] = lambda: None,
 ) -> Run:
     """Train with `Strategy.draw`, `loss` and `observe`.
 
@@ -120,13 +120,13 @@ def explicit(
         predict: ``predict(x_t, t, **conditions)``, for strategies that measure the network.
         conditions: ``conditions(number of the micro-batch)``, for `predict`.
         clip: largest norm of the gradient.
-        seed: seed of the strategy.
+        after_step: called after each step of the optimizer, such as the step of a learning-rate schedule.
     """
     convention = TimeConvention(as_process(process), time)
     called = copy.copy(convention.process)
     if predict:
         called.predict = lambda _, x_t, t, given=None: predict(x_t, convention.of_trainer(t), **(given or {}))
-    strategy, run, draws, given = quicken(Strategy(name, called, seed=seed)), Run(), [], []
+    strategy, run, draws, given = quicken(Strategy(name, called)), Run(), [], []
     for number, x0 in enumerate(batches):
         draws.append(strategy.draw(x0))
         given.append(conditions(number))
@@ -141,6 +141,7 @@ def explicit(
         joined = {key: torch.cat([each[key] for each in given]) for key in given[0]} if predict else {}
         with strategy.observe(draws, network, optimizer, joined or None):
             optimizer.step()
+        after_step()
         optimizer.zero_grad()
         draws, given = [], []
     run.strategy, run.network = strategy.state_dict(), copy.deepcopy(network.state_dict())

@@ -19,7 +19,7 @@ class StrategyPipeline(FlowMatchingPipeline):  # type: ignore
     """
 
     def __init__(self, pipeline: FlowMatchingPipeline, strategy: Attached, conditions: tuple[str, ...] = ()):
-        vars(self).update(vars(pipeline))
+        self.__dict__.update(vars(pipeline))
         self.strategy, self.conditions = strategy, conditions
 
     def step(self, model: Any, batch: Mapping[str, Any], *args: Any, **options: Any) -> Any:

@@ -1,0 +1,51 @@
+"""Strategies in DiffSynth-Studio: its loss functions at the timesteps, and with the weights, of a strategy."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from kairos_timesteps.attached import Attached
+
+
+class StrategyLoss:
+    """Loss function of DiffSynth-Studio, such as ``FlowMatchSFTLoss``, at the timestep that a strategy draws.
+
+    The call is that of the loss function. Its random timestep and its weighting are replaced; everything else is the
+    pipeline's own scheduler.
+
+    Args:
+        loss: loss function of a pipeline and its inputs, which draws one timestep for the batch.
+        strategy: attached strategy on ``flow``, with ``time="noise_is_one"``.
+        conditions: names of inputs that `predict` of `kairos_timesteps.attach` takes, for strategies that measure.
+    """
+
+    def __init__(self, loss: Callable[..., Tensor], strategy: Attached, conditions: tuple[str, ...] = ()):
+        self.loss, self.strategy, self.conditions = loss, strategy, conditions
+
+    def __call__(self, pipe: Any, **inputs: Any) -> Tensor:
+        """Return the weighted loss of a batch, whose samples share a timestep."""
+        conditions = {name: inputs[name][:1] for name in self.conditions}
+        sigma = self.strategy(inputs["input_latents"][:1], conditions=conditions or None)
+        scheduler = pipe.scheduler
+        pipe.scheduler = _Scheduler(scheduler, sigma)
+        try:
+            return self.strategy.loss(self.loss(pipe, **inputs).view(1))
+        finally:
+            pipe.scheduler = scheduler
+
+
+class _Scheduler:
+    """Scheduler with one timestep, the nearest to 1000 sigma of those that the scheduler trains on."""
+
+    def __init__(self, scheduler: Any, sigma: Tensor):
+        self._scheduler, every = scheduler, scheduler.timesteps
+        nearest = (every - 1000 * sigma.to(every.device)).abs().argmin()
+        self.timesteps = every[nearest].expand(len(every))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def training_weight(self, timestep: Tensor) -> float:
+        """Return 1, because the strategy weights the loss."""
+        return 1.0
