@@ -63,7 +63,7 @@ def small(experiment: Experiment, data: Path, encoder: str | None, methods: list
         "methods": {method: _shortened(plain["methods"][method], steps) for method in methods},
         "sampling": plain["sampling"] | {"steps": 10, "batch_size": _BATCH, "grid": _BATCH},
         "evaluation": measured | {
-            "extractor": {"name": "selfsupervised", "features": 16, "steps": steps}, "num_samples": 64, "sets": 1,
+            "extractor": {"name": "selfsupervised", "features": 16, "steps": steps}, "num_samples": 32, "sets": 1,
             "strata": 4, "loss_images": 32,
         },
         "tracking": {"enabled": False},
