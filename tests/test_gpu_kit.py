@@ -82,11 +82,11 @@ def test_rows_that_need_more_than_torch_run_and_a_part_ends_within_its_budget(tm
     """Rows that were not reached are named, and the file is whole."""
     unets = {part: ["--only", "unet"] for part in ("correct", "step", "sample")}
     limited = {"systems": ["--only", "dit_coco", "edm"], "strategies": ["--budget", "0.2"]}
-    found = run(unets | limited, tmp_path, bare=False)
-    strategies = found.pop("strategies")
+    contents = run(unets | limited, tmp_path, bare=False)
+    strategies = contents.pop("strategies")
     assert not strategies["complete"] and "speed" in strategies["not_reached"]
-    assert {row["row"] for row in found["systems"]["rows"]} == {"dit_coco", "edm_cifar10"}
-    for content in found.values():
+    assert {row["row"] for row in contents["systems"]["rows"]} == {"dit_coco", "edm_cifar10"}
+    for content in contents.values():
         assert content["complete"] and not any("skipped" in row or "failed" in row for row in content["rows"])
 
 

@@ -89,8 +89,8 @@ def test_the_plan_says_the_published_size(capsys):
 @pytest.mark.long
 def test_small_forms_learn(tmp_path):
     """A system through the pipeline's own commands, on digits; `make systems` runs all, on CIFAR-10 and COCO."""
-    benchmark, chosen = str(ROOT / "benchmarks" / "systems.py"), ["edm_cifar10", "--methods", "adaptive"]
-    command = [sys.executable, benchmark, *chosen, "--steps", "40", "--out", str(tmp_path)]
+    benchmark, arguments = str(ROOT / "benchmarks" / "systems.py"), ["edm_cifar10", "--methods", "adaptive"]
+    command = [sys.executable, benchmark, *arguments, "--steps", "40", "--out", str(tmp_path)]
     environment = os.environ | {"DATA": str(tmp_path / "none"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
