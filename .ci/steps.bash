@@ -8,6 +8,7 @@
 # Each step prints its name and its seconds. The first step that fails ends the script, with the output and the exit
 # code of that step; steps that still run are killed. No step reads from standard input.
 export OMP_NUM_THREADS=1
+export TORCHINDUCTOR_COMPILE_THREADS=1  # without a pool of processes, each of which imports torch
 bin="${UV_PROJECT_ENVIRONMENT:-.venv}/bin"
 declare -A running=()  # process id of each step that runs: its name
 declare -A began=()    # name of each step: when it began
