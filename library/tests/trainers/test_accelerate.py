@@ -23,8 +23,11 @@ from training_runs import (
 import rank_groups
 from small_loop import TinyNetwork, equal_bits
 
+accelerate = released("accelerate")
+
 pytestmark = pytest.mark.trainers
 ACCUMULATE, BATCH, STEPS = 2, 8, 20
+IMAGES = digits(64)
 
 
 class Recorded(TinyNetwork):
@@ -45,7 +48,6 @@ class Recorded(TinyNetwork):
 
 def train(name, batches, resume=None, save=None, evaluate=False):
     """Run the page, with the images of `batches` in their order and noise by number of the batch."""
-    accelerate = released("accelerate")
     new_process()
     code, validation = blocks("accelerate")
     setup, loop = with_strategy(code, name).split("for x0 in loader:\n")
@@ -63,7 +65,7 @@ def train(name, batches, resume=None, save=None, evaluate=False):
 
     names = {
         "torch": torch, "accelerator": accelerator, "network": network, "predict": predict, "loader": None,
-        "optimizer": torch.optim.AdamW(network.parameters(), lr=1e-2), "held_out": digits(16),
+        "optimizer": torch.optim.AdamW(network.parameters(), lr=1e-2), "held_out": IMAGES[:16],
     }  # fmt: skip
     exec(setup, names)
     exec(loop, names)
@@ -89,12 +91,8 @@ def train(name, batches, resume=None, save=None, evaluate=False):
     return results, values
 
 
-def images(number, count=BATCH):
-    return digits(64)[number * count % 64 :][:count]
-
-
 def micro_batches(first=0, last=STEPS * ACCUMULATE):
-    return [(number, images(number)) for number in range(first, last)]
+    return [(number, IMAGES[number * BATCH % len(IMAGES) :][:BATCH]) for number in range(first, last)]
 
 
 def plain_loop(name):
@@ -136,7 +134,6 @@ def train_on_a_rank():
 
 
 def test_two_ranks_draw_the_halves_of_a_global_batch_and_validate_alike(tmp_path):
-    released("accelerate")
     first, second = rank_groups.run(train_on_a_rank, tmp_path, 2, join=False)
     assert first["values"] == second["values"] and len(first["values"]) == 2
     assert equal_bits(first["strategy"], second["strategy"]) and first["strategy"]["step"] == 8

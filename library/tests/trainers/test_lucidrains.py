@@ -26,7 +26,7 @@ from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.integrations.lucidrains import StrategyDiffusion, StrategyFlow
 from kairos_timesteps.randomness import Stream
-from small_loop import equal_bits
+from small_loop import TinyNetwork, equal_bits
 
 released("accelerate")
 denoising, rectified = released("denoising_diffusion_pytorch"), released("rectified_flow_pytorch")
@@ -76,9 +76,20 @@ class RecordedFlow(Recorded):
         return super().predict_flow(model, noised, times=times, **options)
 
 
-def unet(package):
+def unet():
     torch.manual_seed(0)
-    return package.Unet(dim=8, dim_mults=(1,), channels=1, attn_heads=1, attn_dim_head=8)
+    return denoising.Unet(dim=8, dim_mults=(1,), channels=1, attn_heads=1, attn_dim_head=8)
+
+
+class FlowNetwork(TinyNetwork):
+    """A small network that is called as rectified-flow-pytorch's Unet is."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+
+    def forward(self, x_t, times):
+        return super().forward(x_t, 100 * times)
 
 
 def run_page(number, name, recorded, **variables):
@@ -101,7 +112,7 @@ def diffusion_run(name, folder, results, first=0, batches=None, evaluate=False, 
         "train_batch_size": BATCH, "gradient_accumulate_every": ACCUMULATE, "train_num_steps": STEPS, "num_samples": 1,
         "save_and_sample_every": 10, "results_folder": results, "calculate_fid": False, "train_lr": 1e-2, **options,
     }  # fmt: skip
-    variables = {"unet": unet(denoising), "folder": folder, "options": options, "held_out": IMAGES[:16]}
+    variables = {"unet": unet(), "folder": folder, "options": options, "held_out": IMAGES[:16]}
     names, diffusion, train = run_page(0, name, RecordedDiffusion, **variables)
     trainer = names["trainer"]
     if batches is not None:
@@ -126,7 +137,7 @@ def diffusion_run(name, folder, results, first=0, batches=None, evaluate=False, 
 
 
 def plain_diffusion_run(name, images):
-    diffusion = denoising.GaussianDiffusion(unet(denoising), image_size=8, timesteps=100)
+    diffusion = denoising.GaussianDiffusion(unet(), image_size=8, timesteps=100)
     diffusion.loss_weight.fill_(1.0)
 
     def errors(number, x0, t):
@@ -164,7 +175,7 @@ def test_the_trainers_checkpoint_contains_the_state(name, folder, tmp_path):
 def test_uniform_alone_changes_no_loss(folder, tmp_path):
     """The trainer's own diffusion at the strategy's times has the losses of the strategy, to the last bit."""
     run, diffusion = diffusion_run("uniform+none", folder, tmp_path, train_num_steps=4)
-    plain = denoising.GaussianDiffusion(unet(denoising), image_size=8, timesteps=100)
+    plain = denoising.GaussianDiffusion(unet(), image_size=8, timesteps=100)
     plain.loss_weight.fill_(1.0)
     optimizer = torch.optim.Adam(plain.parameters(), lr=1e-2, betas=(0.9, 0.99))
     for number, (img, t, expected) in enumerate(zip(diffusion.images, run.t, run.losses)):
@@ -183,7 +194,7 @@ def test_times_that_are_given_are_used_with_the_loss_of_the_trainer():
     class Diffusion(StrategyDiffusion, denoising.GaussianDiffusion):
         pass
 
-    diffusion, plain = (cls(unet(denoising), image_size=8) for cls in (Diffusion, denoising.GaussianDiffusion))
+    diffusion, plain = (cls(unet(), image_size=8) for cls in (Diffusion, denoising.GaussianDiffusion))
     plain.loss_weight.fill_(1.0)
     diffusion.attach("loss_rms", torch.optim.SGD(diffusion.parameters(), lr=0.1))
     times, losses = torch.tensor([1, 500, 999]), []
@@ -197,9 +208,9 @@ def test_another_schedule_is_caught():
     class Diffusion(StrategyDiffusion, denoising.GaussianDiffusion):
         pass
 
-    diffusion = Diffusion(unet(denoising), image_size=8, beta_schedule="cosine")
+    diffusion = Diffusion(unet(), image_size=8, beta_schedule="cosine")
     strategy = diffusion.attach("uniform", torch.optim.SGD(diffusion.parameters(), lr=0.1))
-    other = denoising.GaussianDiffusion(unet(denoising), image_size=8, beta_schedule="sigmoid")
+    other = denoising.GaussianDiffusion(unet(), image_size=8, beta_schedule="sigmoid")
     noise, t = torch.randn(8, 1, 8, 8), strategy(IMAGES[:8])
     strategy.check(IMAGES[:8], noise, diffusion.q_sample(IMAGES[:8], t, noise), t)
     with pytest.raises(ConfigError, match="check: x_t: got ln SNR"):
@@ -210,7 +221,7 @@ def test_a_checkpoint_is_loaded_after_the_strategy_is_attached():
     class Diffusion(StrategyDiffusion, denoising.GaussianDiffusion):
         pass
 
-    diffusion, other = (Diffusion(unet(denoising), image_size=8) for _ in range(2))
+    diffusion, other = (Diffusion(unet(), image_size=8) for _ in range(2))
     other.load_state_dict(diffusion.state_dict())
     diffusion.attach("loss_rms", torch.optim.SGD(diffusion.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match="load: strategy: got none, allowed: a strategy, attached before"):
@@ -218,7 +229,7 @@ def test_a_checkpoint_is_loaded_after_the_strategy_is_attached():
 
 
 def test_validation_of_the_diffusion(folder, tmp_path):
-    variables = {"unet": unet(denoising), "folder": folder, "held_out": IMAGES[:16]}
+    variables = {"unet": unet(), "folder": folder, "held_out": IMAGES[:16]}
     variables["options"] = {"calculate_fid": False, "results_folder": tmp_path}
     names, diffusion, _ = run_page(0, LOSSES, RecordedDiffusion, **variables)
     exec(blocks("lucidrains")[2], names)
@@ -244,7 +255,7 @@ def flow_run(name, folder, first=0, images=IMAGES, steps=STEPS, evaluate=False):
         "checkpoints_folder": str(folder / "checkpoints"), "results_folder": str(folder / "results"),
     }  # fmt: skip
     variables = {
-        "unet": unet(rectified.rectified_flow), "options": options, "dataset": images / 2 + 0.5,
+        "unet": FlowNetwork(), "options": options, "dataset": images / 2 + 0.5,
         "held_out": IMAGES[:16],
     }  # fmt: skip
     names, flow, train = run_page(1, name, RecordedFlow, **variables)
@@ -269,7 +280,7 @@ def flow_run(name, folder, first=0, images=IMAGES, steps=STEPS, evaluate=False):
 
 
 def plain_flow_run(name, images):
-    flow = rectified.RectifiedFlow(unet(rectified.rectified_flow))
+    flow = rectified.RectifiedFlow(FlowNetwork())
     network = flow.model
 
     def errors(number, x0, t):
@@ -303,7 +314,7 @@ def test_the_checkpoint_of_rectified_flow_contains_the_state(tmp_path):
 
 def test_uniform_alone_changes_no_loss_of_rectified_flow_but_the_order_of_its_sum(tmp_path):
     run, flow, _ = flow_run("uniform+none", tmp_path, steps=1)
-    plain = rectified.RectifiedFlow(unet(rectified.rectified_flow))
+    plain = rectified.RectifiedFlow(FlowNetwork())
     for number, (img, t, expected) in enumerate(zip(flow.images, run.t, run.losses)):
         torch.manual_seed(number + 1)
         torch.testing.assert_close(plain(img, times=t).detach(), expected, rtol=3e-7, atol=0)
@@ -313,7 +324,7 @@ def test_another_convention_of_rectified_flow_is_caught():
     class Flow(StrategyFlow, rectified.RectifiedFlow):
         pass
 
-    flow = Flow(unet(rectified.rectified_flow))
+    flow = Flow(FlowNetwork())
     strategy = flow.attach("uniform", torch.optim.SGD(flow.parameters(), lr=0.1))
     noise, t = torch.randn(8, 1, 8, 8), strategy(IMAGES[:8])
     with pytest.raises(ConfigError, match="time='data_is_one'; time='noise_is_one' fits"):
@@ -324,7 +335,7 @@ def test_rectified_flow_that_predicts_something_else_is_rejected():
     class Flow(StrategyFlow, rectified.RectifiedFlow):
         pass
 
-    flow = Flow(unet(rectified.rectified_flow), predict="noise")
+    flow = Flow(FlowNetwork(), predict="noise")
     with pytest.raises(ConfigError, match=r"RectifiedFlow.predict: got 'noise', allowed: 'flow'"):
         flow.attach("uniform", torch.optim.SGD(flow.parameters(), lr=0.1))
 

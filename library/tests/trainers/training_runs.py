@@ -1,6 +1,8 @@
 """Training runs of other projects' trainers, and the plain loops around `Strategy` that they are compared with."""
 
 import copy
+import importlib
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -25,7 +27,9 @@ STEPS = 24
 
 
 def released(module: str) -> Any:
-    """Import a module of a released package, or skip the tests of the file."""
+    """Import a module of a released package; without KAIROS_TRAINERS, skip the tests of the file if it is absent."""
+    if os.environ.get("KAIROS_TRAINERS"):
+        return importlib.import_module(module)
     return pytest.importorskip(module, reason=f"{module} is not installed; .ci/trainers installs it")
 
 
