@@ -49,6 +49,7 @@ class Recorded:
     def record(self, _, arguments):
         if self.recording:
             self.results.t.append(arguments[1])
+            self.recording = False  # the strategy may measure the network within the training step
 
     def training_step(self, x0, number):
         if not self.training:
@@ -60,7 +61,6 @@ class Recorded:
         torch.manual_seed(self.first + len(self.results.t))
         self.recording = True
         loss = super().training_step(x0, number)
-        self.recording = False
         self.results.losses.append(loss.detach())
         return loss
 
@@ -94,7 +94,7 @@ def train(name, steps=STEPS, resume=None, changes=(), checkpoints=None, **more):
     return model.results, names
 
 
-def plain_loop(name, steps=STEPS):
+def plain_loop(name, steps=STEPS, accumulate=ACCUMULATE, clip=0.5):
     model = network()
 
     def errors(number, x0, t):
@@ -103,10 +103,10 @@ def plain_loop(name, steps=STEPS):
         at = t.view(-1, 1, 1, 1)
         return (model((1 - at) * x0 + at * noise, t) - (noise - x0)).square().flatten(1).mean(1)
 
-    batches = [IMAGES[number * BATCH % len(IMAGES) :][:BATCH] for number in range(steps * ACCUMULATE)]
+    batches = [IMAGES[number * BATCH % len(IMAGES) :][:BATCH] for number in range(steps * accumulate)]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     predict = model if measures(name) else None
-    return explicit(name, "flow", "noise_is_one", model, optimizer, batches, errors, ACCUMULATE, predict, clip=0.5)
+    return explicit(name, "flow", "noise_is_one", model, optimizer, batches, errors, accumulate, predict, clip=clip)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -126,6 +126,20 @@ def test_the_trainers_checkpoint_contains_the_state(name, tmp_path):
     assert len(resumed.t) == 20 and len(whole.t) == 40
     resumed.t, resumed.losses = whole.t[:20] + resumed.t, whole.losses[:20] + resumed.losses
     assert differences(resumed, whole) == []
+
+
+@pytest.mark.parametrize("name", [LOSSES, "adaptive"])
+def test_manual_optimisation(name):
+    by_hand = """loss = self.strategy.loss(errors)
+        if self.training:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss"""
+    changes = [("super().__init__()", "super().__init__(); self.automatic_optimization = False")]
+    changes.append(("return self.strategy.loss(errors)  # instead of errors.mean()", by_hand))
+    results, _ = train(name, changes=changes, accumulate_grad_batches=1, gradient_clip_val=None)
+    assert differences(results, plain_loop(name, accumulate=1, clip=None)) == []
 
 
 def test_uniform_alone_changes_no_loss():
