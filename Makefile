@@ -20,7 +20,7 @@ export DVC_NO_ANALYTICS := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo run cluster test test-library test-long test-all test-nightly test-cluster systems recipes gpu ui record adopt reproduce docs lint format clean
+.PHONY: help setup demo run cluster test test-library test-trainers test-long test-all test-nightly test-cluster systems recipes gpu ui record adopt reproduce docs lint format clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ test: setup  ## the quick tests
 
 test-library: setup  ## the quick tests of the library alone
 	@$(PYTEST) -m "not long and not nightly" library/tests
+
+test-trainers: setup  ## the tests of the library in other projects' trainers, whose releases it downloads
+	@.ci/trainers
 
 test-long: setup  ## the tests that take longer
 	@$(PYTEST) -m "long and not cluster and not nightly" $(TESTS)
