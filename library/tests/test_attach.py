@@ -868,6 +868,7 @@ def test_the_name_stays_a_function_when_the_module_is_imported():
 # accelerate
 
 
+@pytest.mark.trainers
 @pytest.mark.parametrize("resume", [None, 1, 3])
 def test_accelerate_accumulates_and_stores_the_state(tmp_path, resume):
     accelerate = pytest.importorskip("accelerate")
