@@ -14,8 +14,11 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import sys
 from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # the number of threads changes the order of sums
 
 import numpy as np
 import torch

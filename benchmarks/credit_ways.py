@@ -128,10 +128,10 @@ class Moment:
 
     def observation(self, x0: Tensor, conditions: dict[str, Tensor], number: int) -> Observation:
         """Return the `Observation` of a batch that a sampler receives before an optimiser step."""
-        place = RandomCoordinates(self.first, number)
-        meter = Meter(self.process, self.network, x0, place, conditions, self.weighting, self.optimizer)
+        coordinates = RandomCoordinates(self.first, number)
+        meter = Meter(self.process, self.network, x0, coordinates, conditions, self.weighting, self.optimizer)
         fractions = torch.zeros(len(x0), dtype=torch.float64)
-        return Observation(number, x0, fractions, None, meter, place)
+        return Observation(number, x0, fractions, None, meter, coordinates)
 
 
 def bins_of(fractions: Tensor) -> Array:

@@ -225,8 +225,8 @@ def test_other_templates(template, monkeypatch):
             pass
 
 
-def own_loop(name, numbers, state=None, template="Wan"):
-    """A loop of one's own, as the runner's checkpoints contain weights alone; returns the variables of the script."""
+def training_loop(name, numbers, state=None, template="Wan"):
+    """Run a training loop of the test, because the runner saves weights alone; returns the variables of the script."""
     names, model = script(name, template)
     optimizer = optimizer_of(names)(model.trainable_modules(), lr=1e-2)
     if state is not None:
@@ -245,14 +245,14 @@ def own_loop(name, numbers, state=None, template="Wan"):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_resume_equals_an_uninterrupted_run(name, tmp_path):
     numbers = list(range(36))
-    whole, _ = finished(own_loop(name, numbers)[0])
-    names, optimizer = own_loop(name, numbers[:18])
+    whole, _ = finished(training_loop(name, numbers)[0])
+    names, optimizer = training_loop(name, numbers[:18])
     state = {
         "model": names["model"].state_dict(), "optimizer": optimizer.state_dict(),
         "strategy": names["strategy"].state_dict(), "first": 18,
     }  # fmt: skip
     torch.save(state, tmp_path / "state.pt")
-    resumed, _ = finished(own_loop(name, numbers[18:], torch.load(tmp_path / "state.pt", weights_only=True))[0])
+    resumed, _ = finished(training_loop(name, numbers[18:], torch.load(tmp_path / "state.pt", weights_only=True))[0])
     stopped, _ = finished(names)
     resumed.t, resumed.losses = stopped.t + resumed.t, stopped.losses + resumed.losses
     assert differences(resumed, whole) == []
@@ -260,7 +260,7 @@ def test_a_resume_equals_an_uninterrupted_run(name, tmp_path):
 
 def test_uniform_alone_changes_no_loss():
     """The loss function alone, at the strategy's timesteps and with the weight 1, has equal losses to the last bit."""
-    names, _ = own_loop("uniform+none", range(8))
+    names, _ = training_loop("uniform+none", range(8))
     model = Module()
     scheduler = model.pipe.scheduler
     scheduler.linear_timesteps_weights = torch.ones(1000)
@@ -278,7 +278,7 @@ def test_uniform_alone_changes_no_loss():
 
 
 def test_x_t_agrees_with_the_process_and_another_convention_is_caught():
-    names, _ = own_loop("uniform", [])
+    names, _ = training_loop("uniform", [])
     x0, noise, scheduler = IMAGES[:1], torch.randn(1, 1, 8, 8), names["model"].pipe.scheduler
     for sigma in (0.1, 0.3, 0.9):
         sigma = torch.tensor([sigma])
@@ -289,7 +289,7 @@ def test_x_t_agrees_with_the_process_and_another_convention_is_caught():
 
 
 def test_the_scheduler_is_that_of_the_pipeline_again_after_an_error():
-    names, _ = own_loop("uniform", [])
+    names, _ = training_loop("uniform", [])
     model, scheduler = names["model"], names["model"].pipe.scheduler
 
     def fails(pipe, **inputs):
@@ -302,7 +302,7 @@ def test_the_scheduler_is_that_of_the_pipeline_again_after_an_error():
 
 
 def test_validation_is_that_of_a_plain_loop():
-    names, _ = own_loop(LOSSES, range(4))
+    names, _ = training_loop(LOSSES, range(4))
     evaluate(names)
     for loss, offset in ((names["mlperf"], 0.0), (names["middle"], 0.5)):
         sigma = ((torch.arange(16) % 8 + offset) / 8).clip(1e-5)

@@ -159,7 +159,7 @@ class Script:
 
 
 def plain_loop(name, steps=STEPS):
-    """The same training as a plain loop."""
+    """Train in a plain loop, without the integration."""
     network, scheduler = transformer_with_lora(), diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
 
     def errors(number, x0, indices):
