@@ -7,7 +7,8 @@ import torch
 import kairos_timesteps
 from components_by_name import make_sampler, make_weighting
 from kairos_timesteps.diffusion import registries
-from kairos_timesteps.diffusion.schedule import error_ratio
+from kairos_timesteps.diffusion.schedule import error_ratio, make_schedule
+from kairos_timesteps.weightings.fixed import level_measure
 from test_couplings import coupled, digits
 from test_measured import Known, T
 
@@ -136,3 +137,13 @@ def test_opposite_noise_is_as_normal_and_its_sum_is_nothing():
     assert float(flat.square().mean()) == pytest.approx(1, abs=0.01) and float(flat.pow(4).mean()) == pytest.approx(
         3, abs=0.06
     )
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "quadratic"])
+def test_the_measure_of_ln_snr_has_mean_one_over_the_timesteps(schedule):
+    snr = make_schedule(schedule, 1000).snr
+    level = -np.log(snr)
+    measure = level_measure(snr, snr)
+    assert measure.mean() == pytest.approx(1)
+    slope = (level[2:] - level[:-2]) / 2
+    assert measure[1:-1] / measure[500] == pytest.approx(slope / slope[499])

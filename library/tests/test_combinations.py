@@ -336,6 +336,22 @@ def test_many_wrong_options_are_rejected_by_name(wrong):
     check_rejection(*wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "rejected", "allowed"),
+    [
+        ("uniform", {"end": 101}, {"end": 100}),
+        ("uniform", {"start": 100}, {"start": 99}),
+        ("log_normal", {"low": 0.5, "high": 0.5}, {"low": 0.5, "high": 0.6}),
+        ("listed", {"times": [0.5, 1.5]}, {"times": [0.0, 1.0]}),
+        ("listed", {"times": [-0.1, 0.5]}, {"times": [0.5]}),
+    ],
+)
+def test_options_at_the_ends_of_what_is_allowed(name, rejected, allowed):
+    kairos_timesteps.Strategy(name, timesteps=100, sampler=allowed)
+    with pytest.raises(ConfigError, match=next(iter(rejected))):
+        kairos_timesteps.Strategy(name, timesteps=100, sampler=rejected)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Weights that follow what a weighting has learned
 # ---------------------------------------------------------------------------------------------------------------------

@@ -192,7 +192,9 @@ def test_tables_and_lists():
     assert block.sample((2, 2), step=1).flatten().tolist() == pytest.approx([0.9, 1.0, 0.5, 0.9])
 
 
-@pytest.mark.parametrize("knots", [[0.2, 1.0, 0.4, 0.0, 0.7], [0.0, 1.0, 1.5, 1.6], [3.0, 1.0, 2.0, 2.0, 0.1]])
+@pytest.mark.parametrize(
+    "knots", [[0.2, 1.0, 0.4, 0.0, 0.7], [0.0, 1.0, 1.5, 1.6], [3.0, 1.0, 2.0, 2.0, 0.1], [0.0, 1.0, -4.0, -4.5]]
+)
 def test_a_spline_through_knots_is_scipys_monotone_cubic(knots):
     from scipy.interpolate import PchipInterpolator
 
