@@ -95,6 +95,7 @@ class Constant(nn.Module):
         return self.theta.expand_as(x)
 
 
+@pytest.mark.long
 def test_estimates_are_unbiased():
     theta = torch.tensor([0.3, -0.2, 0.1, 0.2])
     norm, found = float((theta**2).sum()), []

@@ -103,6 +103,7 @@ def interrupted(experiment: Path) -> Path:
     return experiment
 
 
+@pytest.mark.long
 def test_compare_leaves_out_the_results_of_the_earlier_autoencoder(
     interrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,7 @@ def chain(tmp_path_factory):
     return root / "r"
 
 
+@pytest.mark.long
 def test_classifier(chain):
     manifest = json.loads((chain / "extractor/manifest.json").read_text())
     assert manifest["name"] == "classifier32" and manifest["metric"] == "frechet_classifier32"

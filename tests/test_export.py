@@ -85,6 +85,7 @@ def test_a_tool_that_is_missing_is_named_with_its_extra(tree, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_milestone_with_its_card_opens_in_diffusers_and_samples(milestone, tmp_path):
     from diffusers import DDPMScheduler, UNet2DModel
 

@@ -119,6 +119,7 @@ def test_time_that_runs_out_between_rows_ends_the_part_in_good_order(tmp_path, m
     assert not content["complete"]
 
 
+@pytest.mark.long
 def test_wheels_are_carried_along(tmp_path):
     """Also to the processes that a part starts, without an installer."""
     with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:

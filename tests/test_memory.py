@@ -16,6 +16,7 @@ def latents(tmp_path_factory):
     return make_latents(tmp_path_factory.mktemp("data"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("most", "microbatch", "message"),
     [

@@ -76,6 +76,7 @@ def test_the_caps_reach_the_libraries_whatever_was_set(here):
     assert "sets MKL_CBWR=COMPATIBLE, in place of AUTO" in said
 
 
+@pytest.mark.long
 def test_refused_where_it_was_set_too_late():
     ended = run(
         [sys.executable, "-c", "import torch; torch.zeros(9).exp(); from kairos import portable; portable.setup()"]

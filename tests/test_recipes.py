@@ -268,6 +268,7 @@ def test_what_no_small_form_can_have_is_refused(tmp_path, capsys, given, message
     assert main(["small", str(FILES[0]), str(made)]) == 2 and made.read_text() == "mine"
 
 
+@pytest.mark.long
 def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
     import paper_pages
 

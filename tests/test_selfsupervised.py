@@ -41,6 +41,7 @@ def test_the_same_each_time_and_without_labels(digits, tmp_path):
     assert extractors.make({**options, "seed": 1}, digits, tmp_path / "2")["sha256"] != made[0]["sha256"]
 
 
+@pytest.mark.long
 def test_it_learns_its_task(digits, tmp_path):
     made = extractors.make({"name": "selfsupervised", "features": 32, "steps": 300}, digits, tmp_path)
     assert made["accuracy"] > 0.7

@@ -109,6 +109,7 @@ def test_context_reaches_strategies_too(columns):
     np.testing.assert_allclose(shown["p"], expected["p"], rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.long
 def test_pictures_of_two_strategies(call, tmp_path):
     from kairos.report.strategy_figure import Compared, draw_strategy
 
@@ -159,6 +160,7 @@ def test_bad_arguments_are_rejected(call, arguments, words):
     assert all(word in err for word in words), err
 
 
+@pytest.mark.long
 def test_one_preset_of_each_trainer_has_a_complete_table():
     for row in {row.trainer: row for row in TABLE}.values():
         process = PROCESSES_OF_UNITS[CONVENTIONS[row.convention].time]

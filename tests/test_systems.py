@@ -78,6 +78,7 @@ def test_what_texts_take_on_the_disk(tmp_path):
         assert data.text_bytes == size * 77 * data.conditions["text"]["shape"][1]
 
 
+@pytest.mark.long
 def test_the_plan_says_the_published_size(capsys):
     from kairos.cli import main
 

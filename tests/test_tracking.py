@@ -42,6 +42,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
+@pytest.mark.long
 def test_import_is_complete_and_importing_again_adds_nothing(tree):
     from mlflow import MlflowClient
 

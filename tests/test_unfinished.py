@@ -30,6 +30,7 @@ def missing_of(tree):
     return collect(load(tree[0]), tree[1], unfinished=True).missing
 
 
+@pytest.mark.long
 def test_what_is_there_is_shown_and_what_is_missing_said(small, capsys):
     config, results = small
     for name in ("evaluation", "training.json", "metrics.jsonl"):

@@ -49,6 +49,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
+@pytest.mark.long
 def test_the_import_prepares_a_comparison_a_note_and_what_mlflow_shows_of_a_run(tree):
     from mlflow import MlflowClient
 

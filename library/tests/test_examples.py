@@ -55,6 +55,7 @@ def test_the_flow_loop_learns_digits(example, more):
     falls(example("flow_matching").main([*SMALL, "--steps", "150", *more]), 0.75)
 
 
+@pytest.mark.long
 def test_two_trainings_are_compared(example, capsys, tmp_path):
     losses = example("compare").main([*SMALL, "--steps", "120", "--coupling", "nearest", "--pictures", str(tmp_path)])
     falls(losses, 0.95)

@@ -10,8 +10,9 @@ and its micro-batches are those whose gradients the optimizer applies:
 - Micro-batches of an accumulated step add up. A micro-batch whose loss is never backpropagated does not count.
 - If GradScaler skips a step, its losses are dropped and the step keeps its number; its next draws are further draws
   of the step. An empty ``.grad`` at the beginning of a backward pass shows that earlier gradients were dropped, which
-  needs ``zero_grad(set_to_none=True)``, PyTorch's default. Fused optimizers are called even so; the next draw then
-  reads the ``found_inf`` of that call, which is known once the backward pass has ended.
+  needs ``zero_grad(set_to_none=True)``, PyTorch's default.
+- GradScaler calls a fused optimizer also in a skipped step. The next draw reads ``found_inf`` of that call, which is
+  known once the backward pass has ended.
 - In evaluation mode, ``t`` comes from a validation stream, and the state does not change.
 
 Step numbers, draws and losses are those of the explicit form, `Strategy.draw`, `loss` and `observe`.
@@ -20,7 +21,7 @@ Step numbers, draws and losses are those of the explicit form, `Strategy.draw`, 
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.coordinates import RandomCoordinates, points
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, demand, rejection
+from kairos_timesteps.options import dump
 from kairos_timesteps.strategy import Draw, Strategy
 from kairos_timesteps.time_convention import TimeConvention
 
@@ -64,8 +66,8 @@ def attach(
         name: name of the strategy, as for `Strategy`.
         process: forward process or noise scheduler, as for `Strategy`.
         optimizer: optimizer whose steps count; wrappers of accelerate and Lightning are removed.
-        network: network that is trained. Its evaluation mode is that of `timesteps`; without a network, disabled
-            gradients are.
+        network: network that is trained. While ``network.training`` is False, draws are those of a validation.
+            Without a network, draws with disabled gradients are.
         time: what the trainer's t is. ``noise_is_one``: 0 is data, 1 is noise. ``data_is_one``: the opposite.
             ``index``: index of a discrete schedule, with 0 the least noise; for a flow-matching scheduler of diffusers
             an index of ``scheduler.timesteps``, with 0 the most noise. ``sigma``: noise level of EDM. None: the only
@@ -135,6 +137,7 @@ class Attached:
         self._lost = 0  # steps since the last step of the optimizer whose gradients vanished
         self._evaluated = 0  # samples of the current validation
         self._evaluating = False  # the last draw was one of a validation
+        self._dimensions = 1  # of t in the validation
         self._measurement: AbstractContextManager[None] | None = None  # open during the optimizer's step
         self._skipped: Callable[[], bool] | None = None  # of a fused optimizer under GradScaler
         self._unsettled = False  # a fused optimizer was called, and `_skipped` not yet
@@ -142,8 +145,8 @@ class Attached:
     def __call__(self, x0: Tensor, *, conditions: Mapping[str, Tensor] | None = None, **arguments: Any) -> Tensor:
         """Draw the trainer's t for a batch, (batch,): int64 for an index, otherwise float32.
 
-        In evaluation mode t covers the process evenly, and begins anew after each training draw: every validation has
-        the same times.
+        In evaluation mode t covers the process evenly, and begins anew after each training draw: every validation that
+        follows a training draw has the same times.
 
         Args:
             x0: latents or images, (batch, ...), of any floating-point type.
@@ -154,7 +157,9 @@ class Attached:
         training = self.network.training if isinstance(self.network, nn.Module) else torch.is_grad_enabled()
         self._evaluating = not training
         if not training:
-            return self.time.of_trainer(self._validation_times(x0, **arguments))
+            t = self._validation_times(x0, **arguments)
+            self._dimensions = t.ndim
+            return self.time.of_trainer(t)
         self._settle()
         if not self._reported:
             self._report(arguments)
@@ -181,9 +186,11 @@ class Attached:
             ConfigError: ``timesteps(latents)`` was not called before, or a shape does not match.
         """
         if self._evaluating:
-            return _multiplied(_per_sample(errors, 1), weights).mean()
+            return _multiplied(_per_sample(errors, self._dimensions), weights).mean()
         draw = self._training_draw("loss")
-        loss = _multiplied(self.strategy.weighted(draw, _per_sample(errors, draw.t.ndim), mask), weights).mean()
+        with nullcontext() if errors.requires_grad else torch.no_grad():  # a loss for the log is no micro-batch
+            losses = self.strategy.weighted(draw, _per_sample(errors, draw.t.ndim), mask)
+        loss = _multiplied(losses, weights).mean()
         if loss.requires_grad:
             loss.register_hook(partial(self._count, draw, self._conditions))
         return loss
@@ -216,18 +223,24 @@ class Attached:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs. Save it between two steps, not within an accumulated one."""
         self._settle()
-        return {"name": self.strategy.name, "time": self.time.name, "strategy": self.strategy.state_dict()}
+        return {**self._identity(), "strategy": self.strategy.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned, on the device of the optimizer's parameters.
 
         Raises:
-            ConfigError: the state is that of another strategy or another convention of time.
+            ConfigError: the state is that of another strategy, seed, or convention of time.
         """
-        for key, present in (("name", self.strategy.name), ("time", self.time.name)):
-            demand(state[key] == present, f"state: {key}", repr(state[key]), repr(present))
+        for key, present in self._identity().items():
+            demand(state.get(key) == present, f"state: {key}", repr(state.get(key)), repr(present))
         self._reset()
         self.strategy.load_state_dict(state["strategy"], self._parameters()[0].device)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a state must have in common with this object."""
+        strategy = self.strategy
+        options = {"sampler": dump(strategy.sampler.options), "weighting": dump(strategy.weighting.options)}
+        return {"name": strategy.name, "seed": strategy.seed, "time": self.time.name, **options}
 
     def detach(self) -> None:
         """Remove the hooks from the optimizer."""

@@ -93,13 +93,21 @@ class TimeConvention:
             tolerance: largest difference of angles, in radians; a quarter turn leads from data to noise.
 
         Raises:
-            ConfigError: an angle differs by more, or x_t is no combination of x0 and noise.
+            ConfigError: an angle differs by more, x_t is no combination of x0 and noise, or t is out of range.
         """
+        demand(
+            t.ndim == 1, "check: t", f"shape {tuple(t.shape)}", "(batch,): frames with times of their own one by one"
+        )
+        last = self.count - 1 if self.name == "index" else math.inf if self.name == "sigma" else 1
+        inside = bool(((t >= 0) & (t <= last)).all())
+        demand(
+            inside, "check: t", f"{t.min().item():.4g} to {t.max().item():.4g}", f"0 to {last}, as timesteps() returns"
+        )
         columns = [each.detach().flatten(1).double().cpu() for each in (x0, noise, x_t)]
         basis, values, t = torch.stack(columns[:2], 2), columns[2][:, :, None], t.cpu()  # (batch, size, 2 or 1)
         fitted = torch.linalg.lstsq(basis, values).solution
         worst = float(((basis @ fitted - values).norm(dim=(1, 2)) / values.norm(dim=(1, 2))).max())
-        demand(worst < 0.1, "check: x_t", f"{worst:.0%} off every a x0 + s noise", "a combination of x0 and noise")
+        demand(worst < 0.1, "check: x_t", f"{worst:.0%} of it unexplained", "a x0 + s noise, of the same batch")
         angles = torch.atan2(fitted[:, 1, 0], fitted[:, 0, 0])
         off = (angles - self.angles(t)).abs()
         if float(off.max()) <= tolerance:

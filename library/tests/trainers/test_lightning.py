@@ -128,6 +128,14 @@ def test_the_trainers_checkpoint_contains_the_state(name, tmp_path):
     assert differences(resumed, whole) == []
 
 
+def test_a_second_fit_continues_the_strategy():
+    _, names = train(LOSSES)
+    callback, before = names["callback"], names["model"].strategy.strategy.step
+    trainer = lightning.Trainer(callbacks=[callback], **{**names["options"], "max_steps": 4})
+    trainer.fit(names["model"], names["loader"])
+    assert callback.strategy.strategy.step == before + 4
+
+
 @pytest.mark.parametrize("name", [LOSSES, "adaptive"])
 def test_manual_optimisation(name):
     by_hand = """loss = self.strategy.loss(errors)

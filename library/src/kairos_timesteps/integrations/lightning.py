@@ -34,6 +34,9 @@ class StrategyCallback(Callback):  # type: ignore
         """Attach the strategy to the only optimizer; ConfigError if there are several."""
         optimizers = trainer.optimizers
         optimizer = optimizers[0] if len(optimizers) == 1 else optimizers
+        if self.strategy is not None:  # a second fit has a new optimizer
+            self._restored = self._restored or self.strategy.state_dict()
+            self.strategy.detach()
         self.strategy = pl_module.strategy = attach(self.name, self.process, optimizer, pl_module, **self.options)
         if self._restored is not None:
             self.strategy.load_state_dict(self._restored)
