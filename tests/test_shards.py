@@ -252,21 +252,21 @@ def peak(*arguments) -> int:
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_the_images(tmp_path):
-    """Images of 12 KB: 5,000 more of them are 61 MB."""
+    """Images of 12 KB: 8,000 more of them are 98 MB."""
     model = {"name": "dit", "patch": 32, "width": 16, "depth": 1, "heads": 1, "conditions": []}
     milestones = chain(tmp_path, model=model, dataset={"color": "rgb", "resolution": 64, "limit": 100})
     call = ("sample", "--milestone", milestones / "0000000", "--steps", 1, "--batch-size", 128)
     peaks = {}
-    for num in (1000, 6000):
+    for num in (2000, 10000):
         peaks[num] = peak(*call, "--num", num, "--out", tmp_path / f"{num}.npz")
-    part = peak(*call, "--num", 6000, "--shard", "1of2", "--out", tmp_path / "1.npz")
-    peak(*call, "--num", 6000, "--shard", "2of2", "--out", tmp_path / "2.npz")
+    part = peak(*call, "--num", 10000, "--shard", "1of2", "--out", tmp_path / "1.npz")
+    peak(*call, "--num", 10000, "--shard", "2of2", "--out", tmp_path / "2.npz")
     joined = ("--part", tmp_path / "1.npz", "--part", tmp_path / "2.npz", "--out", tmp_path / "joined.npz")
-    peaks["joined"] = peak(*call, "--num", 6000, *joined)
+    peaks["joined"] = peak(*call, "--num", 10000, *joined)
     print({name: f"{value / 2**20:.0f} MiB" for name, value in (peaks | {"part": part}).items()})
-    assert peaks[6000] == pytest.approx(peaks[1000], rel=0.05)
-    assert peaks["joined"] < 1.05 * peaks[1000]
-    assert (tmp_path / "joined.npz").read_bytes() == (tmp_path / "6000.npz").read_bytes()
+    assert peaks[10000] == pytest.approx(peaks[2000], rel=0.1)
+    assert peaks["joined"] < 1.1 * peaks[2000]
+    assert (tmp_path / "joined.npz").read_bytes() == (tmp_path / "10000.npz").read_bytes()
 
 
 # The workflow
