@@ -3,7 +3,8 @@ PYTHON ?= python3
 EXPERIMENT ?= params.yaml
 PROFILE ?= profiles/slurm
 FLAGS ?=
-CORES ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ "$$n" -gt 1 ] && echo "$$n" || echo 2)
+# nproc would obey OMP_NUM_THREADS, which says how many threads a process has
+CORES ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ "$$n" -gt 1 ] && echo "$$n" || echo 2)
 TESTS ?= tests library/tests
 CLUSTER_TESTS ?= tests/cluster
 # a process without tests left takes some of another's

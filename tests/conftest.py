@@ -1,6 +1,6 @@
 """Fixtures and hooks of the pipeline's tests; library/tests/hooks.py defines those that the library's tests share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,3 +15,16 @@ def commands() -> Iterator[Commands]:
     """Start kairos commands in processes of their own without the time that imports take."""
     with Commands() as commands:
         yield commands
+
+
+@pytest.fixture
+def kairos_strategies(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run ``kairos strategies ...`` in this process; gives exit status, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        from kairos.cli import main
+
+        status = main(["strategies", *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return run

@@ -6,20 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kairos.cli import main
 from kairos.strategy_file import parse_strategy_csv
 from training_case import experiment, make_latents
-
-
-@pytest.fixture
-def call(capsys):
-    """Run ``kairos strategies ...``; gives exit status, stdout and stderr."""
-
-    def run(*arguments) -> tuple[int, str, str]:
-        status = main(["strategies", *map(str, arguments)])
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -48,26 +36,26 @@ def between(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", ["adaptive", "smoothed"])
-def test_a_milestone_s_own_table_is_shown(call, trained, method):
+def test_a_milestone_s_own_table_is_shown(kairos_strategies, trained, method):
     folder = trained[method]
     last = folder / "milestones" / "0000040"
     written = (last / "strategy.csv").read_text()
     for place in (folder, last, folder / "checkpoint.pt"):
-        assert call("show", "--checkpoint", place, "--format", "csv") == (0, written, "")
-    first = call("show", "--checkpoint", folder / "milestones" / "0000000", "--format", "csv")[1]
+        assert kairos_strategies("show", "--checkpoint", place, "--format", "csv") == (0, written, "")
+    first = kairos_strategies("show", "--checkpoint", folder / "milestones" / "0000000", "--format", "csv")[1]
     before, after = parse_strategy_csv(first), parse_strategy_csv(written)
     assert abs(before["p"] - after["p"]).sum() > 0.01
-    _, out, _ = call("show", "--checkpoint", folder)
+    _, out, _ = kairos_strategies("show", "--checkpoint", folder)
     assert "after 40 steps" in out and "cosine schedule, T = 100, prediction" in out
     assert ("256" in out) == (method == "adaptive")  # images that p(t) is averaged over
 
 
-def test_a_checkpoint_between_milestones_is_loaded(call, trained):
+def test_a_checkpoint_between_milestones_is_loaded(kairos_strategies, trained):
     from kairos.training import checkpoint
     from kairos_timesteps import Strategy
 
     path = between(trained["smoothed"])
-    status, out, err = call("show", "loss_rms+edm2", "--checkpoint", path, "--format", "csv")
+    status, out, err = kairos_strategies("show", "loss_rms+edm2", "--checkpoint", path, "--format", "csv")
     assert (status, err) == (0, "")
     found = parse_strategy_csv(out)
     strategy = Strategy(
@@ -79,7 +67,7 @@ def test_a_checkpoint_between_milestones_is_loaded(call, trained):
     assert (found["p"] != at_end["p"]).any() and (found["w"] != at_end["w"]).any()
     assert np.ptp(found["p"]) > 0
 
-    status, _, err = call("show", "--checkpoint", between(trained["adaptive"]))
+    status, _, err = kairos_strategies("show", "--checkpoint", between(trained["adaptive"]))
     assert status == 1 and "image to image" in err and "milestone" in err
 
 
@@ -92,16 +80,16 @@ def test_a_checkpoint_between_milestones_is_loaded(call, trained):
         (["--schedule", "cosine", "--set", "k=5"], ["--schedule, --set", "leave it out"]),
     ],
 )
-def test_arguments_that_contradict_a_checkpoint_are_refused(call, trained, arguments, words):
-    status, _, err = call("show", *arguments, "--checkpoint", trained["adaptive"])
+def test_arguments_that_contradict_a_checkpoint_are_refused(kairos_strategies, trained, arguments, words):
+    status, _, err = kairos_strategies("show", *arguments, "--checkpoint", trained["adaptive"])
     assert status == 2 and all(word in err for word in words), err
-    assert call("show", "adaptive", "--checkpoint", trained["adaptive"])[0] == 0
+    assert kairos_strategies("show", "adaptive", "--checkpoint", trained["adaptive"])[0] == 0
 
 
 @pytest.mark.parametrize(
     ("process", "words"), [("edm", "sigma_max=80"), ("flow", "shift=1"), ("vp", "prediction epsilon")]
 )
-def test_milestones_and_checkpoints_of_any_process(call, capsys, tmp_path, process, words):
+def test_milestones_and_checkpoints_of_any_process(kairos_strategies, capsys, tmp_path, process, words):
     from kairos.training.run import train
 
     methods = {"method": {"sampler": {"name": "loss_rms", "start": 5}, "weighting": "edm2"}}
@@ -110,15 +98,15 @@ def test_milestones_and_checkpoints_of_any_process(call, capsys, tmp_path, proce
     train(plain, "method", 0, tmp_path / "trained", latents, [0, 40])
     capsys.readouterr()
     written = (tmp_path / "trained" / "milestones" / "0000040" / "strategy.csv").read_text()
-    assert call("show", "--checkpoint", tmp_path / "trained", "--format", "csv") == (0, written, "")
-    status, out, err = call("show", "--checkpoint", between(tmp_path / "trained"))
+    assert kairos_strategies("show", "--checkpoint", tmp_path / "trained", "--format", "csv") == (0, written, "")
+    status, out, err = kairos_strategies("show", "--checkpoint", between(tmp_path / "trained"))
     assert (status, err) == (0, "") and "after 30 steps" in out and f"process    {process}: " in out and words in out
     assert "null" not in out.split("process ")[1]
-    status, _, err = call("show", "--process", process, "--checkpoint", tmp_path / "trained")
+    status, _, err = kairos_strategies("show", "--process", process, "--checkpoint", tmp_path / "trained")
     assert status == 2 and "--process: the checkpoint says it" in err
 
 
-def test_damaged_and_missing_checkpoints(call, trained, tmp_path):
+def test_damaged_and_missing_checkpoints(kairos_strategies, trained, tmp_path):
     copy = shutil.copytree(trained["adaptive"] / "milestones" / "0000040", tmp_path / "copy")
     table_file = copy / "strategy.csv"
     table_file.write_text(table_file.read_text().replace("\n1,", "\n1,1"))
@@ -128,11 +116,11 @@ def test_damaged_and_missing_checkpoints(call, trained, tmp_path):
     cut.write_bytes(between(trained["smoothed"]).read_bytes()[:-10])
     for place, word in ((copy, "damaged"), (tmp_path / "text.pt", "not a checkpoint"), (cut, "damaged"),
                         (tmp_path / "empty", "no checkpoint"), (tmp_path / "none", "no checkpoint")):  # fmt: skip
-        status, out, err = call("show", "--checkpoint", place)
+        status, out, err = kairos_strategies("show", "--checkpoint", place)
         assert status == 1 and not out and word in err and str(place) in err, err
 
 
-def test_a_checkpoint_of_someone_s_own_loop(call, tmp_path):
+def test_a_checkpoint_of_someone_s_own_loop(kairos_strategies, tmp_path):
     import torch
 
     from kairos_timesteps import Strategy
@@ -149,16 +137,16 @@ def test_a_checkpoint_of_someone_s_own_loop(call, tmp_path):
     torch.save({"model": {}}, tmp_path / "none.pt")
     names = ["loss_second_moment+p2", "--set", "gamma=2", "--set", "history=1", "--timesteps", 10]
     for file in ("whole.pt", "alone.pt"):
-        status, out, err = call("show", *names, "--checkpoint", tmp_path / file, "--format", "csv")
+        status, out, err = kairos_strategies("show", *names, "--checkpoint", tmp_path / file, "--format", "csv")
         assert (status, err) == (0, "")
         found = parse_strategy_csv(out)
         assert all(np.array_equal(found[name], column) for name, column in strategy.table().items())
         assert (np.diff(found["p"]) > 0).all()
-    assert "after 20 steps" in call("show", *names, "--checkpoint", tmp_path / "alone.pt")[1]
+    assert "after 20 steps" in kairos_strategies("show", *names, "--checkpoint", tmp_path / "alone.pt")[1]
     for arguments, file, word in (
         (["gradient_norm", "--timesteps", 10], "whole.pt", "does not hold the state of gradient_norm"),
         (["loss_second_moment", "--set", "history=1"], "whole.pt", "does not hold the state"),
         (names, "none.pt", "no Strategy.state_dict()"),
     ):
-        status, out, err = call("show", *arguments, "--checkpoint", tmp_path / file)
+        status, out, err = kairos_strategies("show", *arguments, "--checkpoint", tmp_path / file)
         assert status == 1 and not out and word in err, err

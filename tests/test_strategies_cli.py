@@ -14,7 +14,6 @@ import yaml
 from PIL import Image
 
 from components_by_name import make_sampler, make_weighting
-from kairos.cli import main
 from kairos.cli.strategies.listing import COMBINATIONS
 from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.base import FixedDensity, Weighting
@@ -29,22 +28,11 @@ NEED_NO_TORCH += [f"uniform+{name}" for name in WEIGHTINGS if name not in ("edm2
 
 
 @pytest.fixture
-def call(capsys):
-    """Run ``kairos strategies ...``; gives exit status, stdout and stderr."""
-
-    def run(*arguments) -> tuple[int, str, str]:
-        status = main(["strategies", *map(str, arguments)])
-        return status, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def columns(call):
+def columns(kairos_strategies):
     """The csv of a strategy, checked for what every csv must hold."""
 
     def run(*arguments) -> dict[str, np.ndarray]:
-        status, out, err = call("show", *arguments, "--format", "csv")
+        status, out, err = kairos_strategies("show", *arguments, "--format", "csv")
         assert (status, err) == (0, "")
         found = parse_strategy_csv(out)
         assert found["p"].sum() == pytest.approx(1, abs=1e-12) and (found["p"] >= 0).all()
@@ -56,8 +44,8 @@ def columns(call):
     return run
 
 
-def test_list_names_everything_with_its_options(call):
-    status, out, err = call("list")
+def test_list_names_everything_with_its_options(kairos_strategies):
+    status, out, err = kairos_strategies("list")
     assert status == 0 and not err
     lines = [line.split() for line in out.splitlines()]
     named = {line[0] for line in lines if line}
@@ -112,10 +100,10 @@ def test_numbers_as_people_write_them(columns, text, k):
 
 
 @pytest.mark.parametrize("process", ["edm", "flow", "vp"])
-def test_every_strategy_on_a_continuous_process(columns, call, process):
+def test_every_strategy_on_a_continuous_process(columns, kairos_strategies, process):
     for name in (*EVERYWHERE, *WEIGHTINGS, *COMBINATIONS):
         if ("official" in name and not name.startswith("adaptive")) or name.startswith("speed_v1"):
-            status, out, err = call("show", name, "--process", process)
+            status, out, err = kairos_strategies("show", name, "--process", process)
             assert status == 2 and not out and f"process: got {process}" in err
             continue
         found = columns(name, "--process", process)
@@ -154,7 +142,7 @@ def test_densities_and_weights_in_a_process_own_time(columns):
     assert density[20:-20] == pytest.approx(expected[20:-20], rel=1e-2)
 
 
-def test_pictures_and_tables_in_a_process_own_time(call, tmp_path):
+def test_pictures_and_tables_in_a_process_own_time(kairos_strategies, tmp_path):
     from kairos.report import strategy_figure
 
     for process, label, scale in (
@@ -162,17 +150,19 @@ def test_pictures_and_tables_in_a_process_own_time(call, tmp_path):
         ("flow", "time t", "linear"),
         ("discrete", "timestep t", "linear"),
     ):
-        status, out, err = call("show", "edm_log_normal+edm", "--process", process)
+        status, out, err = kairos_strategies("show", "edm_log_normal+edm", "--process", process)
         head = {"edm": "sigma", "flow": "t", "discrete": "timesteps"}[process]
         assert (status, err) == (0, "") and f"\n{head} " in out
         path = tmp_path / f"{process}.csv"
-        assert call("show", "edm_log_normal+edm", "--process", process, "--out", path) == (0, "", "")
+        assert kairos_strategies("show", "edm_log_normal+edm", "--process", process, "--out", path) == (0, "", "")
         drawing = strategy_figure.draw_strategy(parse_strategy_csv(path.read_text()), "name", [], process)
         assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in drawing.axes)
 
 
-def test_table_says_what_it_shows(call):
-    status, out, err = call("show", "speed+change_aware", "--set", "k=4", "--schedule", "cosine", "--prediction", "v")
+def test_table_says_what_it_shows(kairos_strategies):
+    status, out, err = kairos_strategies(
+        "show", "speed+change_aware", "--set", "k=4", "--schedule", "cosine", "--prediction", "v"
+    )
     assert status == 0 and not err
     head, body = out.split("\n\n")
     assert "speed+change_aware" in head and "k=4, tau=null" in head and "lambda=0.6" in head
@@ -181,7 +171,7 @@ def test_table_says_what_it_shows(call):
     shares = [[float(part.strip().split()[-1]) for part in row.split("%")[:2]] for row in rows]
     assert len(rows) == 20 and np.sum(shares, axis=0) == pytest.approx([100, 100], abs=0.2)
     assert max(row.count("#") for row in rows) == 30
-    assert len(call("show", "uniform", "--timesteps", 3)[1].split("\n\n")[1].splitlines()) == 5
+    assert len(kairos_strategies("show", "uniform", "--timesteps", 3)[1].split("\n\n")[1].splitlines()) == 5
 
 
 @pytest.mark.parametrize(
@@ -227,8 +217,8 @@ def test_table_says_what_it_shows(call):
         (["shew"], ["shew", "increments"]),
     ],
 )
-def test_bad_arguments_are_rejected_with_the_names_that_exist(call, arguments, words):
-    status, out, err = call(*arguments)
+def test_bad_arguments_are_rejected_with_the_names_that_exist(kairos_strategies, arguments, words):
+    status, out, err = kairos_strategies(*arguments)
     assert status == 2 and not out and "Traceback" not in err
     assert all(word in err for word in words), err
 
@@ -250,35 +240,35 @@ class Negative(Weighting):
 )
 @pytest.mark.parametrize("format", ["table", "csv", "png"])
 def test_weights_and_densities_that_are_zero_negative_or_infinite_are_warned_of(
-    call, tmp_path, monkeypatch, arguments, warning, format
+    kairos_strategies, tmp_path, monkeypatch, arguments, warning, format
 ):
     monkeypatch.setitem(WEIGHTINGS, "negative", Entry(NoOptions, "test_strategies_cli:Negative"))
-    status, out, err = call("show", *arguments, "--format", format, "--out", tmp_path / "file")
+    status, out, err = kairos_strategies("show", *arguments, "--format", format, "--out", tmp_path / "file")
     assert status == 0 and not out and (tmp_path / "file").stat().st_size > 1000
     assert err.count("\n") == 1 and err.startswith("kairos: warning: ") and warning in err
 
 
-def test_curricula_along_their_way(columns, call):
+def test_curricula_along_their_way(columns, kairos_strategies):
     start, middle, end = (columns("clts", "--progress", share)["p"] for share in (0, 0.5, 1))
     assert start == pytest.approx(np.full(1000, 1e-3)) and np.array_equal(start, columns("clts")["p"])
     assert middle == pytest.approx((start + end) / 2)
     assert end.argmax() == pytest.approx(300, abs=1) and end[300] / end[500] == pytest.approx(np.exp(0.5), rel=0.01)
-    _, out, _ = call("show", "clts", "--progress", 0.25, "--set", "length=100")
+    _, out, _ = kairos_strategies("show", "clts", "--progress", 0.25, "--set", "length=100")
     assert "step 25 of 100" in out
 
 
-def test_files_and_pictures(call, tmp_path, monkeypatch):
+def test_files_and_pictures(kairos_strategies, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert call("show", "mode", "--out", "a.csv") == (0, "", "")
+    assert kairos_strategies("show", "mode", "--out", "a.csv") == (0, "", "")
     assert len(parse_strategy_csv(Path("a.csv").read_text())["p"]) == 1000
-    assert call("show", "mode", "--out", "b.png") == (0, "", "")
+    assert kairos_strategies("show", "mode", "--out", "b.png") == (0, "", "")
     with Image.open("b.png") as picture:
         assert picture.format == "PNG" and picture.width > 1200 and picture.height > 500
-    status, out, err = call("show", "speed+edm", "--format", "png", "--timesteps", 20)
+    status, out, err = kairos_strategies("show", "speed+edm", "--format", "png", "--timesteps", 20)
     assert status == 0 and not out and "speed+edm.png" in err
     with Image.open("speed+edm.png") as picture:
         assert picture.format == "PNG"
-    assert call("show", "mode", "--format", "table", "--out", "c.csv")[0] == 0
+    assert kairos_strategies("show", "mode", "--format", "table", "--out", "c.csv")[0] == 0
     assert "strategy" in Path("c.csv").read_text()
 
 
@@ -306,12 +296,12 @@ assert not heavy, heavy
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-def test_initial_densities_are_called_that(call):
+def test_initial_densities_are_called_that(kairos_strategies):
     for name in ("adaptive", "loss_second_moment", "gradient_norm"):
-        assert "initial density" in call("show", name)[1]
-    assert "initial" not in call("show", "speed")[1]
-    assert "w(t) is the initial one" in call("show", "edm2")[1]
-    assert "importance weight" in call("show", "loss_rms")[1]
+        assert "initial density" in kairos_strategies("show", name)[1]
+    assert "initial" not in kairos_strategies("show", "speed")[1]
+    assert "w(t) is the initial one" in kairos_strategies("show", "edm2")[1]
+    assert "importance weight" in kairos_strategies("show", "loss_rms")[1]
 
 
 def test_options_as_an_experiment_file_has_them_are_the_same(columns):

@@ -5,38 +5,26 @@ import pytest
 from PIL import Image
 
 import kairos_timesteps
-from kairos.cli import main
 from kairos.cli.strategies.trainer_presets import PROCESSES_OF_UNITS, view_of_preset
 from kairos.strategy_file import parse_strategy_csv
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE
 
 
 @pytest.fixture
-def call(capsys):
-    """Run ``kairos strategies ...``; gives exit status, stdout and stderr."""
-
-    def run(*arguments) -> tuple[int, str, str]:
-        status = main(["strategies", *map(str, arguments)])
-        return status, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def columns(call):
+def columns(kairos_strategies):
     """Columns of the csv of a strategy or preset."""
 
     def run(*arguments) -> dict[str, np.ndarray]:
-        status, out, err = call("show", *arguments, "--format", "csv")
+        status, out, err = kairos_strategies("show", *arguments, "--format", "csv")
         assert (status, err) == (0, "")
         return parse_strategy_csv(out)
 
     return run
 
 
-def both(call, *arguments) -> dict[str, np.ndarray]:
+def both(kairos_strategies, *arguments) -> dict[str, np.ndarray]:
     """Columns of a csv with ``--compare``."""
-    status, out, err = call("show", *arguments, "--format", "csv")
+    status, out, err = kairos_strategies("show", *arguments, "--format", "csv")
     assert (status, err) == (0, "")
     head, *lines = out.splitlines()
     rows = np.array([[float(value) for value in line.split(",")] for line in lines])
@@ -56,8 +44,10 @@ EQUAL = [
 
 
 @pytest.mark.parametrize(("preset", "strategy", "process"), EQUAL)
-def test_a_preset_has_the_density_and_the_weights_of_its_strategy(columns, call, preset, strategy, process):
-    status, out, err = call("show", *preset, "--format", "csv")
+def test_a_preset_has_the_density_and_the_weights_of_its_strategy(
+    columns, kairos_strategies, preset, strategy, process
+):
+    status, out, err = kairos_strategies("show", *preset, "--format", "csv")
     shown, expected = parse_strategy_csv(out), columns(*strategy, "--process", *process)
     assert status == 0 and not err
     for key in ("t", "w"):
@@ -77,24 +67,24 @@ def test_a_preset_is_shown_in_the_trainers_time(columns):
         np.testing.assert_allclose(shown["p"].reshape(10, 100).sum(1), shares, atol=5 * (0.25 / count) ** 0.5)
 
 
-def test_times_that_a_list_contains_have_all_the_mass(call):
-    status, out, err = call("show", "simpletuner:fast_schedule", "--format", "csv")
+def test_times_that_a_list_contains_have_all_the_mass(kairos_strategies):
+    status, out, err = kairos_strategies("show", "simpletuner:fast_schedule", "--format", "csv")
     assert status == 0 and "never drawn (p = 0) at 996 of 1000" in err
     p = parse_strategy_csv(out)["p"]
     assert p[[250, 500, 750, 999]] == pytest.approx([0.1, 0.1, 0.1, 0.7], abs=1e-12)
 
 
-def test_another_strategy_is_compared_in_the_same_time(call, columns):
-    shown = both(call, "kohya:shift", "--compare", "log_normal+bell", "--compare-set", "m=0.5")
+def test_another_strategy_is_compared_in_the_same_time(kairos_strategies, columns):
+    shown = both(kairos_strategies, "kohya:shift", "--compare", "log_normal+bell", "--compare-set", "m=0.5")
     expected = columns("log_normal+bell", "--process", "flow", "--set", "m=0.5")
     assert list(shown) == ["t", "p", "w", "effective", "p_compared", "w_compared", "effective_compared"]
     for key in ("p", "w", "effective"):
         assert np.array_equal(shown[f"{key}_compared"], expected[key])
-    swapped = both(call, "log_normal+bell", "--set", "m=0.5", "--compare", "kohya:shift")
+    swapped = both(kairos_strategies, "log_normal+bell", "--set", "m=0.5", "--compare", "kohya:shift")
     assert np.array_equal(swapped["p"], shown["p_compared"]) and np.array_equal(swapped["p_compared"], shown["p"])
-    two = both(call, "speed", "--compare", "p2", "--schedule", "cosine", "--compare-set", "gamma=2")
+    two = both(kairos_strategies, "speed", "--compare", "p2", "--schedule", "cosine", "--compare-set", "gamma=2")
     assert np.array_equal(two["w_compared"], columns("p2", "--schedule", "cosine", "--set", "gamma=2")["w"])
-    status, out, err = call("show", "kohya:shift", "--compare", "nemo:linear")
+    status, out, err = kairos_strategies("show", "kohya:shift", "--compare", "nemo:linear")
     assert status == 0 and not err
     rows = [line for line in out.splitlines() if "%" in line]
     shares = [[float(part.split()[-1]) for part in row.split("%")[:2]] for row in rows]  # masses of both
@@ -110,11 +100,11 @@ def test_context_reaches_strategies_too(columns):
 
 
 @pytest.mark.long
-def test_pictures_of_two_strategies(call, tmp_path):
+def test_pictures_of_two_strategies(kairos_strategies, tmp_path):
     from kairos.report.strategy_figure import Compared, draw_strategy
 
     path = tmp_path / "picture.png"
-    assert call("show", "edm:log_normal", "--compare", "edm_log_normal+edm2", "--out", path)[0] == 0
+    assert kairos_strategies("show", "edm:log_normal", "--compare", "edm_log_normal+edm2", "--out", path)[0] == 0
     assert Image.open(path).width > 1000
     t = np.linspace(0, 1, 100)
     one = {"t": t, "p": np.full(100, 0.01), "w": np.full(100, 1.0), "effective": np.full(100, 0.01)}
@@ -127,8 +117,8 @@ def test_pictures_of_two_strategies(call, tmp_path):
         assert axes.get_ylim()[1] > (two[key] * scale).max()
 
 
-def test_list_names_every_preset(call):
-    status, out, err = call("list")
+def test_list_names_every_preset(kairos_strategies):
+    status, out, err = kairos_strategies("list")
     assert status == 0 and not err
     listed = {line.split()[0] for line in out.splitlines() if line.strip()}
     assert {*kairos_timesteps.names("preset")} <= listed
@@ -154,8 +144,8 @@ def test_list_names_every_preset(call):
         (["--checkpoint", "x", "--compare", "log_normal"], ["--compare", "--checkpoint"]),
     ],
 )
-def test_bad_arguments_are_rejected(call, arguments, words):
-    status, out, err = call("show", *arguments)
+def test_bad_arguments_are_rejected(kairos_strategies, arguments, words):
+    status, out, err = kairos_strategies("show", *arguments)
     assert status == 2 and not out and "Traceback" not in err
     assert all(word in err for word in words), err
 

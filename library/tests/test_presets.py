@@ -237,3 +237,10 @@ def test_densities_and_weightings_alone():
     ):
         with pytest.raises(ConfigError):
             call()
+
+
+@pytest.mark.parametrize("name", ["kohya:shift", "edm:log_normal", "diffusers:logit_normal", "rfpp:u_shape"])
+def test_cdf_is_the_inverse_of_quantile(name):
+    preset, p = kairos_timesteps.preset(name), np.array([1e-9, 0.01, 0.3, 0.5, 0.9, 1 - 1e-6])
+    np.testing.assert_allclose(preset.cdf(preset.quantile(p)), p, rtol=1e-6)
+    assert preset.cdf([0.0]) == 0

@@ -8,11 +8,14 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from kairos_timesteps.build import density, weighting
 from kairos_timesteps.coordinates import RandomCoordinates
 from kairos_timesteps.diffusion.schedule import make_schedule
 from kairos_timesteps.errors import ConfigError, demand
 from kairos_timesteps.lazy import Tensor, torch
+from kairos_timesteps.numeric import Array, bisect, sigmoid
 from kairos_timesteps.options import Options, dump, instead, option, parse
 from kairos_timesteps.preset_table import BOUNDS, CONVENTIONS, TABLE
 
@@ -121,6 +124,16 @@ class Preset:
         p = torch.as_tensor(probability, dtype=torch.float64)
         times = self._quantile(p, RandomCoordinates(device=p.device, context=context))
         return times if isinstance(probability, torch.Tensor) else times.numpy()
+
+    def cdf(self, t: Any, **context: Any) -> Array:
+        """Return the probability of a draw below each time, float64, by bisection of `quantile`.
+
+        The bisection is one of the logit, so that small probabilities have a small relative error.
+        """
+        low, high = -700.0, 40.0  # of probabilities from 1e-304 to 1
+        below = np.nextafter(np.asarray(t, np.float64), -np.inf)
+        logits = bisect(lambda logit: self.quantile(sigmoid(logit), **context), below, low, high)
+        return np.where(logits > low + 1e-6, sigmoid(logits), 0.0)
 
     def _quantile(self, p: Any, coordinates: RandomCoordinates) -> Any:
         sampler: Any = self.sampler

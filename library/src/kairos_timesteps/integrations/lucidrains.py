@@ -81,7 +81,8 @@ class StrategyFlow(_WithStrategy):
         return self.strategy
 
     def forward(self: Any, data: Tensor, noise: Tensor | None = None, **options: Any) -> Any:
-        """Return the loss of images in [0, 1], at times of the strategy."""
+        """Return the loss of images in [0, 1], at times of the strategy; ConfigError if times are given."""
         if self.strategy is not None:
+            demand(options.get("times") is None, "RectifiedFlow: times", "given", "none: the strategy draws them")
             options["times"] = self.strategy(self.data_normalize_fn(data))
         return super().forward(data, noise, **options)  # type: ignore

@@ -11,7 +11,6 @@ from kairos.cli.strategies.listing import described
 from kairos.cli.strategies.show import View, computed, context_of, is_preset, of_compared, process_of, scalar
 from kairos.forward_process import chosen_prediction
 from kairos_timesteps.diffusion.registries import PROCESSES
-from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name, dump
 from kairos_timesteps.preset_table import CONVENTIONS, TABLE, Row
@@ -22,8 +21,6 @@ PROCESSES_OF_UNITS: dict[str, dict[str, Any]] = {  # that has the time of a pres
     "step": {"name": "discrete", "schedule": "scaled_linear"},
 }
 _ROWS = {row.name: row for row in TABLE}
-_LOGITS = (-700.0, 40.0)  # of probabilities, from 1e-304 to 1 in float64
-_BISECTIONS = 52
 _ARGUMENTS = ("process", "schedule", "timesteps")  # of the process, which a preset determines
 
 
@@ -83,7 +80,7 @@ def view_of_preset(preset: Any, process: dict[str, Any], context: dict[str, Any]
     unit = CONVENTIONS[row.convention].time
     edges = built.times(cells) if unit == "sigma" else cells
     t = built.schedule.times
-    below = cdf(preset, edges, properties)
+    below = preset.cdf(edges, **properties)
     p = np.diff(np.concatenate([[0.0], below[1:-1], [1.0]]))
     outside = below[0] + 1 - below[-1]
     if outside > 1e-4:
@@ -92,31 +89,6 @@ def view_of_preset(preset: Any, process: dict[str, Any], context: dict[str, Any]
     w = preset.weights(t / len(t) if unit == "step" else t).double().numpy()
     columns = {"t": t, "p": p, "w": w, "effective": p * w}
     return View(preset.name, process["name"], columns, _description(preset, row), tuple(notes))
-
-
-def cdf(preset: Any, times: Array, context: dict[str, Any]) -> Array:
-    """Return the probabilities of draws below the times of a preset, by bisection of its quantile function.
-
-    The bisection is one of the logit, so small probabilities have a small relative error.
-
-    Args:
-        preset: the preset.
-        times: times, (n,).
-        context: properties of a sample that the preset depends on.
-
-    Returns:
-        float64 (n,).
-    """
-    low, high = np.full(len(times), _LOGITS[0]), np.full(len(times), _LOGITS[1])
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        below = preset.quantile(_sigmoid(middle), **context) < times
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return np.where(low > _LOGITS[0], _sigmoid(high), 0.0)
-
-
-def _sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
 
 
 def _description(preset: Any, row: Row) -> tuple[tuple[str, str], ...]:
