@@ -38,7 +38,7 @@ class KairosSampler:
         return self.draw.t.float()
 
     def record(self, t: Tensor, raw_mse: Tensor) -> None:
-        """Record the errors (n,) of the samples at times t (n,), those of the last draw that are to be learned from."""
+        """Record errors (n,) at times t (n,), of those samples of the last draw that the strategy learns from."""
         mask = torch.isin(self.draw.t.float(), t)
         errors = torch.zeros(len(mask), device=t.device).masked_scatter(mask, raw_mse.float())
         self.strategy.weighted(self.draw, errors, mask)

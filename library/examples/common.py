@@ -78,7 +78,7 @@ class Network(nn.Module):
 
 
 def progress(step: int, steps: int, losses: list[float]) -> None:
-    """One line that is written over: the step and the mean of the last 50 losses."""
+    """Print the step and the mean of the last 50 losses in one line, which each call overwrites."""
     if step % 10 == 0 or step == steps:
         recent = sum(losses[-50:]) / len(losses[-50:])
         print(f"\rstep {step}/{steps}  loss {recent:.4f}", end="\n" if step == steps else "", flush=True)

@@ -297,7 +297,7 @@ def specifications(
 
 @dataclass(frozen=True)
 class Call:
-    """How `Strategy.draw` is called.
+    """Form of a call of `Strategy.draw`.
 
     Attributes:
         split: ``whole``: the batch is drawn at once; ``range`` and ``tensor``: in two parts with `index` and `total`;

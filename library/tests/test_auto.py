@@ -28,7 +28,7 @@ def parts(name):
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_the_objective_is_one_integral_over_ln_snr(name):
-    """On any process and prediction: the error of x0 times SNR/sqrt(1 + SNR)."""
+    """The weight on the error of x0 is SNR/sqrt(1 + SNR) per ln SNR, for any process and prediction."""
     schedule, _, weighting = parts(name)
     level = np.log(schedule.snr)
     of_x0 = weighting.weights() * error_ratio(schedule.snr, PROCESSES[name].prediction)

@@ -735,7 +735,7 @@ def test_adaptive_draws_follow_the_density_with_floor_and_importance_weights(nam
 
 
 def test_a_schedule_with_a_floor_draws_of_a_component_that_has_ended():
-    """Its share is a float32 zero, by which the smallest number of the floor's remainder, 0, is not divided."""
+    """The ended component's share is a float32 zero, and no uniform number is divided by it, not even 0."""
     parts = [{"name": "listed", "start": 0.0, "times": [0.25]}, {"name": "uniform", "start": 2.0}]
     strategy = kairos_timesteps.Strategy("schedule", timesteps=20, sampler={"floor": 0.5, "parts": parts})
     for step in range(4):

@@ -258,7 +258,7 @@ def test_an_observation_without_a_weighting_has_weight_one():
 @pytest.mark.parametrize("interrupted", [1, 3, 5])
 @pytest.mark.parametrize("process", ["linear", "edm"])
 def test_resume_bit_for_bit(process, interrupted):
-    """In the warm-up, between two settings of the density, and right after one."""
+    """Interruptions in the warm-up, between two updates of the density, and right after one."""
     options = {"start": 3, "frequency": 2, "min_count": 2, "bins": 8}
     specification = Specification({"name": "info_noise", **options}, {"name": "min_snr"}, process)
     whole = SmallLoop(specification)

@@ -401,7 +401,7 @@ def test_a_misspelt_strategy_gets_the_name_that_was_meant(name, meant):
 
 
 def test_edm2s_importance_weighs_the_whole_sum():
-    """Where a sampler is corrected, the objective is that under uniform draws, u included: so is u's optimum."""
+    """Importance weights give the objective of uniform draws, including the term u, and so its optimum of u."""
     sampler, weighting = {"importance": True, "tau": 5}, {"base": "none"}
     strategy = Strategy("speed+edm2", "cosine", timesteps=10, sampler=sampler, weighting=weighting)
     with torch.no_grad():

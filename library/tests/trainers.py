@@ -1,4 +1,4 @@
-"""Other trainers' timesteps and weights, written anew from their formulas in numpy and scipy.
+"""Reference implementation of other trainers' timesteps and weights in numpy and scipy, from their formulas.
 
 For each preset: options that show its signs, what the call says, the quantile of the trainer's own time, elementwise,
 and its weight of such a time.
@@ -14,7 +14,7 @@ from scipy import integrate, interpolate, special, stats
 
 @dataclass(frozen=True)
 class Trainer:
-    """One preset's formulas; `steps`: whether its times are those of 1000 timesteps."""
+    """Formulas of one preset; with `steps`, its times are multiples of 1/1000."""
 
     quantile: Callable[[Any], Any]
     weight: Callable[[Any], Any] = np.ones_like

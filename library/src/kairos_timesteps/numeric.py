@@ -105,7 +105,7 @@ def interp(x: Values, positions: Array, values: Array) -> Values:
 
 
 def bisect(function: Any, values: Values, low: float = 0.0, high: float = 1.0) -> Values:
-    """Where a function that does not fall reaches `values`, between two ends, to the last bit."""
+    """Invert a non-decreasing function on [low, high] by bisection, to the last bit, elementwise."""
     lows, highs = 0.0 * values + low, 0.0 * values + high
     for _ in range(56):
         middle = (lows + highs) / 2

@@ -300,7 +300,7 @@ def test_scripts_with_randint(prediction):
 
 
 def test_validation_is_that_of_a_plain_loop():
-    """Every image at one of eight times; the loss is their mean, whatever was accumulated."""
+    """Validation averages the losses of all images, each at one of eight times, whatever was accumulated."""
     script = Script(LOSSES)
     before = script.evaluate()
     script.train(Run(), stop=3)  # the second step is half accumulated

@@ -148,7 +148,7 @@ class CosineInterpolated(LogSnrDensity):
     sigma_max: float = option(1e3, "largest noise level, over the data's standard deviation", gt=0)
 
     def level(self, p: Values) -> Values:
-        """From clean, p = 1, to noise, p = 0."""
+        """Quantile of lambda; p = 1 is the clean end, p = 0 the noisy one."""
         u = 1 - p
 
         def cosine(side: float) -> Any:
