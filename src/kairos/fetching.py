@@ -48,7 +48,7 @@ class Need:
     there: Callable[[], bool] | None = None
 
     def look(self, bring: bool = False) -> tuple[str | None, str]:
-        """Where it is, brought if that is wanted and it is not here; or None and what is wrong."""
+        """Return the path, after a download if `bring` is set and the file is missing; or None and the problem."""
         try:
             place = self.find()
             if place is None and bring and self.bring is not None:
@@ -60,7 +60,7 @@ class Need:
         return place, ""
 
     def lack(self, fault: str = "") -> str:
-        """That it is not here, and what to do, where `look` knew of no fault."""
+        """Return the fault that `look` found; without one, a message that the file is missing, and what to do."""
         return fault or "not here; " + ("kairos fetch brings it" if self.bring else self.by_hand)
 
 

@@ -34,7 +34,7 @@ def sha256_file(path: Path | str) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """One text per value: keys sorted, no blanks; what identity hashes are taken of."""
+    """Serialise a value as canonical JSON, with sorted keys and no blanks, for identity hashes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

@@ -159,8 +159,10 @@ def increments(
 
 
 def _of_levels(process: str, timesteps: int, r: float) -> tuple[Any, ...]:
-    """At 0, where x is the image, and at each of a process' own levels, all (T + 1,): t, s, sigma, the bounds of mean²
-    and variance, the latter's change and the magnitude; last the time where the magnitude is r.
+    """Compute values at t = 0, the image, and at each noise level of a process, all (T + 1,).
+
+    The order is t, s, sigma, bounds of mean² and variance, change of the variance bound, magnitude. The last value is
+    the time at which the magnitude is r.
     """
     place = np.arange(timesteps) / (timesteps - 1)
     if process == "flow":  # up to where its signal-to-noise ratio is still a number, as in `diffusion.processes.Flow`

@@ -30,7 +30,7 @@ class Shard:
         return cls(int(found[1]), int(found[2]))
 
     def rows(self, count: int, batch_size: int) -> range:
-        """Its images of `count`: as many batches as the other parts have or one less; none where batches are few."""
+        """Return the images of the shard, of `count`; shards differ by at most one batch, and some may be empty."""
         batches = -(-count // batch_size)
         start, stop = (batches * k // self.of * batch_size for k in (self.number - 1, self.number))
         return range(min(start, count), min(stop, count))

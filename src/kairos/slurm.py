@@ -117,6 +117,6 @@ def _job(results: Path, number: str, state: str, reason: str, start: str, commen
 
 
 def summary(found: list[Job]) -> str:
-    """How many jobs of each stage wait and run."""
+    """Return the numbers of waiting and running jobs of each stage, as a line."""
     counts = Counter((job.stage, "wait" if job.pending else "run") for job in found)
     return "in the queue: " + ", ".join(f"{stage} {number} {what}" for (stage, what), number in sorted(counts.items()))

@@ -67,7 +67,7 @@ def staged(latents: Path) -> Iterator[Path]:
 
 
 def _why_not(local: Path, latents: Path, size: int) -> str | None:
-    """Why nothing is copied; None where it is."""
+    """Return the reason why the data are not copied; None if they are."""
     if "KAIROS_LOCAL" not in os.environ and local.stat().st_dev == latents.stat().st_dev:
         return "it is on the same file system"
     if "KAIROS_LOCAL" not in os.environ and mount(local)[0] in ("tmpfs", "ramfs"):

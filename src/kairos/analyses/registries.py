@@ -56,7 +56,7 @@ class InterdependenceOptions(OfMilestones):
 
 
 class DensityOptions(Options):
-    """Where methods train, over training (Kim et al. 2025, figure 5)."""
+    """Density of the timesteps that methods train on, over the training run (Kim et al. 2025, figure 5)."""
 
     bins: int = option(100, "points of a line, at most one per timestep", ge=1)
 

@@ -54,7 +54,7 @@ class PublishedConfig(Section):
             demand(len(values) == count, where, f"{len(values)} numbers", f"{count}, one for each of published.steps")
 
     def check_fits(self, methods: Collection[str]) -> None:
-        """Every row has a method of the experiment, or a reason why there is none; raises ValueError."""
+        """Raise ValueError unless every row has a method of the experiment, or a reason why there is none."""
         for row in self.rows:
             named = self.methods.get(row, row)
             allowed = f"one of {', '.join(methods)}, one that published.methods names, or a reason in published.missing"
@@ -78,7 +78,7 @@ class ClaimConfig(Section):
     baseline: str = field(..., "the method that it is compared with")
 
     def check_fits(self, methods: Collection[str]) -> None:
-        """Both are methods of the experiment; raises ValueError."""
+        """Raise ValueError unless `method` and `baseline` are methods of the experiment."""
         for name in ("method", "baseline"):
             demand(getattr(self, name) in methods, f"claim.{name}", getattr(self, name), f"one of {', '.join(methods)}")
 

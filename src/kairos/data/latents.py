@@ -139,7 +139,7 @@ class Latents:
     def stored_conditions(
         self, indices: Any, flips: np.ndarray | None = None, which: np.ndarray | None = None
     ) -> dict[str, Tensor]:
-        """Those of the conditions that are read from files of their own, and not made of the images."""
+        """Read the conditions that are stored in files, as opposed to those computed from the images."""
         indices, found = np.asarray(indices), {}
         for name, values in self.dataset.conditions.items():
             rows = values[indices]

@@ -8,7 +8,7 @@ from kairos_timesteps.errors import ConfigError, demand
 
 
 class DatasetConfig(Section):
-    """Which images, and the uniform form they are brought into."""
+    """Settings of the images, and of the uniform form that they are converted to."""
 
     source: Literal["digits", "folder", "zip", "parquet", "hub"] = field(
         "digits", "where the images come from; zip: EDM's and StyleGAN's, with dataset.json"
@@ -112,6 +112,6 @@ class DatasetConfig(Section):
         return self.label_column or ("label" if "label" in columns else None)
 
     def held_out(self, count: int) -> int:
-        """How many of `count` images a share holds out: at least one and not all, but none of a share of 0."""
+        """Return the number of held-out images, of `count`: at least one and not all, or none if the share is 0."""
         share = float(self.heldout)
         return min(max(round(share * count), 1), count - 1) if share else 0

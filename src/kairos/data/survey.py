@@ -1,6 +1,6 @@
-"""How many images a data set has and how small its classes are, with no image read and no library of data sets loaded.
+"""Number of images of a data set and size of its smallest class, without reading an image or importing `datasets`.
 
-For what is decided before any job: the names of files, or the number of rows and the column of labels, are enough.
+Checks before any job use both. Names of files, or the number of rows and the column of labels, are enough.
 """
 
 import os
@@ -75,7 +75,7 @@ def _parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
 
 
 def _hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
-    """From the hub's cache, where `datasets` keeps each split as files of arrow."""
+    """Count images and classes in the hub's cache, which contains each split as Arrow files of `datasets`."""
     import pyarrow as pa
 
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
@@ -112,7 +112,7 @@ class Look:
 
     @property
     def cut(self) -> tuple[int, float]:
-        """How many images are not square, and the share of their area that a centre crop takes away."""
+        """Number of images that are not square, and the share of their area that a centre crop removes."""
         oblong = {size: count for size, count in self.sizes.items() if size[0] != size[1]}
         whole = sum(width * height * count for (width, height), count in oblong.items())
         kept = sum(min(size) ** 2 * count for size, count in oblong.items())

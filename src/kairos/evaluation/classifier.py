@@ -191,7 +191,7 @@ class ClassifierExtractor(FeatureExtractorBase):
 
     @staticmethod
     def can_be_compiled() -> bool:
-        """Not worth it."""
+        """Return False: compilation takes longer than it saves."""
         return False
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:

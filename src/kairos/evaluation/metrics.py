@@ -110,7 +110,7 @@ def statistics_of(measured: Measured) -> Statistics:
 
 
 def kept(count: int) -> NDArray[np.int64]:
-    """Which of `count` vectors are looked at where `KEPT` of them are enough: evenly spread ones."""
+    """Return the indices of at most `KEPT` of `count` vectors, evenly spread."""
     return np.unique(np.linspace(0, count - 1, min(count, KEPT)).astype(np.int64))
 
 

@@ -12,7 +12,7 @@ from kairos_timesteps.errors import ConfigError, ValueRejected, demand
 
 
 class EvaluationConfig(Section):
-    """How images are compared with real ones."""
+    """Settings of the comparison of samples with real images."""
 
     extractor: component(EXTRACTORS) = field("auto", "features of images")
     reference: str = field("train", "real images: train, all (with the held-out ones), or an npz's path")

@@ -19,17 +19,19 @@ _SECONDS = 60.0  # without a byte, until a download is given up
 
 
 def place() -> Path:
-    """Where torch-fidelity keeps its download: `torch.hub`'s folder, from the same environment variables."""
+    """Return the path of torch-fidelity's download, in `torch.hub`'s folder, by its environment variables."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(os.environ.get("TORCH_HOME", f"{cache}/torch")).expanduser()
     return home / "hub" / "checkpoints" / NAME
 
 
 def find(configured: str | None) -> tuple[Path, bool]:
-    """Where the weights are or will be downloaded to, and whether they are there; `configured` names another file.
+    """Return the path of the weights, and True if the file exists; if not, they are downloaded to this path.
+
+    `configured` replaces the default path.
 
     Raises:
-        KairosError: they are not there and cannot be downloaded; the message says which file goes where.
+        KairosError: the file is missing and cannot be downloaded; the message contains URL and path.
     """
     path = Path(configured) if configured else place()
     if path.is_file() or not (configured or _offline()):
@@ -39,10 +41,10 @@ def find(configured: str | None) -> tuple[Path, bool]:
 
 
 def find_network(path: str) -> tuple[str, bool]:
-    """A network in the form of transformers, and whether it is here: in a folder, or in the hub's cache.
+    """Return the path or hub id of a network of transformers, and True if its files are in the folder or hub cache.
 
     Raises:
-        KairosError: it is not, and cannot be downloaded; the message says which files go where.
+        KairosError: files are missing and cannot be downloaded; the message contains them and the folder's setting.
     """
     if here(path, "config.json" if Path(path).is_dir() else "model.safetensors"):
         return path, True

@@ -20,9 +20,9 @@ from kairos_timesteps.randomness import Stream
 
 @dataclass(frozen=True)
 class Samples:
-    """Which samples of a training a prediction is of: what is random in a term is a function of these.
+    """Random coordinates of a prediction's samples, which determine the random numbers of loss terms.
 
-    `index` are their numbers in the global batch of step `step`.
+    `index` contains the indices in the global batch of step `step`.
     """
 
     seed: int
@@ -126,7 +126,7 @@ def _normal_cdf(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _posterior(process: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """By timestep, on the device: ln beta, ln of the posterior's variance, x0's factor in its mean, float64 (T,)."""
+    """Return ln beta, ln of the posterior's variance, and the factor of x0 in its mean, float64 (T,) on the device."""
     schedule = process.schedule
     before = torch.from_numpy(schedule.alphas_cumprod).roll(1)
     before[0] = 1.0

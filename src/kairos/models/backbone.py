@@ -122,7 +122,7 @@ class Backbone(nn.Module):
 
 
 def misfit(own: dict[str, Tensor], given: dict[str, Tensor]) -> str:
-    """Why weights cannot take the place of a model's own: names and shapes that differ, five of a kind; empty: none."""
+    """Describe why weights do not fit a model: at most five names of each kind of problem; empty if they fit."""
     differing = sorted(name for name in own.keys() & given.keys() if own[name].shape != given[name].shape)
     wrong = {
         "missing": sorted(own.keys() - given.keys()),

@@ -91,7 +91,7 @@ class DiT(Backbone):
         self._initialise()
 
     def block(self) -> Block:
-        """One of its blocks."""
+        """Build one transformer block."""
         width, heads = self.options.width, self.options.heads
         return Block(width, Attention(width, heads), self.options.mlp_ratio)
 

@@ -1,4 +1,4 @@
-"""How all figures look: one colour, dash and marker per method everywhere, labels beside lines that do not overlap.
+"""Common look of all figures: one colour, dash and marker per method, and labels next to lines without overlap.
 
 Only matplotlib's object interface is used, and SVG files carry no date and no random ids: same numbers, same bytes.
 """

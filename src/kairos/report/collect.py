@@ -27,7 +27,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Milestone:
-    """One evaluated milestone of a training.
+    """Evaluated milestone of a training run.
 
     Attributes:
         step: optimiser steps taken.
@@ -53,7 +53,7 @@ class Milestone:
 
 @dataclass(frozen=True)
 class Training:
-    """One method with one seed.
+    """Training run of one method with one seed.
 
     Attributes:
         method, seed, milestones: of the training.
@@ -195,7 +195,7 @@ class Results:
 
     @property
     def evaluated(self) -> list[tuple[Training, Milestone]]:
-        """Every milestone with its training."""
+        """All pairs of a training run and one of its milestones."""
         return [(training, milestone) for training in self.trainings for milestone in training.milestones]
 
     def of(self, method: str) -> list[Training]:
@@ -269,7 +269,7 @@ def recorded(folder: Path) -> Experiment:
 
 
 def real_images(results: Results, count: int) -> tuple[str, np.ndarray]:
-    """At most `count` held-out images, or training images where none are held out, and what to call them.
+    """Return a label, and at most `count` held-out images, or training images if none are held out.
 
     The images are uint8 (n, height, width, channels).
     """

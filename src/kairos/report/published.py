@@ -37,7 +37,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Acceleration:
-    """How many times fewer steps a method needs than the baseline, at most, for the same distance.
+    """Largest factor by which a method needs fewer steps than the baseline to reach a distance.
 
     Attributes:
         method, baseline: of the experiment.

@@ -64,7 +64,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Row:
-    """One method of the comparison: its distance, the ranks that the tests leave it, and itself against uniform."""
+    """Row of a method in the comparison: distance, the ranks that the tests allow, and the ratio to the baseline."""
 
     method: str
     curve: Curve
@@ -125,7 +125,7 @@ def compare(measured: Results | Measured) -> list[Row]:
 
 
 def paired(logs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Every method against every other, over seeds; of one table, or of many at once.
+    """Compare every method with every other, over seeds, in one table or in many at once.
 
     Args:
         logs: logarithm of the final distance, (..., methods, seeds).

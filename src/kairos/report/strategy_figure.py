@@ -179,7 +179,7 @@ def _shade(axes: Axes, found: Increments, area: np.ndarray) -> None:
 
 
 def _boundaries(axes: Axes, found: Increments) -> None:
-    """Where the areas meet, written above the curve."""
+    """Mark the boundaries of the areas, with labels above the curve."""
     low, high = axes.get_ylim()
     axes.set_ylim((low, high * (high / low) ** 0.28) if axes.get_yscale() == "log" else (0, high * 1.28))
     at: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top", "bbox": _PAPER}
@@ -201,7 +201,7 @@ def _shares(axes: Axes, area: np.ndarray, names: list[str]) -> None:
 
 
 def _histogram(axes: Axes, found: Increments, area: np.ndarray, names: list[str]) -> None:
-    """How many timesteps have increments of which size; on a log axis for processes that explode."""
+    """Draw the histogram of increments over timesteps, on a log axis for variance-exploding processes."""
     variance = found.variance
     edges = np.linspace(0, variance.max(), 21)
     if found.process in ("ve", "edm"):

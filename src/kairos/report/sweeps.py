@@ -14,7 +14,7 @@ from kairos.report.ranking import curve
 
 
 def swept(methods: Sequence[str]) -> dict[str, dict[str, dict[str, str]]]:
-    """By option the lines over it: by what is otherwise alike, the method of each value."""
+    """Group the methods of a sweep: option, then name without the option, then value of the option to method."""
     found: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for method in methods:
         for option, value in taken_apart(method):

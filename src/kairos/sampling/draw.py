@@ -40,11 +40,11 @@ def noise_of(seed: int, indices: range, shape: tuple[int, ...], device: torch.de
 
 @dataclass(frozen=True)
 class Guidance:
-    """How classifier-free guidance changes over time and channels.
+    """Classifier-free guidance, with its dependence on time and channels.
 
     Attributes:
         scale: null + scale (cond - null); 1 evaluates the conditional network alone, 0 the unconditional one.
-        channels: the first so many are guided, the others are the conditional network's; None: all of x0's.
+        channels: number of guided channels, the first ones; others are the conditional network's. None: all of x0.
         power: p of a scale that is full at the image and 1 at noise: (scale - 1)(1 - cos(pi (1 - t/T)^p))/2 + 1 (Gao
             et al. 2023); None: constant.
         interval: least and largest noise over signal that are guided (Kynkäänniemi et al. 2024); None: all.

@@ -13,7 +13,7 @@ SPACINGS = ("auto", "trailing", "leading", "linspace", "uniform", "karras")
 
 
 class GridOptions(Options):
-    """Where a scheme visits the process, and what it does with the estimate of x0."""
+    """Options of a solver's time grid, and of its use of the estimate of x0."""
 
     spacing: str = option(
         "auto", "how the steps are spread; auto: the first of those the process has", choices=SPACINGS

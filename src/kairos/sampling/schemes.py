@@ -96,7 +96,7 @@ def orders(intervals: int, to_image: bool) -> list[int]:
 
 
 def _singlestep(x: Tensor, sigma: list[float], data: Callable[[Tensor, int], Tensor], k: int) -> Tensor:
-    """One step along the levels `sigma`, as many as its order and one, with ``data(x, place)`` from place k on.
+    """Take one step along the levels `sigma`, its order plus one, with ``data(x, place)`` from place k on.
 
     x is over the signal, so that a step that takes x0 for constant leads straight to it.
     """

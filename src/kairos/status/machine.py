@@ -110,7 +110,7 @@ def job(visible: int) -> list[Finding]:
 
 
 def _number(told: dict[str, str]) -> int | None:
-    """How many GPUs the variables speak of; the last one, which CUDA itself obeys, counts most."""
+    """Return the number of GPUs in the environment variables; CUDA_VISIBLE_DEVICES, which CUDA obeys, comes first."""
     value = told.get("CUDA_VISIBLE_DEVICES") or told.get("SLURM_STEP_GPUS") or told.get("SLURM_JOB_GPUS")
     if value is not None:
         return 0 if value in ("-1", "NoDevFiles") else len(value.split(","))

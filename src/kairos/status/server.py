@@ -42,7 +42,7 @@ class Server(ThreadingTCPServer):
         self.loopback = bool(_THIS_MACHINE.fullmatch(listener.getsockname()[0]))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing is said of a browser that has gone away."""
+        """Log nothing if a browser closes its connection."""
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -81,4 +81,4 @@ class _Handler(SimpleHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing is said of what was asked for."""
+        """Log no requests."""

@@ -87,7 +87,7 @@ def _ask(code: str, **environment: str) -> tuple[bool, str]:
 
 
 def _why_read_only(path: Path) -> str | None:
-    """Why nothing can be written into a database; None where it can."""
+    """Return why a database cannot be written; None if it can."""
     if not path.exists():
         return _cannot_write(path.parent)
     try:
@@ -100,7 +100,7 @@ def _why_read_only(path: Path) -> str | None:
 
 
 def _cannot_write(folder: Path) -> str | None:
-    """Why no file can be made in a folder, or in the nearest one above it that is there; None where one can."""
+    """Return why no file can be created in a folder, or in its nearest existing parent; None if one can."""
     folder = existing(folder)
     try:
         tempfile.TemporaryFile(dir=folder).close()

@@ -1,7 +1,7 @@
-"""How far every training of an experiment is, from small files alone: a thousand trainings take a moment.
+"""Progress of every training run of an experiment, read from small files: a thousand runs take a moment.
 
-``.state/progress.json`` is a training's own word, which a killed process cannot take back; the lock beside it falls
-with the process, and the queue knows its job.
+A run writes ``.state/progress.json``, which is outdated if the process was killed. The lock file next to it shows that
+the process is alive, and the queue that its job is.
 """
 
 import fcntl
@@ -139,7 +139,7 @@ def _note(state: str, progress: dict[str, Any], job: Job | None, logs: tuple[str
 
 
 def ago(moment: float) -> str:
-    """How long a moment (Unix time) is past."""
+    """Return the duration since a moment (Unix time), as text."""
     return f"{duration(max(time.time() - moment, 0))} ago"
 
 

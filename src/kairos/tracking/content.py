@@ -25,7 +25,7 @@ _EPOCH = datetime(2000, 1, 1, tzinfo=UTC)  # start of a training whose clock was
 
 
 class Point(NamedTuple):
-    """One metric value, as mlflow.entities.Metric takes it; `timestamp` is in milliseconds since 1970."""
+    """Metric value in the form of mlflow.entities.Metric; `timestamp` is in milliseconds since 1970."""
 
     key: str
     value: float
@@ -100,7 +100,7 @@ def stride(lines: int) -> int:
 
 
 def moments(started: datetime, clock: Mapping[int, float]) -> Callable[[int], int]:
-    """When each step was done, in milliseconds since 1970, as a function of what was recorded.
+    """Return a function from a step to the recorded time of its end, in milliseconds since 1970.
 
     Args:
         started: when the training was first started.
@@ -148,7 +148,7 @@ def tags(results: "Results", training: "Training") -> dict[str, str]:
 
 
 def source(provenance: Mapping[str, Any]) -> dict[str, str]:
-    """Where a run comes from, where MLflow shows it."""
+    """Return the tags by which MLflow shows the source of a run."""
     commit = provenance.get("git_commit") or git_commit()
     return {"mlflow.source.name": "kairos", "mlflow.source.type": "LOCAL"} | ({COMMIT: commit} if commit else {})
 

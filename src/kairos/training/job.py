@@ -66,14 +66,14 @@ class Leave:
             raise Left(f"{name}: stopped before the first step")
 
     def begin(self) -> None:
-        """From now on a step is finished and saved before the training leaves."""
+        """Begin the steps: from now on, a request to end lets the run finish and save its step first."""
         self._begun = True
         if self.reason:
             raise Left(f"{self.reason}: stopped before the first step")
         self._end = end_of_job()
 
     def asked(self, saving: float) -> str:
-        """Why the training should leave now; empty: it need not.
+        """Return the reason why the run should end now; empty if it need not.
 
         The end of a SLURM job counts as asking when less time remains than three times the longest checkpoint and
         milestone so far, and half a minute.
@@ -127,7 +127,7 @@ class LeaveTogether:
 
 
 def end_of_job() -> float:
-    """When this SLURM job's time is over, Unix time; 0: outside of SLURM, or without a limit.
+    """Return the end of this SLURM job's time limit, Unix time; 0 outside of SLURM or without a limit.
 
     Older versions of SLURM do not set SLURM_JOB_END_TIME; there the queue is asked once.
     """

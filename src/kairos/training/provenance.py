@@ -15,7 +15,7 @@ def versions() -> dict[str, str | None]:
 
 
 def version_of(package: str) -> str | None:
-    """None where it runs from its source, or is not installed."""
+    """Return the version of a package; None if it runs from source or is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -25,7 +25,7 @@ from kairos_timesteps.strategy import Strategy
 
 
 class Training:
-    """One training's state, and the parts that its configuration names.
+    """State of a training run, with the components that its configuration selects.
 
     Args:
         plain: the whole resolved experiment as plain values.

@@ -88,7 +88,7 @@ def _lock(results: Path) -> IO[str]:
 
 
 def _tidy(layout: Layout) -> None:
-    """Where no run is at work, forget what the last one has left, before Snakemake looks at it.
+    """Clear what the last run left, before Snakemake reads it; do nothing while another run is at work.
 
     An import into MLflow that failed is tried again; so is one into elsewhere. A job that has ended well without its
     controller is on Snakemake's books.

@@ -38,7 +38,7 @@ def of(stage: str, plain: Plain, method: str | None = None) -> Plain:
 
 
 def parts(stage: str, plain: Plain, method: str | None = None) -> tuple[Plain, list[str]]:
-    """Those fields, and the modules whose code it is; arguments as for `of`."""
+    """Return the fields that decide a stage's results, and the roots of its code; arguments as for `of`."""
     return _training(plain, str(method)) if stage == "train" else _others(plain)[stage]
 
 
@@ -48,7 +48,7 @@ def _training(plain: Plain, method: str) -> tuple[Plain, list[str]]:
 
 
 def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
-    """By stage the fields, and the modules that compute its results."""
+    """Return for each stage other than train the fields, and the modules that compute its results."""
     dataset, autoencoder, evaluation = plain["dataset"], plain["autoencoder"], plain["evaluation"]
     computing = {"computing": _only(plain["training"], "threads", "deterministic")}
     kind, flips = autoencoder["kind"], _only(dataset, "flips")

@@ -42,7 +42,7 @@ class Segment:
 
     @property
     def names(self) -> list[str]:
-        """Its milestones as folders and files name them."""
+        """Names of the segment's milestones in folders and files."""
         return names(self.steps)
 
     def part(self, wildcards: Any, output: Any) -> str:

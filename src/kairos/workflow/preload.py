@@ -202,6 +202,6 @@ def _conditions() -> list[Any]:
 
 
 def _sources() -> dict[str, int]:
-    """When the files of all modules here were changed last."""
+    """Return the modification time of the file of every imported module."""
     specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
     return {spec.origin: os.stat(spec.origin).st_mtime_ns for spec in specs if spec and spec.has_location}

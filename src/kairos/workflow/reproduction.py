@@ -21,7 +21,7 @@ def machines(results: Path) -> list[dict[str, str]]:
 
 
 def provenance(lock: Path) -> Path:
-    """Where `kairos ledger record` leaves the machines, beside the lock file."""
+    """Return the path, next to the lock file, where `kairos ledger record` writes the machines."""
     return lock.with_suffix(".machines.json")
 
 
@@ -37,7 +37,7 @@ def digest(path: Path) -> str:
 
 
 def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
-    """Every output of every stage: its path, ``same``, ``differs``, ``missing`` or ``not compared``, and why.
+    """Yield path, ``same``, ``differs``, ``missing`` or ``not compared``, and the reason, for each stage's outputs.
 
     Raises:
         KairosError: there is no such lock file.

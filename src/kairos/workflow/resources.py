@@ -9,9 +9,9 @@ _TRAINING_MB = 6000  # main memory of one process of a training
 
 
 def growing(amount: int) -> Callable[..., int]:
-    """So much at the first attempt, twice at the second, then three times: a job that met a limit goes on with more.
+    """Return a resource function: `amount` at the first attempt, twice at the second, then three times.
 
-    No more than that: a job that grew with every time limit that it met would no longer fit on any machine.
+    A job that exceeded a limit is retried with more. The factor stops at three, so that the job still fits a machine.
     """
     return lambda wildcards, attempt: amount * min(attempt, 3)
 

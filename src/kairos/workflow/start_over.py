@@ -1,4 +1,4 @@
-"""Which completed trainings start over when Snakemake asks for them again.
+"""Selection of completed training runs that start over when Snakemake requests them again.
 
 A training keeps what it has computed in its own state and gives it out again when it is asked for the same: so a
 controller that was killed before it could write a completed job down loses nothing. But who forces a job, or deletes
