@@ -114,7 +114,7 @@ def ordered(found: dict[str, float], kind: str) -> bool:
 
 
 def parts(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """Another task: which quarter of an image a part of it is from, and which way up it is."""
+    """Train on another task: predict the quarter of the image that a crop is from, and which way up it is."""
 
     def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
         classes = Stream(options.seed, "classes").integers(step, 16, range(len(chosen)))
@@ -146,7 +146,7 @@ def mirrored(images: Tensor, quarters: Tensor, places: Tensor) -> Tensor:
 
 
 def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """Another task: which two of all parts of all images of a batch are of one image; half the steps, as dear."""
+    """Train on another task: find the two crops of a batch that are from one image; half the steps, equal cost."""
     model = {}
 
     class Pairs(nn.Module):

@@ -52,7 +52,7 @@ class Case:
         self.samples += len(inputs[0]) * (3 if torch.is_grad_enabled() else 1)
 
     def step(self) -> float:
-        """One training step; returns the seconds of it that were the strategy's own."""
+        """Run a training step; returns the seconds that the strategy took."""
         strategy, x0 = self.strategy, self.x0
         begun = time.perf_counter()
         draw = strategy.draw(x0)

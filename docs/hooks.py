@@ -86,7 +86,7 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
 
 
 def _place(page: str, link: str) -> tuple[str, str]:
-    """Where a link leads: the path in the repository, and that in the site."""
+    """Resolve a link of a page: returns the target's path in the repository and in the site."""
     here = next((path for path, uri in PAGES.items() if uri == page), f"docs/{page}")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(here), link))
     if path.startswith("docs/"):

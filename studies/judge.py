@@ -112,7 +112,7 @@ def parts(rows: pd.DataFrame) -> Iterator[tuple[str, str, dict[Any, pd.DataFrame
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Every method against uniform at equal time: ratio, its interval, p, and how many times as fast it gets there.
+    """Compare every method with uniform at equal time: ratio, its interval, p, and how many times as fast it is.
 
     ``to_uniform`` and ``to_fixed``: how many times as fast it is as uniform, and as the best fixed method (`gained`).
     """

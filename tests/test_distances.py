@@ -53,7 +53,7 @@ def test_bias_of_two_equal_gaussians_is_the_published_one():
 
 @pytest.mark.parametrize("count,width,mean", [(3000, 64, 0.4), (500, 128, 300.0), (70, 100, 0.4)])
 def test_frechet_is_torch_fidelitys(count, width, mean):
-    """Also where features have a large mean, and where covariances have no full rank."""
+    """Cases include features with a large mean, and covariances without full rank."""
     from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
 
     mixing = torch.randn(width, width, generator=torch.Generator().manual_seed(9)) / width**0.5
@@ -69,7 +69,7 @@ def test_frechet_is_torch_fidelitys(count, width, mean):
 
 
 def test_inception_score_is_torch_fidelitys():
-    """In the splits of 5,000 in order of ADM's evaluator, what is left being the last."""
+    """The splits are those of ADM's evaluator: 5,000 images in order, and the rest as the last."""
     from torch_fidelity.metric_isc import isc_features_to_metric
 
     def isc(logits):
@@ -252,7 +252,7 @@ def test_validation_loss_of_known_networks():
 
 
 def test_vlb_of_a_stratum_is_the_mean_of_c_times_the_loss_of_each_image():
-    """Not mean c times mean loss, which is off where both fall within a stratum."""
+    """The product of the mean c and the mean loss differs, if both fall within a stratum."""
     error = lambda t: 1 / (t + 1)  # noqa: E731
     process, result = loss_of(lambda process, x, t: (noise_in(process, x, t) + error(t).view(-1, 1, 1, 1)).float())
     c, t = process.schedule.vlb, np.arange(50)

@@ -141,7 +141,7 @@ def test_a_machine_of_a_cluster(folder, monkeypatch):
     ],
 )
 def test_gpus_of_a_job(given, visible, mark, monkeypatch):
-    """Those that the job was given against those that torch sees."""
+    """The check compares the GPUs that the job was given with those that torch finds."""
     for name in machine._GIVEN:
         monkeypatch.delenv(name, raising=False)
     assert machine.job(visible)[0][2].startswith("none")

@@ -269,7 +269,7 @@ BIAS = "10 times the 32 features"
 
 
 def test_the_bias_of_few_samples_is_reported_by_the_stage_reference_alone(chain, tmp_path, capsys):
-    """Its evaluations keep the warning in their records, for the report."""
+    """Evaluations keep the warning in their records, for the report."""
     record = reference_of(chain, tmp_path, num_samples=200, sets=1)
     assert capsys.readouterr().err.count(BIAS) == 1 and BIAS in record["warnings"][0]
     jobs = [evaluate.EvaluationJob(chain / f"{k}.npz", tmp_path / f"{k}.json") for k in (0, 1)]

@@ -91,7 +91,7 @@ def test_rows_that_need_more_than_torch_run_and_a_part_ends_within_its_budget(tm
 
 
 def test_a_row_that_fails_stops_no_other(tmp_path, monkeypatch):
-    """It is told with its message, and the status says so."""
+    """The failed row is reported with its message, and the exit status is not 0."""
     monkeypatch.syspath_prepend(str(KIT))
     from common import Part, Skipped, arguments
 
@@ -121,7 +121,7 @@ def test_time_that_runs_out_between_rows_ends_the_part_in_good_order(tmp_path, m
 
 @pytest.mark.long
 def test_wheels_are_carried_along(tmp_path):
-    """Also to the processes that a part starts, without an installer."""
+    """Wheels reach the processes that a part starts, too, without an installer."""
     with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("carried.py", "here = 1")
     code = (
@@ -134,7 +134,7 @@ def test_wheels_are_carried_along(tmp_path):
 
 
 def test_what_the_kit_trains_is_a_checked_experiment(monkeypatch):
-    """Its defaults, stated again without pydantic, are those of an experiment file."""
+    """The kit's defaults, repeated without pydantic, equal those of an experiment file."""
     monkeypatch.syspath_prepend(str(KIT))
     from common import experiment
 

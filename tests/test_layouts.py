@@ -312,7 +312,7 @@ def test_crop_of_adm_needs_a_resolution():
 
 @coco
 def test_coco_as_a_plain_folder(tmp_path):
-    """With COCO's own split as held-out images; the annotations lie beside the folders."""
+    """COCO's own split is the held-out images; the annotations are next to the folders."""
     folders = {"path": str(SHARED / "coco_mini" / "train2017"), "heldout": str(SHARED / "coco_mini" / "val2017")}
     settings = config(source="folder", resolution=32, resample="lanczos", images=26, **folders)
     manifest = prepare(settings, tmp_path / "out")

@@ -233,7 +233,7 @@ def test_hours_are_those_of_the_device(device: str, unit: str) -> None:
 
 
 def test_hours_on_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On such a machine `device: auto` means CPUs, unless its jobs go to a SLURM cluster."""
+    """Without a GPU `device: auto` means CPUs, unless jobs go to a SLURM cluster."""
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
     automatic = validate({**experiment(training__device="auto"), "autoencoder": {"kind": "none"}})

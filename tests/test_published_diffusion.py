@@ -299,7 +299,7 @@ def test_microbatches_and_a_second_pass(hiding, latents, tmp_path):
 
 
 def train_rank(config: Path, out: Path, latents: Path) -> None:
-    """One rank of a training with the tiny backbone, without dropout, which is drawn per micro-batch."""
+    """Run one rank of a training run with the tiny backbone, without dropout, which is drawn per micro-batch."""
     MODELS.add("hiding", "test_published_diffusion:Hiding", HidingOptions, masks=True)
     nn.Dropout.forward = lambda self, x: x
     assert main([*train_command(config, "speed", out, latents)[3:]]) == 0

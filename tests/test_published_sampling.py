@@ -175,7 +175,7 @@ def test_dpm_solver_solves_the_ode_of_a_gaussian(name):
 
 
 def test_dpm_solver_agrees_with_many_steps_of_ddim():
-    """On U-ViT's process, both down to alpha-bar_0."""
+    """Both run on U-ViT's process, down to alpha-bar_0."""
     process = build_process({"process": {"name": "discrete", "schedule": "scaled_linear"}, "prediction": "epsilon"})
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
     found = {}
@@ -309,7 +309,7 @@ def test_guidance_that_cannot_be(sampling, message):
 
 
 def test_a_workflow_passes_on_how_it_guides(monkeypatch):
-    """Also what is null, for the milestone may say something else."""
+    """Null settings are passed too, because the milestone may contain other values."""
     seen = []
     monkeypatch.setattr("kairos.sampling.sample.run", lambda jobs, request: seen.append(request))
     for told in (

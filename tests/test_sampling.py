@@ -229,7 +229,7 @@ def ours(name, options, process_name, steps, predict):
     ],
 )
 def test_equals_diffusers_on_the_respaced_process(monkeypatch, name, options, spacing):
-    """Their schedulers over the visited timesteps alone; over all of them their spacing is off (see workflow facts)."""
+    """diffusers' schedulers run over the visited timesteps alone; over all timesteps their spacing differs."""
     import diffusers.schedulers.scheduling_ddim as theirs_ddim
     import diffusers.schedulers.scheduling_ddpm as theirs_ddpm
 

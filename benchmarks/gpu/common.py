@@ -178,7 +178,7 @@ def _told(*command: str) -> str | None:
 
 @functools.cache
 def no_unet() -> str | None:
-    """Why there is no U-Net here."""
+    """Return the reason why the U-Net cannot be built; None if it can."""
     try:
         import kairos.models.unet  # noqa: F401
     except ImportError as error:
@@ -372,7 +372,7 @@ def take_turns(
 
 
 def synchronisations(device: torch.device, run: Callable[[], Any]) -> dict[str, Any] | None:
-    """How often, and where, `run` waits for the device; None where there is none to wait for."""
+    """Count how often, and where, `run` synchronises with the device; None without a GPU."""
     if device.type != "cuda":
         run()
         return None

@@ -319,7 +319,7 @@ class Killed(Leave):
 
 
 def processes() -> dict[str, dict[str, Any]]:
-    """Every process with every prediction, and every noise schedule."""
+    """Return settings of every process with every prediction, and of every noise schedule."""
     found = {}
     for name, entry in PROCESSES.items():
         for prediction in entry.facts.get("predictions", ("epsilon",)):

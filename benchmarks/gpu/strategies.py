@@ -40,7 +40,7 @@ WEIGHTED = ("min_snr", "edm2")
 
 
 class Strategies:
-    """One training, and each strategy on it."""
+    """A training run, continued with each strategy in turn."""
 
     def __init__(self, part: Part, data: Data):
         self.device, self.short = part.device, part.short
@@ -75,7 +75,7 @@ class Strategies:
         return {"uniform": lambda: self.alone("uniform"), **rows}
 
     def _sorted(self, names: list[str]) -> list[str]:
-        """Those that cost something first."""
+        """Sort names: strategies that cost time come first."""
         return sorted(names, key=lambda name: not name.startswith((*MEASURING, "loss", "edm2")))
 
     def beside_uniform(self, name: str) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class Training:
         return int(found[1])
 
     def jobs(self) -> list[Job]:
-        """Its jobs, the oldest first."""
+        """Return the jobs of the training run, oldest first."""
         return [job for job in all_jobs(self.root) if job.rule == f"rule_train_wildcards_{self.method}_{self.seed}"]
 
     def components(self) -> dict[str, str]:

@@ -69,7 +69,7 @@ PartitionName=wide Nodes={names} MaxTime=INFINITE State=UP
 
 
 def why_not() -> str | None:
-    """Why no cluster can be started here; None where it can."""
+    """Return why no cluster can be started here; None if one can."""
     if os.geteuid() != 0:
         return "SLURM's daemons need root"
     if _missing():

@@ -110,7 +110,7 @@ def test_a_job_that_slurm_cannot_take_now_is_sent_again(pipeline: Pipeline, clus
 
 
 def test_a_job_that_no_controller_has_heard_of_is_cancelled(pipeline: Pipeline) -> None:
-    """So where sbatch failed and SLURM had taken the job, or the controller was killed in that moment."""
+    """This happens if sbatch fails after SLURM took the job, or the controller is killed at that moment."""
     pipeline.configure({"lost": {"sampler": "uniform"}})
     training = pipeline.training("lost")
     name = job_name(str(pipeline.folder / RESULTS))
