@@ -1054,3 +1054,15 @@ def test_times_that_the_convention_does_not_have(t):
     convention = TimeConvention(kairos_timesteps.Flow(), "noise_is_one")
     with pytest.raises(ConfigError, match="check: t"):
         convention.check(torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3), t)
+
+
+@pytest.mark.parametrize("name", ["uniform", "loss_rms"])
+def test_a_validation_between_a_draw_and_its_loss_is_an_error(name):
+    network = TinyNetwork()
+    timesteps = attach(name, "cosine", torch.optim.Adam(network.parameters()), network)
+    timesteps(IMAGES[:COUNT])
+    network.eval()
+    timesteps(IMAGES[:COUNT])
+    network.train()
+    with pytest.raises(ConfigError, match="draw of a validation"):
+        timesteps.loss(torch.ones(COUNT, requires_grad=True))

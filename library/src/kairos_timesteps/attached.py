@@ -154,9 +154,8 @@ class Attached:
             arguments: arguments of `Strategy.draw`: ``times``, ``same``, ``index``, ``total``, or context of the
                 sampler, such as ``tokens``.
         """
-        training = self.network.training if isinstance(self.network, nn.Module) else torch.is_grad_enabled()
-        self._evaluating = not training
-        if not training:
+        self._evaluating = not self._is_training()
+        if self._evaluating:
             t = self._validation_times(x0, **arguments)
             self._dimensions = t.ndim
             return self.time.of_trainer(t)
@@ -183,9 +182,12 @@ class Attached:
                 gradient, not the mask.
 
         Raises:
-            ConfigError: ``timesteps(latents)`` was not called before, or a shape does not match.
+            ConfigError: ``timesteps(latents)`` was not called before, the last draw is of a validation and this loss
+                is not, or a shape does not match.
         """
         if self._evaluating:
+            allowed = "in training mode, a training draw after the last draw of the validation"
+            demand(not self._is_training(), "loss", "the draw of a validation", allowed)
             return _multiplied(_per_sample(errors, self._dimensions), weights).mean()
         draw = self._training_draw("loss")
         with nullcontext() if errors.requires_grad else torch.no_grad():  # a loss for the log is no micro-batch
@@ -203,6 +205,9 @@ class Attached:
         only part of `loss`.
         """
         return torch.ones(()) if self._evaluating else self._training_draw("weights").weights
+
+    def _is_training(self) -> bool:
+        return bool(self.network.training) if isinstance(self.network, nn.Module) else torch.is_grad_enabled()
 
     def _training_draw(self, user: str) -> Draw:
         if self._draw is None:

@@ -340,6 +340,16 @@ def test_rectified_flow_that_predicts_something_else_is_rejected():
         flow.attach("uniform", torch.optim.SGD(flow.parameters(), lr=0.1))
 
 
+def test_times_given_to_rectified_flow_are_rejected():
+    class Flow(StrategyFlow, rectified.RectifiedFlow):
+        pass
+
+    flow = Flow(FlowNetwork())
+    flow.attach("uniform", torch.optim.SGD(flow.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="times"):
+        flow(IMAGES[:8], times=torch.rand(8))
+
+
 def test_validation_of_rectified_flow(tmp_path):
     _, flow, names = flow_run(LOSSES, tmp_path, steps=1)
     exec(blocks("lucidrains")[3], names)
