@@ -15,7 +15,7 @@ and its micro-batches are those whose gradients the optimizer applies:
   known once the backward pass has ended.
 - In evaluation mode, ``t`` comes from a validation stream, and the state does not change.
 
-Step numbers, draws and losses are those of the explicit form, `Strategy.draw`, `loss` and `observe`.
+Step numbers, draws and losses equal those of the explicit form, `Strategy.draw`, `loss` and `observe`.
 """
 
 import copy
@@ -39,7 +39,7 @@ from kairos_timesteps.time_convention import TimeConvention
 
 LOG = logging.getLogger("kairos_timesteps")
 _EXPLICIT = "use the explicit form instead: Strategy.draw, Strategy.loss, and Strategy.observe around the step"
-_LOST_STEPS = 200  # steps whose gradients vanish one after another; GradScaler needs 165 to go from 65536 to 0
+_MAX_VANISHED_STEPS = 200  # successive steps whose gradients vanish; GradScaler needs 165 to go from 65536 to 0
 
 
 def attach(
@@ -67,7 +67,7 @@ def attach(
         process: forward process or noise scheduler, as for `Strategy`.
         optimizer: optimizer whose steps count; wrappers of accelerate and Lightning are removed.
         network: network that is trained. While ``network.training`` is False, draws are those of a validation.
-            Without a network, draws with disabled gradients are.
+            Without a network, disabled gradients select the validation.
         time: what the trainer's t is. ``noise_is_one``: 0 is data, 1 is noise. ``data_is_one``: the opposite.
             ``index``: index of a discrete schedule, with 0 the least noise; for a flow-matching scheduler of diffusers
             an index of ``scheduler.timesteps``, with 0 the most noise. ``sigma``: noise level of EDM. None: the only
@@ -88,10 +88,10 @@ def attach(
             a value is not allowed.
     """
     convention = TimeConvention(as_process(process, timesteps, prediction), time)
-    optimizer = _checked(optimizer, network, accelerator)
-    called = _called_by(predict, convention)
+    optimizer = _inner_optimizer(optimizer, network, accelerator)
+    process = _process_with_predict(predict, convention)
     strategy = Strategy(
-        name, called, seed=seed, sampler=sampler, weighting=weighting, process_group=process_group
+        name, process, seed=seed, sampler=sampler, weighting=weighting, process_group=process_group
     )  # fmt: skip
     if isinstance(strategy.sampler, MeasuresNetwork):
         given = isinstance(network, nn.Module) and predict is not None
@@ -129,18 +129,18 @@ class Attached:
             self._report({})
 
     def _reset(self) -> None:
-        """Forget everything about the current step."""
+        """Clear the state of the current step."""
         self._draw: Any = None  # last training draw of the step
         self._conditions: Mapping[str, Tensor] | None = None  # of the last training draw
-        self._applied: list[tuple[Draw, Mapping[str, Tensor] | None]] = []  # micro-batches with a backward pass
+        self._micro_batches: list[tuple[Draw, Mapping[str, Tensor] | None]] = []  # of the step, with a backward pass
         self._pass: int | None = None  # identity of the last backward pass
-        self._lost = 0  # steps since the last step of the optimizer whose gradients vanished
+        self._vanished_steps = 0  # successive steps whose gradients vanished without a call of the optimizer
         self._evaluated = 0  # samples of the current validation
-        self._evaluating = False  # the last draw was one of a validation
+        self._evaluating = False  # the last draw was that of a validation
         self._dimensions = 1  # of t in the validation
         self._measurement: AbstractContextManager[None] | None = None  # open during the optimizer's step
         self._skipped: Callable[[], bool] | None = None  # of a fused optimizer under GradScaler
-        self._unsettled = False  # a fused optimizer was called, and `_skipped` not yet
+        self._step_pending = False  # the optimizer was called, and `_finish_step` was not
 
     def __call__(self, x0: Tensor, *, conditions: Mapping[str, Tensor] | None = None, **arguments: Any) -> Tensor:
         """Draw the trainer's t for a batch, (batch,): int64 for an index, otherwise float32.
@@ -159,7 +159,7 @@ class Attached:
             t = self._validation_times(x0, **arguments)
             self._dimensions = t.ndim
             return self.time.of_trainer(t)
-        self._settle()
+        self._finish_step()
         if not self._reported:
             self._report(arguments)
         self._evaluated = 0
@@ -172,14 +172,14 @@ class Attached:
         `weights` change the gradient and never the statistics, `mask` the statistics and never the gradient. So
         regularisation images train with ``mask=is_regular``. Padding has weight 0 and mask False; multiply the other
         weights by n / (n - padding) for a mean over real samples. In evaluation mode the result is the mean of
-        `weights` x error, which strategies share.
+        `weights` x error, which is comparable between strategies.
 
         Args:
             errors: unweighted squared errors of the samples, (batch,) or shape of t; further dimensions are averaged.
             weights: further factors of the samples, (batch,) or shape of t.
             mask: samples that learned samplers and weightings learn from, bool (batch,); None: all. A mask on the CPU
-                needs no synchronisation. All ranks pass one, or none does. The factor that ``edm2`` trains follows the
-                gradient, not the mask.
+                needs no synchronisation. All ranks pass one, or none does. The factor that ``edm2`` trains is updated
+                by the gradient, so it ignores the mask.
 
         Raises:
             ConfigError: ``timesteps(latents)`` was not called before, the last draw is of a validation and this loss
@@ -188,13 +188,13 @@ class Attached:
         if self._evaluating:
             allowed = "in training mode, a training draw after the last draw of the validation"
             demand(not self._is_training(), "loss", "the draw of a validation", allowed)
-            return _multiplied(_per_sample(errors, self._dimensions), weights).mean()
+            return _multiply(_per_sample(errors, self._dimensions), weights).mean()
         draw = self._training_draw("loss")
         with nullcontext() if errors.requires_grad else torch.no_grad():  # a loss for the log is no micro-batch
             losses = self.strategy.weighted(draw, _per_sample(errors, draw.t.ndim), mask)
-        loss = _multiplied(losses, weights).mean()
+        loss = _multiply(losses, weights).mean()
         if loss.requires_grad:
-            loss.register_hook(partial(self._count, draw, self._conditions))
+            loss.register_hook(partial(self._count_micro_batch, draw, self._conditions))
         return loss
 
     @property
@@ -227,14 +227,14 @@ class Attached:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs. Save it between two steps, not within an accumulated one."""
-        self._settle()
+        self._finish_step()
         return {**self._identity(), "strategy": self.strategy.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned, on the device of the optimizer's parameters.
 
         Raises:
-            ConfigError: the state is that of another strategy, seed, or convention of time.
+            ConfigError: the state is from another strategy, seed, convention of time, or other options.
         """
         for key, present in self._identity().items():
             demand(state.get(key) == present, f"state: {key}", repr(state.get(key)), repr(present))
@@ -242,31 +242,31 @@ class Attached:
         self.strategy.load_state_dict(state["strategy"], self._parameters()[0].device)
 
     def _identity(self) -> dict[str, Any]:
-        """Return what a state must have in common with this object."""
+        """Return the settings that a state and this object must share."""
         strategy = self.strategy
         options = {"sampler": dump(strategy.sampler.options), "weighting": dump(strategy.weighting.options)}
         return {"name": strategy.name, "seed": strategy.seed, "time": self.time.name, **options}
 
     def detach(self) -> None:
         """Remove the hooks from the optimizer."""
-        self._settle()
+        self._finish_step()
         for hook in self._hooks:
             hook.remove()
 
-    def _count(self, draw: Draw, conditions: Mapping[str, Tensor] | None, _: Tensor) -> None:
+    def _count_micro_batch(self, draw: Draw, conditions: Mapping[str, Tensor] | None, _: Tensor) -> None:
         """Count a micro-batch at the beginning of its backward pass, and drop those whose gradients were dropped."""
-        current = torch._C._current_graph_task_id()  # losses of one backward pass belong together
+        current = torch._C._current_graph_task_id()  # equal for all losses of one backward pass
         if current != self._pass and self._without_gradients():
-            self._lost += bool(self._applied)
-            if self._lost > _LOST_STEPS:
+            self._vanished_steps += bool(self._micro_batches)
+            if self._vanished_steps > _MAX_VANISHED_STEPS:
                 raise ConfigError(
-                    f"attach: the gradients of {_LOST_STEPS} steps vanished, and the optimizer was not called. Hooks "
-                    f"do not see steps within the backward pass; {_EXPLICIT}"
+                    f"attach: the gradients of {_MAX_VANISHED_STEPS} steps vanished, and the optimizer was not called. "
+                    f"Hooks do not see steps within the backward pass; {_EXPLICIT}"
                 )
             self._drop()
         self._pass = current
-        if not any(each is draw for each, _ in self._applied):
-            self._applied.append((draw, conditions))
+        if not any(each is draw for each, _ in self._micro_batches):
+            self._micro_batches.append((draw, conditions))
 
     def _without_gradients(self) -> bool:
         """Return True if no gradient is accumulated; FSDP2 may accumulate where this cannot be seen."""
@@ -275,11 +275,11 @@ class Attached:
 
     def _drop(self) -> None:
         """Drop the micro-batches of the step so far; its number stays."""
-        self._applied = []
+        self._micro_batches = []
         self.strategy.weighting.zero_grad()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, by_name: Any) -> Any:
-        """Begin the measurement of the step; if a closure contains the backward pass, at the end of the closure."""
+        """Begin the measurement of the step; if there is a closure, after the backward pass in the closure."""
         self._measurement = self._skipped = None
         closure = by_name.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is None or not self._measures:
@@ -300,26 +300,26 @@ class Attached:
         if self._draw is None:
             return
         overflow = getattr(optimizer, "found_inf", None)  # set by GradScaler for the call of a fused optimizer
-        self._skipped = None if overflow is None else _later(overflow)
+        self._skipped = None if overflow is None else _deferred_read(overflow)
         if self._measures and not (self._skipped and self._skipped()):
             self._measurement = self._observed()
             self._measurement.__enter__()
 
     def _after_step(self, *_: Any) -> None:
-        """End the step; under GradScaler a fused optimizer's is ended by the next draw, which waits for no kernel."""
+        """Finish the step; under GradScaler the next draw finishes a fused optimizer's, which waits for no kernel."""
         if self._draw is None:
             allowed = "a training draw: network.train(), or enabled gradients if attach was given no network"
             demand(not self._evaluated, "step of the optimizer", "draws of a validation alone", allowed)
-            return  # a step that is not one of the trainer: torch.distributed.checkpoint creates state by one
-        self._unsettled = True
+            return  # not a training step: torch.distributed.checkpoint calls `step` to create the optimizer's state
+        self._step_pending = True
         if self._skipped is None or self._measures:
-            self._settle()
+            self._finish_step()
 
-    def _settle(self) -> None:
-        """End the optimizer's last step, unless it was skipped."""
-        if not self._unsettled:
+    def _finish_step(self) -> None:
+        """Finish the optimizer's last step; if it was skipped, drop its micro-batches."""
+        if not self._step_pending:
             return
-        self._unsettled = False
+        self._step_pending = False
         if self._skipped and self._skipped():
             self._drop()
             return
@@ -328,14 +328,15 @@ class Attached:
             self._measurement.__enter__()
         if self._measurement is not None:
             self._measurement.__exit__(None, None, None)
-        self._measurement, self._draw, self._applied, self._lost = None, None, [], 0
+        self._measurement, self._draw, self._micro_batches, self._vanished_steps = None, None, [], 0
 
     def _observed(self) -> AbstractContextManager[None]:
         """Return the strategy's context around the step, for the micro-batches whose gradients are applied."""
         allowed = "the backward pass of timesteps.loss(errors), from which the strategy learns"
-        demand(self._applied or not self._learns, f"strategy {self.strategy.name}: losses of a step", "none", allowed)
-        draws = [draw for draw, _ in self._applied] or [self._draw]
-        given = [conditions for _, conditions in self._applied if conditions is not None]
+        learnable = self._micro_batches or not self._learns
+        demand(learnable, f"strategy {self.strategy.name}: losses of a step", "none", allowed)
+        draws = [draw for draw, _ in self._micro_batches] or [self._draw]
+        given = [conditions for _, conditions in self._micro_batches if conditions is not None]
         joined = None
         if self._measures and given:
             joined = {name: torch.cat([each[name] for each in given]) for name in given[0]}
@@ -375,8 +376,8 @@ class Attached:
         self._reported = True
 
 
-def _checked(optimizer: Any, network: Any, accelerator: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside wrappers, or raise ConfigError where its hooks see too little."""
+def _inner_optimizer(optimizer: Any, network: Any, accelerator: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside wrappers; raises ConfigError if its hooks do not see every step."""
     inner = getattr(optimizer, "optimizer", optimizer)  # wrapped by accelerate or Lightning
     deepspeed = type(network).__module__.startswith("deepspeed") or type(inner).__module__.startswith("deepspeed")
     deepspeed = deepspeed or str(getattr(accelerator, "distributed_type", "")).endswith("DEEPSPEED")
@@ -392,22 +393,24 @@ def _checked(optimizer: Any, network: Any, accelerator: Any) -> torch.optim.Opti
     return inner
 
 
-def _called_by(predict: Callable[..., Tensor] | None, time: TimeConvention) -> Any:
-    """Return a copy of the process that calls the network by `predict`, at the trainer's t."""
+def _process_with_predict(predict: Callable[..., Tensor] | None, time: TimeConvention) -> Any:
+    """Return a copy of the process whose `predict` is the trainer's, called at the trainer's t."""
     if predict is None:
         return time.process
     process = copy.copy(time.process)
     sign = -1 if time.name == "data_is_one" and process.prediction == "flow" else 1  # the velocity is x0 - noise
 
-    def of_trainer(_: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None) -> Tensor:
+    def predict_at_trainer_time(
+        _: Any, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         output = predict(x_t, time.of_trainer(t), **(conditions or {}))
         return sign * getattr(output, "sample", output)
 
-    process.predict = of_trainer
+    process.predict = predict_at_trainer_time
     return process
 
 
-def _later(overflow: Tensor) -> Callable[[], bool]:
+def _deferred_read(overflow: Tensor) -> Callable[[], bool]:
     """Return a function that reads `overflow` and waits for no kernel that is launched after this call."""
     if overflow.device.type != "cuda":
         value = overflow.clone()
@@ -428,13 +431,13 @@ def _per_sample(errors: Tensor, dimensions: int) -> Tensor:
 
 
 def _of_first_sample(value: Any) -> Any:
-    """Return a context value, of the first sample if each has its own, as a plain number or string."""
+    """Return a context value, of the first sample if it is one per sample, as a plain number or string."""
     if np.ndim(value):
         value = value[0]
     return value.item() if hasattr(value, "item") else value
 
 
-def _multiplied(terms: Tensor, weights: Tensor | None) -> Tensor:
+def _multiply(terms: Tensor, weights: Tensor | None) -> Tensor:
     """Multiply terms of a loss, (batch, ...), by weights of their first dimensions.
 
     Raises:

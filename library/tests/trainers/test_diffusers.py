@@ -270,7 +270,7 @@ def test_prior_preservation_weighs_and_masks_the_prior():
     errors = at["model_pred"].square().flatten(1).mean(1)
     torch.testing.assert_close(at["loss"], errors[:2].mean() + 0.3 * errors[2:].mean())
     at["loss"].backward()
-    assert at["strategy"]._applied[0][0].t.numel() == len(indices) == BATCH
+    assert at["strategy"]._micro_batches[0][0].t.numel() == len(indices) == BATCH
     assert [each.mask.tolist() for each in at["strategy"].strategy._micro_batches] == [[True, True, False, False]]
 
 
