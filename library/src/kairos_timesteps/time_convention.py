@@ -35,7 +35,7 @@ class TimeConvention:
 
     @property
     def count(self) -> int:
-        """Number of indices."""
+        """Number of indices, of convention ``index``."""
         return int(self.process.time_scale) if isinstance(self.process, Flow) else self.process.schedule.timesteps
 
     @staticmethod
@@ -65,7 +65,7 @@ class TimeConvention:
         return self.process.times((self.count - t.double()) / self.count)
 
     def describe(self) -> str:
-        """Return what the trainer's t = 0.1 means; of an index, a tenth of the schedule."""
+        """Return what the trainer's t = 0.1 means; for indices, the index at a tenth of the schedule."""
         t, shown = torch.tensor([0.1]), "0.1"
         if self.name == "index":
             t = (t * self.count).long()
@@ -90,7 +90,7 @@ class TimeConvention:
             noise: noise, (batch, ...).
             x_t: noised latents, (batch, ...), up to a factor.
             t: the trainer's t, (batch,).
-            tolerance: largest difference of angles, in radians; a quarter turn leads from data to noise.
+            tolerance: largest difference of angles, in radians; data and noise differ by pi/2.
 
         Raises:
             ConfigError: an angle differs by more, x_t is no combination of x0 and noise, or t is out of range.

@@ -1,4 +1,4 @@
-"""Strategies in DiffSynth-Studio: its loss functions at the timesteps, and with the weights, of a strategy."""
+"""Strategies in DiffSynth-Studio: loss functions of pipelines, with timesteps and weights of a strategy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,8 @@ from kairos_timesteps.attached import Attached
 class StrategyLoss:
     """Loss function of DiffSynth-Studio, such as ``FlowMatchSFTLoss``, at the timestep that a strategy draws.
 
-    The call is that of the loss function. Its random timestep and its weighting are replaced; everything else is the
-    pipeline's own scheduler.
+    It is called like the loss function. The strategy replaces the random timestep and the weighting; everything else
+    comes from the pipeline's scheduler.
 
     Args:
         loss: loss function of a pipeline and its inputs, which draws one timestep for the batch.
@@ -36,7 +36,7 @@ class StrategyLoss:
 
 
 class _Scheduler:
-    """Scheduler with one timestep, the nearest to 1000 sigma of those that the scheduler trains on."""
+    """Scheduler with one timestep: of the timesteps that another scheduler trains on, the nearest to 1000 sigma."""
 
     def __init__(self, scheduler: Any, sigma: Tensor):
         self._scheduler, every = scheduler, scheduler.timesteps

@@ -1,7 +1,8 @@
 """Strategies in diffusers' training scripts of flow matching: SD3, Flux, Qwen-Image and others.
 
-The scripts call two functions of ``diffusers.training_utils``. `flow_functions` returns functions with their signatures
-for a strategy that `attach` attached to the script's optimizer. Scripts with ``torch.randint`` need `attach` alone.
+The scripts call two functions of ``diffusers.training_utils``. `flow_functions` returns replacements with equal
+signatures, for a strategy that `attach` attached to the script's optimizer. Scripts with ``torch.randint`` need
+`attach` alone.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ def flow_functions(strategy: Attached) -> tuple[Callable[..., Tensor], Callable[
     """Return ``compute_density_for_timestep_sampling`` and ``compute_loss_weighting_for_sd3`` of a strategy.
 
     Both ignore the options of the script's densities and weightings. A strategy that learns from losses also needs
-    ``strategy.loss(errors)`` in place of the script's loss, and then not the second function.
+    ``strategy.loss(errors)`` in place of the script's loss, and does not use the second function.
 
     Args:
         strategy: attached strategy, with ``time="index"``; for the Ideogram 4 script ``time="noise_is_one"``.

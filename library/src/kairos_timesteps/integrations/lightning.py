@@ -11,7 +11,7 @@ except ImportError:
 
 
 class StrategyCallback(Callback):  # type: ignore
-    """Callback that attaches a strategy, which the module then has as ``self.strategy``.
+    """Callback that attaches a strategy, and sets it as attribute ``strategy`` of the module.
 
     The module draws by ``self.strategy(latents)`` and returns ``self.strategy.loss(errors)``. Lightning's checkpoints
     contain the state of the strategy.
@@ -31,7 +31,7 @@ class StrategyCallback(Callback):  # type: ignore
         self._restored: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach the strategy to the only optimizer; ConfigError if there are several."""
+        """Attach the strategy to the optimizer; raises ConfigError if there are several."""
         optimizers = trainer.optimizers
         optimizer = optimizers[0] if len(optimizers) == 1 else optimizers
         if self.strategy is not None:  # a second fit has a new optimizer

@@ -1,4 +1,4 @@
-"""Strategies in NeMo Automodel: its flow-matching pipeline with the times and the loss of a strategy."""
+"""Strategies in NeMo Automodel: the flow-matching pipeline, with times and loss of a strategy."""
 
 from collections.abc import Mapping
 from typing import Any
