@@ -1,4 +1,4 @@
-"""Everything random as a function of (seed, stream, step, index): a resumed training needs no random state.
+"""Random numbers as functions of (seed, stream, step, index): a resumed run needs no random state.
 
 One counter-based generator, Philox4x32-10 of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". What a
 sample gets depends on its index in the global batch and not on the batch, microbatch, rank or device that asks. Streams

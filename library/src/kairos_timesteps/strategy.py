@@ -71,7 +71,7 @@ class Draw:
         return self.fixed_weights * self.importance
 
     def rows(self, start: int, stop: int) -> "Draw":
-        """Return samples `start` to `stop` - 1 as a draw of their own, such as a micro-batch."""
+        """Return samples `start` to `stop` - 1 as a separate draw, such as a micro-batch."""
         indices = self.coordinates.sample_indices[start:stop]
         tensors = (self.x0, self.fractions, self.t, self.fixed_weights, self.importance)
         return Draw(self.coordinates.replace(sample_indices=indices), *(values[start:stop] for values in tensors))
@@ -303,7 +303,7 @@ class Strategy:
         conditions: dict[str, Tensor] | None = None,
         autocast: AbstractContextManager[Any] | None = None,
     ) -> Iterator[None]:
-        """Surround the optimiser step, so that samplers that learn can look at the network before and after it.
+        """Surround the optimiser step, so that samplers that learn can measure the network before and after it.
 
         The sampler learns from all draws since the last `observe` for which `loss` was called: the micro-batches of the
         step.

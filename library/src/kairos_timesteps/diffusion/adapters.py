@@ -15,7 +15,7 @@ _PREDICTIONS = {prediction_type: prediction for prediction, prediction_type in D
 
 
 def as_process(process: Any, timesteps: int = 1000, prediction: str = "epsilon") -> Any:
-    """Return the forward process that `process` stands for.
+    """Convert a process, a noise schedule or a scheduler of diffusers to a forward process.
 
     Args:
         process: a process, which is returned; a `NoiseSchedule`; alpha-bar as numbers, (T,); or the name of a schedule

@@ -1,9 +1,9 @@
-"""Forward processes: how x0 becomes x_t, how the network is called, and what its output stands for.
+"""Forward processes: how x0 becomes x_t, how the network is called, and how its output gives an estimate of x0.
 
 A sampler draws *fractions* of the process in [0, 1), 0 the image and 1 noise. `times` maps them to times of the
 process: an index for a discrete process, a noise level or a time for a continuous one. A process also defines
 x_t = signal x0 + noise eps by the `coefficients` of t, and the signal-to-noise ratio. It defines the network's time
-input, and the estimate of x0 that the network's output stands for.
+input, and how the network's output is converted to an estimate of x0.
 
 Functions of time alone take numpy arrays as well as tensors, so tables of strategies need no torch.
 """
@@ -81,7 +81,7 @@ class Process(Component):
         raise NotImplementedError
 
     def fractions(self, t: Tensor) -> Tensor:
-        """The inverse of `times`; of a discrete process the middle of the timestep."""
+        """Fractions of times, the inverse of `times`; for a discrete process the middle of the timestep."""
         raise NotImplementedError
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:
@@ -119,7 +119,7 @@ class Process(Component):
         return call(network, x_t, self._shown(t, x_t), conditions)
 
     def prediction_channels(self, output: Tensor, like: Tensor) -> Tensor:
-        """The channels of an output that are the prediction, shape of `like`; those behind them are its variance."""
+        """Prediction channels of an output, shape of `like`; further channels are the variance."""
         return output if output.shape == like.shape else output[:, : like.shape[1]]
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -132,11 +132,11 @@ class Process(Component):
         return noise if self.prediction == "epsilon" else x0
 
     def estimate(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """The x0 that a prediction stands for, shape of x_t."""
+        """Estimate of x0 from a prediction, shape of x_t."""
         return _FORMULAS[self.prediction][0](*self._shaped(t, x_t), x_t, output)
 
     def epsilon(self, output: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """The noise that a prediction stands for, shape of x_t."""
+        """Estimate of the noise from a prediction, shape of x_t."""
         return _FORMULAS[self.prediction][1](*self._shaped(t, x_t), x_t, output)
 
     def _shown(self, t: Tensor, x_t: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class Discrete(Process):
         return self.schedule.cells(fractions)
 
     def fractions(self, t: Tensor) -> Tensor:
-        """(t + 1/2)/T."""
+        """Middles of the timesteps, (t + 1/2)/T."""
         return (t.double() + 0.5) / self.schedule.timesteps
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:
@@ -210,7 +210,7 @@ class Discrete(Process):
 
 @process("edm", "EDM: noise levels, preconditioned (estimates x0)")
 class Edm(Process):
-    """x = x0 + sigma eps, and a network with EDM's preconditioning that stands for x0 (Karras et al. 2022, table 1).
+    """EDM: x = x0 + sigma eps, with a preconditioned network that estimates x0 (Karras et al. 2022, table 1).
 
     Fractions are evenly spread in ln sigma, so sampler ``uniform`` is log-uniform in sigma and ``edm_log_normal`` is
     EDM's own; weighting ``edm`` is its lambda(sigma).
@@ -245,7 +245,7 @@ class Edm(Process):
         return self.sigma_min * self._ratio**fractions
 
     def fractions(self, t: Tensor) -> Tensor:
-        """The share of the way in ln sigma."""
+        """Fractions of noise levels, linear in ln sigma."""
         return (t / self.sigma_min).log() / math.log(self._ratio)
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:
@@ -302,7 +302,7 @@ class Flow(Process):
         return (self.shift * fractions / (1 + (self.shift - 1) * fractions)).clip(1e-5, 1 - 1e-5)
 
     def fractions(self, t: Tensor) -> Tensor:
-        """The shift taken back."""
+        """Fractions of times, by the inverse of the shift."""
         return t / (self.shift - (self.shift - 1) * t)
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:
@@ -324,7 +324,7 @@ class Vp(Process):
         return self.t_min + (1 - self.t_min) * fractions
 
     def fractions(self, t: Tensor) -> Tensor:
-        """The share of the way in t."""
+        """Fractions of times, (t - t_min)/(1 - t_min)."""
         return (t - self.t_min) / (1 - self.t_min)
 
     def coefficients(self, t: Any) -> tuple[Any, Any]:

@@ -99,7 +99,7 @@ class NoiseSchedule:
 
 
 def error_ratio(snr: Any, prediction: str) -> Any:
-    """Squared error of a prediction over that of the x0 it stands for, elementwise, of numpy or a tensor.
+    """Squared error of a prediction over the squared error of the implied x0, elementwise, of numpy or a tensor.
 
     epsilon: SNR; x0: 1; v: SNR + 1; flow (noise - x0 of x_t = (1 - t) x0 + t noise): (1 + sqrt(SNR))².
     """

@@ -243,12 +243,12 @@ class Shift(Transformed):
         return line * (1 if frames is None else frames) ** 0.5
 
     def outward(self, v: Values, **context: Any) -> Values:
-        """Shift."""
+        """Apply the shift."""
         alpha = self.shift(**context)
         return alpha * v / (1 + (alpha - 1) * v)
 
     def inward(self, u: Values, **context: Any) -> Values:
-        """Shift back."""
+        """Invert the shift."""
         alpha = self.shift(**context)
         return u / (alpha - (alpha - 1) * u)
 

@@ -61,7 +61,7 @@ class FollowsLosses(Learned, TableDensity):
         raise NotImplementedError
 
     def restored(self) -> None:
-        """Draw from the stored density, bit for bit."""
+        """Set the density from the restored state, so that it is bit-identical."""
         self.set_masses(self._masses, normalised=True)
 
 
