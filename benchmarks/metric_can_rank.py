@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from kairos.cli import main as kairos
-from kairos.costs import proposal
+from kairos.costs import new_experiment
 from kairos.data.latents import open_latents
 from kairos.evaluation.registries import ClassifierOptions
 from kairos.evaluation.separation import cannot_rank
@@ -50,7 +50,7 @@ def run(*words: object) -> None:
 
 def proposed(images: Path, file: Path, steps: int) -> dict[str, Any]:
     """Write the experiment that `kairos new` proposes for the images, without measuring its time."""
-    text = proposal.text(proposal.look_at(images, file.stem, 10, ""), steps=steps, seconds=0)
+    text = new_experiment.text(new_experiment.look_at(images, file.stem, 10, ""), steps=steps, seconds=0)
     values: dict[str, Any] = yaml.safe_load(text)
     file.write_text(yaml.safe_dump(values))
     return values

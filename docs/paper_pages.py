@@ -10,7 +10,7 @@ from reference import plain, table
 
 from kairos.config.published import PublishedConfig
 from kairos.costs.recipes import PEAKS, Recipe, claims, recipes
-from kairos.costs.text import in_bytes
+from kairos.costs.rendering import in_bytes
 from kairos.report.text import NONE, number
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ from kairos.autoencoders.encode import encode
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.stage import make_autoencoder
 from kairos.config import validate
-from kairos.costs.data import describe
+from kairos.costs.dataset_size import describe
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare

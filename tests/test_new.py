@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 
 from kairos.cli import main
 from kairos.config import load
-from kairos.costs import proposal
+from kairos.costs import new_experiment
 from test_beforehand import folder
 from test_schema import SCHEMA
 from workflow_copy import Copy
@@ -25,8 +25,8 @@ def written(tmp_path, monkeypatch, capsys):
 
     def call(images: Path, gpu: str | None = None) -> tuple[dict, str]:
         machine = {"gpu": gpu, "cores": 8, "memory": 32.0}
-        monkeypatch.setattr(proposal, "_machine", lambda: machine)
-        monkeypatch.setattr(proposal, "_measured", lambda experiment, facts: (2600, 1800.0))
+        monkeypatch.setattr(new_experiment, "_machine", lambda: machine)
+        monkeypatch.setattr(new_experiment, "_measured", lambda experiment, facts: (2600, 1800.0))
         (tmp_path / "mine.yaml").unlink(missing_ok=True)
         assert main(["new", "mine.yaml", "--data", str(images), "--minutes", "30"]) == 0
         assert "about 30:00 on this machine" in capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_a_proposal_that_takes_longer_than_wanted_is_reported_in_one_line(tmp_pa
     images = folder(tmp_path / "x", [(8, 8)] * 4)
 
     def told(seconds: float) -> list[str]:
-        monkeypatch.setattr(proposal, "_measured", lambda experiment, facts: (500, seconds))
+        monkeypatch.setattr(new_experiment, "_measured", lambda experiment, facts: (500, seconds))
         (tmp_path / "mine.yaml").unlink(missing_ok=True)
         assert main(["new", "mine.yaml", "--data", str(images), "--minutes", "30"]) == 0
         return [line for line in capsys.readouterr().out.splitlines() if "--minutes" in line]
@@ -110,7 +110,7 @@ rule train:
 rule evaluate:
 """
     times = iter([0.0, 0.0, 10.0, 40.0])
-    first, second, third = proposal.progress_lines(output.splitlines(), lambda: next(times))
+    first, second, third = new_experiment.progress_lines(output.splitlines(), lambda: next(times))
     assert "prepare" in first and "0 of 10" in first
     assert "train" in second and "1 of 10" in second and "1:30 left" in second
     assert "evaluate" in third and "4 of 10" in third and "0.1 jobs/s" in third and "1:00 left" in third

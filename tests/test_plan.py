@@ -15,7 +15,7 @@ from kairos.cli import main
 from kairos.config import load, validate
 from kairos.costs.estimate import estimate
 from kairos.costs.network import measure
-from kairos.costs.text import text, values
+from kairos.costs.rendering import text, values
 from kairos.forward_process import build_process
 from kairos.training.run import train
 from kairos_timesteps.base import Cost, FixedDensity, MeasuresNetwork, Sampler

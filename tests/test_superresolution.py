@@ -14,7 +14,7 @@ from kairos.autoencoders.stage import make_autoencoder
 from kairos.cli import main
 from kairos.conditions import nulls
 from kairos.config import validate
-from kairos.costs.data import describe
+from kairos.costs.dataset_size import describe
 from kairos.data.batches import Batches
 from kairos.data.dataset import low_resolution, open_dataset
 from kairos.data.latents import open_latents

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kairos import models
 from kairos.config import load, validate
-from kairos.costs.data import describe
+from kairos.costs.dataset_size import describe
 from kairos.forward_process import build_process
 from kairos.models.registries import MODELS
 from kairos.sampling.places import places

@@ -14,7 +14,7 @@ from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.stage import make_autoencoder, psnr
 from kairos.cli import main
 from kairos.config import validate
-from kairos.costs.data import describe
+from kairos.costs.dataset_size import describe
 from kairos.data.dataset import open_dataset, to_uint8
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare

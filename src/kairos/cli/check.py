@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.folder:
         print(Layout(given, arguments.file).results)
         return
-    from kairos.costs.beforehand import remarks
+    from kairos.costs.preflight import remarks
 
     experiment, said = given.settled()
     layout = Layout(experiment, arguments.file)

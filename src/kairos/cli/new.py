@@ -45,12 +45,12 @@ def run(arguments: argparse.Namespace) -> None:
     minutes = arguments.minutes
     demand(0 < minutes < 1e6, "minutes", minutes, "more than 0, less than a million")
 
-    from kairos.costs import proposal
+    from kairos.costs import new_experiment
     from kairos.files import write_text
 
     name = re.sub(r"[^A-Za-z0-9_.+-]", "-", file.stem).lstrip("_.+-") or "mine"
     schema = os.path.relpath("experiments/schema.json", file.parent)
-    text, said = proposal.propose(arguments.data, name, minutes, schema)
+    text, said = new_experiment.propose(arguments.data, name, minutes, schema)
     write_text(file, text)
     print(f"{file}: {said}\nkairos check {file} says what it will do; make run EXPERIMENT={file} does it")
 
@@ -59,7 +59,7 @@ def _small(arguments: argparse.Namespace) -> None:
     import yaml
 
     from kairos.config import load
-    from kairos.costs.small import small, two_methods
+    from kairos.costs.small_experiment import small, two_methods
     from kairos.files import write_text
 
     a, experiment = arguments, load(arguments.recipe)

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
         demand(all(number >= 1 for number in numbers), name, " ".join(map(str, numbers)), "1 or more")
 
     from kairos.costs.estimate import estimate
-    from kairos.costs.text import text, values
+    from kairos.costs.rendering import text, values
 
     a, shape = arguments, tuple(arguments.shape) if arguments.shape else None
     found = estimate(experiment, shape, a.classes, a.steps_per_second, a.tflops, a.utilisation, a.text)
@@ -56,7 +56,7 @@ def _folder(arguments: argparse.Namespace) -> None:
         return
     import json
 
-    from kairos.costs.text import values
+    from kairos.costs.rendering import values
 
     each = {str(one.file): values(one.found) | {"gpu_hours": one.all_hours(share)} for one in found}
     print(json.dumps(each, indent=1))

@@ -6,10 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from kairos.config import Experiment
-from kairos.costs import rate as rates
-from kairos.costs.data import Data, Shape, describe
+from kairos.costs import step_rate as rates
+from kairos.costs.dataset_size import Data, Shape, describe
 from kairos.costs.network import Network, measure
-from kairos.costs.rate import Rate
+from kairos.costs.step_rate import Rate
 from kairos.costs.storage import memory, storage
 from kairos.forward_process import build_process
 from kairos.losses.registries import LOSSES

@@ -8,7 +8,7 @@ products, convolutions and attention.
 from dataclasses import dataclass
 from typing import Any
 
-from kairos.costs.data import Shape
+from kairos.costs.dataset_size import Shape
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from kairos.config import Experiment, files_in, load
 from kairos.costs.estimate import Estimate, estimate
 from kairos.costs.network import Network, measure
-from kairos.costs.text import in_bytes
+from kairos.costs.rendering import in_bytes
 from kairos.progress import table
 from kairos.report.text import number
 

@@ -1,7 +1,7 @@
 """Bytes on disk and in a GPU's memory, from numbers of values."""
 
 from kairos.config import Experiment
-from kairos.costs.data import Data
+from kairos.costs.dataset_size import Data
 from kairos.costs.network import Network
 from kairos.training.lengths import log_interval
 
