@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reference import plain, table
 
-from kairos.config.published import PublishedConfig
+from kairos.config.published_results import PublishedConfig
 from kairos.costs.recipes import PEAKS, Recipe, claims, recipes
 from kairos.costs.rendering import in_bytes
 from kairos.report.text import NONE, number

@@ -9,7 +9,7 @@ import yaml
 import results_tree
 from kairos.cli import main
 from kairos.config import load, validate
-from kairos.config.grid import taken_apart
+from kairos.config.sweeps import taken_apart
 from kairos.report.sweeps import swept
 from kairos_timesteps.errors import ConfigError
 from test_dvc import LIST_STAGES

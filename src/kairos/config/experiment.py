@@ -21,10 +21,10 @@ from pydantic import (
 
 from kairos.analyses.registries import ANALYSES, check_analyses
 from kairos.autoencoders.settings import AutoencoderConfig
-from kairos.config.fits import check_fits
-from kairos.config.grid import written_out
+from kairos.config.consistency import check_fits
+from kairos.config.sweeps import written_out
 from kairos.config.plugins import check_listed, codes_file, load_plugins, method_codes
-from kairos.config.published import ClaimConfig, KnownConfig, PublishedConfig
+from kairos.config.published_results import ClaimConfig, KnownConfig, PublishedConfig
 from kairos.config.reading import read
 from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.config.tracking import TrackingConfig

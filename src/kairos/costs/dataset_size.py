@@ -8,7 +8,7 @@ from typing import Any
 
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config import Experiment
-from kairos.config.published import KnownConfig
+from kairos.config.published_results import KnownConfig
 from kairos.data.survey import survey
 from kairos.files import read_json
 from kairos.text.settings import TextEncoderConfig

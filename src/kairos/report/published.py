@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from kairos.config.published import PublishedConfig, PublishedRow
+from kairos.config.published_results import PublishedConfig, PublishedRow
 from kairos.report import text
 from kairos.report.collect import Results
 from kairos.report.ranking import Ratio, acceleration, curve, factor, highest

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kairos.config.grid import taken_apart
+from kairos.config.sweeps import taken_apart
 from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, plain_log
 from kairos.report.collect import Results
 from kairos.report.ranking import curve
