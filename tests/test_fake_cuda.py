@@ -15,9 +15,9 @@ from fake_cuda import DEVICE, fake_cuda, process_group
 from kairos.data.latents import open_latents
 from kairos.losses.registries import LOSSES
 from kairos.models.registries import MODELS
-from kairos.sampling.draw import Estimate, Guidance, guided, noise_of
-from kairos.sampling.places import places
+from kairos.sampling.generate import Estimate, Guidance, guided, noise_of
 from kairos.sampling.registries import SCHEDULERS, resolved
+from kairos.sampling.time_grids import places
 from kairos.section import build
 from kairos.training.loop import steps
 from kairos.training.state import Training

@@ -12,12 +12,12 @@ import torch
 from kairos.cli import main
 from kairos.config import validate
 from kairos.forward_process import build_process
-from kairos.sampling import draw
-from kairos.sampling.places import places, spaced_timesteps
+from kairos.sampling import generate
 from kairos.sampling.registries import SCHEDULERS
 from kairos.sampling.samples_file import open_samples
-from kairos.sampling.schemes import orders
 from kairos.sampling.settings import SamplingConfig
+from kairos.sampling.solvers import orders
+from kairos.sampling.time_grids import places, spaced_timesteps
 from kairos.section import build
 from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError
@@ -54,7 +54,7 @@ def test_ddpm_with_a_learned_variance_is_diffusers_step_by_step(monkeypatch, spa
 
     visited, seen = [], []
     scheduler = learned({"spacing": spacing, "clip": clip})
-    estimate = draw.Estimate(process, lambda x, t: seen.append((x, t)) or predict(x, t), clip)
+    estimate = generate.Estimate(process, lambda x, t: seen.append((x, t)) or predict(x, t), clip)
     grid = places(process, steps, scheduler)
     x0 = build(SCHEDULERS, scheduler, process, grid, estimate, lambda k: noise[k])
     visited = [int(t[0]) for _, t in seen]
@@ -210,7 +210,7 @@ def test_second_order_steps_are_diffusers():
     chosen = [grid[300], grid[400], grid[500]]
     predict = lambda x, t: torch.sin(2 * x) + t.view(-1, 1, 1, 1) / 1000  # noqa: E731
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
-    estimate = draw.Estimate(process, predict, False)
+    estimate = generate.Estimate(process, predict, False)
     end = chosen[-1]
     found = build(SCHEDULERS, completed("dpm_solver", {}), process, chosen, estimate, lambda k: z) * end.scale
     theirs = DPMSolverSinglestepScheduler(
@@ -238,7 +238,7 @@ def both(process, model, guidance, t, x):
     labels, seen = {"class": torch.arange(len(x)) % 3}, []
     counted = lambda x, t, c: seen.append(len(x)) or model(x, t, c)  # noqa: E731
     with torch.inference_mode():
-        found = draw.guided(process, counted, labels, CLASSES, draw.Guidance(**guidance))(x, t)
+        found = generate.guided(process, counted, labels, CLASSES, generate.Guidance(**guidance))(x, t)
         parts = [process.predict(model, x, t, c) for c in (labels, {"class": torch.full((len(x),), 3)})]
     return found, *parts, sum(seen)
 
@@ -267,10 +267,10 @@ def test_guidance_of_some_channels(channels, guided):
 
 def test_power_cosine_guidance_has_the_published_values():
     t = torch.tensor([0, 100, 250, 500, 750, 999])
-    scales = draw.Guidance(3.8, power=4.0).scales(process_of(), t)
+    scales = generate.Guidance(3.8, power=4.0).scales(process_of(), t)
     weights = (scales - 1) / 2.8
     assert weights.tolist() == pytest.approx([1, 0.735491, 0.227338, 0.009607, 3.8e-5, 0], abs=1e-6)
-    flow = draw.Guidance(3.8, power=4.0).scales(process_of("flow"), torch.tensor([0.1, 0.5], dtype=torch.float64))
+    flow = generate.Guidance(3.8, power=4.0).scales(process_of("flow"), torch.tensor([0.1, 0.5], dtype=torch.float64))
     assert ((flow - 1) / 2.8).tolist() == pytest.approx([0.735491, 0.009607], abs=1e-6)
     process, x, t = process_of(), torch.randn(6, 4, 4, 4), torch.full((6,), 250)
     found, c, u, _ = both(process, small_dit(CLASSES), {"scale": 3.8, "power": 4.0}, t, x)

@@ -10,10 +10,10 @@ from PIL import Image
 from kairos import models
 from kairos.data import grid
 from kairos.forward_process import build_process
-from kairos.sampling import draw, sample
-from kairos.sampling.drawn_conditions import conditions_of
-from kairos.sampling.places import places, spaced_timesteps
+from kairos.sampling import generate, sample
+from kairos.sampling.conditions import conditions_of
 from kairos.sampling.registries import SCHEDULERS, resolved
+from kairos.sampling.time_grids import places, spaced_timesteps
 from kairos.section import build
 from kairos_timesteps.errors import KairosError
 
@@ -51,8 +51,8 @@ def completed(name, options, process_name="discrete"):
 
 def run(scheduler, process, steps, predict, count=64, seed=0, noise=None):
     """x0 of images 0 ... count - 1 of one value each, (count, 1, 1, 1)."""
-    estimate = draw.Estimate(process, predict, scheduler["clip"])
-    noise = noise or draw.noise_of(seed, range(count), (1, 1, 1), "cpu")
+    estimate = generate.Estimate(process, predict, scheduler["clip"])
+    noise = noise or generate.noise_of(seed, range(count), (1, 1, 1), "cpu")
     return build(SCHEDULERS, scheduler, process, places(process, steps, scheduler), estimate, noise)
 
 
@@ -179,7 +179,7 @@ def second_step(variance, process, z):
     scheduler = completed("ddpm", {"variance": variance})
     steps = [place for place in places(process, 1000, scheduler) if place.t in (t, t - 1)]
     first = 0.8 / (steps[0].scale * steps[0].noise)
-    estimate = draw.Estimate(process, lambda x, t: seen.append(x) or torch.full_like(x, -0.3), False)
+    estimate = generate.Estimate(process, lambda x, t: seen.append(x) or torch.full_like(x, -0.3), False)
     build(SCHEDULERS, scheduler, process, [*steps, places(process, 1, scheduler)[-1]], estimate,
           lambda k: torch.full((1, 1, 1, 1), (first, z)[min(k, 1)], dtype=torch.float64))  # fmt: skip
     assert float(seen[0]) == pytest.approx(0.8)
@@ -358,10 +358,10 @@ def draw_all(model, batch_size, num, scheduler="ddpm", process_name="discrete", 
     process, scheduler = process_of(process_name), completed(scheduler, options, process_name)
     parts = []
     with torch.inference_mode():
-        for indices, kept in draw.batches(range(num), batch_size):
-            predict = draw.guided(process, model, {}, {}, draw.Guidance())
-            estimate = draw.Estimate(process, predict, False, precision)
-            noise = draw.noise_of(seed, indices, (4, 4, 4), "cpu")
+        for indices, kept in generate.batches(range(num), batch_size):
+            predict = generate.guided(process, model, {}, {}, generate.Guidance())
+            estimate = generate.Estimate(process, predict, False, precision)
+            noise = generate.noise_of(seed, indices, (4, 4, 4), "cpu")
             grid = places(process, 5, scheduler)
             parts.append(build(SCHEDULERS, scheduler, process, grid, estimate, noise)[:kept])
     return torch.cat(parts)
@@ -408,7 +408,7 @@ def test_guidance(process_name):
         conditional = process.predict(model, x, t, labels)
         null = process.predict(model, x, t, {"class": torch.full((6,), 3)})
         for scale in (0.0, 1.0, 2.5):
-            output = draw.guided(process, model, labels, description, draw.Guidance(scale))(x, t)
+            output = generate.guided(process, model, labels, description, generate.Guidance(scale))(x, t)
             torch.testing.assert_close(output, null + scale * (conditional - null), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(conditional, null)
 

@@ -23,7 +23,7 @@ from kairos.evaluation.evaluate import paired
 from kairos.evaluation.metrics import psnr
 from kairos.evaluation.moments import Measured
 from kairos.files import read_json
-from kairos.sampling.drawn_conditions import conditions_of, told_of
+from kairos.sampling.conditions import conditions_of, told_of
 from kairos.sampling.samples_file import Samples, open_samples, write_samples
 from kairos.shards import Shard
 from kairos_timesteps.errors import ConfigError, KairosError

@@ -14,8 +14,8 @@ from kairos.config import load, validate
 from kairos.costs.dataset_size import describe
 from kairos.forward_process import build_process
 from kairos.models.registries import MODELS
-from kairos.sampling.places import places
 from kairos.sampling.registries import resolved
+from kairos.sampling.time_grids import places
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))

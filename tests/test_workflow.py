@@ -119,7 +119,7 @@ def test_an_expression_of_the_training_loop_reruns_all_trainings(done):
     [
         ("report/ranking.py", []),
         ("evaluation/validation.py", ["evaluate"]),
-        ("sampling/draw.py", ["sample", "evaluate"]),
+        ("sampling/generate.py", ["sample", "evaluate"]),
     ],
 )
 def test_code_after_training_reruns_no_training(done, file, stages):

@@ -31,9 +31,9 @@ from common import (
 
 from kairos import compute, models
 from kairos.forward_process import build_process
-from kairos.sampling.draw import Estimate, Guidance, guided, noise_of
-from kairos.sampling.places import places
+from kairos.sampling.generate import Estimate, Guidance, guided, noise_of
 from kairos.sampling.registries import SCHEDULERS, resolved
+from kairos.sampling.time_grids import places
 from kairos_timesteps.registry import split
 
 DIT = {"name": "dit", "conditions": ["class"]}

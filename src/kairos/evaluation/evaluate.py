@@ -17,7 +17,7 @@ from kairos.evaluation.registries import METRICS, needs_of
 from kairos.evaluation.settings import LossSettings
 from kairos.files import atomic_folder, check_files, open_record, read_json, write_json
 from kairos.progress import say
-from kairos.sampling.drawn_conditions import check_conditions, told_of
+from kairos.sampling.conditions import check_conditions, told_of
 from kairos.sampling.sample import settings, setup_of
 from kairos.sampling.samples_file import Samples, open_samples
 from kairos.sampling.settings import GUIDANCE

@@ -76,7 +76,7 @@ def image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
 def told_samples(results: Results, looks: dict[str, Look]) -> Figure:
     """The first captions or low-resolution images, the real images that they are of, and each method's last samples."""
     from kairos.data.dataset import low_resolution, open_dataset, to_uint8
-    from kairos.sampling.drawn_conditions import told_of
+    from kairos.sampling.conditions import told_of
     from kairos.sampling.samples_file import open_samples
 
     finals = {method: results.of(method)[0].final for method in results.methods}

@@ -67,11 +67,11 @@ class HeunOptions(EulerOptions):
 
 
 SCHEDULERS = Registry("sampling scheme")
-SCHEDULERS.add("ddpm", "kairos.sampling.schemes:ddpm", DdpmOptions, "ancestral sampling (Ho et al. 2020)")
-SCHEDULERS.add("ddim", "kairos.sampling.schemes:ddim", DdimOptions, "DDIM (Song et al. 2021)")
-SCHEDULERS.add("dpm_solver", "kairos.sampling.schemes:dpm_solver", OdeOptions, "DPM-Solver++ (Lu et al. 2022)")
-SCHEDULERS.add("euler", "kairos.sampling.schemes:edm", EulerOptions, "Euler's method on the ODE (flow, EDM)")
-SCHEDULERS.add("heun", "kairos.sampling.schemes:edm", HeunOptions, "EDM's sampler (Karras et al. 2022)")
+SCHEDULERS.add("ddpm", "kairos.sampling.solvers:ddpm", DdpmOptions, "ancestral sampling (Ho et al. 2020)")
+SCHEDULERS.add("ddim", "kairos.sampling.solvers:ddim", DdimOptions, "DDIM (Song et al. 2021)")
+SCHEDULERS.add("dpm_solver", "kairos.sampling.solvers:dpm_solver", OdeOptions, "DPM-Solver++ (Lu et al. 2022)")
+SCHEDULERS.add("euler", "kairos.sampling.solvers:edm", EulerOptions, "Euler's method on the ODE (flow, EDM)")
+SCHEDULERS.add("heun", "kairos.sampling.solvers:edm", HeunOptions, "EDM's sampler (Karras et al. 2022)")
 
 
 def resolved(scheduler: dict[str, Any], process: dict[str, Any]) -> dict[str, Any]:

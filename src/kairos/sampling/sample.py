@@ -13,12 +13,12 @@ from kairos.data.dataset import to_uint8
 from kairos.data.grid import write_grid
 from kairos.files import open_record
 from kairos.progress import Progress, say
-from kairos.sampling.draw import Estimate, Guidance, batches, guided, noise_of
-from kairos.sampling.drawn_conditions import conditions_of
-from kairos.sampling.places import places
+from kairos.sampling.conditions import conditions_of
+from kairos.sampling.generate import Estimate, Guidance, batches, guided, noise_of
 from kairos.sampling.registries import SCHEDULERS, resolved
 from kairos.sampling.samples_file import joined, open_samples, write_samples
 from kairos.sampling.settings import GUIDANCE, SamplingConfig
+from kairos.sampling.time_grids import places
 from kairos.section import build, check
 from kairos.shards import Shard
 from kairos_timesteps.errors import ConfigError, KairosError

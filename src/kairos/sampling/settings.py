@@ -3,8 +3,8 @@
 from typing import Any, Literal
 
 from kairos.forward_process import build_process
-from kairos.sampling.places import places
 from kairos.sampling.registries import SCHEDULERS, resolved
+from kairos.sampling.time_grids import places
 from kairos.section import Section, component, field
 from kairos_timesteps.errors import ConfigError, demand
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kairos import compute
 from kairos.conditions import nulls
-from kairos.sampling.places import Place
+from kairos.sampling.time_grids import Place
 from kairos_timesteps.diffusion.processes import shaped
 from kairos_timesteps.randomness import Stream
 

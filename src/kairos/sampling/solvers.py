@@ -3,7 +3,7 @@
 A scheme is a function ``scheme(options, process, grid, estimate, noise)``: `grid` holds the places from noise to the
 image, ``estimate(x, place)`` is the network's x0 there, and ``noise(k)`` is standard normal of the batch's shape, for
 k = 0 what the first place begins with and for k = 1 ... what is added in interval k. All of it is in the coordinates of
-`sampling.places`, where DDIM without noise, Euler's method on a flow and EDM's Euler are one and the same step.
+`sampling.time_grids`, where DDIM without noise, Euler's method on a flow and EDM's Euler are one and the same step.
 """
 
 import math
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kairos.sampling.draw import Estimate, Noise
-from kairos.sampling.places import Place, places_at, times_of
+from kairos.sampling.generate import Estimate, Noise
 from kairos.sampling.registries import DdimOptions, DdpmOptions, EulerOptions, OdeOptions
+from kairos.sampling.time_grids import Place, places_at, times_of
 
 
 def ddpm(options: DdpmOptions, process: Any, grid: list[Place], estimate: Estimate, noise: Noise) -> Tensor:
