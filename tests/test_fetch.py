@@ -228,7 +228,7 @@ def test_text_encoder_and_captions(server: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     place = Path(next(line for line in done.stdout.splitlines() if "clip" in line).split(": ")[1])
     assert {path.name for path in place.iterdir()} == set(CLIP) - {"tf_model.h5"}
-    code = "from kairos.text.encoder import network_folder; print(network_folder('someone/clip', 'text_encoder.path'))"
+    code = "from kairos.text_encoders.encoder import network_folder; print(network_folder('someone/clip', 'text_encoder.path'))"
     offline = {**os.environ, **environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     job = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, check=False)
     assert Path(job.stdout.strip()) == place, job.stderr

@@ -30,9 +30,9 @@ from kairos.evaluation.registries import ClipOptions
 from kairos.files import read_json
 from kairos.sampling.samples_file import open_samples
 from kairos.staging import staged
-from kairos.text import encoder as encoders
-from kairos.text.settings import TextEncoderConfig
-from kairos.text.stage import encode_texts
+from kairos.text_encoders import encoder as encoders
+from kairos.text_encoders.encode_captions import encode_texts
+from kairos.text_encoders.settings import TextEncoderConfig
 from kairos.training.run import train
 from kairos_timesteps.errors import ConfigError, KairosError
 

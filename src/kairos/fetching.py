@@ -20,7 +20,7 @@ from kairos.evaluation import weights
 from kairos.files import read_json, sha256_file
 from kairos.hub import here, of_hub, snapshot
 from kairos.progress import say
-from kairos.text.settings import FILES, PREPROCESSOR, WEIGHTS
+from kairos.text_encoders.settings import FILES, PREPROCESSOR, WEIGHTS
 from kairos_timesteps.errors import DamagedError, KairosError
 
 OFFLINE = "HF_HUB_OFFLINE"

@@ -77,7 +77,7 @@ def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
 
 
 def _text(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
-    from kairos.text.stage import encode_texts
+    from kairos.text_encoders.encode_captions import encode_texts
 
     demand(experiment.text_encoder, "text_encoder", "null", "{path: ...}, the encoder of the captions")
     manifest = encode_texts(experiment.text_encoder, dataset, out, device)

@@ -22,11 +22,11 @@ from pydantic import (
 from kairos.analyses.registries import ANALYSES, check_analyses
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.consistency import check_fits
-from kairos.config.sweeps import written_out
 from kairos.config.plugins import check_listed, codes_file, load_plugins, method_codes
 from kairos.config.published_results import ClaimConfig, KnownConfig, PublishedConfig
 from kairos.config.reading import read
 from kairos.config.strategies import DiffusionConfig, MethodConfig
+from kairos.config.sweeps import written_out
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
 from kairos.evaluation.choice import choose
@@ -36,7 +36,7 @@ from kairos.milestones import hash_of_start
 from kairos.models.registries import MODELS
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import Section, check, component, field
-from kairos.text.settings import TextEncoderConfig
+from kairos.text_encoders.settings import TextEncoderConfig
 from kairos.training.lengths import length_in_steps
 from kairos.training.settings import TrainingConfig
 from kairos_timesteps.errors import ConfigError, demand

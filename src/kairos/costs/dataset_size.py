@@ -11,7 +11,7 @@ from kairos.config import Experiment
 from kairos.config.published_results import KnownConfig
 from kairos.data.survey import survey
 from kairos.files import read_json
-from kairos.text.settings import TextEncoderConfig
+from kairos.text_encoders.settings import TextEncoderConfig
 from kairos_timesteps.errors import ConfigError
 
 Shape = tuple[int, int, int]

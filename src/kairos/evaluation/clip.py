@@ -14,8 +14,8 @@ from torch import Tensor
 from kairos.evaluation.moments import Measured
 from kairos.evaluation.registries import ClipOptions
 from kairos.files import read_json
-from kairos.text.encoder import network_folder, opened
-from kairos.text.settings import FILES, PREPROCESSOR
+from kairos.text_encoders.encoder import network_folder, opened
+from kairos.text_encoders.settings import FILES, PREPROCESSOR
 from kairos_timesteps.errors import ConfigError
 
 FIELD = "evaluation.metrics: clip.path"

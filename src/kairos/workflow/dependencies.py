@@ -79,7 +79,7 @@ def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
         **analyses,
         "prepare": (images, ["kairos.data.prepare", "kairos.data.sources"]),
         "autoencoder": ({**made, **(flips if kind == "train" else {}), **computed}, ["kairos.autoencoders.stage"]),
-        "text": ({**_only(plain, "text_encoder"), **computing}, ["kairos.text.stage"]),
+        "text": ({**_only(plain, "text_encoder"), **computing}, ["kairos.text_encoders.encode_captions"]),
         "encode": (encoded, ["kairos.autoencoders.encode", "kairos.autoencoders.codec"]),
         "sample": (drawn, ["kairos.sampling.sample", scheduler, model, process]),
         "extractor": ({**_only(evaluation, "extractor"), **computing}, ["kairos.evaluation.extractors", extractor]),

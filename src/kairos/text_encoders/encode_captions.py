@@ -15,8 +15,8 @@ from kairos.data.growing import begin, grow, publish
 from kairos.files import sha256_file, sha256_json, sync_folder
 from kairos.fingerprint import fingerprint
 from kairos.progress import say
-from kairos.text.encoder import load_encoder
-from kairos.text.settings import TextEncoderConfig
+from kairos.text_encoders.encoder import load_encoder
+from kairos.text_encoders.settings import TextEncoderConfig
 from kairos_timesteps.errors import KairosError
 
 _COUNTED = 4096  # texts whose tokens are counted at a time

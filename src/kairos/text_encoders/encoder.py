@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kairos.files import read_json, sha256_file, sha256_json
 from kairos.hub import folder_of
-from kairos.text.settings import FILES, TOKENIZERS, WEIGHTS, TextEncoderConfig
+from kairos.text_encoders.settings import FILES, TOKENIZERS, WEIGHTS, TextEncoderConfig
 from kairos_timesteps.errors import ConfigError, KairosError
 
 _CLIP = ("clip", "clip_text_model")
