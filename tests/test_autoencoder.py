@@ -13,7 +13,7 @@ from PIL import Image
 
 from kairos.autoencoders.codec import Codec, load_codec
 from kairos.autoencoders.settings import AutoencoderConfig
-from kairos.autoencoders.stage import make_autoencoder, psnr
+from kairos.autoencoders.train_or_load import make_autoencoder, psnr
 from kairos.data.dataset import open_dataset, to_uint8
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig

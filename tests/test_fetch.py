@@ -192,7 +192,7 @@ def test_autoencoder_of_the_hub(server: str, folder: Path) -> None:
     place = Path(done.stdout.strip().removeprefix("autoencoder someone/vae: "))
     assert {path.name for path in place.iterdir()} == set(MODEL) - {"README.md"}
     code = "from huggingface_hub import snapshot_download; from kairos.autoencoders.codec import FILES; "
-    code += "print(snapshot_download('someone/vae', allow_patterns=list(FILES)))"  # as autoencoders/stage.py
+    code += "print(snapshot_download('someone/vae', allow_patterns=list(FILES)))"  # as autoencoders/train_or_load.py
     offline = {**os.environ, **environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     job = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, check=False)
     assert job.returncode == 0, job.stderr

@@ -9,7 +9,7 @@ import torch
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
 from kairos.autoencoders.settings import AutoencoderConfig
-from kairos.autoencoders.stage import make_autoencoder
+from kairos.autoencoders.train_or_load import make_autoencoder
 from kairos.config import validate
 from kairos.costs.dataset_size import describe
 from kairos.data.dataset import open_dataset

@@ -329,7 +329,7 @@ def test_a_workflow_passes_on_how_it_guides(monkeypatch):
 def test_images_of_a_learned_variance_from_the_command_line(tmp_path):
     from kairos.autoencoders.codec import load_codec
     from kairos.autoencoders.encode import encode
-    from kairos.autoencoders.stage import make_autoencoder
+    from kairos.autoencoders.train_or_load import make_autoencoder
     from kairos.data.dataset import open_dataset
     from kairos.data.prepare import write_dataset
     from kairos.data.sources import open_source

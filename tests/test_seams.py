@@ -11,7 +11,7 @@ from torch import nn
 
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
-from kairos.autoencoders.stage import make_autoencoder
+from kairos.autoencoders.train_or_load import make_autoencoder
 from kairos.cli import main
 from kairos.conditions import CONDITIONS
 from kairos.config import validate

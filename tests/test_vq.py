@@ -11,7 +11,7 @@ from diffusers import AutoencoderKL, VQModel
 from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
 from kairos.autoencoders.settings import AutoencoderConfig
-from kairos.autoencoders.stage import make_autoencoder, psnr
+from kairos.autoencoders.train_or_load import make_autoencoder, psnr
 from kairos.cli import main
 from kairos.config import validate
 from kairos.costs.dataset_size import describe

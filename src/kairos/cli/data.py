@@ -68,7 +68,7 @@ def _prepare(experiment: Any, out: Path) -> Done:
 
 
 def _autoencoder(experiment: Any, dataset: Any, out: Path, device: Any) -> Done:
-    from kairos.autoencoders.stage import make_autoencoder
+    from kairos.autoencoders.train_or_load import make_autoencoder
 
     manifest = make_autoencoder(experiment.autoencoder, dataset, out, device, experiment.dataset.flips)
     quality = "" if manifest["psnr"] is None else f", PSNR {manifest['psnr']:.1f} dB on {manifest['psnr_of']}"

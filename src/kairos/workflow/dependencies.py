@@ -78,7 +78,10 @@ def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
     return {
         **analyses,
         "prepare": (images, ["kairos.data.prepare", "kairos.data.sources"]),
-        "autoencoder": ({**made, **(flips if kind == "train" else {}), **computed}, ["kairos.autoencoders.stage"]),
+        "autoencoder": (
+            {**made, **(flips if kind == "train" else {}), **computed},
+            ["kairos.autoencoders.train_or_load"],
+        ),
         "text": ({**_only(plain, "text_encoder"), **computing}, ["kairos.text_encoders.encode_captions"]),
         "encode": (encoded, ["kairos.autoencoders.encode", "kairos.autoencoders.codec"]),
         "sample": (drawn, ["kairos.sampling.sample", scheduler, model, process]),
