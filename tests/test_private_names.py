@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PLUGIN = ROOT / "src/snakemake_executor_plugin_kairos"
-NAMES = runpy.run_path(str(PLUGIN / "private.py"))["NAMES"]
+MODULE = ROOT / "src/kairos/workflow/snakemake_private.py"
+NAMES = runpy.run_path(str(MODULE))["NAMES"]
 
 
 @pytest.mark.parametrize(("owner", "name", "lost"), NAMES, ids=[f"{owner} {name}" for owner, name, _ in NAMES])
@@ -22,10 +22,8 @@ def test_an_attribute_is_there(owner, name, lost):
 
 
 def test_nothing_else_touches_snakemake():
-    """Outside of the package nothing of Snakemake or its plugins is imported, so nothing is subclassed or assigned."""
-    texts = {path.name: path.read_text() for path in sorted((ROOT / "src/kairos").rglob("*.py"))}
-    imports = {name: re.findall(r"^ *(?:from|import) (snakemake\S*)", text, re.M) for name, text in texts.items()}
-    assert {name for names in imports.values() for name in names} == {"snakemake_executor_plugin_kairos.private"}
-    assert not [
-        name for name, text in texts.items() if re.search(r"\bworkflow(\.\w+)+ [|+]?= |setattr\(workflow", text)
-    ]
+    """In kairos, no other module imports Snakemake or its plugins, and none assigns an attribute of a workflow."""
+    texts = {path: path.read_text() for path in sorted((ROOT / "src/kairos").rglob("*.py"))}
+    assert [path for path, text in texts.items() if re.search(r"^ *(?:from|import) snakemake", text, re.M)] == [MODULE]
+    assigned = re.compile(r"\bworkflow(\.\w+)+ [|+]?= |setattr\(workflow")
+    assert not [path for path, text in texts.items() if assigned.search(text)]

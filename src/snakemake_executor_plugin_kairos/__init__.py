@@ -1,8 +1,8 @@
-"""Snakemake's executor ``kairos``: the SLURM plugin's, whose jobs outlive the controller that sent them.
+"""Snakemake executor plugin ``kairos``: the SLURM plugin's executor, whose jobs outlive their controller.
 
-Snakemake finds it by its name; ``profiles/slurm`` says ``executor: kairos``, and the SLURM plugin's settings are
-``kairos-…`` there. Nothing else in this repository subclasses or changes what is Snakemake's or a plugin's; names that
-these do not promise to keep are in `private`.
+Snakemake finds the plugin by its name. ``profiles/slurm`` selects it by ``executor: kairos``. The SLURM plugin's
+settings are ``kairos-...`` there. Nothing else in this repository subclasses or changes classes of Snakemake or its
+plugins. The module `kairos.workflow.snakemake_private` lists the private names that kairos uses.
 """
 
 from snakemake_executor_plugin_slurm import ExecutorSettings, common_settings

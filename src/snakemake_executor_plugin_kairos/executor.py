@@ -34,7 +34,7 @@ from kairos.slurm import WAITING, ask, books, job_name, plain_environment, queue
 from kairos.training.job import last_word
 from kairos.workflow import batch_script
 from kairos.workflow.layout import frozen
-from snakemake_executor_plugin_kairos.private import no_further_attempt
+from kairos.workflow.snakemake_private import no_further_attempt
 
 _PATIENCE = 5  # seconds between looks at the queue
 _ENDING = 300  # seconds that a job may take to end

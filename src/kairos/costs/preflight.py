@@ -94,7 +94,7 @@ def _check_limits(experiment: Experiment, profile: Path, needed: float) -> None:
             than `needed`.
         KairosError: a file of the profile cannot be read.
     """
-    from snakemake_executor_plugin_kairos.private import longest  # it imports pandas
+    from kairos.workflow.snakemake_private import longest  # it imports pandas
 
     file = profile_file(profile)
     demand(file, "--profile", repr(str(profile)), "a folder that holds a profile.yaml")

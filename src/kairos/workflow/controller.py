@@ -27,7 +27,7 @@ from kairos.training.job import last_word
 from kairos.workflow import interrupts, preload, start_over
 from kairos.workflow.layout import FROZEN, Layout, Segment, frozen, lay_out
 from kairos_timesteps.errors import KairosError, rejection
-from snakemake_executor_plugin_kairos.private import together
+from kairos.workflow.snakemake_private import together
 
 _DEFAULT = "params.yaml"
 _held: list[IO[str]] = []  # the lock file, open as long as this process lives

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.files import read_json, write_text
-from snakemake_executor_plugin_kairos.private import on_the_books
+from kairos.workflow.snakemake_private import on_the_books
 
 Key = tuple[str, tuple[int, ...]]  # folder of a training, milestones asked for
 
