@@ -1,7 +1,7 @@
 """Wall and CPU time of a job, its start-up (interpreter and imports) apart, and its peak memory.
 
 A job calls `work_begins` when its imports are done; what came before counts as start-up. What another process has used
-for the job before it was handed over (`workflow.preload`) counts too.
+for the job before it was handed over (`workflow.fork_server`) counts too.
 """
 
 import gc

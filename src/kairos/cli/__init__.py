@@ -51,7 +51,7 @@ _REASONS[errno.EISDIR] = "a folder is where a file should be"
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     from kairos import portable
-    from kairos.workflow import preload
+    from kairos.workflow import fork_server
     from kairos_timesteps.errors import ConfigError, KairosError
 
     gc.disable()  # imports allocate much and free nothing: 1.5 s of 10 are saved; `clock.work_begins` enables it
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
         if portable.asked(arguments):
             portable.hold()
-        if arguments.command in preload.STAGES and (status := preload.hand_over(argv)) is not None:
+        if arguments.command in fork_server.STAGES and (status := fork_server.hand_over(argv)) is not None:
             return status
         importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
         sys.stdout.flush()

@@ -23,8 +23,8 @@ from kairos.files import locked, read_json, sha256_json
 from kairos.progress import duration, say
 from kairos.slurm import books
 from kairos.tracking.store import tracking_uri, without_credentials
-from kairos.training.job import last_word
-from kairos.workflow import interrupts, preload, start_over
+from kairos.training.job import read_progress
+from kairos.workflow import fork_server, interrupts, start_over
 from kairos.workflow.layout import FROZEN, Layout, Segment, frozen, lay_out
 from kairos_timesteps.errors import KairosError, rejection
 from kairos.workflow.snakemake_private import together
@@ -148,7 +148,7 @@ def starts(workflow: Any, layout: Layout) -> None:
     if workflow.local_exec:
         interrupts.obey(workflow.scheduler)
         stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]
-        preload.start(layout.config, layout.experiment.training.threads, stages)
+        fork_server.start(layout.config, layout.experiment.training.threads, stages)
 
 
 def succeeded(workflow: Any, layout: Layout) -> None:
@@ -167,7 +167,7 @@ def failed(workflow: Any, layout: Layout) -> None:
     for job in workflow.scheduler.failed:  # Snakemake books its deleted outputs as made: as if a user had deleted them
         workflow.persistence.cleanup(job)
     if interrupts.told_at:
-        words = [last_word(Path(layout.training(*training))) for training in layout.trainings]
+        words = [read_progress(Path(layout.training(*training))) for training in layout.trainings]
         written = sum(word.get("state") == "stopped" and word["updated"] > interrupts.told_at[0] for word in words)
         whose = "training has written its" if written == 1 else "trainings have written their"
         say(f"interrupted: {written} {whose} state; the same command goes on")

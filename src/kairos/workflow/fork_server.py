@@ -40,7 +40,7 @@ from kairos.training.launch import die_with_parent
 _OF_TRAININGS = ("train", "sample", "evaluate", "analyse", "measure")
 STAGES = frozenset(("autoencoder", "text", "encode", "extractor", "reference", *_OF_TRAININGS))
 _VARIABLE = "KAIROS_PRELOADED"  # names the server's socket
-_SERVER = "from kairos import cli; from kairos.workflow import preload; preload.serve(cli.main, {}, {!r}, {!r})"
+_SERVER = "from kairos import cli; from kairos.workflow import fork_server; fork_server.serve(cli.main, {}, {!r}, {!r})"
 # what Snakemake sets to a job's number of threads, and to its folder for temporary files
 _NAMES = ("OMP_NUM", "GOTO_NUM", "OPENBLAS_NUM", "MKL_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM")
 _THREADS = [f"{name}_THREADS" for name in _NAMES]

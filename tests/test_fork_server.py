@@ -14,20 +14,20 @@ import psutil
 import pytest
 
 from kairos.files import glance, read_json
-from kairos.workflow import preload
+from kairos.workflow import fork_server
 from training_case import experiment, hashes, make_latents, train_command, write_experiment
 
-SOURCE = Path(preload.__file__).parents[2]
+SOURCE = Path(fork_server.__file__).parents[2]
 LIBRARY = SOURCE.parent / "library/src"
 CONTROLLER = """
 import os, sys
 from pathlib import Path
-from kairos.workflow import preload
-preload.start(Path(sys.argv[1]), 1, ["train", "train"])
-print(os.environ["KAIROS_PRELOADED"], preload._held[0].pid, flush=True)
+from kairos.workflow import fork_server
+fork_server.start(Path(sys.argv[1]), 1, ["train", "train"])
+print(os.environ["KAIROS_PRELOADED"], fork_server._held[0].pid, flush=True)
 sys.stdin.read()
 """
-HAND_OVER = "import sys; from kairos.workflow import preload; print(preload.hand_over(sys.argv[1:]))"
+HAND_OVER = "import sys; from kairos.workflow import fork_server; print(fork_server.hand_over(sys.argv[1:]))"
 no_server = sys.platform != "linux" or Path("/dev/nvidiactl").exists()
 pytestmark = [
     pytest.mark.long,
@@ -42,7 +42,7 @@ class Run:
         self.folder = folder
         self.latents = make_latents(folder / "data")
         self.config = write_experiment(folder / "x.yaml", experiment(**training))
-        variables = dict.fromkeys(preload._THREADS, "1") | dict.fromkeys(preload._FOLDERS, tempfile.gettempdir())
+        variables = dict.fromkeys(fork_server._THREADS, "1") | dict.fromkeys(fork_server._FOLDERS, tempfile.gettempdir())
         self.alone = {**os.environ, **variables, "PYTHONPATH": f"{source}{os.pathsep}{LIBRARY}"}
         line = [sys.executable, "-P", "-c", CONTROLLER, str(self.config)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
