@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos import clock
+from kairos import resource_usage
 from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_size, downsampling, load_model, wrap
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
@@ -47,7 +47,7 @@ def make_autoencoder(
         "files": {},
     }
     if config.kind == "none":
-        clock.work_begins()
+        resource_usage.end_startup()
     else:
         trains = config.kind == "train"
         model = _trained(config, dataset, out, device, flips) if trains else _pretrained(config, dataset)
@@ -63,7 +63,7 @@ def make_autoencoder(
 def _trained(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, device: torch.device, flips: bool) -> Any:
     from kairos.autoencoders.train import latent_statistics, train
 
-    clock.work_begins()
+    resource_usage.end_startup()
     model = train(config, dataset, out / _STATE, device, flips)
     shift, std = latent_statistics(model, dataset, config.encode_batch_size, device)
     model.register_to_config(scaling_factor=1 / std, shift_factor=shift)
@@ -76,7 +76,7 @@ def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         raise ConfigError(f"{field}: {config.path!r} lacks {' and '.join(missing)} (a diffusers folder)")
     model = load_model(folder)
-    clock.work_begins()
+    resource_usage.end_startup()
     check_size(dataset.shape, downsampling(model), f"the autoencoder {config.path}")
     if model.config.in_channels not in (3, dataset.shape[0]):
         raise ConfigError(

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     from kairos.workflow import fork_server
     from kairos_timesteps.errors import ConfigError, KairosError
 
-    gc.disable()  # imports allocate much and free nothing: 1.5 s of 10 are saved; `clock.work_begins` enables it
+    gc.disable()  # imports allocate much and free nothing: 1.5 s of 10 are saved; `resource_usage.end_startup` enables it
     if sys.stdout is None or sys.stderr is None:  # closed, as with >&-
         sys.stdout, sys.stderr = (stream or _nowhere() for stream in (sys.stdout, sys.stderr))
     argv = sys.argv[1:] if argv is None else argv

@@ -25,14 +25,14 @@ def run(arguments: argparse.Namespace) -> None:
     asked = {named["name"]: named for named in experiment.analyses}
     demand(a.analysis in asked, "analysis", a.analysis, f"{', '.join(asked) or 'none'}: what {a.config} asks for")
     demand((a.milestone is None) == (a.out is None), "out", a.out, "a CSV file with --milestone, none without")
-    from kairos import clock
+    from kairos import resource_usage
     from kairos.analyses import tables
     from kairos.analyses.registries import ANALYSES
-    from kairos.report.analyses import write
+    from kairos.report.analysis_figures import write
 
     entry, results = ANALYSES.entry(a.analysis), a.results or Path("results", experiment.experiment)
     entry.load()  # its imports are start-up
-    clock.work_begins()
+    resource_usage.end_startup()
     if a.milestone is None:
         write(asked[a.analysis], experiment, results)
     else:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kairos import clock, portable
+from kairos import portable, resource_usage
 from kairos.shards import Shard
 from kairos_timesteps import errors
 from kairos_timesteps.errors import ConfigError, KairosError, rejection
@@ -115,4 +115,4 @@ def setup(experiment: Any, device: str | None = None) -> Any:
 def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:
     """Write the timing record where it was asked for."""
     if arguments.timing is not None:
-        clock.write(arguments.timing, arguments.command, machine=portable.machine(), **facts)
+        resource_usage.write_record(arguments.timing, arguments.command, machine=portable.machine(), **facts)

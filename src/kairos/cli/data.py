@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos import clock
+from kairos import resource_usage
 from kairos.cli.common import add_config, add_shards, add_timing, setup, write_timing
 from kairos_timesteps.errors import demand
 
@@ -58,7 +58,7 @@ def _prepare(experiment: Any, out: Path) -> Done:
     from kairos.data.sources import open_source
 
     source = open_source(experiment.dataset)
-    clock.work_begins()
+    resource_usage.end_startup()
     manifest = write_dataset(experiment.dataset, source, out)
     skipped = f", {len(manifest['skipped'])} broken skipped" if manifest["skipped"] else ""
     images = f"{manifest['train_count']} training and {manifest['heldout_count']} held-out images of "
@@ -90,7 +90,7 @@ def _encode(arguments: Any, experiment: Any, dataset: Any, out: Path, device: An
     from kairos.autoencoders.encode import encode
 
     codec = load_codec(arguments.autoencoder, device)
-    clock.work_begins()
+    resource_usage.end_startup()
     size, flips = experiment.autoencoder.encode_batch_size, experiment.dataset.flips
     factor, text = experiment.dataset.low_resolution, arguments.text
     manifest = encode(dataset, codec, out, flips, size, arguments.shard, arguments.part, factor, text)

@@ -41,7 +41,7 @@ def _extractor(arguments: argparse.Namespace) -> dict[str, int]:
     from kairos.config import load
 
     experiment, _ = load(arguments.config).settled()
-    from kairos import clock
+    from kairos import resource_usage
     from kairos.data.dataset import open_dataset
     from kairos.evaluation import extractors
     from kairos.evaluation.registries import EXTRACTORS
@@ -49,7 +49,7 @@ def _extractor(arguments: argparse.Namespace) -> dict[str, int]:
     dataset, wanted = open_dataset(arguments.dataset), experiment.evaluation.extractor
     EXTRACTORS.entry(wanted["name"]).load()  # its imports are start-up
     setup(experiment, "cpu")
-    clock.work_begins()
+    resource_usage.end_startup()
     extractors.make(wanted, dataset, arguments.out)
     return {}
 

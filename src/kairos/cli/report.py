@@ -21,14 +21,14 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Make the report, or import the results into MLflow."""
-    from kairos import clock
+    from kairos import resource_usage
 
     experiment, found = experiment_at(arguments.path or arguments.config)
     results = arguments.results or found
     if arguments.command == "report":
         from kairos.report.build import build
 
-        clock.work_begins()
+        resource_usage.end_startup()
         made = build(experiment, results, unfinished=arguments.path is not None)
         print(f"report: {made}")
     else:

@@ -24,12 +24,12 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the stages, then a line per training."""
-    from kairos import clock
+    from kairos import resource_usage
     from kairos.status.views import lines
 
     every = arguments.watch
     demand(every is None or 0 < every <= 86400, "watch", every, "seconds, above 0 and at most 86400")
-    clock.work_begins()
+    resource_usage.end_startup()
     if arguments.serve:
         return _serve(arguments)
     while True:

@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from kairos import clock
+from kairos import resource_usage
 from kairos.cli.common import add_config, add_timing, demand, write_timing
-from kairos.training.job import Leave, Left
+from kairos.training.job import StoppedEarly, StopRequest
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -29,18 +29,18 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Train, or go on training."""
     from kairos.progress import say
-    from kairos.training.launch import is_first
+    from kairos.training.launch import is_reporting_process
 
-    with Leave() as leave:  # from here on: imports take a while
+    with StopRequest() as leave:  # from here on: imports take a while
         try:
             _run(arguments, leave)
-        except Left as left:
-            if left.reason and is_first():
+        except StoppedEarly as left:
+            if left.reason and is_reporting_process():
                 say(f"kairos: {left.reason}; the same command goes on from there")
             raise
 
 
-def _run(arguments: argparse.Namespace, leave: Leave) -> None:
+def _run(arguments: argparse.Namespace, leave: StopRequest) -> None:
     from kairos.config import load
     from kairos.config.plugins import check_unedited
     from kairos.training import launch
@@ -59,9 +59,9 @@ def _run(arguments: argparse.Namespace, leave: Leave) -> None:
         launch.launch(experiment.training)
         return
 
-    with launch.failing():
+    with launch.report_first_failure():
         if several:
-            launch.bind()
+            launch.die_with_launcher()
         from kairos.staging import staged
         from kairos.tracking.live import reporting
         from kairos.training.run import import_components, train
@@ -69,9 +69,9 @@ def _run(arguments: argparse.Namespace, leave: Leave) -> None:
         plain = experiment.plain()
         check_unedited(arguments.config, method, plain["methods"][method])
         import_components(plain, method)
-        clock.work_begins()
+        resource_usage.end_startup()
         switches = {name: getattr(arguments, name) for name in ("restart", "part", "wait", "accept_versions")}
         with reporting(experiment, method, seed, out), staged(latents) as read:
-            done = train(plain, method, seed, out, read, milestones, leave=leave, **switches)
-        if launch.is_first():
+            done = train(plain, method, seed, out, read, milestones, stop_request=leave, **switches)
+        if launch.is_reporting_process():
             write_timing(arguments, method=method, seed=seed, **done)

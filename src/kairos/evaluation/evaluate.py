@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kairos import clock, compute
+from kairos import compute, resource_usage
 from kairos.data.latents import Latents, open_latents
 from kairos.evaluation import metrics
 from kairos.evaluation.extractors import Extractor, make, open_extractor
@@ -17,9 +17,9 @@ from kairos.evaluation.registries import METRICS, needs_of
 from kairos.evaluation.settings import LossSettings
 from kairos.files import atomic_folder, check_files, open_record, read_json, write_json
 from kairos.progress import say
-from kairos.sampling.conditions import check_conditions, told_of
-from kairos.sampling.sample import settings, setup_of
-from kairos.sampling.samples_file import Samples, open_samples
+from kairos.sampling.conditions import check_conditions, select_condition_sources
+from kairos.sampling.sample import load_settings, set_up_device
+from kairos.sampling.samples_file import SamplesFile, open_samples
 from kairos.sampling.settings import GUIDANCE
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.options import but_name
@@ -78,10 +78,10 @@ def run(
     if str(extractor) in PUBLISHED and not Path(str(extractor)).exists():
         extractor = published_extractor(str(extractor))
     milestone = next((job.milestone for job in jobs if job.milestone), None)
-    device = compute.setup(1, "auto") if milestone is None else setup_of(settings(milestone, {})[1])
+    device = compute.setup(1, "auto") if milestone is None else set_up_device(load_settings(milestone, {})[1])
     folder = reference if reference.is_dir() else reference.parent
     opened = open_extractor(extractor or folder / "../extractor", device)
-    clock.work_begins()
+    resource_usage.end_startup()
     known = outside_reference(reference, opened, wanted) if outside else open_reference(reference, opened)
     opened = replace(opened, precision=known[0]["precision"])
     files: dict[str, list[str]] = {}  # by the warning about their numbers of images
@@ -153,7 +153,7 @@ def evaluate(
     return few_images
 
 
-def _captioned(where: str, samples: Samples, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:
+def _captioned(where: str, samples: SamplesFile, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:
     """A set of images with the captions that they were drawn of, in batches.
 
     Raises:
@@ -167,7 +167,7 @@ def _captioned(where: str, samples: Samples, part: range) -> Iterable[tuple[np.n
 
 
 def paired(
-    samples: Samples, part: range, latents: Latents, conditions: dict[str, dict[str, Any]]
+    samples: SamplesFile, part: range, latents: Latents, conditions: dict[str, dict[str, Any]]
 ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """A set of images with the real images that their conditions come from, batches of uint8 (n, h, w, channels).
 
@@ -183,7 +183,7 @@ def paired(
     protocol = samples.protocol
     if "labels" not in protocol:
         raise KairosError("evaluation.metrics: psnr needs samples whose file says what they show: kairos sample's")
-    origin = told_of(latents, part, conditions, protocol["labels"], protocol["seed"])
+    origin = select_condition_sources(latents, part, conditions, protocol["labels"], protocol["seed"])
     return zip(in_batches(samples.images, part), in_batches(latents.dataset.images, origin))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos import clock
+from kairos import resource_usage
 from kairos.autoencoders.codec import Codec, load_codec
 from kairos.data.dataset import PreparedDataset, open_dataset, to_uint8
 from kairos.data.latents import Latents, open_latents
@@ -60,7 +60,7 @@ def build(
     """
     images, opened = open_dataset(dataset), open_extractor(extractor, device, evaluation.precision)
     codec, encoded = load_codec(autoencoder, device), open_latents(latents)
-    clock.work_begins()
+    resource_usage.end_startup()
     wanted = tuple(evaluation.metrics_for(opened.manifest["kind"], len(images.heldout) > 0))
     target = Target(opened.manifest["metric"], _real(evaluation.reference, images, opened, wanted), wanted)
     num, seed, warnings = evaluation.num_samples, evaluation.seed, []

@@ -8,17 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos import clock, compute
+from kairos import compute, resource_usage
 from kairos.data.dataset import to_uint8
 from kairos.data.grid import write_grid
 from kairos.files import open_record
 from kairos.progress import Progress, say
-from kairos.sampling.conditions import conditions_of
-from kairos.sampling.generate import Estimate, Guidance, batches, guided, noise_of
-from kairos.sampling.registries import SCHEDULERS, resolved
-from kairos.sampling.samples_file import joined, open_samples, write_samples
+from kairos.sampling.conditions import load_conditions
+from kairos.sampling.generate import (
+    DataPrediction,
+    Guidance,
+    build_guided_predictor,
+    iterate_batches,
+    make_noise_source,
+)
+from kairos.sampling.registries import SCHEDULERS, resolve_solver
+from kairos.sampling.samples_file import join_parts, open_samples, write_samples
 from kairos.sampling.settings import GUIDANCE, SamplingConfig
-from kairos.sampling.time_grids import places
+from kairos.sampling.time_grids import build_time_grid
 from kairos.section import build, check
 from kairos.shards import Shard
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -42,7 +48,7 @@ class SamplingJob:
 
 
 @dataclass(frozen=True)
-class Request:
+class SamplingRequest:
     """Settings that all jobs of a sampling request share; None or an absent field: the milestone's configuration.
 
     Args:
@@ -63,7 +69,7 @@ class Request:
     shard: Shard | None = None
 
 
-def run(jobs: list[SamplingJob], request: Request) -> None:
+def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
     """Draw the images of every job.
 
     Raises:
@@ -75,7 +81,7 @@ def run(jobs: list[SamplingJob], request: Request) -> None:
         sample_milestone(job, request)
 
 
-def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:
+def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:
     """Section `sampling` that a milestone carries, with fields replaced, and the milestone's record.
 
     Raises:
@@ -90,23 +96,23 @@ def settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig
     return sampling, record
 
 
-def setup_of(record: dict[str, Any]) -> torch.device:
+def set_up_device(record: dict[str, Any]) -> torch.device:
     """Set threads and device as a milestone's training states them."""
     training = record["config"]["training"]
     return compute.setup(training["threads"], training["device"], training["deterministic"])
 
 
-def sample_milestone(job: SamplingJob, request: Request) -> None:
+def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
     """Write the images of one milestone, or a shard of them: drawn and decoded, or joined from their parts."""
     from kairos.milestones import open_milestone
 
-    options, record = settings(job.milestone, request.overrides)
+    options, record = load_settings(job.milestone, request.overrides)
     config, files = record["config"], record["files"].items()
     seed = options.seed if request.seed is None else request.seed
-    scheduler = resolved(options.scheduler, config["diffusion"]["process"])
+    scheduler = resolve_solver(options.scheduler, config["diffusion"]["process"])
     names = config["model"].get("conditions") or []
     latents = request.latents or job.milestone / "../../../../latents"
-    conditions = conditions_of(names, record["conditions"], latents, options.labels, seed)
+    conditions = load_conditions(names, record["conditions"], latents, options.labels, seed)
     protocol = {
         **{name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")},
         "training_seed": record["seed"],
@@ -130,19 +136,19 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
             raise ConfigError(f"{label}: got no batch of {size}, allowed: at most as many parts as batches")
 
     def drawn() -> Iterator[np.ndarray]:
-        device = setup_of(record)
+        device = set_up_device(record)
         milestone = open_milestone(job.milestone, options.weights, device)
         codec = open_codec(job.milestone, record, request.autoencoder, device)
         process, shape = milestone.process, tuple(record["shape"])
-        grid, clip = places(process, options.steps, scheduler), scheduler.get("clip", False)
-        clock.work_begins()
+        grid, clip = build_time_grid(process, options.steps, scheduler), scheduler.get("clip", False)
+        resource_usage.end_startup()
         progress = Progress(len(rows), label, "image")
-        for indices, kept in batches(rows, size):
+        for indices, kept in iterate_batches(rows, size):
             with torch.inference_mode():
                 told = {name: values.to(device) for name, values in conditions(indices).items()}
-                predict = guided(process, milestone.model, told, record["conditions"], guidance)
-                estimate = Estimate(process, predict, clip, options.precision)
-                noise = noise_of(seed, indices, shape, device)
+                predict = build_guided_predictor(process, milestone.model, told, record["conditions"], guidance)
+                estimate = DataPrediction(process, predict, clip, options.precision)
+                noise = make_noise_source(seed, indices, shape, device)
                 x0 = build(SCHEDULERS, scheduler, process, grid, estimate, noise)  # (batch, c, h, w)
                 images = to_uint8(codec.decode(x0.float()))[:kept]
             yield images
@@ -150,9 +156,9 @@ def sample_milestone(job: SamplingJob, request: Request) -> None:
         progress.close()
 
     def all_of(name: str) -> Iterator[np.ndarray]:
-        return (conditions.recorded(name, indices)[:kept] for indices, kept in batches(rows, size))
+        return (conditions.recorded(name, indices)[:kept] for indices, kept in iterate_batches(rows, size))
 
-    images = joined(job.parts, protocol, num, size) if job.parts else drawn()
+    images = join_parts(job.parts, protocol, num, size) if job.parts else drawn()
     kept = [name for name in names if record["conditions"][name]["kind"] != "image"]  # those would be as large again
     write_samples(job.out, images, protocol, {name: all_of(name) for name in kept}, len(rows))
     if job.grid is not None:

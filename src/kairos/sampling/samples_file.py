@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kairos import clock
+from kairos import resource_usage
 from kairos.data.arrays import Rows, blocks, write_header
 from kairos.files import atomic
 from kairos.shards import AGAIN, in_order
@@ -28,7 +28,7 @@ Parts = Iterable[np.ndarray]
 
 
 @dataclass(frozen=True)
-class Samples:
+class SamplesFile:
     """An open file of images.
 
     Attributes:
@@ -69,7 +69,7 @@ def write_samples(
                     _write_rows(member, num, content)
 
 
-def open_samples(path: Path) -> Samples:
+def open_samples(path: Path) -> SamplesFile:
     """Open a file of images; all of it is read once, against its checksums, and nothing is kept in memory.
 
     Raises:
@@ -90,10 +90,10 @@ def open_samples(path: Path) -> Samples:
         raise KairosError(
             f"{path}: images: got {images.dtype} {images.shape}, allowed: uint8, N×H×W×C with 1 or 3 channels"
         )
-    return Samples(images, protocol, conditions)
+    return SamplesFile(images, protocol, conditions)
 
 
-def joined(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[np.ndarray]:
+def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[np.ndarray]:
     """The images of all parts of a job in their order, a batch at a time, after all parts have been looked at.
 
     Args:
@@ -106,7 +106,7 @@ def joined(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size
         KairosError: a part is missing, damaged, of another job or there twice; the message names it.
     """
     opened = []
-    clock.work_begins()
+    resource_usage.end_startup()
     for path in paths:
         try:
             opened.append(open_samples(path))

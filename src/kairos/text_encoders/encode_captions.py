@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kairos import clock
+from kairos import resource_usage
 from kairos.data.dataset import PreparedDataset
 from kairos.data.growing import begin, grow, publish
 from kairos.files import sha256_file, sha256_json, sync_folder
@@ -39,7 +39,7 @@ def encode_texts(
     if dataset.captions is None:
         raise KairosError(f"{dataset.folder}: has no captions; set dataset.captions and make it again: kairos prepare")
     encoder = load_encoder(config, device)
-    clock.work_begins()
+    resource_usage.end_startup()
     captions, count = dataset.captions, len(dataset.captions)
     parts = (captions.texts(range(start, min(start + _COUNTED, count))) for start in range(0, count, _COUNTED))
     lengths = np.concatenate([encoder.tokens(texts) for texts in parts])

@@ -6,7 +6,7 @@ Importing twice changes nothing: runs are found again by their tags and only wha
 from pathlib import Path
 from typing import Any
 
-from kairos import clock
+from kairos import resource_usage
 from kairos.config import Experiment
 from kairos.files import write_json
 from kairos.progress import Progress, say
@@ -24,7 +24,7 @@ def track(experiment: Experiment, folder: Path, out: Path) -> None:
     """
     results = collect(experiment, folder)
     if not experiment.tracking.enabled:
-        clock.work_begins()
+        resource_usage.end_startup()
         write_json(out, {"imported": False, "error": "tracking.enabled is false"})
         return
     uri = store.tracking_uri(experiment.tracking.uri)
@@ -43,7 +43,7 @@ def _import(results: Results, uri: str) -> dict[str, Any]:
     with store.exclusive(uri):
         with store.patience(seconds=4, retries=1):
             client = store.connect(uri)
-            clock.work_begins()
+            resource_usage.end_startup()
             experiment = store.experiment_id(client, name)
         with store.patience(seconds=60, retries=2):
             parent = _parent(client, experiment, results)

@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kairos import clock, portable
+from kairos import portable, resource_usage
 from kairos.training.launch import die_with_parent
 
 _OF_TRAININGS = ("train", "sample", "evaluate", "analyse", "measure")
@@ -85,7 +85,12 @@ def hand_over(argv: list[str]) -> int | None:
     if path is None or sys.stdin is None:
         return None
     ignored = [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
-    asked = {"conditions": _conditions(), "sys": [sys.argv, sys.path], "clock": clock.used(), "ignored": ignored}
+    asked = {
+        "conditions": _conditions(),
+        "sys": [sys.argv, sys.path],
+        "clock": resource_usage.usage_so_far(),
+        "ignored": ignored,
+    }
     with socket.socket(socket.AF_UNIX) as server:
         try:
             server.connect(path)
@@ -147,7 +152,7 @@ def serve(main: Callable[[list[str]], int], listener: int, config: str, folder: 
             os._exit(0)
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     sys.argv, sys.path[:] = asked["sys"]
-    clock.before.update(asked["clock"])
+    resource_usage.inherited.update(asked["clock"])
     for number in _SIGNALS:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else usual)
@@ -189,7 +194,7 @@ def _import(config: str) -> bool:
     roots |= {"kairos.autoencoders.train"} if plain["autoencoder"]["kind"] != "none" else set()
     for module in sorted(root for root in roots if root.startswith(("torch.", "kairos.", "kairos_timesteps."))):
         importlib.import_module(module.partition(":")[0])
-    clock.write(Path("results", plain["experiment"], "timing", "preload.json"), "preload")
+    resource_usage.write_record(Path("results", plain["experiment"], "timing", "preload.json"), "preload")
     return bool(sys.modules["torch"].cuda.is_available())
 
 
