@@ -8,12 +8,12 @@ import torch
 from PIL import Image
 
 from kairos import models
-from kairos.data import grid
+from kairos.data import image_grid
 from kairos.forward_process import build_process
 from kairos.sampling import generate, sample
-from kairos.sampling.conditions import conditions_of
-from kairos.sampling.registries import SCHEDULERS, resolved
-from kairos.sampling.time_grids import places, spaced_timesteps
+from kairos.sampling.conditions import load_conditions
+from kairos.sampling.registries import SCHEDULERS, resolve_solver
+from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
 from kairos.section import build
 from kairos_timesteps.errors import KairosError
 
@@ -46,14 +46,14 @@ def best_network(process, mean=MEAN, std=STD):
 
 def completed(name, options, process_name="discrete"):
     """A scheme as an experiment on the process stores it."""
-    return resolved({"name": name, **vars(SCHEDULERS.parse(name, options))}, PROCESSES[process_name])
+    return resolve_solver({"name": name, **vars(SCHEDULERS.parse(name, options))}, PROCESSES[process_name])
 
 
 def run(scheduler, process, steps, predict, count=64, seed=0, noise=None):
     """x0 of images 0 ... count - 1 of one value each, (count, 1, 1, 1)."""
-    estimate = generate.Estimate(process, predict, scheduler["clip"])
-    noise = noise or generate.noise_of(seed, range(count), (1, 1, 1), "cpu")
-    return build(SCHEDULERS, scheduler, process, places(process, steps, scheduler), estimate, noise)
+    estimate = generate.DataPrediction(process, predict, scheduler["clip"])
+    noise = noise or generate.make_noise_source(seed, range(count), (1, 1, 1), "cpu")
+    return build(SCHEDULERS, scheduler, process, build_time_grid(process, steps, scheduler), estimate, noise)
 
 
 # Exact cases
@@ -76,7 +76,7 @@ def test_the_error_falls_with_the_order_of_the_scheme(name, spacing, least):
     for scheme in ("euler", "heun"):
         for steps in (28, 56):
             scheduler = completed(scheme, {"spacing": spacing}, name)
-            first = places(process, steps, scheduler)[0]
+            first = build_time_grid(process, steps, scheduler)[0]
             deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
             x0 = run(scheduler, process, steps, best_network(process), noise=lambda k: z)
             errors[scheme, steps] = float((x0 - MEAN - STD * deviation).abs().max())
@@ -91,7 +91,7 @@ def test_karras_through_a_discrete_process_is_of_second_order_too():
     for steps in (20, 40):
         scheduler = completed("heun", {"spacing": "karras", "sigma_max": 80.0})
         x0 = run(scheduler, process, steps, best_network(process), noise=lambda k: z)
-        sigma = places(process, steps, scheduler)[0].noise
+        sigma = build_time_grid(process, steps, scheduler)[0].noise
         assert 79 < sigma < 81
         errors.append(float((x0 - MEAN - STD * (sigma * z - MEAN) / math.hypot(STD, sigma)).abs().max()))
     assert math.log2(errors[0] / errors[1]) > 1.9
@@ -144,7 +144,7 @@ def test_one_churned_step_by_hand():
 def test_edms_grid():
     published = [80, 57.586, 40.786, 28.375, 19.352, 12.910, 8.4009, 5.3152, 3.2568, 1.9233, 1.0882, 0.58535, 0.29644]
     published += [0.13952, 0.05995, 0.02293, 0.00753, 0.002]
-    grid = places(process_of("edm"), 18, completed("heun", {}, "edm"))
+    grid = build_time_grid(process_of("edm"), 18, completed("heun", {}, "edm"))
     assert [place.noise for place in grid] == pytest.approx([*published, 0], rel=4e-4)
     assert [place.t for place in grid[:-1]] == pytest.approx([place.noise for place in grid[:-1]], rel=1e-12)
 
@@ -177,10 +177,10 @@ def second_step(variance, process, z):
     seen = []
     schedule, t = process.schedule, 400
     scheduler = completed("ddpm", {"variance": variance})
-    steps = [place for place in places(process, 1000, scheduler) if place.t in (t, t - 1)]
+    steps = [place for place in build_time_grid(process, 1000, scheduler) if place.t in (t, t - 1)]
     first = 0.8 / (steps[0].scale * steps[0].noise)
-    estimate = generate.Estimate(process, lambda x, t: seen.append(x) or torch.full_like(x, -0.3), False)
-    build(SCHEDULERS, scheduler, process, [*steps, places(process, 1, scheduler)[-1]], estimate,
+    estimate = generate.DataPrediction(process, lambda x, t: seen.append(x) or torch.full_like(x, -0.3), False)
+    build(SCHEDULERS, scheduler, process, [*steps, build_time_grid(process, 1, scheduler)[-1]], estimate,
           lambda k: torch.full((1, 1, 1, 1), (first, z)[min(k, 1)], dtype=torch.float64))  # fmt: skip
     assert float(seen[0]) == pytest.approx(0.8)
     beta, alpha_bar = schedule.betas[t], schedule.alphas_cumprod[t]
@@ -213,7 +213,7 @@ def theirs(scheduler, predict, visited, x, timesteps=None, **options):
 def ours(name, options, process_name, steps, predict):
     process, scheduler = process_of(process_name), completed(name, options, process_name)
     x0 = run(scheduler, process, steps, predict, noise=lambda k: NOISE[k % 6])
-    return x0, places(process, steps, scheduler)[:-1]
+    return x0, build_time_grid(process, steps, scheduler)[:-1]
 
 
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
@@ -358,11 +358,11 @@ def draw_all(model, batch_size, num, scheduler="ddpm", process_name="discrete", 
     process, scheduler = process_of(process_name), completed(scheduler, options, process_name)
     parts = []
     with torch.inference_mode():
-        for indices, kept in generate.batches(range(num), batch_size):
-            predict = generate.guided(process, model, {}, {}, generate.Guidance())
-            estimate = generate.Estimate(process, predict, False, precision)
-            noise = generate.noise_of(seed, indices, (4, 4, 4), "cpu")
-            grid = places(process, 5, scheduler)
+        for indices, kept in generate.iterate_batches(range(num), batch_size):
+            predict = generate.build_guided_predictor(process, model, {}, {}, generate.Guidance())
+            estimate = generate.DataPrediction(process, predict, False, precision)
+            noise = generate.make_noise_source(seed, indices, (4, 4, 4), "cpu")
+            grid = build_time_grid(process, 5, scheduler)
             parts.append(build(SCHEDULERS, scheduler, process, grid, estimate, noise)[:kept])
     return torch.cat(parts)
 
@@ -408,24 +408,26 @@ def test_guidance(process_name):
         conditional = process.predict(model, x, t, labels)
         null = process.predict(model, x, t, {"class": torch.full((6,), 3)})
         for scale in (0.0, 1.0, 2.5):
-            output = generate.guided(process, model, labels, description, generate.Guidance(scale))(x, t)
+            output = generate.build_guided_predictor(process, model, labels, description, generate.Guidance(scale))(
+                x, t
+            )
             torch.testing.assert_close(output, null + scale * (conditional - null), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(conditional, null)
 
 
 def test_classes_go_round():
     description = {"class": {"kind": "class", "num_classes": 3}}
-    assert conditions_of(["class"], description, None)(range(4, 9))["class"].tolist() == [1, 2, 0, 1, 2]
+    assert load_conditions(["class"], description, None)(range(4, 9))["class"].tolist() == [1, 2, 0, 1, 2]
 
 
 def test_grid_is_large_enough_to_see(tmp_path):
     images = np.zeros((10, 8, 8, 1), np.uint8)
     images[1] = 200
-    grid.write_grid(tmp_path / "grid.png", images)
+    image_grid.write_image_grid(tmp_path / "grid.png", images)
     picture = np.asarray(Image.open(tmp_path / "grid.png"))
     assert picture.shape == (3 * 50 - 2, 4 * 50 - 2)
     assert picture[10, 10] == 0 and picture[10, 60] == 200 and picture[0, 48] == 255
-    assert grid.grid(np.zeros((4, 64, 64, 3), np.uint8)).shape == (130, 130, 3)
+    assert image_grid.tile_images(np.zeros((4, 64, 64, 3), np.uint8)).shape == (130, 130, 3)
 
 
 def test_samples_file(tmp_path):

@@ -11,7 +11,7 @@ from kairos import resource_usage
 from kairos.autoencoders.codec import FILES, AutoencoderCodec, check_size, downsampling, load_model, wrap
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
-from kairos.data.grid import write_grid
+from kairos.data.image_grid import write_image_grid
 from kairos.files import sha256_file, sha256_json, write_json, write_text, write_weights
 from kairos.hub import folder_of
 from kairos_timesteps.errors import ConfigError
@@ -122,4 +122,4 @@ def _write_picture(path: Path, images: np.ndarray, others: np.ndarray) -> None:
     columns = min(8, len(images))
     white = np.full((-len(images) % columns, *shape), 255, np.uint8)
     rows = [np.concatenate([part, white]).reshape(-1, columns, *shape) for part in (images, others)]
-    write_grid(path, np.stack(rows, axis=1).reshape(-1, *shape), columns, _SIDE)
+    write_image_grid(path, np.stack(rows, axis=1).reshape(-1, *shape), columns, _SIDE)

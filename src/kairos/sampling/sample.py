@@ -10,7 +10,7 @@ import torch
 
 from kairos import compute, resource_usage
 from kairos.data.dataset import to_uint8
-from kairos.data.grid import write_grid
+from kairos.data.image_grid import write_image_grid
 from kairos.files import open_record
 from kairos.progress import Progress, say
 from kairos.sampling.conditions import load_conditions
@@ -162,7 +162,7 @@ def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
     kept = [name for name in names if record["conditions"][name]["kind"] != "image"]  # those would be as large again
     write_samples(job.out, images, protocol, {name: all_of(name) for name in kept}, len(rows))
     if job.grid is not None:
-        write_grid(job.grid, open_samples(job.out).images[: options.grid])
+        write_image_grid(job.grid, open_samples(job.out).images[: options.grid])
     say(f"{label}: {len(rows)} images in {job.out}")
 
 

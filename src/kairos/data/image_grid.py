@@ -14,7 +14,7 @@ SIDE = 48  # pixels an image is at least enlarged to
 GAP = 2
 
 
-def grid(images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> NDArray[np.uint8]:
+def tile_images(images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> NDArray[np.uint8]:
     """Images (n, height, width, channels) in rows, enlarged by a whole factor, thin white lines between."""
     count, height, width, channels = images.shape
     factor = max(1, math.ceil(side / max(height, width)))
@@ -27,9 +27,9 @@ def grid(images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE
     return picture.reshape(rows * height, columns * width, channels)[:-GAP, :-GAP]
 
 
-def write_grid(path: Path, images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> None:
+def write_image_grid(path: Path, images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> None:
     """Write the grid picture as PNG, atomically; one channel is grey."""
-    picture = grid(images, columns, side)
+    picture = tile_images(images, columns, side)
     content = io.BytesIO()
     Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(content, format="png")
     with atomic(path) as file:
