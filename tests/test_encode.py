@@ -13,7 +13,7 @@ from kairos.autoencoders.codec import load_codec
 from kairos.autoencoders.encode import encode
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.train_or_load import make_autoencoder
-from kairos.data import growing
+from kairos.data import resumable_arrays
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
@@ -122,7 +122,7 @@ def test_content_hash_follows_what_training_reads(results, latents):
 
 
 def _encode_until_killed(results, name, batch_size=16, last_call=9, save_seconds=0.0, device="cpu"):
-    growing._SAVE_SECONDS = save_seconds
+    resumable_arrays._SAVE_SECONDS = save_seconds
     codec = load_codec(results / "autoencoder")
     dataset = open_dataset(results / "dataset")
 

@@ -18,7 +18,7 @@ from clip_case import make_clip, write_text_encoder, write_tokenizer
 from kairos.cli import main
 from kairos.compute import setup
 from kairos.config import load, validate
-from kairos.data import growing
+from kairos.data import resumable_arrays
 from kairos.data.captions import coco, open_text
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
@@ -304,7 +304,7 @@ def test_encoders_that_cannot_be_used(tmp_path, encoder, monkeypatch):
 
 
 def _die_at(call, encoder, dataset, out):
-    growing._SAVE_SECONDS = 0.0
+    resumable_arrays._SAVE_SECONDS = 0.0
     one, calls = encoders.TextEncoder.__call__, [0]
 
     def counted(self, texts):

@@ -1,6 +1,6 @@
 """Stage encode: the latent moments of all images, so that trainings never run the autoencoder.
 
-Moments are kept, never one frozen sample. A killed encode goes on where it was, see `growing`.
+Moments are kept, never one frozen sample. A killed encode goes on where it was, see `resumable_arrays`.
 """
 
 import os
@@ -16,7 +16,7 @@ from kairos.autoencoders.codec import Codec
 from kairos.data.arrays import Rows, blocks
 from kairos.data.captions import open_text
 from kairos.data.dataset import PreparedDataset, low_resolution
-from kairos.data.growing import begin, grow, publish
+from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
 from kairos.files import check_files, open_record, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
 from kairos.shards import AGAIN, Shard, in_order
@@ -73,7 +73,7 @@ def encode(
     if shard is not None:
         return _encode_shard(dataset, codec, out, identity, shard)
     told = open_text(text, dataset).manifest if text else {}
-    partial = begin(out, _ARRAYS)
+    partial = prepare_folder(out, _ARRAYS)
     files: dict[str, str] = {}
     if codec.manifest["kind"] != "none":
         rows = range(len(dataset.images))
@@ -102,7 +102,7 @@ def encode(
     manifest["content_sha256"] = sha256_json(manifest)  # everything above decides what a training reads
     for name, folder in {"dataset": dataset.folder, **({"text": text} if text else {})}.items():
         manifest[name] = Path(os.path.relpath(folder.resolve(), out.resolve())).as_posix()
-    publish(out, manifest)
+    publish_arrays(out, manifest)
     return manifest
 
 
@@ -139,7 +139,7 @@ def _joined(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows
     def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
         return {name: next(batch) for name, batch in batches.items()}
 
-    return grow(partial, identity, arrays, rows, size, read, "join", "image")
+    return fill_arrays(partial, identity, arrays, rows, size, read, "join", "image")
 
 
 def _encode_moments(
@@ -157,7 +157,7 @@ def _encode_moments(
         return found
 
     arrays = dict.fromkeys(compute(np.arange(1)), (tuple(codec.manifest["latent_shape"]), np.float32))
-    return grow(partial, identity, arrays, rows, identity["batch_size"], compute, "encode", "image")
+    return fill_arrays(partial, identity, arrays, rows, identity["batch_size"], compute, "encode", "image")
 
 
 def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Stage text: all captions of a data set go through the text encoder once, so that trainings never run it.
 
-A killed stage goes on where it was, see `growing`.
+A killed stage goes on where it was, see `resumable_arrays`.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 
 from kairos import resource_usage
 from kairos.data.dataset import PreparedDataset
-from kairos.data.growing import begin, grow, publish
+from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
 from kairos.files import sha256_file, sha256_json, sync_folder
 from kairos.fingerprint import fingerprint
 from kairos.progress import say
@@ -64,13 +64,13 @@ def encode_texts(
         "torch": torch.__version__,
         "code": fingerprint([__name__]),
     }
-    partial = begin(out, ("states.npy", "empty.npy"))
+    partial = prepare_folder(out, ("states.npy", "empty.npy"))
 
     def compute(numbers: np.ndarray) -> dict[str, np.ndarray]:
         return {"states": encoder(captions.texts(numbers)).numpy().astype(dtype)}
 
     arrays = {"states": (shape, dtype)}
-    files = grow(partial, identity, arrays, range(count), config.batch_size, compute, "text", "caption")
+    files = fill_arrays(partial, identity, arrays, range(count), config.batch_size, compute, "text", "caption")
     np.save(partial / "empty.npy", empty)
     sync_folder(partial / "empty.npy")
     files["empty.npy"] = sha256_file(partial / "empty.npy")
@@ -84,5 +84,5 @@ def encode_texts(
     }
     manifest["content_sha256"] = sha256_json(manifest)  # everything above decides what a training reads
     manifest |= {"length": encoder.length, "longest": int(lengths.max()), "truncated": len(over)}
-    publish(out, manifest)
+    publish_arrays(out, manifest)
     return manifest

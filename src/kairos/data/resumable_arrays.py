@@ -21,7 +21,7 @@ PARTIAL = ".partial"
 _SAVE_SECONDS = 2.0
 
 
-def begin(out: Path, names: Iterable[str]) -> Path:
+def prepare_folder(out: Path, names: Iterable[str]) -> Path:
     """Make room for the files of a stage; gives the private folder, in which a killed job's arrays may still be."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "manifest.json").exists():  # complete and asked for again: computed again
@@ -32,7 +32,7 @@ def begin(out: Path, names: Iterable[str]) -> Path:
     return out / PARTIAL
 
 
-def publish(out: Path, manifest: dict[str, Any]) -> None:
+def publish_arrays(out: Path, manifest: dict[str, Any]) -> None:
     """Give the files of a manifest, which are whole, their names; the manifest comes last."""
     for name in manifest["files"]:
         os.replace(out / PARTIAL / name, out / name)
@@ -41,7 +41,7 @@ def publish(out: Path, manifest: dict[str, Any]) -> None:
     shutil.rmtree(out / PARTIAL, ignore_errors=True)
 
 
-def grow(
+def fill_arrays(
     partial: Path,
     identity: dict[str, Any],
     arrays: dict[str, tuple[tuple[int, ...], Any]],
