@@ -31,7 +31,7 @@ _LEFT_OUT = (
     *(f"kairos.{name}" for name in ("training.job", "training.launch", "training.provenance")),
     *(f"kairos_timesteps.{name}" for name in ("registry", "options", "errors", "components")),
     "kairos_timesteps.monitoring",
-    "kairos.data.referred",  # returns the pixels of stage prepare, or none
+    "kairos.data.linked_images",  # returns the pixels of stage prepare, or none
 )
 _LOGGING = ("say", "warn")  # functions that print a message
 _REGISTERING = ("sampler", "weighting", "coupling", "density", "process")  # decorators that register a component

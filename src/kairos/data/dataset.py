@@ -13,7 +13,7 @@ from kairos.files import open_record
 if TYPE_CHECKING:
     import torch
 
-    from kairos.data.referred import ReferredImages  # decodes images, which a training on latents needs not
+    from kairos.data.linked_images import LinkedImages  # decodes images, which a training on latents needs not
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PreparedDataset:
     """
 
     folder: Path
-    images: "Rows | ReferredImages"
+    images: "Rows | LinkedImages"
     train: np.ndarray
     heldout: np.ndarray
     conditions: dict[str, Rows]
@@ -87,9 +87,9 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
     captions = open_captions(folder, command) if "captions" in manifest else None
     images: Any
     if "refers" in manifest:
-        from kairos.data.referred import ReferredImages
+        from kairos.data.linked_images import LinkedImages
 
-        images = ReferredImages(folder, manifest, command)
+        images = LinkedImages(folder, manifest, command)
     else:
         images = read_array(folder / "images.npy", command)
     return PreparedDataset(folder, images, train, heldout, conditions, manifest, captions)

@@ -1,6 +1,6 @@
 """Stage prepare: a data set becomes one uniform folder with a manifest and a fixed split.
 
-Images are decoded one by one and written into a file, or only looked at where they stay where they are (`referred`), so
+Images are decoded one by one and written into a file, or only looked at where they stay where they are (`linked_images`), so
 memory does not grow with the data set. Arrays get their names when they are whole and the manifest comes last; a folder
 without a manifest is no data set.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from kairos.data import captions as captioning
 from kairos.data.arrays import create_array, shorten
 from kairos.data.decode import to_pixels
-from kairos.data.referred import checksum
+from kairos.data.linked_images import checksum
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
 from kairos.files import sha256_file, sha256_json, sync_folder, write_json

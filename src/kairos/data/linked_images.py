@@ -22,7 +22,7 @@ def checksum(pixels: np.ndarray) -> np.ndarray:
     return np.frombuffer(hashlib.blake2b(pixels.data, digest_size=16).digest(), np.uint8)
 
 
-class ReferredImages:
+class LinkedImages:
     """Images that are decoded when they are asked for, each compared with what stage prepare saw.
 
     The source is opened by the first that is asked for: a training on latents asks for none.
