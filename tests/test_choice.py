@@ -10,7 +10,7 @@ from PIL import Image
 
 from kairos.cli import main
 from kairos.data.settings import DatasetConfig
-from kairos.data.survey import Survey, survey
+from kairos.data.source_statistics import ImageCounts, count_images
 from kairos.evaluation import weights
 from kairos.evaluation.choice import choose
 from kairos.evaluation.settings import EvaluationConfig
@@ -49,18 +49,18 @@ def table(path: Path, labels: list | None, name: str = "label") -> DatasetConfig
 
 
 def test_survey(tmp_path):
-    assert survey(DatasetConfig()) == Survey(1617, 174)
-    assert survey(DatasetConfig(limit=180)) == Survey(162, 17)
-    assert survey(images(tmp_path / "flat", flat=40)) == Survey(30, None)
-    assert survey(images(tmp_path / "kinds", cat=30, dog=10)) == Survey(30, 10)
-    assert survey(table(tmp_path / "a.parquet", [0] * 397 + [3] * 3)) == Survey(360, 3)
-    assert survey(table(tmp_path / "b.parquet", ["x", "y"] * 200)) == Survey(360, 200)
-    assert survey(table(tmp_path / "c.parquet", [0, 1] * 200, "kind")) == Survey(360, None)
+    assert count_images(DatasetConfig()) == ImageCounts(1617, 174)
+    assert count_images(DatasetConfig(limit=180)) == ImageCounts(162, 17)
+    assert count_images(images(tmp_path / "flat", flat=40)) == ImageCounts(30, None)
+    assert count_images(images(tmp_path / "kinds", cat=30, dog=10)) == ImageCounts(30, 10)
+    assert count_images(table(tmp_path / "a.parquet", [0] * 397 + [3] * 3)) == ImageCounts(360, 3)
+    assert count_images(table(tmp_path / "b.parquet", ["x", "y"] * 200)) == ImageCounts(360, 200)
+    assert count_images(table(tmp_path / "c.parquet", [0, 1] * 200, "kind")) == ImageCounts(360, None)
     named = table(tmp_path / "c.parquet", [0, 1] * 200, "kind").model_copy(update={"label_column": "kind"})
-    assert survey(named) == Survey(360, 200)
+    assert count_images(named) == ImageCounts(360, 200)
     (tmp_path / "d.parquet").write_text("text")
     for source, path in (("folder", "none"), ("parquet", "none"), ("parquet", "d.parquet"), ("hub", "someone/Images")):
-        assert survey(DatasetConfig(source=source, path=path)).unknown, path
+        assert count_images(DatasetConfig(source=source, path=path)).unknown, path
 
 
 def test_survey_of_the_hubs_cache(tmp_path):
@@ -74,8 +74,8 @@ def test_survey_of_the_hubs_cache(tmp_path):
         name = str(folder / f"images-train-0000{number}-of-00002.arrow")
         with pa.OSFile(name, "wb") as file, pa.ipc.new_stream(file, part.schema) as stream:
             stream.write_table(part)
-    assert survey(DatasetConfig(source="hub", path="someone/MyImages")) == Survey(18, 2)
-    assert survey(DatasetConfig(source="hub", path="someone/MyImages", split="test")).unknown
+    assert count_images(DatasetConfig(source="hub", path="someone/MyImages")) == ImageCounts(18, 2)
+    assert count_images(DatasetConfig(source="hub", path="someone/MyImages", split="test")).unknown
 
 
 def test_auto(tmp_path):

@@ -15,8 +15,8 @@ from kairos.config import validate
 from kairos.data.dataset import open_dataset
 from kairos.data.decode import to_pixels
 from kairos.data.prepare import prepare
+from kairos.data.source_statistics import count_images
 from kairos.data.sources import open_source
-from kairos.data.survey import survey
 from kairos.fetching import needs
 from kairos.workflow import controller
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
@@ -65,7 +65,7 @@ def test_zip(tmp_path, compression):
     assert manifest["classes"] == ["0", "1", "2"] and dataset.labels.tolist() == [k % 3 for k in range(10)]
     for index in range(10):
         assert np.array_equal(dataset.images[index], np.asarray(picture(index)))
-    known = survey(zip_config(path, heldout=0.2))
+    known = count_images(zip_config(path, heldout=0.2))
     assert (known.train, known.smallest) == (8, 3)
 
 
@@ -75,7 +75,7 @@ def test_zip_without_labels(tmp_path, labels):
     path = write_zip(tmp_path / "ffhq.zip", {**images, "__MACOSX/00000/._img00000000.png": b"junk"}, labels)
     source = open_source(zip_config(path))
     assert source.count == 5 and source.labels is None and source.conditions == {}
-    assert (survey(zip_config(path)).train, survey(zip_config(path)).smallest) == (4, None)
+    assert (count_images(zip_config(path)).train, count_images(zip_config(path)).smallest) == (4, None)
 
 
 def test_zip_is_read_by_several_processes_at_once(tmp_path):
@@ -154,7 +154,7 @@ def test_labels_that_are_none(tmp_path, labels, message):
     path = write_zip(tmp_path / "x.zip", images, labels)
     with pytest.raises(ConfigError, match=message):
         open_source(zip_config(path))
-    assert "dataset.json" in survey(zip_config(path)).unknown
+    assert "dataset.json" in count_images(zip_config(path)).unknown
 
 
 def test_zips_that_are_none(tmp_path):
@@ -200,7 +200,7 @@ def test_celeba_by_its_partition(celeba, tmp_path):
     shown = [*range(0, 9, 3), *range(2, 9, 3)]
     assert dataset.train.tolist() == [0, 1, 2] and dataset.heldout.tolist() == [3, 4, 5]
     assert all(np.array_equal(dataset.images[k], np.asarray(picture(number))) for k, number in enumerate(shown))
-    assert survey(settings).train == 3
+    assert count_images(settings).train == 3
     prepare(settings.model_copy(update={"store": "refer"}), tmp_path / "refer")
     assert np.array_equal(open_dataset(tmp_path / "refer").images[:], dataset.images[:])
 

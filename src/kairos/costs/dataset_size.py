@@ -1,4 +1,4 @@
-"""Properties of an experiment's data that are known before they are prepared: shapes, and mostly their number."""
+"""Shapes and numbers of an experiment's images, latents and conditions, from its file or from prepared data."""
 
 import math
 from collections.abc import Sequence
@@ -9,156 +9,135 @@ from typing import Any
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config import Experiment
 from kairos.config.published_results import KnownConfig
-from kairos.data.survey import survey
+from kairos.data.settings import DatasetConfig
+from kairos.data.source_statistics import count_images
 from kairos.files import read_json
-from kairos.text_encoders.settings import TextEncoderConfig
+from kairos.text.settings import TextEncoderConfig
 from kairos_timesteps.errors import ConfigError
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, int, int]  # channels, height, width
 
 
 @dataclass(frozen=True)
-class Data:
-    """The data of an experiment.
+class DatasetSize:
+    """Shapes and numbers of the data of an experiment.
 
     Attributes:
-        image: channels, height and width of an image; None where that is not known.
-        x0: the same of what the network is trained on.
-        images: number of images, training and held out; None where that is not known.
-        train: number of training images.
-        conditions: descriptions of the conditions that the network takes.
-        moments: arrays that the latents consist of; 0 in pixel space.
-        known: where the number is from.
-        captions: number of captions; None where that is not known.
-        text_bytes: of the states of a text; 0 where there are none.
+        image_shape: channels, height and width of an image; None if not known.
+        x0_shape: channels, height and width of the network's input: an image or its latents.
+        image_count: number of images, training and held out; None if not known.
+        train_count: number of training images; None if not known.
+        conditions: descriptions of the conditions that the network takes, by name.
+        latent_arrays: number of stored arrays per image, each with `x0_shape`; 0 in pixel space.
+        count_source: origin of the numbers of images, such as ``prepared`` or ``dataset.images``.
+        caption_count: number of captions; None if not known.
+        bytes_per_text: bytes of an encoded text; 0 without texts.
     """
 
-    image: Shape | None
-    x0: Shape
-    images: int | None
-    train: int | None
+    image_shape: Shape | None
+    x0_shape: Shape
+    image_count: int | None
+    train_count: int | None
     conditions: dict[str, dict[str, Any]]
-    moments: int
-    known: str
-    captions: int | None = None
-    text_bytes: int = 0
+    latent_arrays: int
+    count_source: str
+    caption_count: int | None = None
+    bytes_per_text: int = 0
 
     @property
-    def image_bytes(self) -> int | None:
-        """Bytes of a prepared image."""
-        return math.prod(self.image) if self.image else None
+    def bytes_per_image(self) -> int | None:
+        """Bytes of a prepared image; None if its shape is not known."""
+        return math.prod(self.image_shape) if self.image_shape else None
 
     @property
-    def latent_bytes(self) -> int:
-        """Bytes of an image's latents; 0 in pixel space."""
-        return 4 * self.moments * math.prod(self.x0)
+    def latent_bytes_per_image(self) -> int:
+        """Bytes of the stored latents of an image; 0 in pixel space."""
+        return 4 * self.latent_arrays * math.prod(self.x0_shape)
 
 
-def describe(
-    experiment: Experiment, results: Path, x0: Shape | None, classes: int | None, text: Sequence[int] | None = None
-) -> Data:
-    """The data of an experiment, from what is prepared already, or else from its file.
+def find_dataset_size(
+    experiment: Experiment,
+    results: Path,
+    x0_shape: Shape | None,
+    classes: int | None,
+    text_shape: Sequence[int] | None = None,
+) -> DatasetSize:
+    """Find shapes and numbers of an experiment's data: prepared data count first, then the experiment file.
 
     Args:
         experiment: the checked experiment.
-        results: its folder.
-        x0: what the network is trained on, given by the user; None: to be found out.
-        classes: number of classes, likewise.
-        text: tokens and width of a text's states, likewise.
+        results: its folder of results.
+        x0_shape: channels, height and width of the network's input; None: find them.
+        classes: number of classes; None: find it.
+        text_shape: tokens and width of an encoded text; None: find them.
 
     Raises:
-        ConfigError: the shape of x0 or of a text, or the number of classes is not known; the message says how to give
-            it.
+        ConfigError: the shape of x0, the shape of a text or the number of classes is not known. The message reports the
+            option that sets it.
     """
-    given = experiment.known or KnownConfig()
-    record, encoded, kind = _record(results / "dataset"), _record(results / "latents"), experiment.autoencoder.kind
-    image, images, train, known = _images(experiment, record)
-    found, arrays = (image, 0) if kind == "none" else _latents(experiment.autoencoder, image)
-    shape: Any = x0 or (tuple(encoded["shape"]) if encoded else found) or tuple(given.shape or ())
-    if not shape:
-        lacking = f"fetch autoencoder.path ({experiment.autoencoder.path})" if image else "set dataset.resolution"
-        advice = f"{lacking}, run kairos prepare and encode, or give --shape C H W"
-        raise ConfigError(f"the shape of what the network is trained on is not known yet: {advice}")
-    if kind != "none":
-        arrays = (arrays + (experiment.dataset.low_resolution is not None)) * (1 + experiment.dataset.flips)
-    told = {"low_resolution": {"kind": "image", "shape": list(shape)}, **record.get("conditions", {})}
-    encoder, states = experiment.text_encoder, 0
-    if encoder is not None and (described := _text(encoder, results, text or given.text)):
-        told["text"] = described
-        states = math.prod(described["shape"]) * (2 if encoder.dtype == "float16" else 4)
+    assumed = experiment.known or KnownConfig()
+    dataset_record = _read_manifest(results / "dataset")
+    image_shape, image_count, train_count, count_source = _count_images(experiment, dataset_record)
+    x0_shape, latent_arrays = _find_x0_shape(experiment, results, image_shape, x0_shape or assumed.shape)
+
+    described: dict[str, dict[str, Any]] = {"low_resolution": {"kind": "image", "shape": list(x0_shape)}}
+    described |= dataset_record.get("conditions", {})
+    encoder, bytes_per_text = experiment.text_encoder, 0
+    if encoder is not None and (text := _describe_text(encoder, results, text_shape or assumed.text)):
+        described["text"] = text
+        bytes_per_text = math.prod(text["shape"]) * (2 if encoder.dtype == "float16" else 4)
     if classes is None and "class" in experiment.conditions:
-        classes = survey(experiment.dataset).classes or given.classes
+        classes = count_images(experiment.dataset).classes or assumed.classes
     if classes is not None:
-        told.setdefault("class", {"kind": "class", "num_classes": classes})
-    missing = [name for name in experiment.conditions if name not in told]
+        described.setdefault("class", {"kind": "class", "num_classes": classes})
+    missing = [name for name in experiment.conditions if name not in described]
     if missing:
-        give = {"class": "--classes N", "text": "--text TOKENS WIDTH"}[missing[0]]
-        advice = f"run kairos prepare (and text), or give {give}"
-        raise ConfigError(f"model.conditions: what {', '.join(missing)} is like is not known yet: {advice}")
-    conditions = {name: told[name] for name in experiment.conditions}
-    captions = record.get("captions", {}).get("count")
-    return Data(image, shape, images, train, conditions, arrays, known, captions, states)
+        option = {"class": "--classes N", "text": "--text TOKENS WIDTH"}[missing[0]]
+        advice = f"run kairos prepare (and text), or pass {option}"
+        raise ConfigError(f"model.conditions: the shape of {', '.join(missing)} is not known yet: {advice}")
+    return DatasetSize(
+        image_shape=image_shape,
+        x0_shape=x0_shape,
+        image_count=image_count,
+        train_count=train_count,
+        conditions={name: described[name] for name in experiment.conditions},
+        latent_arrays=latent_arrays,
+        count_source=count_source,
+        caption_count=dataset_record.get("captions", {}).get("count"),
+        bytes_per_text=bytes_per_text,
+    )
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def _find_x0_shape(
+    experiment: Experiment, results: Path, image_shape: Shape | None, stated: Sequence[int] | None
+) -> tuple[Shape, int]:
+    """Find the shape of the network's input and the number of arrays that are stored per image, 0 in pixel space.
+
+    Args:
+        experiment: the checked experiment.
+        results: its folder of results.
+        image_shape: channels, height and width of an image, if known.
+        stated: the shape that the user or the experiment file states, if any.
+
+    Raises:
+        ConfigError: the shape is not known.
+    """
+    autoencoder, encoded = experiment.autoencoder, _read_manifest(results / "latents")
+    if autoencoder.kind == "none":
+        computed, arrays = image_shape, 0
+    else:
+        computed, arrays = _latent_shape(autoencoder, image_shape)
+        has_low_resolution = experiment.dataset.low_resolution is not None
+        arrays = (arrays + has_low_resolution) * (1 + experiment.dataset.flips)
+    shape: Any = stated or encoded.get("shape") or computed
+    if not shape:
+        fetch = f"fetch autoencoder.path ({autoencoder.path})" if image_shape else "set dataset.resolution"
+        advice = f"{fetch}, run kairos prepare and encode, or pass --shape C H W"
+        raise ConfigError(f"the shape of the network's input is not known yet: {advice}")
+    return tuple(shape), arrays
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a stage's folder; empty if the stage has not run."""
     path = folder / "manifest.json"
     return read_json(path) if path.is_file() else {}
-
-
-def _images(experiment: Experiment, record: dict[str, Any]) -> tuple[Shape | None, int | None, int | None, str]:
-    """Shape of an image, number of images and of training images, and where the numbers are from."""
-    dataset, own = experiment.dataset, isinstance(experiment.dataset.heldout, str)
-    if record:
-        shape = (record["channels"], record["height"], record["width"])
-        return shape, record["count"], record["train_count"], "prepared"
-    digits = dataset.source == "digits"
-    side = dataset.resolution or 8 * digits
-    image = (1 if dataset.color == "grey" else 3, side, side) if side else None
-    if dataset.train_images is not None and not digits:
-        images = None if own else round(dataset.train_images / (1 - float(dataset.heldout)))
-        return image, images, dataset.train_images, "dataset.train_images"
-    if (images := dataset.images) is not None and not digits:
-        return image, None if own else images, images - (0 if own else dataset.held_out(images)), "dataset.images"
-    if not (seen := survey(dataset)).unknown:
-        return image, None if own else seen.count, seen.train, "embedded" if digits else "counted"
-    return image, None, None, "unknown before kairos prepare; dataset.train_images would tell"
-
-
-def _pretrained(path: str) -> dict[str, Any]:
-    """config.json of a pretrained autoencoder, if it is a folder here or in the hub's cache, else nothing."""
-    file: Any = Path(path) / "config.json"
-    if not Path(path).is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        file = try_to_load_from_cache(path, "config.json") if path.count("/") == 1 else None
-    return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else {}
-
-
-def _latents(config: AutoencoderConfig, image: Shape | None) -> tuple[Shape | None, int]:
-    """Shape of an image's latents, where that is known, and the number of arrays that they are kept in."""
-    levels: Sequence[int] | None = config.channels
-    channels, arrays = config.latent_channels, 2
-    if config.kind == "pretrained":
-        found = _pretrained(str(config.path))
-        channels = found.get("vq_embed_dim") or found.get("latent_channels", 0)
-        levels = found.get("block_out_channels") or found.get("encoder_block_out_channels")
-        arrays = 1 if found.get("_class_name") in ("AutoencoderTiny", "VQModel") else 2
-    if not image or not levels:
-        return None, arrays
-    factor = 2 ** (len(levels) - 1)  # each level but the first halves the sides
-    return (channels, image[1] // factor, image[2] // factor), arrays
-
-
-def _text(config: TextEncoderConfig, results: Path, given: Sequence[int] | None) -> dict[str, Any] | None:
-    """Return the description of encoded texts: from `given`, from stage text, or from the encoder's configuration.
-
-    None if the shape is not known.
-    """
-    if given is None and (made := _record(results / "text")):
-        return dict(made["condition"])
-    found = {} if given else _pretrained(config.path)
-    found = found.get("text_config", found)
-    own = config.length or found.get("max_position_embeddings"), found.get("hidden_size") or found.get("d_model")
-    length, width = given or own
-    shape = [length, width] if config.output == "tokens" else [width]
-    return {"kind": "text", "shape": shape, "null": config.dropped} if all(shape) else None

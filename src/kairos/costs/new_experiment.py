@@ -22,11 +22,11 @@ import yaml
 
 from kairos.config import Experiment, validate
 from kairos.data.settings import DatasetConfig
-from kairos.data.survey import look, survey
+from kairos.data.source_statistics import count_images, inspect_images
 from kairos.evaluation.separation import ENOUGH_IMAGES
 from kairos.files import read_json, read_lines
 from kairos.progress import duration, say
-from kairos.report.text import template
+from kairos.report.formatting import template
 from kairos_timesteps.errors import KairosError, demand
 
 FEWEST = 40  # images
@@ -64,7 +64,7 @@ def look_at(folder: Path, name: str, minutes: float, schema: str) -> dict[str, A
     """Return the facts about images and machine that decide the experiment's settings; arguments as of `propose`."""
     say(f"kairos new: reads the images of {folder}")
     dataset = DatasetConfig(source="folder", path=str(folder), heldout=0.0)
-    seen, known = look(dataset, whole=True), survey(dataset)
+    seen, known = inspect_images(dataset, whole=True), count_images(dataset)
     if seen.unread:
         names = "\n  ".join(seen.unread[:10] + ["..."] * (len(seen.unread) > 10))
         raise KairosError(f"--data: {len(seen.unread)} images of {folder} cannot be read; remove them:\n  {names}")

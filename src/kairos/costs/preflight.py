@@ -8,7 +8,7 @@ import yaml
 
 from kairos.config import Experiment
 from kairos.data.settings import DatasetConfig
-from kairos.data.survey import look
+from kairos.data.source_statistics import inspect_images
 from kairos.status.machine import profile_file
 from kairos.workflow.resources import gpus, of_training
 from kairos_timesteps.errors import ConfigError, KairosError, demand
@@ -65,7 +65,7 @@ def _images(dataset: DatasetConfig) -> Iterator[str]:
         ConfigError: stage prepare would reject the images.
     """
     try:
-        seen = look(dataset)
+        seen = inspect_images(dataset)
     except ConfigError:  # said elsewhere
         return
     (cut, lost), longer, padded = seen.cut, max(map(max, seen.sizes), default=0), dataset.crop == "pad"

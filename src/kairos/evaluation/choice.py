@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from kairos.data.settings import DatasetConfig
-from kairos.data.survey import Survey, survey
+from kairos.data.source_statistics import ImageCounts, count_images
 from kairos.evaluation import external, weights
 from kairos.evaluation.registries import UNREAL, needs_of
 from kairos.evaluation.settings import EvaluationConfig
@@ -28,7 +28,7 @@ def choose(
             images, they are too few for it, its weights are neither here nor can be downloaded, or a metric or the
             reference has not what it needs.
     """
-    known, said, faults = survey(dataset), [], []
+    known, said, faults = count_images(dataset), [], []
     if known.unknown:
         said.append(f"warning: what the images are like is not known before kairos prepare ({known.unknown})")
     name = evaluation.extractor["name"]
@@ -58,7 +58,7 @@ def choose(
     return evaluation, said
 
 
-def _fitting(evaluation: EvaluationConfig, known: Survey) -> tuple[str, str]:
+def _fitting(evaluation: EvaluationConfig, known: ImageCounts) -> tuple[str, str]:
     """The extractor that `auto` stands for, and why."""
     place, fewest = weights.place(), min(evaluation.num_samples, known.train or evaluation.num_samples)
     if place.is_file() and fewest > WIDTHS["inception"]:
@@ -68,7 +68,7 @@ def _fitting(evaluation: EvaluationConfig, known: Survey) -> tuple[str, str]:
     return ("selfsupervised", f"{why}; {lack}") if lack else ("classifier", f"{why}; the images have labels")
 
 
-def _no_classes(known: Survey) -> str:
+def _no_classes(known: ImageCounts) -> str:
     """Why a classifier cannot be trained, or is not supposed to be; empty where it can."""
     if known.unknown:
         return "assumed, for the images are not known yet: name one, so that it does not change later"
@@ -77,7 +77,7 @@ def _no_classes(known: Survey) -> str:
     return f"the smallest class has {known.smallest} images" if known.smallest < FEWEST else ""
 
 
-def _too_few(evaluation: EvaluationConfig, known: Survey) -> list[str]:
+def _too_few(evaluation: EvaluationConfig, known: ImageCounts) -> list[str]:
     """The numbers of images that give the covariance of the features no full rank."""
     name = evaluation.extractor["name"]
     width = evaluation.extractor.get("features", WIDTHS.get(name, 0))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos.data.settings import DatasetConfig
-from kairos.data.survey import survey
+from kairos.data.source_statistics import count_images
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import glance
 
@@ -62,7 +62,7 @@ def expected(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path
     if record and recorded == (evaluation.extractor, evaluation.num_samples, evaluation.reference):
         reason = cannot_rank(record)
         return reason and f"{reason} {ADVICE}"
-    name, images = evaluation.extractor["name"], survey(dataset).train
+    name, images = evaluation.extractor["name"], count_images(dataset).train
     if name not in TRAINED or images is None or images >= ENOUGH_IMAGES:
         return None
     return (

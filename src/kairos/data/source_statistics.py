@@ -18,7 +18,7 @@ _DIGITS, _RAREST = 1797, 174  # scikit-learn's images, and those of the rarest d
 
 
 @dataclass(frozen=True)
-class Survey:
+class ImageCounts:
     """Known properties of a data set before it is prepared.
 
     Attributes:
@@ -36,7 +36,7 @@ class Survey:
     classes: int | None = field(default=None, compare=False)
 
 
-def survey(config: DatasetConfig) -> Survey:
+def count_images(config: DatasetConfig) -> ImageCounts:
     """Count the images and classes of a data set, without preparing it.
 
     With `dataset.limit`, the size of the smallest class is the average over random subsets. Broken images are counted.
@@ -48,12 +48,12 @@ def survey(config: DatasetConfig) -> Survey:
         looks = {"digits": lambda _: (_DIGITS, dict.fromkeys(range(10), _RAREST)), "parquet": _parquet, "hub": _hub}
         count, labels = looks.get(config.source, _files)(config)
     except (ConfigError, OSError, ValueError, LookupError) as error:  # arrow's own errors are of the latter kinds
-        return Survey(unknown=" ".join(str(error).split()))
+        return ImageCounts(unknown=" ".join(str(error).split()))
     config.check_count(count)
     kept = min(count, config.limit or count)
     heldout = 0 if isinstance(config.heldout, str) else config.held_out(kept)
     smallest = min(labels.values()) * kept // count if labels else None
-    return Survey(kept - heldout, smallest, count=kept, classes=len(labels) or None)
+    return ImageCounts(kept - heldout, smallest, count=kept, classes=len(labels) or None)
 
 
 def _files(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
@@ -119,7 +119,7 @@ class Look:
         return sum(oblong.values()), 1 - kept / whole if whole else 0.0
 
 
-def look(config: DatasetConfig, whole: bool = False) -> Look:
+def inspect_images(config: DatasetConfig, whole: bool = False) -> Look:
     """Look at a folder's images, 20,000 evenly spread ones of more: at their heads, or at them as a `whole`.
 
     Raises:
