@@ -18,7 +18,7 @@ from kairos.config import Experiment
 from kairos.data.settings import DatasetConfig
 from kairos.evaluation import weights
 from kairos.files import read_json, sha256_file
-from kairos.hub import here, of_hub, snapshot
+from kairos.pretrained import download_files, is_available, is_hub_id
 from kairos.progress import say
 from kairos.text_encoders.settings import FILES, PREPROCESSOR, WEIGHTS
 from kairos_timesteps.errors import DamagedError, KairosError
@@ -160,17 +160,17 @@ def _network(kind: str, path: str | None, field: str, form: tuple[str, str], mor
 
     def find() -> str | None:
         try:
-            folder = snapshot(path, files, cached=True) if of_hub(path) else Path(path)
+            folder = download_files(path, files, cached=True) if is_hub_id(path) else Path(path)
         except KairosError:
             return None
         return _whole(folder, form)
 
     def bring() -> None:
-        folder = snapshot(path, files)
+        folder = download_files(path, files)
         if more and not (folder / form[0]).is_file():
-            snapshot(path, [WEIGHTS[1]])
+            download_files(path, [WEIGHTS[1]])
 
-    return Need(what, find, bring if of_hub(path) else None, advice, lambda: here(path))
+    return Need(what, find, bring if is_hub_id(path) else None, advice, lambda: is_available(path))
 
 
 def _whole(folder: Path, form: tuple[str, str]) -> str | None:

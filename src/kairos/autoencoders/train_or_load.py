@@ -13,7 +13,7 @@ from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.data.dataset import PreparedDataset
 from kairos.data.image_grid import write_image_grid
 from kairos.files import sha256_file, sha256_json, write_json, write_text, write_weights
-from kairos.hub import folder_of
+from kairos.pretrained import find_network_folder
 from kairos_timesteps.errors import ConfigError
 
 _PSNR_IMAGES = 512  # of the held-out ones, at most; of the training images where none are held out
@@ -72,7 +72,7 @@ def _trained(config: AutoencoderConfig, dataset: PreparedDataset, out: Path, dev
 
 def _pretrained(config: AutoencoderConfig, dataset: PreparedDataset) -> Any:
     field, needed = "autoencoder.path", " and ".join(FILES)
-    folder = folder_of(str(config.path), field, FILES, needed)
+    folder = find_network_folder(str(config.path), field, FILES, needed)
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         raise ConfigError(f"{field}: {config.path!r} lacks {' and '.join(missing)} (a diffusers folder)")
     model = load_model(folder)

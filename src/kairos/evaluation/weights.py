@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 
 from kairos.files import atomic, sha256_file
-from kairos.hub import here
+from kairos.pretrained import is_available
 from kairos.progress import Progress
 from kairos_timesteps.errors import KairosError
 
@@ -46,7 +46,7 @@ def find_network(path: str) -> tuple[str, bool]:
     Raises:
         KairosError: files are missing and cannot be downloaded; the message contains them and the folder's setting.
     """
-    if here(path, "config.json" if Path(path).is_dir() else "model.safetensors"):
+    if is_available(path, "config.json" if Path(path).is_dir() else "model.safetensors"):
         return path, True
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
     if not on_hub or _offline():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kairos.files import read_json, sha256_file, sha256_json
-from kairos.hub import folder_of
+from kairos.pretrained import find_network_folder
 from kairos.text_encoders.settings import FILES, TOKENIZERS, WEIGHTS, TextEncoderConfig
 from kairos_timesteps.errors import ConfigError, KairosError
 
@@ -30,9 +30,9 @@ def network_folder(path: str, field: str, files: tuple[str, ...] = FILES) -> Pat
         KairosError: the hub cannot be reached and its cache has no copy.
     """
     needed = "config.json, model.safetensors and tokenizer.json (or vocab.json and merges.txt)"
-    folder = folder_of(path, field, files, needed)
+    folder = find_network_folder(path, field, files, needed)
     if not (folder / WEIGHTS[0]).is_file():
-        folder = folder_of(path, field, WEIGHTS[1:], needed)
+        folder = find_network_folder(path, field, WEIGHTS[1:], needed)
     wanted = {"config.json": [["config.json"]], WEIGHTS[0]: [[name] for name in WEIGHTS], "a tokenizer": TOKENIZERS}
     there = {file.name for file in folder.iterdir() if file.is_file()}
     if lacks := [name for name, kinds in wanted.items() if not any(map(there.issuperset, kinds))]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from kairos_timesteps.errors import ConfigError, KairosError
 
 
-def of_hub(path: str) -> bool:
+def is_hub_id(path: str) -> bool:
     """Return True if a path is no existing folder and has the form of a hub id, OWNER/NAME."""
     return not Path(path).is_dir() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
 
 
-def snapshot(path: str, files: Iterable[str], cached: bool = False) -> Path:
+def download_files(path: str, files: Iterable[str], cached: bool = False) -> Path:
     """The folder of the hub's cache with files of a network, brought unless what is `cached` is asked for.
 
     Raises:
@@ -27,7 +27,7 @@ def snapshot(path: str, files: Iterable[str], cached: bool = False) -> Path:
         raise KairosError(" ".join(str(error).split())[:300]) from None
 
 
-def folder_of(path: str, field: str, files: Iterable[str], needed: str) -> Path:
+def find_network_folder(path: str, field: str, files: Iterable[str], needed: str) -> Path:
     """The folder that a field of the experiment names.
 
     Args:
@@ -42,12 +42,12 @@ def folder_of(path: str, field: str, files: Iterable[str], needed: str) -> Path:
     """
     if Path(path).is_dir():
         return Path(path)
-    if not of_hub(path):
+    if not is_hub_id(path):
         raise ConfigError(
             f"{field}: got {path!r}, allowed: a folder that exists, or a hub id OWNER/NAME; with {needed}"
         )
     try:
-        return snapshot(path, files)
+        return download_files(path, files)
     except KairosError as error:
         raise KairosError(
             f"{field}: {path!r} is no folder here and cannot be had from the hub ({error}). `kairos fetch` brings it "
@@ -55,9 +55,9 @@ def folder_of(path: str, field: str, files: Iterable[str], needed: str) -> Path:
         ) from None
 
 
-def here(path: str, file: str = "config.json") -> bool:
+def is_available(path: str, file: str = "config.json") -> bool:
     """Return True if the folder, or the hub's cache, contains `file` of a network; the file is not read."""
-    if not of_hub(path):
+    if not is_hub_id(path):
         return Path(path, file).is_file()
     from huggingface_hub import try_to_load_from_cache
 
