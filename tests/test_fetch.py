@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from kairos.cli import main
+from kairos.downloads import _DIFFUSERS, _whole
 from kairos.evaluation import weights
-from kairos.fetching import _DIFFUSERS, _whole
 from kairos_timesteps.errors import KairosError
 
 CONTENT = os.urandom(3 * 2**20 + 17)

@@ -15,9 +15,9 @@ from kairos.costs.dataset_size import describe
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
+from kairos.downloads import needs
 from kairos.evaluation import classifier
 from kairos.evaluation.registries import ClassifierOptions
-from kairos.fetching import needs
 from kairos.report.collect import real_images
 from kairos.workflow import controller
 from kairos_timesteps.errors import ConfigError, KairosError

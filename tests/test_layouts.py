@@ -17,7 +17,7 @@ from kairos.data.decode import to_pixels
 from kairos.data.prepare import prepare
 from kairos.data.source_statistics import count_images
 from kairos.data.sources import open_source
-from kairos.fetching import needs
+from kairos.downloads import needs
 from kairos.workflow import controller
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
 from test_data import config, folder_config, picture, write_pictures

@@ -33,10 +33,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Check the file and print jobs, methods and milestones, or print the schema."""
     from kairos.config import Experiment, load
     from kairos.config.plugins import load_plugins
+    from kairos.downloads import lacking
     from kairos.evaluation.registries import EXTRACTORS
     from kairos.evaluation.separation import expected
-    from kairos.fetching import lacking
-    from kairos.report.text import sample_sets
+    from kairos.report.formatting import sample_sets
     from kairos.workflow.layout import Layout
     from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
     from kairos_timesteps.diffusion.registries import PROCESSES

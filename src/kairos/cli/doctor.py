@@ -99,10 +99,10 @@ def _weights() -> Finding:
 
 
 def _experiment(path: Path, experiment: Any) -> list[Finding]:
-    from kairos import fetching
+    from kairos import downloads
 
     lines = [(True, "experiment file", f"{path}: {len(experiment.methods)} methods, {len(experiment.seeds)} seeds")]
-    for need in fetching.needs(experiment):
+    for need in downloads.needs(experiment):
         place, fault = need.look()
         lines.append((place is not None, "needs", f"{need.what}: {place or need.lack(fault)}"))
     return lines

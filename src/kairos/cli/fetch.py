@@ -13,12 +13,12 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Say of each thing where it is, or bring it; ends with status 1 where something cannot be had."""
-    from kairos import fetching
+    from kairos import downloads
     from kairos.config import load
     from kairos_timesteps.errors import KairosError
 
-    needs = fetching.needs(load(arguments.config))
-    os.environ.pop(fetching.OFFLINE, None)  # the hub's client reads it when it is imported
+    needs = downloads.needs(load(arguments.config))
+    os.environ.pop(downloads.OFFLINE, None)  # the hub's client reads it when it is imported
     if not needs:
         print("nothing to fetch: the images are embedded and everything else is computed")
     failed = []

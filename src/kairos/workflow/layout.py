@@ -13,8 +13,8 @@ from typing import Any
 
 from kairos.analyses.registries import ANALYSES, part_of, places
 from kairos.config import Experiment, freeze, load
-from kairos.fetching import lacking
-from kairos.training.job import last_word
+from kairos.downloads import lacking
+from kairos.training.job import read_progress
 from kairos.workflow import dependencies
 from kairos.workflow.resources import gpus
 
@@ -183,7 +183,7 @@ class Layout:
 
         def group(wildcards: Any) -> str:
             training = wildcards.method, int(wildcards.seed)
-            diverged = not last_word(Path(self.training(*training))).get("again", True)
+            diverged = not read_progress(Path(self.training(*training))).get("again", True)
             alone = f"_alone_{wildcards.method}_seed{wildcards.seed}" if diverged else ""
             return f"trainings{segment.name}_{numbers[training]}{alone}"
 
