@@ -15,12 +15,12 @@ from fake_cuda import DEVICE, fake_cuda, process_group
 from kairos.data.latents import open_latents
 from kairos.losses.registries import LOSSES
 from kairos.models.registries import MODELS
-from kairos.sampling.generate import Estimate, Guidance, guided, noise_of
-from kairos.sampling.registries import SCHEDULERS, resolved
-from kairos.sampling.time_grids import places
+from kairos.sampling.generate import DataPrediction, Guidance, build_guided_predictor, make_noise_source
+from kairos.sampling.registries import SCHEDULERS, resolve_solver
+from kairos.sampling.time_grids import build_time_grid
 from kairos.section import build
-from kairos.training.loop import steps
-from kairos.training.state import Training
+from kairos.training.loop import train_steps
+from kairos.training.state import TrainingState
 from kairos_timesteps.base import Learned, MeasuresNetwork
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import POINTS
@@ -149,8 +149,8 @@ def waits_by_step(chosen: dict, latents) -> list[Counter]:
     """Synchronisations in each of four steps, by kind and function."""
     plain, found = plain_experiment(chosen), []
     with process_group(chosen["ranks"]), fake_cuda() as record:
-        training = Training(plain, "method", 0, latents, DEVICE)
-        running = steps(training, STEPS)
+        training = TrainingState(plain, "method", 0, latents, DEVICE)
+        running = train_steps(training, STEPS)
         for step in range(STEPS):
             record.clear()
             line = next(running)
@@ -330,13 +330,13 @@ def test_pairs_of_components_wait_only_where_it_is_listed(part, latents):
 def test_by_default_a_gpu_logs_every_tenth_step_and_a_cpu_every_step(latents):
     plain = experiment({"uniform": {}})
     with fake_cuda() as record:
-        training = Training(plain, "uniform", 0, latents, DEVICE)
+        training = TrainingState(plain, "uniform", 0, latents, DEVICE)
         record.clear()
-        logged = [line["step"] for line in steps(training, 11) if line is not None]
+        logged = [line["step"] for line in train_steps(training, 11) if line is not None]
         reads = [wait for wait in record.waits if "loop" in wait]
     assert logged == [10] and len(reads) == 3 * len(logged)
-    training = Training(plain, "uniform", 0, latents, torch.device("cpu"))
-    assert [line["step"] for line in steps(training, 3)] == [1, 2, 3]
+    training = TrainingState(plain, "uniform", 0, latents, torch.device("cpu"))
+    assert [line["step"] for line in train_steps(training, 3)] == [1, 2, 3]
 
 
 SCHEMES = [(scheme, process, prediction) for scheme in SCHEDULERS for process, prediction in (
@@ -354,17 +354,19 @@ def waits_of_sampling(latents, scheme: str, diffusion: dict, precision: str, gui
         training__condition_dropout=0.1 if names else 0.0,
         sampling={"scheduler": scheme, "steps": SAMPLING_STEPS, "guidance_scale": guidance_scale},
     )
-    scheduler = resolved(plain["sampling"]["scheduler"], plain["diffusion"]["process"])
+    scheduler = resolve_solver(plain["sampling"]["scheduler"], plain["diffusion"]["process"])
     with fake_cuda() as record, torch.no_grad():
-        training = Training(plain, "method", 0, latents, DEVICE)
+        training = TrainingState(plain, "method", 0, latents, DEVICE)
         process, shape = training.process, latents.shape
-        grid = places(process, SAMPLING_STEPS, scheduler)
+        grid = build_time_grid(process, SAMPLING_STEPS, scheduler)
         conditions = {name: torch.zeros(4, dtype=torch.int64, device=DEVICE) for name in names}
-        predict = guided(process, training.model, conditions, latents.condition_kinds, Guidance(guidance_scale))
-        estimate = Estimate(process, predict, False, precision)
+        predict = build_guided_predictor(
+            process, training.model, conditions, latents.condition_kinds, Guidance(guidance_scale)
+        )
+        estimate = DataPrediction(process, predict, False, precision)
         estimate(torch.zeros(4, *shape, dtype=torch.float64, device=DEVICE), grid[0])  # moves tables to the device
         record.clear()
-        x0 = build(SCHEDULERS, scheduler, process, grid, estimate, noise_of(0, range(4), shape, DEVICE))
+        x0 = build(SCHEDULERS, scheduler, process, grid, estimate, make_noise_source(0, range(4), shape, DEVICE))
         assert x0.device == DEVICE and x0.shape == (4, *shape)
         return Counter(record.waits)
 

@@ -17,7 +17,7 @@ from kairos.sampling.registries import SCHEDULERS
 from kairos.sampling.samples_file import open_samples
 from kairos.sampling.settings import SamplingConfig
 from kairos.sampling.solvers import orders
-from kairos.sampling.time_grids import places, spaced_timesteps
+from kairos.sampling.time_grids import build_time_grid, spaced_timesteps
 from kairos.section import build
 from kairos.workflow.layout import Layout
 from kairos_timesteps.errors import ConfigError
@@ -54,8 +54,8 @@ def test_ddpm_with_a_learned_variance_is_diffusers_step_by_step(monkeypatch, spa
 
     visited, seen = [], []
     scheduler = learned({"spacing": spacing, "clip": clip})
-    estimate = generate.Estimate(process, lambda x, t: seen.append((x, t)) or predict(x, t), clip)
-    grid = places(process, steps, scheduler)
+    estimate = generate.DataPrediction(process, lambda x, t: seen.append((x, t)) or predict(x, t), clip)
+    grid = build_time_grid(process, steps, scheduler)
     x0 = build(SCHEDULERS, scheduler, process, grid, estimate, lambda k: noise[k])
     visited = [int(t[0]) for _, t in seen]
     kept = process.schedule.alphas_cumprod[visited][::-1]
@@ -110,7 +110,7 @@ def test_latent_diffusions_ddim():
     scheduler = completed("ddim", {"spacing": "leading", "offset": 1, "end": "first"})
     predict = best_network(process, 0.2, 0.5)
     z = torch.randn(8, 1, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    grid = places(process, 200, scheduler)
+    grid = build_time_grid(process, 200, scheduler)
     assert [place.t for place in grid] == [*range(996, 0, -5), 0]
     x0 = run(scheduler, process, 200, predict, noise=lambda k: z)
     theirs = DDIMScheduler(
@@ -129,7 +129,7 @@ def test_heun_through_the_cosine_schedule():
     """MinSNR's sampling grid uses the nearest noise level of the schedule, at most 80, without churn."""
     process = build_process({"process": {"name": "discrete", "schedule": "cosine"}, "prediction": "epsilon"})
     scheduler = completed("heun", {"spacing": "karras", "sigma_min": 0.002, "sigma_max": 80.0})
-    grid = places(process, 50, scheduler)
+    grid = build_time_grid(process, 50, scheduler)
     levels = process.schedule.snr**-0.5
     least, share = levels[0], np.linspace(0, 1, 50)
     wanted = ((1 - share) * 80 ** (1 / 7) + share * least ** (1 / 7)) ** 7
@@ -164,7 +164,7 @@ def test_dpm_solver_solves_the_ode_of_a_gaussian(name):
         best = best_network(process)
         predict = lambda x, t: calls.append(t) or best(x, t)  # noqa: E731, B023
         scheduler = completed(scheme, {}, name)
-        first = places(process, steps, scheduler)[0]
+        first = build_time_grid(process, steps, scheduler)[0]
         deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
         x0 = run(scheduler, process, steps, predict, noise=lambda k: z)
         assert len(calls) == steps
@@ -193,7 +193,7 @@ def test_the_error_of_dpm_solver_falls_faster_than_heuns():
     errors = []
     for steps in (31, 61, 121):
         scheduler = completed("dpm_solver", {"spacing": "karras"}, "vp")
-        first = places(process, steps, scheduler)[0]
+        first = build_time_grid(process, steps, scheduler)[0]
         deviation = (first.noise * z - first.signal * MEAN) / math.hypot(first.signal * STD, first.noise)
         x0 = run(scheduler, process, steps, best_network(process), noise=lambda k: z)
         errors.append(float((x0 - MEAN - STD * deviation).abs().max()))
@@ -206,11 +206,11 @@ def test_second_order_steps_are_diffusers():
     from diffusers import DPMSolverSinglestepScheduler
 
     process = process_of()
-    grid = places(process, 1000, completed("dpm_solver", {}))
+    grid = build_time_grid(process, 1000, completed("dpm_solver", {}))
     chosen = [grid[300], grid[400], grid[500]]
     predict = lambda x, t: torch.sin(2 * x) + t.view(-1, 1, 1, 1) / 1000  # noqa: E731
     z = torch.linspace(-2, 2, 9, dtype=torch.float64).view(-1, 1, 1, 1)
-    estimate = generate.Estimate(process, predict, False)
+    estimate = generate.DataPrediction(process, predict, False)
     end = chosen[-1]
     found = build(SCHEDULERS, completed("dpm_solver", {}), process, chosen, estimate, lambda k: z) * end.scale
     theirs = DPMSolverSinglestepScheduler(
@@ -238,7 +238,7 @@ def both(process, model, guidance, t, x):
     labels, seen = {"class": torch.arange(len(x)) % 3}, []
     counted = lambda x, t, c: seen.append(len(x)) or model(x, t, c)  # noqa: E731
     with torch.inference_mode():
-        found = generate.guided(process, counted, labels, CLASSES, generate.Guidance(**guidance))(x, t)
+        found = generate.build_guided_predictor(process, counted, labels, CLASSES, generate.Guidance(**guidance))(x, t)
         parts = [process.predict(model, x, t, c) for c in (labels, {"class": torch.full((len(x),), 3)})]
     return found, *parts, sum(seen)
 

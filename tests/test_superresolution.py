@@ -23,8 +23,8 @@ from kairos.evaluation.evaluate import paired
 from kairos.evaluation.metrics import psnr
 from kairos.evaluation.moments import Measured
 from kairos.files import read_json
-from kairos.sampling.conditions import conditions_of, told_of
-from kairos.sampling.samples_file import Samples, open_samples, write_samples
+from kairos.sampling.conditions import load_conditions, select_condition_sources
+from kairos.sampling.samples_file import SamplesFile, open_samples, write_samples
 from kairos.shards import Shard
 from kairos_timesteps.errors import ConfigError, KairosError
 from test_data import folder_config, write_pictures
@@ -132,23 +132,26 @@ def test_conditions_come_from_heldout_images(encoded, tmp_path):
     latents = open_latents(encoded / "pixels")
     kinds = {"low_resolution": latents.condition_kinds["low_resolution"]}
     held = latents.heldout
-    assert told_of(latents, range(2, 7), kinds).tolist() == held[[2, 3, 4, 0, 1]].tolist()
-    drawn = told_of(latents, range(40), kinds, "data", 3)
-    assert set(drawn) == set(held) and told_of(latents, range(5, 9), kinds, "data", 3).tolist() == drawn[5:9].tolist()
-    told = conditions_of(["low_resolution"], kinds, encoded / "pixels")(range(2, 4))["low_resolution"]
+    assert select_condition_sources(latents, range(2, 7), kinds).tolist() == held[[2, 3, 4, 0, 1]].tolist()
+    drawn = select_condition_sources(latents, range(40), kinds, "data", 3)
+    assert (
+        set(drawn) == set(held)
+        and select_condition_sources(latents, range(5, 9), kinds, "data", 3).tolist() == drawn[5:9].tolist()
+    )
+    told = load_conditions(["low_resolution"], kinds, encoded / "pixels")(range(2, 4))["low_resolution"]
     assert torch.equal(told, low_resolution(latents.dataset.tensor(held[[2, 3]]), 4))
-    assert set(told_of(latents, range(40), {"class": {"kind": "class"}}, "data")) <= set(latents.train)
+    assert set(select_condition_sources(latents, range(40), {"class": {"kind": "class"}}, "data")) <= set(latents.train)
     with pytest.raises(KairosError, match=r"'low_resolution' is that of real images.*--latents"):
-        conditions_of(["low_resolution"], kinds, tmp_path / "absent")
+        load_conditions(["low_resolution"], kinds, tmp_path / "absent")
     for other in ({"factor": 2}, {"kind": "tensor"}):
         with pytest.raises(KairosError, match=r"condition 'low_resolution' is .*, the model was told .*--latents"):
-            conditions_of(
+            load_conditions(
                 ["low_resolution"], {"low_resolution": {**kinds["low_resolution"], **other}}, encoded / "pixels"
             )
     prepare(folder_config(encoded / "in", heldout=0.0), tmp_path / "dataset")
     make_autoencoder(AutoencoderConfig(), open_dataset(tmp_path / "dataset"), tmp_path / "ae", CPU)
     encode(open_dataset(tmp_path / "dataset"), load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4, factor=2)
-    assert told_of(open_latents(tmp_path / "latents"), range(18, 22), kinds).tolist() == [18, 19, 0, 1]
+    assert select_condition_sources(open_latents(tmp_path / "latents"), range(18, 22), kinds).tolist() == [18, 19, 0, 1]
 
 
 def test_a_class_beside_other_conditions_is_that_of_their_image(tmp_path):
@@ -159,23 +162,23 @@ def test_a_class_beside_other_conditions_is_that_of_their_image(tmp_path):
     make_autoencoder(AutoencoderConfig(), dataset, tmp_path / "ae", CPU)
     encode(dataset, load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4, factor=2)
     kinds = open_latents(tmp_path / "latents").condition_kinds
-    told = conditions_of(["class", "low_resolution"], kinds, tmp_path / "latents")(range(9))
+    told = load_conditions(["class", "low_resolution"], kinds, tmp_path / "latents")(range(9))
     assert told["class"].tolist() == dataset.labels[dataset.heldout[:9]].tolist()
-    alone = conditions_of(["class"], kinds, tmp_path / "absent")(range(9))
+    alone = load_conditions(["class"], kinds, tmp_path / "absent")(range(9))
     assert alone["class"].tolist() == [0, 1, 2] * 3
 
 
 def test_psnr(encoded):
     latents = open_latents(encoded / "pixels")
     kinds = {"low_resolution": latents.condition_kinds["low_resolution"]}
-    true = latents.dataset.images[told_of(latents, range(100), kinds)]
+    true = latents.dataset.images[select_condition_sources(latents, range(100), kinds)]
     off = true.astype(int)
     off[::2] = np.where(off[::2] < 128, off[::2] + 3, off[::2] - 3)
     off[1::2] = np.where(off[1::2] < 128, off[1::2] + 9, off[1::2] - 9)
     each = [10 * np.log10(255**2 / 9), 10 * np.log10(255**2 / 81)]
 
     def found(images, part, protocol):
-        pairs = paired(Samples(images, protocol, {}), part, latents, kinds)
+        pairs = paired(SamplesFile(images, protocol, {}), part, latents, kinds)
         return psnr(None, Measured(len(part), {}, pairs=pairs), None)["psnr"]
 
     images, stated = off.astype(np.uint8), {"labels": "balanced", "seed": 0}

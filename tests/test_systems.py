@@ -14,8 +14,8 @@ from kairos.config import load, validate
 from kairos.costs.dataset_size import describe
 from kairos.forward_process import build_process
 from kairos.models.registries import MODELS
-from kairos.sampling.registries import resolved
-from kairos.sampling.time_grids import places
+from kairos.sampling.registries import resolve_solver
+from kairos.sampling.time_grids import build_time_grid
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -47,7 +47,9 @@ def of(name):
 def grid_of(name):
     plain = of(name)
     sampling, process = plain["sampling"], plain["diffusion"]["process"]
-    found = places(build_process(plain["diffusion"]), sampling["steps"], resolved(sampling["scheduler"], process))
+    found = build_time_grid(
+        build_process(plain["diffusion"]), sampling["steps"], resolve_solver(sampling["scheduler"], process)
+    )
     return [place.t for place in found]
 
 

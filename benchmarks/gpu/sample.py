@@ -31,9 +31,9 @@ from common import (
 
 from kairos import compute, models
 from kairos.forward_process import build_process
-from kairos.sampling.generate import Estimate, Guidance, guided, noise_of
-from kairos.sampling.registries import SCHEDULERS, resolved
-from kairos.sampling.time_grids import places
+from kairos.sampling.generate import DataPrediction, Guidance, build_guided_predictor, make_noise_source
+from kairos.sampling.registries import SCHEDULERS, resolve_solver
+from kairos.sampling.time_grids import build_time_grid
 from kairos_timesteps.registry import split
 
 DIT = {"name": "dit", "conditions": ["class"]}
@@ -71,11 +71,13 @@ class Drawn:
         torch.manual_seed(0)
         network = models.build(plain["model"], shape, CLASSES, self.process.channels(shape[0]))
         move(network.parameters())
-        self.scheduler = resolved(named(SCHEDULERS, scheme), plain["diffusion"]["process"])
-        self.grid = places(self.process, steps, self.scheduler)
+        self.scheduler = resolve_solver(named(SCHEDULERS, scheme), plain["diffusion"]["process"])
+        self.grid = build_time_grid(self.process, steps, self.scheduler)
         conditions = {name: torch.arange(batch, device=device) % 10 for name in plain["model"]["conditions"]}
-        self.predict = guided(self.process, network.to(device).eval(), conditions, CLASSES, Guidance(guidance))
-        self.noise = noise_of(0, range(batch), shape, device)
+        self.predict = build_guided_predictor(
+            self.process, network.to(device).eval(), conditions, CLASSES, Guidance(guidance)
+        )
+        self.noise = make_noise_source(0, range(batch), shape, device)
         self.x_t = self.noise(0).float()
         self.t = self.process.times(torch.full((batch,), 0.5, dtype=torch.float64)).to(device)
         self.evaluations = 0
@@ -85,7 +87,7 @@ class Drawn:
         return self.predict(x_t, t)
 
     def images(self) -> torch.Tensor:
-        estimate = Estimate(self.process, self._counted, False, self.precision)
+        estimate = DataPrediction(self.process, self._counted, False, self.precision)
         return SCHEDULERS.build(*split(self.scheduler), self.process, self.grid, estimate, self.noise)
 
     def network_alone(self, times: int) -> None:

@@ -58,6 +58,6 @@ def run(arguments: argparse.Namespace) -> None:
     overrides = {name: value for name, value in vars(a).items() if name in _SETTINGS}
     if a.grid_images is not None:
         overrides["grid"] = a.grid_images
-    request = sample.Request(a.num, a.seed, overrides, a.autoencoder, a.latents, a.shard)
+    request = sample.SamplingRequest(a.num, a.seed, overrides, a.autoencoder, a.latents, a.shard)
     sample.run(jobs, request)
     write_timing(arguments, milestones=len(jobs), images=arguments.num * len(jobs))

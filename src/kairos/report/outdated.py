@@ -15,9 +15,9 @@ import numpy as np
 
 from kairos.config import Experiment
 from kairos.files import glance
-from kairos.sampling.registries import resolved
+from kairos.sampling.registries import resolve_solver
 from kairos.sampling.settings import GUIDANCE
-from kairos.training.identity import identity_of, trajectory_settings
+from kairos.training.identity import compute_identity, trajectory_settings
 from kairos_timesteps.diffusion.schedule import CELLS
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.options import but_name
@@ -139,7 +139,7 @@ class ExpectedSettings:
         device = self.plain["training"]["device"].partition(":")[0]
         kinds = _DEVICES.get(device, (device,))
         with suppress(ConfigError):  # training.start_from is not there
-            return [identity_of(self.plain, method, seed, latents, kind)["identity"] for kind in kinds]
+            return [compute_identity(self.plain, method, seed, latents, kind)["identity"] for kind in kinds]
         return []
 
     def _settings_of(self, method: str) -> Record:
@@ -163,7 +163,7 @@ class ExpectedSettings:
         """Settings that decide the images drawn from a milestone."""
         sampling = self.experiment.sampling
         names = ("steps", "weights", "precision", "seed", *GUIDANCE)
-        scheduler = resolved(sampling.scheduler, self.plain["diffusion"]["process"])
+        scheduler = resolve_solver(sampling.scheduler, self.plain["diffusion"]["process"])
         return {"scheduler": scheduler, **{name: getattr(sampling, name) for name in names}}
 
     def _all_changes(self, method: str, record: Record) -> list[Change]:

@@ -15,7 +15,7 @@ from kairos_timesteps.randomness import Stream
 _LATENTS = "pass --latents DIR, the latents that the model was trained on"
 
 
-def told_of(
+def select_condition_sources(
     latents: Any, indices: range, descriptions: dict[str, dict[str, Any]], labels: str = "balanced", seed: int = 0
 ) -> np.ndarray:
     """Numbers of the images whose conditions the drawn images with some indices have, int64 (n,).
@@ -32,8 +32,8 @@ def told_of(
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """Conditions of the images with some indices; see `conditions_of`."""
+class ImageConditions:
+    """Conditions of the images with some indices; see `load_conditions`."""
 
     descriptions: dict[str, dict[str, Any]]
     latents: Latents | None
@@ -66,29 +66,29 @@ class Prompts:
             which = Stream(self.seed, "sample_captions").integers(0, 2**32, indices).numpy()
         else:
             which = np.arange(indices.start, indices.stop) // (len(latents.heldout) or len(latents.train))
-        return told_of(latents, indices, self.descriptions, self.labels, self.seed), which
+        return select_condition_sources(latents, indices, self.descriptions, self.labels, self.seed), which
 
 
-def conditions_of(
+def load_conditions(
     names: list[str], descriptions: dict[str, dict[str, Any]], latents: Path, labels: str = "balanced", seed: int = 0
-) -> Prompts:
+) -> ImageConditions:
     """Conditions of the images with some indices, each (n, ...), for the names that the model takes.
 
     Where labels are ``balanced`` and a class is all that the model is told, classes go round: image i has class i mod
     K, so that every set of images holds all classes alike. Else image i has all its conditions from the image that
-    `told_of` names, and with each round the next caption of it.
+    `select_condition_sources` names, and with each round the next caption of it.
 
     Raises:
         KairosError: a condition is needed from latents that are not there, or have others.
     """
     taken = {name: descriptions[name] for name in names}
     if not names or (labels != "data" and all(item["kind"] == "class" for item in taken.values())):
-        return Prompts(taken, None, labels, seed)
+        return ImageConditions(taken, None, labels, seed)
     if not latents.is_dir():
         raise KairosError(f"condition {names[-1]!r} is that of real images, but {latents} is no folder; {_LATENTS}")
     opened = open_latents(latents)
     check_conditions(opened, taken, latents)
-    return Prompts(taken, opened, labels, seed)
+    return ImageConditions(taken, opened, labels, seed)
 
 
 def check_conditions(latents: Latents, descriptions: dict[str, dict[str, Any]], folder: Path) -> None:

@@ -16,24 +16,24 @@ from torch import Tensor
 
 from kairos import compute
 from kairos.conditions import nulls
-from kairos.sampling.time_grids import Place
+from kairos.sampling.time_grids import GridPoint
 from kairos_timesteps.diffusion.processes import shaped
 from kairos_timesteps.randomness import Stream
 
 SMALLEST_BATCH = 16
 
-Predict = Callable[[Tensor, Tensor], Tensor]
-Noise = Callable[[int], Tensor]
+Predictor = Callable[[Tensor, Tensor], Tensor]
+NoiseSource = Callable[[int], Tensor]
 
 
-def batches(rows: range, batch_size: int) -> Iterator[tuple[range, int]]:
+def iterate_batches(rows: range, batch_size: int) -> Iterator[tuple[range, int]]:
     """Batches of image indices for the images `rows`, with the number of images in each that are kept."""
     for start in range(rows.start, rows.stop, batch_size):
         kept = min(batch_size, rows.stop - start)
         yield range(start, start + max(kept, min(SMALLEST_BATCH, batch_size))), kept
 
 
-def noise_of(seed: int, indices: range, shape: tuple[int, ...], device: torch.device | str) -> Noise:
+def make_noise_source(seed: int, indices: range, shape: tuple[int, ...], device: torch.device | str) -> NoiseSource:
     """The noise of the images `indices`, (batch, *shape): k = 0 where they start, k = 1 ... in interval k."""
     return lambda k: Stream(seed, "sample").normal(k, indices, shape, device, torch.float64)
 
@@ -67,9 +67,9 @@ class Guidance:
         return scale
 
 
-def guided(
+def build_guided_predictor(
     process: Any, model: Any, conditions: dict[str, Tensor], descriptions: dict[str, Any], guidance: Guidance
-) -> Predict:
+) -> Predictor:
     """The prediction for a batch with classifier-free guidance (Ho and Salimans 2022); a variance is not guided.
 
     Args:
@@ -103,19 +103,19 @@ def guided(
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Estimate of x0 by the network, computed in `precision`; the rest is computed in the dtype of x."""
+class DataPrediction:
+    """DataPrediction of x0 by the network, computed in `precision`; the rest is computed in the dtype of x."""
 
     process: Any
-    predict: Predict
+    predict: Predictor
     clip: bool
     precision: str = "fp32"
 
-    def __call__(self, x: Tensor, place: Place) -> Tensor:
+    def __call__(self, x: Tensor, place: GridPoint) -> Tensor:
         """x0, shape of x."""
         return self.both(x, place)[0]
 
-    def both(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+    def both(self, x: Tensor, place: GridPoint) -> tuple[Tensor, Tensor]:
         """x0, and the channels behind it, which tell of the variance."""
         x_t = place.scale * x  # (batch, c, h, w)
         time = torch.as_tensor(place.t)

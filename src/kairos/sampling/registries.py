@@ -74,7 +74,7 @@ SCHEDULERS.add("euler", "kairos.sampling.solvers:edm", EulerOptions, "Euler's me
 SCHEDULERS.add("heun", "kairos.sampling.solvers:edm", HeunOptions, "EDM's sampler (Karras et al. 2022)")
 
 
-def resolved(scheduler: dict[str, Any], process: dict[str, Any]) -> dict[str, Any]:
+def resolve_solver(scheduler: dict[str, Any], process: dict[str, Any]) -> dict[str, Any]:
     """A scheme with the spacing that `auto` means for the process, both as fields `component` store them.
 
     Raises:

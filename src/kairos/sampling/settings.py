@@ -3,8 +3,8 @@
 from typing import Any, Literal
 
 from kairos.forward_process import build_process
-from kairos.sampling.registries import SCHEDULERS, resolved
-from kairos.sampling.time_grids import places
+from kairos.sampling.registries import SCHEDULERS, resolve_solver
+from kairos.sampling.time_grids import build_time_grid
 from kairos.section import Section, component, field
 from kairos_timesteps.errors import ConfigError, demand
 
@@ -57,8 +57,8 @@ class SamplingConfig(Section):
         timesteps = process.get("timesteps", self.steps)
         allowed = f"at most diffusion.process.timesteps = {timesteps}"
         demand(self.steps <= timesteps, "sampling.steps", self.steps, allowed)
-        scheduler = resolved(self.scheduler, process)
+        scheduler = resolve_solver(self.scheduler, process)
         good = not scheduler.get("offset") or self.steps < timesteps
         demand(good, "sampling.scheduler.offset", f"1 with all {timesteps} timesteps as steps", "0")
         if scheduler.get("spacing") == "karras" and "timesteps" in process:
-            places(build_process(diffusion), self.steps, scheduler)
+            build_time_grid(build_process(diffusion), self.steps, scheduler)

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kairos.sampling.generate import Estimate, Noise
+from kairos.sampling.generate import DataPrediction, NoiseSource
 from kairos.sampling.registries import DdimOptions, DdpmOptions, EulerOptions, OdeOptions
-from kairos.sampling.time_grids import Place, places_at, times_of
+from kairos.sampling.time_grids import GridPoint, grid_points_at, times_of_noise_levels
 
 
-def ddpm(options: DdpmOptions, process: Any, grid: list[Place], estimate: Estimate, noise: Noise) -> Tensor:
+def ddpm(
+    options: DdpmOptions, process: Any, grid: list[GridPoint], estimate: DataPrediction, noise: NoiseSource
+) -> Tensor:
     """Ancestral sampling (Ho et al. 2020, algorithm 2) on the visited places alone (Nichol and Dhariwal 2021, sec. 4).
 
     The variance is that of q(x_s | x_t, x0), or with ``fixed_large`` that of q(x_s | x_t) for x0 ~ N(0, I): beta_t, or
@@ -39,7 +41,9 @@ def ddpm(options: DdpmOptions, process: Any, grid: list[Place], estimate: Estima
     return x
 
 
-def ddim(options: DdimOptions, process: Any, grid: list[Place], estimate: Estimate, noise: Noise) -> Tensor:
+def ddim(
+    options: DdimOptions, process: Any, grid: list[GridPoint], estimate: DataPrediction, noise: NoiseSource
+) -> Tensor:
     """DDIM (Song et al. 2021, eq. 12 and 16)."""
     x = grid[0].noise * noise(0)
     for k, (place, end) in enumerate(pairwise(grid), 1):
@@ -51,14 +55,16 @@ def ddim(options: DdimOptions, process: Any, grid: list[Place], estimate: Estima
     return x
 
 
-def edm(options: EulerOptions, process: Any, grid: list[Place], estimate: Estimate, noise: Noise) -> Tensor:
+def edm(
+    options: EulerOptions, process: Any, grid: list[GridPoint], estimate: DataPrediction, noise: NoiseSource
+) -> Tensor:
     """EDM's sampler (Karras et al. 2022, algorithm 2): ``heun``, and ``euler`` without its lines 9 to 11."""
     x = grid[0].noise * noise(0)
     gamma = min(options.s_churn / (len(grid) - 1), 2**0.5 - 1)
     for k, (place, end) in enumerate(pairwise(grid), 1):
         if gamma > 0 and options.s_min <= place.noise <= (options.s_max or float("inf")):
             less = place.noise
-            (place,) = places_at(process, times_of(process, np.array([less * (1 + gamma)])))
+            (place,) = grid_points_at(process, times_of_noise_levels(process, np.array([less * (1 + gamma)])))
             x = x + (place.noise**2 - less**2) ** 0.5 * options.s_noise * noise(k)
         x0 = estimate(x, place)
         epsilon = _epsilon(x, x0, place)
@@ -71,7 +77,9 @@ def edm(options: EulerOptions, process: Any, grid: list[Place], estimate: Estima
     return x
 
 
-def dpm_solver(options: OdeOptions, process: Any, grid: list[Place], estimate: Estimate, noise: Noise) -> Tensor:
+def dpm_solver(
+    options: OdeOptions, process: Any, grid: list[GridPoint], estimate: DataPrediction, noise: NoiseSource
+) -> Tensor:
     """DPM-Solver++, singlestep of orders up to 3 (Lu et al. 2022, "DPM-Solver++", algorithm 1 and appendix).
 
     The places in between are the grid's own, as in U-ViT's code, so that the network is called once at each. The method
@@ -118,11 +126,11 @@ def _phi(h: float) -> float:
     return h + math.expm1(-h)
 
 
-def _epsilon(x: Tensor, x0: Tensor, place: Place) -> Tensor:
+def _epsilon(x: Tensor, x0: Tensor, place: GridPoint) -> Tensor:
     """The noise that x0 leaves; from a clipped x0 it follows too."""
     return (x - place.signal * x0) / place.noise
 
 
-def _ratio(place: Place, end: Place) -> float:
+def _ratio(place: GridPoint, end: GridPoint) -> float:
     """Square root of SNR before over SNR after, 0 where the end is the image."""
     return place.signal * end.noise / (end.signal * place.noise)

@@ -15,7 +15,7 @@ from kairos_timesteps.errors import ConfigError
 Array = NDArray[Any]
 
 
-class Place(NamedTuple):
+class GridPoint(NamedTuple):
     """A place of the process: x_t = scale x with x = signal x0 + noise eps, at the process' own time t."""
 
     t: Any
@@ -24,18 +24,18 @@ class Place(NamedTuple):
     scale: float
 
 
-IMAGE = Place(None, 1.0, 0.0, 1.0)
+IMAGE_POINT = GridPoint(None, 1.0, 0.0, 1.0)
 
 
-def places(process: Any, steps: int, scheduler: dict[str, Any]) -> list[Place]:
-    """The ends of `steps` intervals from noise to the image, steps + 1 places, as the `resolved` scheme spreads them.
+def build_time_grid(process: Any, steps: int, scheduler: dict[str, Any]) -> list[GridPoint]:
+    """The ends of `steps` intervals from noise to the image, steps + 1 places, as the `resolve_solver` scheme spreads them.
 
     Raises:
         ConfigError: karras' levels are closer than the timesteps of a discrete process.
     """
     spacing = scheduler.get("spacing", "uniform")
     if spacing == "karras":
-        times = times_of(process, karras(process, steps, scheduler))
+        times = times_of_noise_levels(process, karras_noise_levels(process, steps, scheduler))
         if len(set(times.tolist())) < steps:
             raise ConfigError(
                 f"sampling.steps: got {steps} with spacing karras, allowed: as many as there are timesteps near its "
@@ -47,15 +47,18 @@ def places(process: Any, steps: int, scheduler: dict[str, Any]) -> list[Place]:
         times = spaced_timesteps(spacing, steps, process.schedule.timesteps) + scheduler.get("offset", 0)
     if scheduler.get("end") == "first":
         signal, noise = process.coefficients(np.array([0]))
-        return [*places_at(process, times), Place(0, float(signal[0]), float(noise[0]), 1.0)]  # x_t itself is the image
-    return [*places_at(process, times), IMAGE]
+        return [
+            *grid_points_at(process, times),
+            GridPoint(0, float(signal[0]), float(noise[0]), 1.0),
+        ]  # x_t itself is the image
+    return [*grid_points_at(process, times), IMAGE_POINT]
 
 
-def places_at(process: Any, times: Array) -> list[Place]:
+def grid_points_at(process: Any, times: Array) -> list[GridPoint]:
     """The places of some times of the process."""
     signal, noise = process.coefficients(times)
     scale = np.where(np.isclose(signal + noise, 1), 1.0, signal)  # of a flow the path is straight as it is
-    return list(map(Place, times, *(values.tolist() for values in (signal / scale, noise / scale, scale))))
+    return list(map(GridPoint, times, *(values.tolist() for values in (signal / scale, noise / scale, scale))))
 
 
 def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int64]:
@@ -73,7 +76,7 @@ def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int
     return ascending.astype(np.int64)[::-1].copy()
 
 
-def karras(process: Any, steps: int, scheduler: dict[str, Any]) -> Array:
+def karras_noise_levels(process: Any, steps: int, scheduler: dict[str, Any]) -> Array:
     """Noise over signal as EDM spreads it (Karras et al. 2022, eq. 5), descending; the image comes after the last."""
     signal, noise = process.coefficients(process.times(np.array([0.0, 1.0])))
     low, high = noise / signal
@@ -82,7 +85,7 @@ def karras(process: Any, steps: int, scheduler: dict[str, Any]) -> Array:
     return np.asarray(((1 - share) * high ** (1 / rho) + share * low ** (1 / rho)) ** rho)
 
 
-def times_of(process: Any, sigma: Array) -> Array:
+def times_of_noise_levels(process: Any, sigma: Array) -> Array:
     """The process' own times of noise over signal; of a discrete process the nearest timestep's."""
     if isinstance(process, Discrete):
         return np.abs(process.schedule.snr[:, None] ** -0.5 - sigma).argmin(0)
