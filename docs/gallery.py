@@ -18,8 +18,8 @@ import kairos_timesteps
 from kairos.cli import strategies as command
 from kairos.cli.strategies.listing import COMBINATIONS
 from kairos.cli.strategies.show import computed, warnings_of
-from kairos.report.canvas import STYLE, Label, figure, label_lines
-from kairos.report.strategy_figure import draw_strategy
+from kairos.report.plot_style import STYLE, Label, figure, label_lines
+from kairos.report.strategy_figures import draw_strategy
 from kairos_timesteps import options
 from kairos_timesteps.base import FixedDensity
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS

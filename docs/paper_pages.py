@@ -11,7 +11,7 @@ from reference import plain, table
 from kairos.config.published_results import PublishedConfig
 from kairos.costs.recipes import PEAKS, Recipe, claims, recipes
 from kairos.costs.rendering import in_bytes
-from kairos.report.text import NONE, number
+from kairos.report.formatting import NONE, number
 
 ROOT = Path(__file__).resolve().parent.parent
 UTILISATION = 0.4

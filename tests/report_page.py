@@ -7,7 +7,7 @@ import matplotlib
 from PIL import Image
 
 from kairos.config import load
-from kairos.report import canvas
+from kairos.report import plot_style
 from kairos.report.collect import Results, collect
 from kairos.report.figures import figures_of
 from kairos.report.page import page
@@ -26,7 +26,7 @@ def page_of(config: Path, folder: Path, unfinished: bool = False) -> str:
 
 def draw_figures(results: Results) -> None:
     """Draw every figure that the results have numbers for, and write none."""
-    looks = canvas.looks(results.methods, results.baseline)
+    looks = plot_style.looks(results.methods, results.baseline)
     for draw in figures_of(results).values():
-        with matplotlib.rc_context(canvas.STYLE):
+        with matplotlib.rc_context(plot_style.STYLE):
             draw(results, looks)

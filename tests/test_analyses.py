@@ -13,14 +13,14 @@ from torch import nn
 import results_tree
 from kairos.analyses import tables
 from kairos.analyses.gradients import gradients
-from kairos.analyses.levels import area_levels, even_levels, log_snr_levels, optimizer_state
+from kairos.analyses.noise_levels import area_levels, even_levels, log_snr_levels, optimizer_state
 from kairos.analyses.registries import ANALYSES
 from kairos.cli import main
 from kairos.config import validate
 from kairos.milestones import open_milestone
 from kairos.models.backbone import Backbone
 from kairos.models.registries import MODELS
-from kairos.report.analyses import write
+from kairos.report.analysis_figures import write
 from kairos.training.run import train
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import ConfigError, KairosError

@@ -15,7 +15,7 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json, write_json
-from kairos.report import ranking, text
+from kairos.report import formatting, ranking
 from kairos.report.collect import collect
 
 COLUMNS = [
@@ -237,7 +237,8 @@ def test_index_of_all_experiments(small, compare):
     assert "broken/reference/reference.json is missing" in content
     for row in ranking.compare(collect(load(small[0]), small[1])):
         assert (
-            f"<td>{row.method}</td>" in content and text.plus_minus(row.curve.mean[-1], row.curve.spread[-1]) in content
+            f"<td>{row.method}</td>" in content
+            and formatting.plus_minus(row.curve.mean[-1], row.curve.spread[-1]) in content
         )
     links = _Links()
     links.feed(content)

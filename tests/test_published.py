@@ -11,7 +11,7 @@ from scipy import stats
 
 import results_tree
 from kairos.config import load, validate
-from kairos.report import published
+from kairos.report import published_numbers
 from kairos.report.build import build
 from kairos.report.collect import collect
 from kairos.report.ranking import highest
@@ -42,7 +42,7 @@ def mean(method, step):
 
 
 def test_what_was_measured_alike_is_compared(folder):
-    rows = published.beside(collect(recipe(BLOCK), folder))
+    rows = published_numbers.beside(collect(recipe(BLOCK), folder))
     assert [(one.row.row, one.row.step, one.row.value) for one in rows] == [
         ("uniform", 100, 100.0), ("uniform", 200, 50.0), ("uniform", 400, 20.0), ("ours", 100, 60.0),
         ("ours", 200, 25.0),
@@ -68,7 +68,7 @@ def test_what_was_measured_alike_is_compared(folder):
     ],
 )
 def test_what_was_measured_otherwise_is_shown_and_not_compared(folder, changed, why):
-    rows = published.beside(collect(recipe(BLOCK | changed), folder))
+    rows = published_numbers.beside(collect(recipe(BLOCK | changed), folder))
     one = next(row for row in rows if row.row.row == "uniform" and row.row.value == 20.0)
     assert one.why == why and one.measured == pytest.approx(mean("uniform", 400))
     others = [row.why for row in rows if row is not one]
@@ -77,15 +77,15 @@ def test_what_was_measured_otherwise_is_shown_and_not_compared(folder, changed, 
 
 def test_what_a_paper_leaves_open_is_no_reason(folder):
     open_ = dict.fromkeys(("extractor", "samples", "sampling_steps", "reference"))
-    assert not any(one.why for one in published.beside(collect(recipe(BLOCK | open_), folder)))
+    assert not any(one.why for one in published_numbers.beside(collect(recipe(BLOCK | open_), folder)))
 
 
 def test_rows_without_a_number_of_ours_say_why(folder):
     lost = BLOCK | {"rows": {"bs": [1.0, 2.0, 3.0]}, "methods": {}, "missing": {"bs": "its density is not published"}}
-    rows = published.beside(collect(recipe(lost, BLOCK | {"column": "isc"}), folder))
+    rows = published_numbers.beside(collect(recipe(lost, BLOCK | {"column": "isc"}), folder))
     assert [one.why for one in rows] == 3 * ["its density is not published"] + 5 * ["isc is not measured"]
     assert all(np.isnan(one.measured) for one in rows)
-    kid = published.beside(collect(recipe(BLOCK | {"column": "kid", "scale": 0.001}), folder))
+    kid = published_numbers.beside(collect(recipe(BLOCK | {"column": "kid", "scale": 0.001}), folder))
     assert kid[2].measured == pytest.approx(mean("uniform", 400))  # in the paper's unit
 
 
@@ -98,7 +98,7 @@ def test_the_lowest_so_far_where_the_paper_gives_that(tmp_path):
         record["metrics"][results_tree.METRIC] = value
         file.write_text(json.dumps(record))
     plain, so_far = (
-        [one.measured for one in published.beside(collect(recipe(BLOCK | {"best_so_far": best}), folder))][:3]
+        [one.measured for one in published_numbers.beside(collect(recipe(BLOCK | {"best_so_far": best}), folder))][:3]
         for best in (False, True)
     )
     at = np.array([[results_tree.distance("uniform", seed, step) for step in (100, 200, 400)] for seed in SEEDS])
@@ -120,7 +120,7 @@ def test_the_acceleration_is_the_highest_ratio_off_the_curves():
 
 def test_accelerations_have_an_interval_over_seeds(folder):
     results = collect(recipe(BLOCK), folder)
-    (found,) = published.accelerations(results)
+    (found,) = published_numbers.accelerations(results)
     assert (found.method, found.baseline) == ("speed", "uniform")
     assert found.published == pytest.approx(
         highest(*(np.array(x) for x in ([100, 200], [100, 50], [100, 200], [60, 25])))
@@ -140,19 +140,19 @@ def test_speed_s_own_table_read_as_its_paper_reads_it():
     """MetFaces: uniform's 29.3 after 50K is met between 367.3 at 10K and 23.4 at 20K."""
     blocks = load(ROOT / "recipes/speed/table1_metfaces.yaml").published
     at = 10_000 + 10_000 * (367.3 - 29.3) / (367.3 - 23.4)
-    assert published._published(blocks, "speed", "uniform") == pytest.approx(50_000 / at)
+    assert published_numbers._published(blocks, "speed", "uniform") == pytest.approx(50_000 / at)
 
 
 def test_claims_are_judged_by_the_interval(folder):
     said = {}
     for factor in (1.05, 1.3, 20.0):
         claim = {"factor": factor, "method": "speed", "baseline": "uniform"}
-        said[factor] = published.claimed(collect(recipe(claim=claim), folder))
+        said[factor] = published_numbers.claimed(collect(recipe(claim=claim), folder))
         assert said[factor].startswith(f"Claimed: speed needs {factor:g} times fewer steps for the final distance of")
     assert "confirmed at this length" in said[1.05] and "refuted at this length" in said[20.0]
-    assert published.claimed(collect(recipe(), folder)) == ""
+    assert published_numbers.claimed(collect(recipe(), folder)) == ""
     never = {"factor": 2.0, "method": "uniform", "baseline": "speed", "cost": "time"}
-    assert "Measured: not reached, in 5 of 5 seeds." in published.claimed(collect(recipe(claim=never), folder))
+    assert "Measured: not reached, in 5 of 5 seeds." in published_numbers.claimed(collect(recipe(claim=never), folder))
 
 
 @pytest.mark.long
@@ -177,5 +177,5 @@ def test_an_unfinished_experiment_has_what_there_is(tmp_path):
     folder = results_tree.write(tmp_path, SEEDS, ("uniform", "speed"))[1]
     for seed in SEEDS:
         (folder / f"speed/seed{seed}/evaluation/0000200.json").unlink()
-    rows = published.beside(collect(recipe(BLOCK), folder, unfinished=True))
+    rows = published_numbers.beside(collect(recipe(BLOCK), folder, unfinished=True))
     assert [one.why for one in rows] == ["", "", "", "", "not measured yet"]

@@ -24,11 +24,11 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.files import hash_folder, read_json, sha256_file, write_json
-from kairos.report import canvas, curves, densities, figures, findings, ranking, summary_csv, text
+from kairos.report import curve_figures, densities, figures, findings, formatting, plot_style, ranking, summary_csv
 from kairos.report.build import build
-from kairos.report.canvas import spread_out
 from kairos.report.collect import collect
-from kairos.report.samples import told_samples
+from kairos.report.plot_style import spread_out
+from kairos.report.sample_figures import told_samples
 from kairos.sampling.samples_file import write_samples
 from kairos_timesteps.errors import KairosError
 from report_page import page_of
@@ -117,7 +117,7 @@ def test_the_table_gives_difference_interval_and_p(built):
     assert against.p == pytest.approx(own.pvalue * above) and against.p > 0.05
     assert [against.low, against.high] == pytest.approx(np.exp(own.confidence_interval()))
     assert against.value == pytest.approx(np.exp(np.mean(finals["p2"] - finals["uniform"])))
-    for cell in (*text.change(against), text.probability(against)):
+    for cell in (*formatting.change(against), formatting.probability(against)):
         assert cell in html_of(built)
 
 
@@ -137,7 +137,7 @@ def test_below_five_seeds_nothing_is_ranked_and_the_report_says_why(tmp_path):
     assert not any(row.judged or row.like_best for row in rows)
     html = page_of(*tree)
     assert "Not ranked: methods are ranked from 5 seeds on, and this experiment has 4." in html
-    assert "not ranked" in html and text.change(rows[0].against)[1] in html  # an interval, and no p
+    assert "not ranked" in html and formatting.change(rows[0].against)[1] in html  # an interval, and no p
     assert not re.search("<th>rank|Holm|≈ best|Below uniform|Above uniform|told apart|fewer steps for", html)
 
 
@@ -152,9 +152,9 @@ def test_factors_against_uniform(built):
     expected = np.exp([np.mean(logs), np.mean(logs) - half, np.mean(logs) + half])
     for factor in (rows["min_snr"].steps, rows["min_snr"].time):  # its steps take as long as uniform's
         assert [factor.value, factor.low, factor.high] == pytest.approx(expected)
-        assert text.times(factor)[1] in html_of(built)
-    assert text.times(rows["uniform"].steps) == text.times(rows["uniform"].time) == ("1.00×", "")
-    assert text.times(rows["log_normal"].steps) == ("not reached", "in 5 of 5 seeds")
+        assert formatting.times(factor)[1] in html_of(built)
+    assert formatting.times(rows["uniform"].steps) == formatting.times(rows["uniform"].time) == ("1.00×", "")
+    assert formatting.times(rows["log_normal"].steps) == ("not reached", "in 5 of 5 seeds")
     assert 0 < rows["p2"].steps.missed < 5 and np.isnan(rows["p2"].steps.value)  # some seeds are no reason to leave out
     assert f"in {rows['p2'].steps.missed} of 5 seeds" in html_of(built)
 
@@ -374,7 +374,7 @@ def test_template_and_style_are_code_that_the_report_depends_on(tmp_path):
     copy = shutil.copytree(package, tmp_path / "kairos", ignore=shutil.ignore_patterns("__pycache__"))
     code = "from kairos.fingerprint import fingerprint; print(fingerprint(['kairos.report.build']))"
     fingerprints = set()
-    for name in ("page.html.jinja", "canvas.mplstyle", None):
+    for name in ("page.html.jinja", "plot_style.mplstyle", None):
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
         fingerprints.add(done.stdout)
         if name:
@@ -396,12 +396,12 @@ def test_densities_and_losses_are_drawn_in_the_process_own_time(small, process, 
     for training in found.trainings:
         for milestone in training.milestones:
             milestone.strategy["t"] = np.geomspace(0.002, 0.9, len(milestone.strategy))
-    looks = canvas.looks(found.methods, found.baseline)
+    looks = plot_style.looks(found.methods, found.baseline)
     drawn = densities.panels(found, looks, "p", "p", "linear")
     assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in drawn.axes)
     assert all(axes.get_xlim() == pytest.approx((0.002, 0.9)) for axes in drawn.axes)
     line = drawn.axes[0].lines[0].get_ydata()
     assert line == pytest.approx(np.ones(len(line)))  # T times the mass, of uniform
     assert drawn.axes[0].get_ylabel() == "p" and drawn.axes[1].get_ylabel() == ""
-    losses = curves.validation_loss(found, looks)
+    losses = curve_figures.validation_loss(found, looks)
     assert losses.axes[0].get_xlabel().startswith(label) and losses.axes[0].get_xscale() == scale

@@ -143,7 +143,7 @@ def test_densities_and_weights_in_a_process_own_time(columns):
 
 
 def test_pictures_and_tables_in_a_process_own_time(kairos_strategies, tmp_path):
-    from kairos.report import strategy_figure
+    from kairos.report import strategy_figures
 
     for process, label, scale in (
         ("edm", "sigma", "log"),
@@ -155,7 +155,7 @@ def test_pictures_and_tables_in_a_process_own_time(kairos_strategies, tmp_path):
         assert (status, err) == (0, "") and f"\n{head} " in out
         path = tmp_path / f"{process}.csv"
         assert kairos_strategies("show", "edm_log_normal+edm", "--process", process, "--out", path) == (0, "", "")
-        drawing = strategy_figure.draw_strategy(parse_strategy_csv(path.read_text()), "name", [], process)
+        drawing = strategy_figures.draw_strategy(parse_strategy_csv(path.read_text()), "name", [], process)
         assert all(axes.get_xlabel().startswith(label) and axes.get_xscale() == scale for axes in drawing.axes)
 
 

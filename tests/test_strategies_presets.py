@@ -101,7 +101,7 @@ def test_context_reaches_strategies_too(columns):
 
 @pytest.mark.long
 def test_pictures_of_two_strategies(kairos_strategies, tmp_path):
-    from kairos.report.strategy_figure import Compared, draw_strategy
+    from kairos.report.strategy_figures import Compared, draw_strategy
 
     path = tmp_path / "picture.png"
     assert kairos_strategies("show", "edm:log_normal", "--compare", "edm_log_normal+edm2", "--out", path)[0] == 0

@@ -13,9 +13,9 @@ import results_tree
 from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json, write_json
-from kairos.report import canvas, curves, interactive, ranking
+from kairos.report import curve_figures, interactive, plot_style, ranking
 from kairos.report.collect import collect
-from kairos.report.samples import image_by_image
+from kairos.report.sample_figures import image_by_image
 from kairos.sampling.samples_file import write_samples
 from report_page import page_of
 
@@ -113,8 +113,8 @@ def arrays(value):
 
 def test_curves_for_a_browser_have_the_numbers_of_the_figure(small):
     found = collect(load(small[0]), small[1])
-    looks = canvas.looks(found.methods, found.baseline)
-    items = [interactive.item(curves.metric(found, looks, time=False), looks) for _ in range(2)]
+    looks = plot_style.looks(found.methods, found.baseline)
+    items = [interactive.item(curve_figures.metric(found, looks, time=False), looks) for _ in range(2)]
     assert items[0] == items[1] and "<" not in items[0]
     drawn = list(arrays(json.loads(items[0])))
     for method in found.methods:

@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kairos.analyses.levels import agreement, log_snr_levels
+from kairos.analyses.noise_levels import agreement, log_snr_levels
 from kairos.analyses.registries import AgreementOptions
 from kairos.data.latents import open_latents
 from kairos.milestones import Milestone, open_milestone

@@ -74,14 +74,14 @@ def _add(code: str, options: type, help: str, reads: str = "milestone") -> None:
     ANALYSES.add(code.split(":")[1], f"kairos.analyses.{code}", options, help, reads=reads)
 
 
-_add("levels:gradient_variance", GradientVarianceOptions, "Variance of gradient and loss by time")
-_add("levels:areas", AreasOptions, "Loss and gradient in SpeeD's areas")
-_add("levels:agreement", AgreementOptions, "Gradients at different levels of noise: agreement and noise")
-_add("parts:interdependence", InterdependenceOptions, "Trained on a part of the process, measured on all")
-_add("records:density", DensityOptions, "Where methods train, over training", "strategies")
-_add("records:relative_time", NoOptions, "Distance against relative time", "evaluations")
-_add("records:subset_size", NoOptions, "The adaptive sampler's |S| in time and distance", "evaluations")
-_add("records:increments", IncrementsOptions, "Process increments, their bounds and areas", "nothing")
+_add("noise_levels:gradient_variance", GradientVarianceOptions, "Variance of gradient and loss by time")
+_add("noise_levels:areas", AreasOptions, "Loss and gradient in SpeeD's areas")
+_add("noise_levels:agreement", AgreementOptions, "Gradients at different levels of noise: agreement and noise")
+_add("interdependence:interdependence", InterdependenceOptions, "Trained on a part of the process, measured on all")
+_add("recorded_results:density", DensityOptions, "Where methods train, over training", "strategies")
+_add("recorded_results:relative_time", NoOptions, "Distance against relative time", "evaluations")
+_add("recorded_results:subset_size", NoOptions, "The adaptive sampler's |S| in time and distance", "evaluations")
+_add("recorded_results:increments", IncrementsOptions, "Process increments, their bounds and areas", "nothing")
 
 
 def places(named: Mapping[str, Any], experiment: Any) -> list[tuple[str, int, int]]:

@@ -14,7 +14,7 @@ from kairos.costs.estimate import Estimate, estimate
 from kairos.costs.network import Network, measure
 from kairos.costs.rendering import in_bytes
 from kairos.progress import table
-from kairos.report.text import number
+from kairos.report.formatting import number
 
 # 10^12 operations per second without sparsity: NVIDIA's data sheets of the SXM forms; fp32 is outside of tensor cores
 PEAKS = {

@@ -8,7 +8,7 @@ from typing import Any
 from kairos.costs.estimate import Estimate
 from kairos.costs.storage import checkpoint_bytes
 from kairos.progress import duration, table
-from kairos.report.text import sample_sets, template
+from kairos.report.formatting import sample_sets, template
 from kairos.workflow.resources import of_training
 
 

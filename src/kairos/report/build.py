@@ -5,7 +5,7 @@ from tempfile import TemporaryDirectory
 
 from kairos.config import Experiment
 from kairos.files import atomic_folder, write_text
-from kairos.report import published, summary_csv
+from kairos.report import published_numbers, summary_csv
 from kairos.report.collect import collect
 from kairos.report.figures import draw_all
 from kairos.report.page import page
@@ -30,7 +30,7 @@ def build(experiment: Experiment, folder: Path, unfinished: bool = False) -> Pat
         live = draw_all(results, figures)
     write_text(folder / "summary.csv", summary_csv.text(results))
     if experiment.published:
-        write_text(folder / "published.csv", published.csv(results))
+        write_text(folder / "published.csv", published_numbers.csv(results))
     write_text(folder / "report.html", page(results, folder / "figures", live))
     partial.unlink(missing_ok=True)
     return folder / "report.html"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from kairos.evaluation.separation import ADVICE, cannot_rank
-from kairos.report import text
+from kairos.report import formatting
 from kairos.report.collect import Measured, Results
 from kairos.report.ranking import Ratio, Row, compare
 from kairos_timesteps.errors import KairosError, demand
@@ -131,7 +131,9 @@ def index(entries: dict[Path, tuple[Results, list[Row]] | str], out: Path) -> st
         links = {told: os.path.relpath(path, out.parent) for told, path in there.items()}
         warned = [] if isinstance(found, str) else list(warnings([(found[0], [])]))
         shown.append((folder.name, found, links.pop("picture", None), links, warned))
-    return text.template(Path(__file__).with_suffix(".html.jinja")).render(text=text, experiments=shown)
+    return formatting.template(Path(__file__).with_suffix(".html.jinja")).render(
+        formatting=formatting, experiments=shown
+    )
 
 
 def warnings(sides: Sides) -> Iterator[str]:
@@ -146,12 +148,12 @@ def remarks(sides: Sides, measured: Measured) -> Iterator[str]:
     for (found, _), label in zip(sides, _labels(sides)):
         if found.missing:
             told = ", ".join(line.partition(";")[0] for line in found.missing[:3])
-            yield f"{label} is unfinished, {text.plural(len(found.missing), 'training')}: {told}"
+            yield f"{label} is unfinished, {formatting.plural(len(found.missing), 'training')}: {told}"
         for changes in found.outdated:
             yield f"{label}: results of other settings are left out: {changes}"
         yield from (f"{label}: {note}" for note in found.notes)
     if left := [str(seed) for seed in measured.seeds if seed not in measured.common.seeds]:
-        yield f"left out, since not all methods have them at the last common milestone: seeds {text.listed(left)}"
+        yield f"left out, since not all methods have them at the last common milestone: seeds {formatting.listed(left)}"
 
 
 def _labels(sides: Sides) -> list[str]:
@@ -161,5 +163,5 @@ def _labels(sides: Sides) -> list[str]:
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
-        return text.number(value, 4) if math.isfinite(value) else ""
+        return formatting.number(value, 4) if math.isfinite(value) else ""
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from kairos.report.canvas import INK, MUTED, Look, figure, own_time
 from kairos.report.collect import Results
+from kairos.report.plot_style import INK, MUTED, Look, figure, own_time
 from kairos.report.ranking import NOT_MOVED, moved
 
 _COLUMNS = 3

@@ -6,8 +6,8 @@ from itertools import chain, pairwise
 
 from kairos.evaluation.separation import ADVICE, cannot_rank
 from kairos.report.collect import Results
+from kairos.report.formatting import change, listed, number, plural, plus_minus, times
 from kairos.report.ranking import LEVEL, SEEDS, Curve, Ratio, Row, curve, moved, stands_still
-from kairos.report.text import change, listed, number, plural, plus_minus, times
 
 
 def verdict(results: Results, rows: list[Row]) -> list[str]:

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from kairos.report.canvas import Look
+from kairos.report.plot_style import Look
 
 FIGURES = ("metric_vs_steps", "metric_vs_time", "validation_loss", "training_loss")
 LIBRARY = Resources(mode="inline", components=["bokeh"])  # Bokeh's JavaScript, which no network is asked for

@@ -10,10 +10,10 @@ from PIL import Image
 
 from kairos.analyses.registries import ANALYSES
 from kairos.models.registries import effective
-from kairos.report import findings, interactive, published, text
-from kairos.report.canvas import DPI, looks
+from kairos.report import findings, formatting, interactive, published_numbers
 from kairos.report.collect import Record, Results
 from kairos.report.figures import figures_of
+from kairos.report.plot_style import DPI, looks
 from kairos.report.ranking import compare, curve, stands_still
 from kairos.sampling.registries import SCHEDULERS
 from kairos.sampling.settings import GUIDANCE
@@ -26,14 +26,14 @@ def page(results: Results, figures: Path, live: dict[str, str] | None = None) ->
     """The report as one HTML document, with the figures of a folder inside, and those for a browser by name."""
     rows, records = compare(results), [training.record["provenance"] for training in results.trainings]
     curves = {method: curve(results.measured, method) for method in results.methods}
-    words = [{key: text.words(value) for key, value in record.items()} for record in records]
-    provenance = pd.DataFrame(words).fillna(text.NONE)
+    words = [{key: formatting.words(value) for key, value in record.items()} for record in records]
+    provenance = pd.DataFrame(words).fillna(formatting.NONE)
     same = provenance.nunique() == 1
     shared = provenance.loc[:, same].iloc[0]
     final = results.trainings[0].final
     protocol, config = final.evaluation["protocol"], final.record["config"]
-    return text.template(Path(__file__).with_suffix(".html.jinja")).render(
-        text=text,
+    return formatting.template(Path(__file__).with_suffix(".html.jinja")).render(
+        formatting=formatting,
         results=results,
         rows=rows,
         protocol=protocol,
@@ -55,11 +55,11 @@ def page(results: Results, figures: Path, live: dict[str, str] | None = None) ->
         ),
         reference_metrics=_further_metrics(results.reference["rows"].values(), results.metric),
         milestones=[f"step {step:,}" if step else "untrained" for step in results.experiment.milestones],
-        losses=text.listed([text.component(loss) for loss in results.experiment.diffusion.losses]),
+        losses=formatting.listed([formatting.component(loss) for loss in results.experiment.diffusion.losses]),
         costs=_costs(results.jobs),
-        beside=published.beside(results),
-        accelerations=list(published.accelerations(results)) if results.experiment.published else [],
-        claimed=published.claimed(results),
+        beside=published_numbers.beside(results),
+        accelerations=list(published_numbers.accelerations(results)) if results.experiment.published else [],
+        claimed=published_numbers.claimed(results),
         shared=shared[~shared.isin(["None", "[]"])],
         varying=provenance.loc[:, ~same],
         figures={name: _figure(figures, name) for name in figures_of(results)},

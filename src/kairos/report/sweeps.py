@@ -8,8 +8,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kairos.config.sweeps import taken_apart
-from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, plain_log
 from kairos.report.collect import Results
+from kairos.report.plot_style import MUTED, Label, Look, figure, label_lines, plain_log
 from kairos.report.ranking import curve
 
 

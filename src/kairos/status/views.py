@@ -13,7 +13,7 @@ import numpy as np
 from kairos import slurm
 from kairos.files import glance
 from kairos.progress import duration
-from kairos.report import text
+from kairos.report import formatting
 from kairos.status.outline import outline
 from kairos.status.products import Products
 from kairos.status.stages import stages
@@ -54,7 +54,7 @@ def page(experiment: Path, every: float, moment: float) -> str:
         every: seconds after which the document is asked for again.
         moment: tells one look from the next; all who ask at the same moment get the same page.
     """
-    facts: dict[str, Any] = {"title": experiment.stem, "every": every, "text": text, "glance": glance, "url": _url}
+    facts: dict[str, Any] = {"title": experiment.stem, "every": every, "formatting": formatting, "glance": glance, "url": _url}
     try:
         facts |= _look(experiment)
         logs = Logs(facts["wanted"].results)

@@ -15,9 +15,9 @@ import yaml
 from kairos.files import atomic_folder, glance, write_text
 from kairos.milestones import check_milestone, step_name
 from kairos.models.registries import effective
-from kairos.report import text
+from kairos.report import formatting
 from kairos.report.collect import Results, Training
-from kairos.report.samples import picture
+from kairos.report.sample_figures import picture
 from kairos.tracking import content
 from kairos_timesteps.errors import KairosError, demand
 
@@ -83,8 +83,8 @@ def hub(milestone: Path, out: Path) -> None:
         "scheduler": glance(milestone / "scheduler" / "scheduler_config.json"),
         "latent": latent | glance(decoder / "config.json") if decodes and latent["kind"] != "none" else {},
     }
-    filters = {"yaml": lambda value: yaml.safe_dump(value, sort_keys=False).rstrip(), "number": text.number}
-    card = text.template(Path(__file__).with_name("card.md.jinja"), **filters)
+    filters = {"yaml": lambda value: yaml.safe_dump(value, sort_keys=False).rstrip(), "number": formatting.number}
+    card = formatting.template(Path(__file__).with_name("card.md.jinja"), **filters)
     write_text(out / "README.md", card.render(record | facts))
 
 

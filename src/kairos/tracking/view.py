@@ -6,7 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from string import Template
 
-from kairos.report import compare, ranking, text
+from kairos.report import compare, formatting, ranking
 from kairos.report.collect import Results
 from kairos.report.findings import verdict
 from kairos.tracking.store import Client
@@ -47,7 +47,7 @@ def note(results: Results) -> str:
         rows, found = ranking.compare(results), compare.table(results.measured)
     except KairosError as error:  # no number to compare: runs can be looked at all the same
         return str(error)
-    value = [text.plus_minus(*pair) for pair in zip(found["value"], found["spread"])]
+    value = [formatting.plus_minus(*pair) for pair in zip(found["value"], found["spread"])]
     first, *others = (f"{method} {distance}" for method, distance in zip(found["method"], value))
     limits = "" if rows[0].judged else f" (too few seeds to rank: {rows[0].seeds})"
     head = f"{results.primary_metric}, lowest first{limits}: {', '.join([f'**{first}**', *others[:4]])}"

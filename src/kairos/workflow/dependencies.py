@@ -74,7 +74,10 @@ def _others(plain: Plain) -> dict[str, tuple[Plain, list[str]]]:
         name, code = asked["name"], ANALYSES.entry(asked["name"]).module
         chosen = {"asked": _without(asked, "methods", "milestones"), **computing}  # which ones changes no table of one
         analyses[f"measure_{name}"] = chosen, ["kairos.analyses.tables", code, model, process]
-        analyses[f"analyse_{name}"] = {"asked": asked, **_only(plain, "methods")}, ["kairos.report.analysis_figures", code]
+        analyses[f"analyse_{name}"] = (
+            {"asked": asked, **_only(plain, "methods")},
+            ["kairos.report.analysis_figures", code],
+        )
     return {
         **analyses,
         "prepare": (images, ["kairos.data.prepare", "kairos.data.sources"]),

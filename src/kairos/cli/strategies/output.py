@@ -28,10 +28,10 @@ def deliver(arguments: argparse.Namespace, name: str, table: Text, csv: Text, pi
     out: Path | None = arguments.out
     wanted = arguments.format or {".csv": "csv", ".png": "png"}.get(out.suffix.lower() if out else "", "table")
     if wanted == "png":
-        from kairos.report import strategy_figure
+        from kairos.report import strategy_figures
 
         path = out or Path(f"{name}.png")
-        strategy_figure.write_png(lambda: picture(strategy_figure), path)
+        strategy_figures.write_png(lambda: picture(strategy_figures), path)
         if out is None:
             say(f"kairos: written to {path}; --out names another file")
         return

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from kairos.config.published_results import PublishedConfig, PublishedRow
-from kairos.report import text
+from kairos.report import formatting
 from kairos.report.collect import Results
 from kairos.report.ranking import Ratio, acceleration, curve, factor, highest
 
@@ -85,7 +85,7 @@ def claimed(results: Results) -> str:
     common = results.measured.common
     own, base = curve(common, claim.method), curve(common, claim.baseline)
     found = factor(own, base, "steps" if claim.cost == "steps" else "clock")
-    value, limits = text.times(found)
+    value, limits = formatting.times(found)
     if found is None or found.missed:
         said = limits or "in no seed"
     elif not found.low < found.high:

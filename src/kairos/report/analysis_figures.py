@@ -15,8 +15,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from kairos.analyses import tables
-from kairos.report.canvas import INK, MUTED, Label, figure, label_lines, looks, own_time, plain_log
-from kairos.report.strategy_figure import SHADES, write_png
+from kairos.report.plot_style import INK, MUTED, Label, figure, label_lines, looks, own_time, plain_log
+from kairos.report.strategy_figures import SHADES, write_png
 
 _BLUE, _SHADE = "#0072B2", "#DDE1E5"
 _AREAS = {"acceleration": "#D55E00", "steady": "#7A4FA3", "deceleration": _BLUE, "convergence": MUTED}

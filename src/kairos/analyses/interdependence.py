@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kairos.analyses.levels import Row, optimizer_state
+from kairos.analyses.noise_levels import Row, optimizer_state
 from kairos.analyses.registries import InterdependenceOptions
 from kairos.data.latents import Latents
 from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import fixed_on
 from kairos.milestones import open_milestone
-from kairos.training.loop import steps
-from kairos.training.state import Training
+from kairos.training.loop import train_steps
+from kairos.training.state import TrainingState
 from kairos_timesteps.validation import spread_over
 
 # what a few steps on one process need, and a rate that does not depend on how far the training went
@@ -51,12 +51,12 @@ def interdependence(options: InterdependenceOptions, folder: Path, latents: Late
         sampler = {"name": "uniform", "start": start, "end": end}
         method = opened.config["methods"][record["method"]] | {"sampler": sampler}
         plain = {"methods": {record["method"]: method}, "training": opened.config["training"] | _HERE}
-        training = Training(opened.config | plain, record["method"], record["seed"], latents, device)
+        training = TrainingState(opened.config | plain, record["method"], record["seed"], latents, device)
         training.model.load_weights(opened.model.weights())
         if state is not None:
             training.optimizer.load_state_dict(state)
         training.step = training.strategy.step = record["step"]
-        for _ in steps(training, record["step"] + options.steps):
+        for _ in train_steps(training, record["step"] + options.steps):
             pass
         for part, (old, new) in enumerate(zip(before, losses(training.model))):
             row = {"trained": trained, "part": part, "u_low": parts[part][0] / cells, "u_high": parts[part][1] / cells}

@@ -5,8 +5,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kairos.report.canvas import MUTED, Label, Look, figure, label_lines, method_lines, own_time, plain_log
 from kairos.report.collect import Results
+from kairos.report.plot_style import MUTED, Label, Look, figure, label_lines, method_lines, own_time, plain_log
 from kairos.report.ranking import curve
 
 _POINTS = 1500  # points of a drawn line; more are not visible

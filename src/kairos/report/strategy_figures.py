@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from kairos.files import atomic
 from kairos.increments import Increments
-from kairos.report.canvas import DPI, INK, MUTED, STYLE, figure, own_time
+from kairos.report.plot_style import DPI, INK, MUTED, STYLE, figure, own_time
 
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#D55E00", "#009E73", "#C0001A"
 SHADES = {"acceleration": "#F3C9A8", "steady": "#DCD3EE", "deceleration": "#BFD9EC", "convergence": "#E3E5E8"}

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from kairos import increments as of_process
-from kairos.analyses.levels import Row
+from kairos.analyses.noise_levels import Row
 from kairos.analyses.registries import ADAPTIVE, DensityOptions, IncrementsOptions
 from kairos.files import read_json
 from kairos.strategy_file import parse_strategy_csv
-from kairos.training.store import read_timing
+from kairos.training.run_folder import read_timing
 from kairos_timesteps.diffusion.adapters import as_process
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.registry import NoOptions
