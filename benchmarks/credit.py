@@ -37,8 +37,8 @@ from credit_ways import Array, Moment, Way, ways
 from kairos import compute
 from kairos.config import load
 from kairos.data.latents import open_latents
-from kairos.training.loop import steps as train
-from kairos.training.state import Training
+from kairos.training.loop import train_steps as train
+from kairos.training.state import TrainingState
 
 BLOCKS = 10  # of measurements, for the jackknife
 TRUTHS = {"with_first_order": "first order", "with_regression": "regression, loss"}
@@ -188,7 +188,7 @@ def main() -> None:
                 plain, latents = configured(arguments.config, schedule)
             else:
                 plain, latents = digits(Path(folder), schedule)
-            training = Training(plain, "uniform", 0, open_latents(latents), device)
+            training = TrainingState(plain, "uniform", 0, open_latents(latents), device)
             for until in sorted(arguments.moments):
                 for _ in train(training, until):
                     pass

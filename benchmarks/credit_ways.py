@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Beta
 
 from kairos.losses.terms import per_sample
-from kairos.training.state import Training
+from kairos.training.state import TrainingState
 from kairos_timesteps.base import Observation
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.coordinates import RandomCoordinates
@@ -55,7 +55,7 @@ class Way:
 class Moment:
     """A training run at a fixed step: every measured optimiser step starts from its weights and is undone."""
 
-    def __init__(self, training: Training):
+    def __init__(self, training: TrainingState):
         self.training, self.process = training, training.process
         self.network, self.optimizer = training.model, training.optimizer
         self.schedule = training.process.schedule

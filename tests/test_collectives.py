@@ -15,11 +15,11 @@ from torch.testing._internal.distributed.multi_threaded_pg import _install_threa
 from fake_cuda import Replicated, caller, process_group
 from kairos import ranks as rank_processes
 from kairos.data.latents import open_latents
-from kairos.training.job import Leave, LeaveTogether, ProgressFile
-from kairos.training.loop import steps
-from kairos.training.run import Run
-from kairos.training.state import Training
-from kairos.training.store import Store
+from kairos.training.job import CollectiveStop, ProgressFile, StopRequest
+from kairos.training.loop import train_steps
+from kairos.training.run import TrainingJob
+from kairos.training.run_folder import RunFolder
+from kairos.training.state import TrainingState
 from kairos_timesteps.errors import ConfigError
 from kairos_timesteps.strategy import Strategy
 from test_fake_cuda import DEFAULTS, LOGGING, MEASURING, ORDINARY, STEPS, plain_experiment
@@ -61,12 +61,12 @@ def collectives_of_run(plain: dict, latents, folder, ranks: int, length: int, mo
     # the reducer of DistributedDataParallel does not take the results of a fake process group
     monkeypatch.setattr("torch.nn.parallel.DistributedDataParallel", Replicated)
     with process_group(ranks):
-        training = Training(plain, next(iter(plain["methods"])), 0, latents, torch.device("cpu"))
-        store = Store(folder / "out", "identity")
+        training = TrainingState(plain, next(iter(plain["methods"])), 0, latents, torch.device("cpu"))
+        store = RunFolder(folder / "out", "identity")
         store.start([length])
         progress = ProgressFile(folder / "out" / ".state", length, often=False)
         with counted() as found:
-            assert Run(store, training, "label", progress, Leave()).until([length], [length]) == length
+            assert TrainingJob(store, training, "label", progress, StopRequest()).train_until([length], [length]) == length
     return found
 
 
@@ -95,9 +95,9 @@ def steps_until_all_leave(ranks: int, asked: int, request: int, seconds: list[fl
 
     def run(rank: int) -> None:
         torch.distributed.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
-        leave = Leave()
+        leave = StopRequest()
         leave.begin()
-        together = LeaveTogether(leave)
+        together = CollectiveStop(leave)
         leaving = False
         while not leaving:
             time.sleep(seconds[rank])
@@ -137,8 +137,8 @@ def collectives_by_step(chosen: dict, latents) -> list[Counter]:
     """Collectives of each of four steps: the set-up, an ordinary, a measuring and a logging one."""
     plain, found = plain_experiment(chosen), []
     with process_group(chosen["ranks"]), mock.patch("torch.nn.parallel.DistributedDataParallel", Replicated):
-        training = Training(plain, "method", 0, latents, torch.device("cpu"))
-        running = steps(training, STEPS)
+        training = TrainingState(plain, "method", 0, latents, torch.device("cpu"))
+        running = train_steps(training, STEPS)
         for _ in range(STEPS):
             with counted() as counts:
                 next(running)

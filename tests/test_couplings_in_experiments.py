@@ -6,8 +6,8 @@ import torch
 
 from kairos.data.latents import open_latents
 from kairos.training.identity import code_roots, trajectory_settings
-from kairos.training.loop import steps
-from kairos.training.state import Training
+from kairos.training.loop import train_steps
+from kairos.training.state import TrainingState
 from kairos_timesteps.errors import ConfigError
 from training_case import experiment, make_latents
 
@@ -46,16 +46,16 @@ def test_a_training_with_a_coupling_resumes_to_the_bit(method, tmp_path):
     plain = experiment(METHODS)
 
     def training(name=method):
-        return Training(plain, name, 0, latents, torch.device("cpu"))
+        return TrainingState(plain, name, 0, latents, torch.device("cpu"))
 
     def weights(of):
         return torch.cat([value.flatten() for value in of.model.state_dict().values()])
 
     whole, first, second, usual = training(), training(), training(), training("uniform")
     for one, end in ((whole, 8), (first, 5), (usual, 8)):
-        list(steps(one, end))
+        list(train_steps(one, end))
     second.load(first.state(), 5)
-    list(steps(second, 8))
+    list(train_steps(second, 8))
     assert torch.equal(weights(second), weights(whole))
     assert not torch.equal(weights(usual), weights(whole)) and np.isfinite(weights(whole)).all()
 

@@ -20,7 +20,7 @@ from kairos.files import read_json
 from kairos.training import checkpoint
 from kairos.training.passes import cut
 from kairos.training.run import train
-from kairos.training.store import exclusive
+from kairos.training.run_folder import lock_run_folder
 from kairos_timesteps.errors import ConfigError, KairosError
 from training_case import difference, experiment, hashes, make_latents, started, train_command, write_experiment
 
@@ -215,7 +215,7 @@ def test_ranks_die_with_their_launcher(folder, tmp_path):
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < end
         time.sleep(0.1)
-    with exclusive(out / ".state"):  # the lock has fallen with them
+    with lock_run_folder(out / ".state"):  # the lock has fallen with them
         pass
 
 

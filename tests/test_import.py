@@ -19,8 +19,8 @@ from kairos.evaluation.settings import LossSettings
 from kairos.evaluation.validation import validation_loss
 from kairos.files import read_json, write_json
 from kairos.milestones import open_milestone
-from kairos.training.identity import identity_of
-from kairos.training.imported import published_diffusion
+from kairos.training.identity import compute_identity
+from kairos.training.import_weights import published_diffusion
 from kairos.training.run import train
 from kairos_timesteps.errors import ConfigError, KairosError
 from training_case import experiment, make_latents
@@ -240,7 +240,7 @@ def test_a_start_counts_by_its_weights_and_must_be_of_the_same_model(tmp_path):
     shutil.copytree(*starts)
     plain = [experiment({"uniform": {}}, training__start_from=str(start)) for start in starts]
     manifest = read_json(latents / "manifest.json")
-    assert len({identity_of(one, "uniform", 0, manifest, "cpu")["identity"] for one in plain}) == 1
+    assert len({compute_identity(one, "uniform", 0, manifest, "cpu")["identity"] for one in plain}) == 1
     plain[0]["model"]["width"] = 32
     with pytest.raises(KairosError, match=r"training.start_from: got one with model.width: 16 .* allowed: one with 32"):
         train(plain[0], "uniform", 0, tmp_path / "other", latents, [0])

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kairos.files import read_json, write_json
-from kairos.training.job import Leave, Left, last_word
+from kairos.training.job import StoppedEarly, StopRequest, read_progress
 from kairos.training.run import train
-from kairos.training.store import exclusive
+from kairos.training.run_folder import lock_run_folder
 from kairos_timesteps.errors import KairosError
 from training_case import experiment, hashes, make_latents, train_command, wait_for_steps, write_experiment
 
@@ -51,7 +51,7 @@ def test_little_time_left_ends_a_training_and_it_goes_on(latents, tmp_path, monk
     case = experiment({"uniform": {}}, training__milestones=[40], training__checkpoint_every=30)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 20))
     for step in (1, 2):
-        with pytest.raises(Left, match=rf"before the job's time is over: stopped after step {step} of 40") as left:
+        with pytest.raises(StoppedEarly, match=rf"before the job's time is over: stopped after step {step} of 40") as left:
             train(case, "uniform", 0, tmp_path / "out", latents, [0, 40])
         assert left.value.code == 75
     word = read_json(tmp_path / "out" / ".state" / "progress.json")
@@ -70,18 +70,18 @@ def test_only_a_training_that_diverged_is_marked_not_to_be_tried_again(latents, 
     for folder, error, again in ((latents, "not finite", False), (tmp_path / "missing", "does not exist", True)):
         with pytest.raises(KairosError, match=error):
             train(case, "uniform", 0, tmp_path / "out", folder, [0, 20])
-        word = last_word(tmp_path / "out")
+        word = read_progress(tmp_path / "out")
         assert word["state"] == "failed" and word["again"] is again
 
 
 def test_a_signal_before_the_first_step_leaves_at_once():
-    with pytest.raises(Left, match="SIGUSR1"), Leave():
+    with pytest.raises(StoppedEarly, match="SIGUSR1"), StopRequest():
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(5)
-    with Leave() as leave:
+    with StopRequest() as leave:
         leave.begin()
         os.kill(os.getpid(), signal.SIGINT)
-        assert leave.asked(0.0) == "SIGINT"
+        assert leave.reason_to_stop(0.0) == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
@@ -104,12 +104,12 @@ def test_a_gpu_that_was_given_and_cannot_be_used_is_an_error(monkeypatch):
 
 def test_a_lock_that_does_not_reach_another_machine_is_noticed(tmp_path):
     state = tmp_path / "run" / ".state"
-    with exclusive(state):
+    with lock_run_folder(state):
         pass
     word = {"host": "elsewhere", "pid": 3, "state": "running", "updated": time.time()}
     write_json(state / "progress.json", word)
     timer = threading.Timer(1.5, lambda: write_json(state / "progress.json", word | {"updated": time.time()}))
     timer.start()
-    with pytest.raises(KairosError, match=r"is being trained on elsewhere \(pid 3\)"), exclusive(state):
+    with pytest.raises(KairosError, match=r"is being trained on elsewhere \(pid 3\)"), lock_run_folder(state):
         pass
     timer.join()

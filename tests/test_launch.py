@@ -33,7 +33,7 @@ class DistanceError(Exception):
     ids=lambda error: type(error).__name__,
 )
 def test_errors_of_the_training_itself_are_reported(rank_of_a_launcher, error):
-    assert launch.fails_first(error)
+    assert launch.is_first_failure(error)
 
 
 def communication_errors():
@@ -62,4 +62,4 @@ def test_errors_of_the_communication_between_ranks_are_left_to_their_cause(rank_
     errors = list(communication_errors())
     assert len(errors) == 4
     for error in errors:
-        assert not launch.fails_first(error), error
+        assert not launch.is_first_failure(error), error

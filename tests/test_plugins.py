@@ -14,7 +14,7 @@ from kairos.cli import main
 from kairos.config import freeze, load, plugins, validate
 from kairos.files import read_json
 from kairos.fingerprint import fingerprint
-from kairos.training.identity import code_roots, identity_of
+from kairos.training.identity import code_roots, compute_identity
 from kairos.workflow import dependencies
 from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -284,15 +284,15 @@ print(method_codes(load({str(kept)!r}).plain()['methods'])['my_strategies:Power'
 def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
     Path("deep").mkdir()
     plain, manifest = case(), {"content_sha256": "", "autoencoder_sha256": ""}
-    identities = [identity_of(plain, method, 0, manifest, "cpu")["identity"] for method in METHODS]
+    identities = [compute_identity(plain, method, 0, manifest, "cpu")["identity"] for method in METHODS]
     stages = [dependencies.of(stage, plain, "power") for stage in ("prepare", "train", "sample", "evaluate", "report")]
     without = experiment({"uniform": {}})
-    assert identity_of(without, "uniform", 0, manifest, "cpu")["identity"] == identities[0]
+    assert compute_identity(without, "uniform", 0, manifest, "cpu")["identity"] == identities[0]
     assert "plugins" not in without
     plugins.forget("my_strategies")
     Path("my_strategies.py").rename("deep/renamed.py")
     moved = case("deep/renamed.py")
-    assert [identity_of(moved, method, 0, manifest, "cpu")["identity"] for method in METHODS] == identities
+    assert [compute_identity(moved, method, 0, manifest, "cpu")["identity"] for method in METHODS] == identities
     stages_after = [
         dependencies.of(stage, moved, "power") for stage in ("prepare", "train", "sample", "evaluate", "report")
     ]

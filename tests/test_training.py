@@ -19,9 +19,9 @@ from kairos.data.latents import open_latents
 from kairos.files import read_json, sha256_bytes, write_text
 from kairos.milestones import check_milestone, open_milestone
 from kairos.training import checkpoint
-from kairos.training.job import Leave, Left
+from kairos.training.job import StoppedEarly, StopRequest
 from kairos.training.run import train
-from kairos.training.store import Store
+from kairos.training.run_folder import RunFolder
 from kairos_timesteps.errors import ConfigError, DamagedError, KairosError
 from specifications import Specification, examples, specifications
 from training_case import experiment, make_latents, train_command, write_experiment
@@ -324,7 +324,7 @@ def test_other_versions_resume_a_training_only_if_they_are_accepted(latents, tmp
 
 
 def test_a_checkpoint_reads_only_the_metrics_that_are_new(tmp_path):
-    store = Store(tmp_path, "identity")
+    store = RunFolder(tmp_path, "identity")
     store.folder.mkdir(parents=True)
     for step, line in enumerate(("one\n", "two\n"), start=1):
         with open(store.metrics, "a") as metrics:
@@ -352,14 +352,14 @@ def test_bf16_conditions_and_dropout_of_labels_resume_exactly(latents, tmp_path)
     assert components(tmp_path / "a") == components(tmp_path / "b")
 
 
-class LeaveAfter(Leave):
+class LeaveAfter(StopRequest):
     """Asks the training to leave after some steps, as a signal does."""
 
     def __init__(self, steps: int):
         super().__init__()
         self.steps = steps
 
-    def asked(self, saving: float) -> str:
+    def reason_to_stop(self, saving: float) -> str:
         self.steps -= 1
         return "" if self.steps else "asked to leave"
 
@@ -381,8 +381,8 @@ def check_interrupted(specification: Specification, interrupted: int, microbatch
         event("rejected when it is checked")
         return
     train(plain, "drawn", 0, folder / "whole", latents, [0, 8])
-    with pytest.raises(Left):
-        train(plain, "drawn", 0, folder / "parts", latents, [0, 8], leave=LeaveAfter(interrupted))
+    with pytest.raises(StoppedEarly):
+        train(plain, "drawn", 0, folder / "parts", latents, [0, 8], stop_request=LeaveAfter(interrupted))
     assert train(plain, "drawn", 0, folder / "parts", latents, [0, 8])["steps_run"] == 8 - interrupted
     assert components(folder / "parts") == components(folder / "whole")
 

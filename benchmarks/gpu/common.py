@@ -35,7 +35,7 @@ from kairos.files import sha256_json, write_json
 from kairos.losses.registries import LOSSES
 from kairos.models.registries import MODELS
 from kairos.training.registries import AVERAGES, OPTIMIZERS, SCHEDULES
-from kairos.training.state import Training
+from kairos.training.state import TrainingState
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS
 from kairos_timesteps.diffusion.registries import PROCESSES
 from kairos_timesteps.options import dump
@@ -326,8 +326,8 @@ class Data:
         return open_latents(self.path(*arguments, **keywords))
 
 
-def training_of(plain: dict[str, Any], latents: Latents, device: torch.device, seed: int = 0) -> Training:
-    return Training(plain, "method", seed, latents, device)
+def training_of(plain: dict[str, Any], latents: Latents, device: torch.device, seed: int = 0) -> TrainingState:
+    return TrainingState(plain, "method", seed, latents, device)
 
 
 def move(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -36,8 +36,8 @@ from sample import Drawn
 
 from kairos.files import read_json, write_json
 from kairos.training.checkpoint import component_hashes
-from kairos.training.job import Leave
-from kairos.training.loop import steps
+from kairos.training.job import StopRequest
+from kairos.training.loop import train_steps
 from kairos.training.registries import OPTIMIZERS
 from kairos.training.run import train
 from kairos_timesteps.base import FixedDensity
@@ -180,7 +180,7 @@ class Correct:
         training = training_of(plain, self.data.open(self.shape, 64, pixels=True), device)
         move(training.parameters)
         losses, gradient = [], torch.empty(0)
-        for line in steps(training, self.steps):
+        for line in train_steps(training, self.steps):
             if not losses:
                 gradient = torch.cat([p.grad.detach().double().cpu().flatten() for p in training.parameters])
             losses.append(line["loss"])
@@ -303,14 +303,14 @@ class Correct:
         assert process.exitcode == status, f"status {process.exitcode}, expected {status}; see standard error"
 
 
-class Killed(Leave):
+class Killed(StopRequest):
     """Kills its process after so many steps, as the machine may."""
 
     def __init__(self, after: int):
         super().__init__()
         self._left = after
 
-    def asked(self, saving: float) -> str:
+    def reason_to_stop(self, saving: float) -> str:
         """Called after every step."""
         self._left -= 1
         if not self._left:
@@ -335,7 +335,7 @@ def obey(order: dict[str, Any]) -> None:
     latents = Path(order["latents"])
     if "steps" not in order:
         leave = Killed(order["kill_at"]) if "kill_at" in order else None
-        train(order["plain"], "method", 0, Path(order["out"]), latents, order["milestones"], leave=leave)
+        train(order["plain"], "method", 0, Path(order["out"]), latents, order["milestones"], stop_request=leave)
         return
     from kairos.data.latents import open_latents
 
@@ -349,7 +349,7 @@ def obey(order: dict[str, Any]) -> None:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         training.trained = torch.nn.parallel.DistributedDataParallel(training.network)
-    for _ in steps(training, order["steps"]):
+    for _ in train_steps(training, order["steps"]):
         pass
     write_json(Path(order["out"]) / "hashes.json", component_hashes(training.state()))
     if order["wrapped"]:

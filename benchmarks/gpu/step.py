@@ -41,8 +41,8 @@ from common import (
 )
 from torch import nn
 
-from kairos.training.loop import steps
-from kairos.training.state import Training
+from kairos.training.loop import train_steps
+from kairos.training.state import TrainingState
 
 LATENT, CLASSES = (4, 32, 32), 1000
 SIZES = {
@@ -159,11 +159,11 @@ class Step:
             **told,
         }
 
-    def block(self, training: Training, count: int, log_every: int, deterministic: bool = False) -> float:
+    def block(self, training: TrainingState, count: int, log_every: int, deterministic: bool = False) -> float:
         """Seconds of `count` steps, after one that fills the queue of batches."""
         setup(self.device, deterministic, training.settings["precision"])
         training.settings["log_every"] = log_every
-        lines = steps(training, training.step + count + 1)
+        lines = train_steps(training, training.step + count + 1)
         next(lines)
         synchronize(self.device)
         begun = time.perf_counter()
@@ -177,10 +177,10 @@ class Step:
             setup(self.device, False, training.settings["precision"])
         return seconds
 
-    def watched(self, training: Training) -> dict[str, Any]:
+    def watched(self, training: TrainingState) -> dict[str, Any]:
         """Waits and idle time of steps that log nothing, and the host's share."""
         self.block(training, 10, 10**9)
-        host, lines = round(self.host, 3), steps(training, training.step + 20)
+        host, lines = round(self.host, 3), train_steps(training, training.step + 20)
         next(lines)
         told = {
             "waits": synchronisations(self.device, lambda: next(lines)),
@@ -197,7 +197,7 @@ class Step:
         torch.cuda.reset_peak_memory_stats(self.device)
         return round(used, 2)
 
-    def flops(self, training: Training) -> float | None:
+    def flops(self, training: TrainingState) -> float | None:
         """Operations of a forward and backward pass, an image."""
         from torch.utils.flop_counter import FlopCounterMode
 
@@ -220,7 +220,7 @@ class Step:
 class Bare:
     """The least that trains the same model: data and everything random on the device, nothing logged."""
 
-    def __init__(self, training: Training):
+    def __init__(self, training: TrainingState):
         self.training, self.device, self.host = training, training.device, 0.0
         latents = training.latents
         self.x0 = latents.batch(latents.train).to(self.device)  # the means

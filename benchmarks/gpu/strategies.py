@@ -29,8 +29,8 @@ from common import (
     training_of,
 )
 
-from kairos.training.loop import steps
-from kairos.training.state import Training
+from kairos.training.loop import train_steps
+from kairos.training.state import TrainingState
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.strategy import Strategy
 
@@ -58,7 +58,7 @@ class Strategies:
             log_every=10**9, precision="fp32" if self.short else "bf16",
         )  # fmt: skip
         latents = data.open(shape, 64 if self.short else 4096, pixels=self.model == "unet")
-        self.training: Training = training_of(plain, latents, self.device)
+        self.training: TrainingState = training_of(plain, latents, self.device)
         self.strategies = {name: self.strategy(name) for name in (*SAMPLERS, *WEIGHTED)}
         self.strategies["adaptive full features"] = self.strategy("adaptive", feature_timesteps=None)
 
@@ -102,7 +102,7 @@ class Strategies:
         draw = (time.perf_counter() - begun) / count
         strategy.load_state_dict(state, self.device)
         training.strategy = strategy
-        lines = steps(training, training.step + 4)
+        lines = train_steps(training, training.step + 4)
         while strategy.step % self.period in (0, self.period - 1) or strategy.step == step:
             next(lines)  # past a measurement, and the first step of an iterator
         waits = synchronisations(self.device, lambda: next(lines))
@@ -112,7 +112,7 @@ class Strategies:
     def block(self, name: str, count: int) -> float:
         """Seconds of `count` steps under a strategy, after one that fills the queue of batches."""
         self.training.strategy = self.strategies[name]
-        lines = steps(self.training, self.training.step + count + 1)
+        lines = train_steps(self.training, self.training.step + count + 1)
         next(lines)
         synchronize(self.device)
         begun = time.perf_counter()

@@ -14,7 +14,7 @@ import torch
 from common import Data, Part, Skipped, arguments, experiment, free, setup, synchronize, training_of
 
 from kairos.forward_process import chosen_prediction
-from kairos.training.loop import steps
+from kairos.training.loop import train_steps
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 try:
@@ -76,7 +76,7 @@ class Systems:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         count = SHORT_STEPS if self.part.short else STEPS
-        lines = steps(training, count + 3)
+        lines = train_steps(training, count + 3)
         for _ in range(3):
             next(lines)
         synchronize(device)

@@ -31,7 +31,7 @@ from snakemake_interface_executor_plugins.settings import ExecMode
 from kairos.files import read_json, sha256_file, write_json
 from kairos.progress import duration, say
 from kairos.slurm import WAITING, ask, books, job_name, plain_environment, queue
-from kairos.training.job import last_word
+from kairos.training.job import read_progress
 from kairos.workflow import batch_script
 from kairos.workflow.layout import frozen
 from kairos.workflow.snakemake_private import no_further_attempt
@@ -310,7 +310,7 @@ def _content(path: Path) -> str:
 
 def _in_vain(job_info: SubmittedJobInfo) -> bool:
     """Return True if training runs diverged in a failed job and all its other training runs are complete."""
-    words = [last_word(Path(one.params.out)) for one in _jobs(job_info.job) if one.rule.name.startswith("train")]
+    words = [read_progress(Path(one.params.out)) for one in _jobs(job_info.job) if one.rule.name.startswith("train")]
     diverged = [not word.get("again", True) and word["job"] == job_info.external_jobid for word in words]
     complete = [word.get("state") == "complete" for word in words]
     return any(diverged) and all(map(or_, diverged, complete))

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     demand(replaced or not a.out.exists(), "out", a.out, "a new folder, or one that import-weights made")
     experiment = _experiment(a)
     from kairos.progress import say
-    from kairos.training.imported import import_weights
+    from kairos.training.import_weights import import_weights
 
     record = import_weights(a.file, experiment, a.out, a.latents, a.autoencoder, shape, a.classes, a.step)
     weights = "×".join(map(str, record["shape"]))
@@ -58,7 +58,7 @@ def _imported(record: Path) -> bool:
 def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
     """The whole experiment that the weights are said to be of."""
     from kairos.config import load, validate
-    from kairos.training.imported import published_diffusion
+    from kairos.training.import_weights import published_diffusion
 
     model = {"name": arguments.model} if isinstance(arguments.model, str) else arguments.model
     demand(model or arguments.config, "model", "neither it nor --config", "one of them")

@@ -20,7 +20,7 @@ from kairos.progress import duration
 from kairos.report.outdated import listed
 from kairos.slurm import Job
 from kairos.status.outline import Outline
-from kairos.training.job import last_word
+from kairos.training.job import read_progress
 
 STATES = ("running", "starting", "queued", "failed", "dead", "stopped", "waiting", "outdated", "complete")
 _AT_WORK = ("running", "starting", "queued")
@@ -71,7 +71,7 @@ def trainings(outline: Outline, jobs: list[Job]) -> list[Training]:
 
 def _look(outline: Outline, method: str, seed: int, job: Job | None, jobs: dict[str, Job], written: "Logs") -> Training:
     folder = outline.results / method / f"seed{seed}"
-    record, progress = glance(folder / "training.json"), last_word(folder)
+    record, progress = glance(folder / "training.json"), read_progress(folder)
     begun = progress.get("identity")
     if begun and record.get("identity", begun) != begun:  # the training has begun again with other settings
         record = {}

@@ -27,13 +27,13 @@ def unclaimed(outline: Outline, trainings: list[Training]) -> list[Path]:
             states[each] = [path for path in folder.glob("?" * 16) if path.is_dir()]
     if outline.experiment is None or not record.is_file() or not any(states.values()):
         return []
-    from kairos.training.identity import identity_of
+    from kairos.training.identity import compute_identity
 
     plain, latents = outline.experiment.plain(), read_json(record)
     device = plain["training"]["device"].partition(":")[0]
     kinds, found = _DEVICES.get(device, (device,)), []
     for each, paths in states.items():
-        claimed = [identity_of(plain, each.method, each.seed, latents, kind)["identity"][:16] for kind in kinds]
+        claimed = [compute_identity(plain, each.method, each.seed, latents, kind)["identity"][:16] for kind in kinds]
         found += [path for path in paths if path.name not in claimed]
     return found
 

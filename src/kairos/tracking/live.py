@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from kairos.files import read_lines
 from kairos.progress import say
 from kairos.tracking import content, store
-from kairos.training.job import last_word
-from kairos.training.launch import is_first
+from kairos.training.job import read_progress
+from kairos.training.launch import is_reporting_process
 
 if TYPE_CHECKING:
     from kairos.config import Experiment
@@ -44,7 +44,7 @@ def reporting(experiment: "Experiment", method: str, seed: int, out: Path) -> It
         out: folder of the training; the process that writes ``.state/progress.json`` in it is the one that reports.
     """
     uri = store.tracking_uri(experiment.tracking.uri)
-    if not (is_first() and experiment.tracking.enabled and uri.startswith(("http://", "https://"))):
+    if not (is_reporting_process() and experiment.tracking.enabled and uri.startswith(("http://", "https://"))):
         yield
         return
     reporter = Reporter(experiment, method, seed, out, uri)
@@ -117,7 +117,7 @@ class Reporter(threading.Thread):
 
     def _progress(self) -> dict[str, Any] | None:
         """Return the progress file of the training run if this process wrote it, else None."""
-        found = last_word(self.out)
+        found = read_progress(self.out)
         mine = found and (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
         return found if mine and found["updated"] >= self.begun else None
 

@@ -49,7 +49,7 @@ def code_roots(plain: dict[str, Any], method: str) -> list[str]:
     return ["kairos.training.run", *(root for registry, named in components for root in roots_of(registry, named))]
 
 
-def identity_of(plain: dict[str, Any], method: str, seed: int, latents: dict[str, Any], device: str) -> dict[str, Any]:
+def compute_identity(plain: dict[str, Any], method: str, seed: int, latents: dict[str, Any], device: str) -> dict[str, Any]:
     """Return everything that decides the trajectory of a run, as plain values with their hash under ``identity``.
 
     Args:

@@ -25,7 +25,7 @@ _EVERY = 5.0  # seconds between two words on the progress
 _EXCHANGE = 1.0  # seconds between two exchanges among ranks on whether to leave
 
 
-class Left(SystemExit):
+class StoppedEarly(SystemExit):
     """The training ends early because it was asked to; not an Exception, so that no library swallows it."""
 
     def __init__(self, reason: str):
@@ -36,11 +36,11 @@ class Left(SystemExit):
         return self.reason
 
 
-class Leave:
+class StopRequest:
     """Requests that this job end early, with their reason.
 
     As a context manager it handles SIGTERM, SIGUSR1 and SIGINT. Until `begin` there is nothing to save, and a signal
-    raises `Left` where it arrives. From then on, `asked` returns the reason. A second SIGINT ends the process at once.
+    raises `StoppedEarly` where it arrives. From then on, `asked` returns the reason. A second SIGINT ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -63,16 +63,16 @@ class Leave:
             raise KeyboardInterrupt
         self.reason = before or name
         if not self._begun and not before:
-            raise Left(f"{name}: stopped before the first step")
+            raise StoppedEarly(f"{name}: stopped before the first step")
 
     def begin(self) -> None:
         """Begin the steps: from now on, a request to end lets the run finish and save its step first."""
         self._begun = True
         if self.reason:
-            raise Left(f"{self.reason}: stopped before the first step")
+            raise StoppedEarly(f"{self.reason}: stopped before the first step")
         self._end = end_of_job()
 
-    def asked(self, saving: float) -> str:
+    def reason_to_stop(self, saving: float) -> str:
         """Return the reason why the run should end now; empty if it need not.
 
         The end of a SLURM job counts as asking when less time remains than three times the longest checkpoint and
@@ -86,7 +86,7 @@ class Leave:
         return self.reason
 
 
-class LeaveTogether:
+class CollectiveStop:
     """Decides whether to leave, such that all ranks leave after the same step.
 
     One process decides after every step. Several exchange their requests about once a second and not in every step,
@@ -98,7 +98,7 @@ class LeaveTogether:
         leave: requests to this process.
     """
 
-    def __init__(self, leave: Leave):
+    def __init__(self, leave: StopRequest):
         self._leave = leave
         self._steps = 0  # since the last exchange
         self._interval = 1  # steps from the last exchange to the next
@@ -141,7 +141,7 @@ def end_of_job() -> float:
     return 0.0
 
 
-def last_word(training: Path) -> dict[str, Any]:
+def read_progress(training: Path) -> dict[str, Any]:
     """Return the progress that the last job of a training run wrote (see `ProgressFile`); empty if there is none."""
     return glance(training / ".state" / "progress.json")
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kairos.progress import say
-from kairos.training.job import SIGNALS, STATUS, Left
+from kairos.training.job import SIGNALS, STATUS, StoppedEarly
 from kairos_timesteps.errors import KairosError
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ def local_rank() -> int | None:
     return None if number is None else int(number)
 
 
-def is_first() -> bool:
+def is_reporting_process() -> bool:
     """Return True if this process reports for the training run: rank 0, a launcher, or the only process."""
     return _FOLDER not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
-def bind() -> None:
+def die_with_launcher() -> None:
     """Die with the launcher: a rank that lived on would train beside its successor."""
     die_with_parent()
     if os.environ.get(_FOLDER, "").rpartition("-")[2] not in ("", str(os.getppid())):
@@ -67,7 +67,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def fails_first(error: BaseException) -> bool:
+def is_first_failure(error: BaseException) -> bool:
     """Return True if this process is the one to report why the training run failed.
 
     A single process always reports. Of several ranks the first to fail does; an error of communication never counts.
@@ -94,15 +94,15 @@ def _is_of_communication(error: BaseException) -> bool:
 
 
 @contextmanager
-def failing() -> Iterator[None]:
+def report_first_failure() -> Iterator[None]:
     """Around the work of a rank: the first error of all goes on its way to the user, the others end silently."""
     try:
         yield
-    except Left:
+    except StoppedEarly:
         raise
     except BaseException as error:
         if local_rank() is not None and os.environ.get(_FOLDER):
-            if not fails_first(error):
+            if not is_first_failure(error):
                 time.sleep(1)  # the cause's own process is found before this one
                 os._exit(_LOST)
             atexit.register(os._exit, 1)  # when the message is out; torch would wait for the others
@@ -113,7 +113,7 @@ def launch(training: "TrainingConfig") -> None:
     """Run this command once in every process of the training.
 
     Raises:
-        Left: it was asked to leave, and has.
+        StoppedEarly: it was asked to leave, and has.
         SystemExit: a rank has failed and said why.
         KairosError: a rank was killed, or there are not enough machines.
     """
@@ -153,7 +153,7 @@ def _explain(asked: list[str], rank: int, status: int) -> None:
     if status in _SAID:
         raise SystemExit(1)
     if status == STATUS or asked:
-        raise Left("")
+        raise StoppedEarly("")
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     if status == _LOST:
         how = "lost the others"
@@ -210,6 +210,6 @@ def _launch_machines(nodes: int) -> None:
     with srun, _handing_on(lambda: srun.send_signal(signal.SIGUSR1), srun.kill) as asked:
         status = srun.wait()
     if status == STATUS or (asked and status):
-        raise Left("")
+        raise StoppedEarly("")
     if status:
         raise SystemExit(1)

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from kairos import ranks
 from kairos.losses.terms import Prediction, Samples
 from kairos.training.lengths import log_interval
-from kairos.training.state import Training
+from kairos.training.state import TrainingState
 from kairos_timesteps import distributed
 from kairos_timesteps.errors import DivergedError
 from kairos_timesteps.randomness import Stream, derived_seed
 from kairos_timesteps.strategy import Draw
 
 
-def steps(training: Training, end: int) -> Iterator[dict[str, Any] | None]:
+def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | None]:
     """Train until step `end`; after each step comes its line of metrics, of the global batch, where it logs one.
 
     Raises:
@@ -86,7 +86,7 @@ class Computed:
     objective: Tensor
 
 
-def _passes(training: Training, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]) -> Computed:
+def _passes(training: TrainingState, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]) -> Computed:
     """Forward and backward passes of this rank's part, in microbatches; gradients add up over passes and ranks."""
     if len(training.passes) == 1:
         return _pass(training, *training.passes[0], draw, noise, conditions)
@@ -104,7 +104,7 @@ def _passes(training: Training, draw: Draw, noise: Tensor, conditions: dict[str,
 
 
 def _pass(
-    training: Training, number: int, place: slice, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]
+    training: TrainingState, number: int, place: slice, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]
 ) -> Computed:
     """Forward and backward pass number `number` of the global batch, which is of the samples `place` in it."""
     torch.manual_seed(derived_seed(training.seed, f"dropout {number}" if number else "dropout", draw.step))
@@ -121,7 +121,7 @@ def _pass(
 
 
 def predicted(
-    training: Training,
+    training: TrainingState,
     network: Any,
     samples: Samples,
     x0: Tensor,
@@ -141,11 +141,11 @@ def predicted(
     return prediction, {name: function(options, prediction) for name, options, function in training.losses}
 
 
-def _scaled(training: Training, terms: dict[str, Tensor], weighted: bool) -> list[Tensor]:
+def _scaled(training: TrainingState, terms: dict[str, Tensor], weighted: bool) -> list[Tensor]:
     return [options.scale * terms[name] for name, options, _ in training.losses if options.weighted is weighted]
 
 
-def _line(training: Training, draw: Draw, computed: Computed, norm: Tensor) -> dict[str, Any]:
+def _line(training: TrainingState, draw: Draw, computed: Computed, norm: Tensor) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a step, averaged over the global batch."""
     settings, step = training.settings, draw.step
     told = {name: probe(training, draw, computed) for name, probe in training.probes.items()}

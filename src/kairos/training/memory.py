@@ -9,11 +9,11 @@ import torch
 
 from kairos.losses.terms import Samples
 from kairos.training.loop import predicted
-from kairos.training.state import Training
+from kairos.training.state import TrainingState
 from kairos_timesteps.errors import KairosError
 
 
-def guarded(training: Training, lines: Iterator[Any]) -> Iterator[Any]:
+def guarded(training: TrainingState, lines: Iterator[Any]) -> Iterator[Any]:
     """Yield the items of `lines`, the steps of a training run, and replace an out-of-memory error by advice.
 
     Raises:
@@ -41,7 +41,7 @@ def guarded(training: Training, lines: Iterator[Any]) -> Iterator[Any]:
     raise KairosError(f"training.{field}: got {training.settings[field]}: {where}; allowed: {allowed}")
 
 
-def largest_fitting(training: Training, whole: int) -> int:
+def largest_fitting(training: TrainingState, whole: int) -> int:
     """The images of a pass that fit: `whole`, or the largest power of two below it that does; 0: not one does."""
     training.optimizer.zero_grad(set_to_none=True)
     _free()
@@ -59,7 +59,7 @@ def largest_fitting(training: Training, whole: int) -> int:
     return 0
 
 
-def _pass(training: Training, size: int) -> None:
+def _pass(training: TrainingState, size: int) -> None:
     """Two forward and backward passes of `size` images: the second adds to gradients that are there."""
     batch = next(training.batches.steps(training.step, training.step + 1))
     x0, conditions = batch.x0[:size], {name: values[:size] for name, values in batch.conditions.items()}

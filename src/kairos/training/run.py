@@ -20,13 +20,13 @@ from kairos.milestones import write_milestone
 from kairos.progress import Progress, duration, say
 from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
-from kairos.training.identity import code_roots, identity_of
-from kairos.training.job import Leave, LeaveTogether, Left, ProgressFile
-from kairos.training.loop import diverged, steps
+from kairos.training.identity import code_roots, compute_identity
+from kairos.training.job import CollectiveStop, ProgressFile, StoppedEarly, StopRequest
+from kairos.training.loop import diverged, train_steps
 from kairos.training.memory import guarded
 from kairos.training.provenance import provenance, versions
-from kairos.training.state import Training
-from kairos.training.store import Store, exclusive, read_timing
+from kairos.training.run_folder import RunFolder, lock_run_folder, read_timing
+from kairos.training.state import TrainingState
 from kairos_timesteps import distributed
 from kairos_timesteps.base import Learned
 from kairos_timesteps.errors import DivergedError
@@ -51,7 +51,7 @@ def train(
     restart: bool = False,
     part: bool = False,
     wait: bool = False,
-    leave: Leave | None = None,
+    stop_request: StopRequest | None = None,
     accept_versions: bool = False,
 ) -> dict[str, Any]:
     """Train until every one of `milestones` is reached, and publish them in `out`.
@@ -75,7 +75,7 @@ def train(
     Raises:
         KairosError: another process trains here; the loss is not finite; data or device are missing, or its memory is
             too small.
-        Left: asked to end early; what has been computed is saved.
+        StoppedEarly: asked to end early; what has been computed is saved.
     """
     label = f"train {method} seed {seed}"
     with _job(plain["training"], out / ".state", milestones[-1], wait) as (device, progress):
@@ -84,18 +84,18 @@ def train(
             together = f", {distributed.ranks()} processes" if distributed.ranks() > 1 else ""
             say(f"{label}: on {compute.describe(device)}{together}")
         latents = open_latents(latents_folder)
-        parts = identity_of(plain, method, seed, latents.manifest, device.type)
+        parts = compute_identity(plain, method, seed, latents.manifest, device.type)
         identity = parts.pop("identity")
         progress.identify(identity)
-        store = Store(out, identity)
+        store = RunFolder(out, identity)
         if restart and first:
             store.clear()
         missing = ranks.on_first(lambda: store.start(milestones, part))
         steps_run = 0
         if missing:
-            training = Training(plain, method, seed, latents, device)
-            run = Run(store, training, label, progress, leave or Leave(), accept_versions)
-            steps_run = run.until(milestones, missing)
+            training = TrainingState(plain, method, seed, latents, device)
+            run = TrainingJob(store, training, label, progress, stop_request or StopRequest(), accept_versions)
+            steps_run = run.train_until(milestones, missing)
         elif first:
             say(f"{out}: all milestones are there, 0 steps to do")
         if first:
@@ -122,7 +122,7 @@ def _job(settings: dict[str, Any], state: Path, last: int, wait: bool) -> Iterat
     """The training's lock, its device, the other processes if there are several, and a last word on how it ended."""
     several = settings["processes"] > 1
     first = not several or os.environ.get("RANK", "0") == "0"
-    with exclusive(state, wait) if first else nullcontext():
+    with lock_run_folder(state, wait) if first else nullcontext():
         progress = ProgressFile(state, last, often=first)
         try:
             local_rank = launch.local_rank() if several else None
@@ -133,12 +133,12 @@ def _job(settings: dict[str, Any], state: Path, last: int, wait: bool) -> Iterat
                 ranks.join(settings["processes"], device)
             yield device, progress
             ranks.leave()
-        except Left as left:
+        except StoppedEarly as left:
             if first:
                 progress.end("stopped", left.reason)
             raise
         except BaseException as error:
-            if launch.fails_first(error):
+            if launch.is_first_failure(error):
                 progress.end("failed", str(error) or type(error).__name__, again=not isinstance(error, DivergedError))
             raise
         if first:
@@ -146,14 +146,14 @@ def _job(settings: dict[str, Any], state: Path, last: int, wait: bool) -> Iterat
 
 
 @dataclass
-class Run:
+class TrainingJob:
     """The steps of one job: metrics and timing lines, checkpoints, milestones. Of several processes rank 0 writes."""
 
-    store: Store
-    training: Training
+    store: RunFolder
+    training: TrainingState
     label: str
     progress: ProgressFile
-    leave: Leave
+    leave: StopRequest
     accept_versions: bool = False
     steps_run: int = 0
     seconds: float = 0.0
@@ -165,11 +165,11 @@ class Run:
         self.start_density = start["p"]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
 
-    def until(self, milestones: list[int], missing: list[int]) -> int:
+    def train_until(self, milestones: list[int], missing: list[int]) -> int:
         """Go on from the newest usable state until the last milestone; returns the number of steps computed.
 
         Raises:
-            Left: asked to end before it; the last step computed is saved.
+            StoppedEarly: asked to end before it; the last step computed is saved.
         """
         training, last, every = self.training, milestones[-1], self.training.settings["checkpoint_every"]
         self._resume(missing[0])
@@ -178,12 +178,12 @@ class Run:
         ranks.meet()
         self.leave.begin()
         ranks.meet()  # who is asked to leave before leaves alone, after it all leave together
-        together = LeaveTogether(self.leave)
+        together = CollectiveStop(self.leave)
         bar = Progress(last, self.label, "step", start=training.step) if self.first else None
         facts, begun = "", time.perf_counter()
         with open(self.store.metrics if self.first else os.devnull, "a", encoding="utf-8") as metrics:
             self.progress.at(training.step, self.seconds)
-            for line in guarded(training, steps(training, last)):
+            for line in guarded(training, train_steps(training, last)):
                 self.seconds += time.perf_counter() - begun
                 self.steps_run += 1
                 if line is not None:
@@ -197,7 +197,7 @@ class Run:
                 if leaving:
                     ranks.leave()  # rank 0 has written by then
                     reason = self.leave.reason or "another process of the training was asked to leave"
-                    raise Left(f"{reason}: stopped after step {training.step} of {last}, which is saved")
+                    raise StoppedEarly(f"{reason}: stopped after step {training.step} of {last}, which is saved")
                 if bar is not None:
                     bar.advance(facts=facts)
                 begun = time.perf_counter()

@@ -24,7 +24,7 @@ from kairos_timesteps.registry import Registry, split
 from kairos_timesteps.strategy import Strategy
 
 
-class Training:
+class TrainingState:
     """State of a training run, with the components that its configuration selects.
 
     Args:

@@ -26,8 +26,8 @@ from kairos.tracking.store import tracking_uri, without_credentials
 from kairos.training.job import read_progress
 from kairos.workflow import fork_server, interrupts, start_over
 from kairos.workflow.layout import FROZEN, Layout, Segment, frozen, lay_out
-from kairos_timesteps.errors import KairosError, rejection
 from kairos.workflow.snakemake_private import together
+from kairos_timesteps.errors import KairosError, rejection
 
 _DEFAULT = "params.yaml"
 _held: list[IO[str]] = []  # the lock file, open as long as this process lives

@@ -3,7 +3,7 @@
 A training keeps what it has computed in its own state and gives it out again when it is asked for the same: so a
 controller that was killed before it could write a completed job down loses nothing. But who forces a job, or deletes
 its outputs, wants it computed: for those jobs, and for them alone, the request in the training's state is marked
-``start_over`` before they start, and the training begins at step 0 (see `kairos.training.store`).
+``start_over`` before they start, and the training begins at step 0 (see `kairos.training.run_folder`).
 
 Deleted outputs mean that only where every job of the training is asked for what it has given before. DVC deletes all
 outputs of a training also where its last segment is new, such as after its last milestone was raised: then the earlier

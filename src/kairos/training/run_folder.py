@@ -33,7 +33,7 @@ _SIGNS = 12  # seconds of watching for signs of life, which a training gives eve
 
 
 @contextmanager
-def exclusive(folder: Path, wait: bool = False) -> Iterator[None]:
+def lock_run_folder(folder: Path, wait: bool = False) -> Iterator[None]:
     """Let one process at a time work on a training; the kernel frees the lock when its holder dies, however it dies.
 
     flock works between processes of a machine, and between machines on NFS (Linux 2.6.12 and later) and other shared
@@ -86,7 +86,7 @@ def _refuse_another_machine(folder: Path) -> None:
         time.sleep(1)
 
 
-class Store:
+class RunFolder:
     """The state of one training on disk."""
 
     def __init__(self, out: Path, identity: str):
