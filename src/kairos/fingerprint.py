@@ -27,7 +27,7 @@ _PIPELINE, _LIBRARY = _PACKAGES = "kairos", "kairos_timesteps"
 # these modules select code and values, or store and show results; they compute nothing
 _LEFT_OUT = (
     *(f"kairos.{name}" for name in ("config", "progress", "resource_usage", "cli", "files", "section")),
-    *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.store", "training.checkpoint")),
+    *(f"kairos.{name}" for name in ("fingerprint", "training.identity", "training.run_folder", "training.checkpoint")),
     *(f"kairos.{name}" for name in ("training.job", "training.launch", "training.provenance")),
     *(f"kairos_timesteps.{name}" for name in ("registry", "options", "errors", "components")),
     "kairos_timesteps.monitoring",

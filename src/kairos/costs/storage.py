@@ -5,7 +5,7 @@ from kairos.costs.dataset_size import Data
 from kairos.costs.network import Network
 from kairos.training.lengths import log_interval
 
-_KEPT = 2  # checkpoints of a training, see `training.store`
+_KEPT = 2  # checkpoints of a training, see `training.run_folder`
 _RECORD = 250  # bytes around each tensor in torch's file, see tests/test_plan.py
 _LINE = 330  # of metrics.jsonl, which is there twice
 _SMALL = 40_000  # configuration, scheduler, records and density of a milestone
