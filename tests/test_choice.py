@@ -11,8 +11,8 @@ from PIL import Image
 from kairos.cli import main
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import ImageCounts, count_images
-from kairos.evaluation import weights
-from kairos.evaluation.choice import choose
+from kairos.evaluation import inception_weights
+from kairos.evaluation.extractor_choice import choose
 from kairos.evaluation.settings import EvaluationConfig
 from kairos_timesteps.errors import ConfigError, KairosError
 from workflow_copy import Copy
@@ -88,7 +88,8 @@ def test_auto(tmp_path):
     name, why = auto(images(tmp_path / "flat", flat=100))
     assert name == "selfsupervised"
     assert (
-        why == f"extractor: selfsupervised (auto: no Inception weights at {weights.place()}; the images have no labels)"
+        why
+        == f"extractor: selfsupervised (auto: no Inception weights at {inception_weights.place()}; the images have no labels)"
     )
     name, why = auto(images(tmp_path / "kinds", cat=100, dog=4))
     assert name == "selfsupervised" and "the smallest class has 4 images" in why
@@ -96,8 +97,8 @@ def test_auto(tmp_path):
     name, why = auto(DatasetConfig(source="folder", path="none"))
     assert name == "selfsupervised" and "assumed" in why
 
-    weights.place().parent.mkdir(parents=True)
-    weights.place().touch()
+    inception_weights.place().parent.mkdir(parents=True)
+    inception_weights.place().touch()
     large = table(tmp_path / "x.parquet", [0] * 400).model_copy(update={"limit": None})
     assert auto(large, num_samples=3000)[0] == "classifier", "360 images are too few for 2,048 features"
     assert auto(DatasetConfig(source="folder", path="none"), num_samples=3000)[0] == "inception"
@@ -136,7 +137,11 @@ def test_inception_that_is_not_here(tmp_path, monkeypatch):
     dataset = DatasetConfig(source="folder", path="none")
     inception = EvaluationConfig(extractor="inception", num_samples=3000)
     _, said = choose(inception, dataset)
-    assert "not known before kairos prepare" in said[0] and str(weights.place()) in said[1] and "download" in said[1]
+    assert (
+        "not known before kairos prepare" in said[0]
+        and str(inception_weights.place()) in said[1]
+        and "download" in said[1]
+    )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(KairosError, match=r"weights-inception.*HF_HUB_OFFLINE.*selfsupervised"):
         choose(inception, dataset)

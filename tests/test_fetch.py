@@ -17,7 +17,7 @@ import pytest
 
 from kairos.cli import main
 from kairos.downloads import _DIFFUSERS, _whole
-from kairos.evaluation import weights
+from kairos.evaluation import inception_weights
 from kairos_timesteps.errors import KairosError
 
 CONTENT = os.urandom(3 * 2**20 + 17)
@@ -136,34 +136,34 @@ def test_nothing_to_fetch_is_said_without_heavy_imports() -> None:
 def test_inception(server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 
-    assert weights.URL == URL_INCEPTION_V3
+    assert inception_weights.URL == URL_INCEPTION_V3
     file = write(evaluation={"extractor": "inception"})
     monkeypatch.setattr(weights, "NAME", NAME)
     monkeypatch.setattr(weights, "URL", f"{server}/nowhere/{NAME}")
     assert main(["fetch", "--config", file]) == 1
     said = capsys.readouterr().err
     assert "Inception weights: Not Found" in said
-    assert f"there: {weights.place()}" in said
+    assert f"there: {inception_weights.place()}" in said
 
     monkeypatch.setattr(weights, "URL", f"{server}/whole/{NAME}")
     assert main(["fetch", "--config", file]) == 0
-    assert weights.place().read_bytes() == CONTENT
+    assert inception_weights.place().read_bytes() == CONTENT
     said = capsys.readouterr()
     assert f"fetch {NAME}: MiB 4/4" in said.err
-    assert f"Inception weights: {weights.place()}" in said.out
+    assert f"Inception weights: {inception_weights.place()}" in said.out
     monkeypatch.setattr(weights, "URL", f"{server}/nowhere/{NAME}")
     assert main(["fetch", "--config", file]) == 0  # nothing is asked for again
-    weights.place().write_bytes(CONTENT[:-1])
+    inception_weights.place().write_bytes(CONTENT[:-1])
     assert main(["fetch", "--config", file]) == 1  # damaged, and not to be had
 
 
 def test_a_download_is_whole_or_not_there(server: str, folder: Path) -> None:
     for kind, name, message in (("short", NAME, "ended after"), ("other", NAME, "does not match the hash")):
         with pytest.raises(KairosError, match=message):
-            weights.download(f"{server}/{kind}/{name}", folder / "w" / NAME)
+            inception_weights.download(f"{server}/{kind}/{name}", folder / "w" / NAME)
     assert list((folder / "w").iterdir()) == []
 
-    code = "import sys; from pathlib import Path; from kairos.evaluation.weights import download; "
+    code = "import sys; from pathlib import Path; from kairos.evaluation.inception_weights import download; "
     code += "download(sys.argv[1], Path(sys.argv[2]))"
     command = [sys.executable, "-c", code, f"{server}/slow/{NAME}", str(folder / "w" / NAME)]
     with subprocess.Popen(command) as process:
@@ -173,7 +173,7 @@ def test_a_download_is_whole_or_not_there(server: str, folder: Path) -> None:
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
     assert not (folder / "w" / NAME).exists()  # what was written so far has another name
-    weights.download(f"{server}/whole/{NAME}", folder / "w" / NAME)
+    inception_weights.download(f"{server}/whole/{NAME}", folder / "w" / NAME)
     assert (folder / "w" / NAME).read_bytes() == CONTENT
 
 

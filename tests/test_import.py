@@ -134,7 +134,7 @@ def test_edms_network_is_not_guided(tmp_path, capsys):
 
 
 def test_latent_diffusions_averages_are_found(tmp_path):
-    from kairos.models.published import read_published
+    from kairos.models.published_weights import read_published
 
     raw = {"input_blocks.0.0.weight": torch.zeros(2), "out.2.bias": torch.zeros(3)}
     state = {f"model.diffusion_model.{key}": value for key, value in raw.items()}

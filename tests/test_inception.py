@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kairos.evaluation import extractors, metrics, weights
+from kairos.evaluation import extractors, inception_weights, metrics
 from kairos.evaluation.evaluate import published_extractor
 from kairos.evaluation.moments import in_batches, measure
 from kairos_timesteps.errors import DamagedError, KairosError
@@ -27,8 +27,8 @@ def cached_extractor(tmp_path, monkeypatch):
     """The folder of Inception in the cache, as an earlier evaluation has left it; its weights are not opened here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    weights.place().parent.mkdir(parents=True)
-    weights.place().write_bytes(b"weights")
+    inception_weights.place().parent.mkdir(parents=True)
+    inception_weights.place().write_bytes(b"weights")
     return published_extractor("inception")
 
 
@@ -42,10 +42,10 @@ def test_an_evaluation_leaves_the_extractor_that_others_read_as_it_is(cached_ext
 
 def test_a_damaged_extractor_in_the_cache_is_replaced_at_once(cached_extractor, monkeypatch):
     """Its manifest is there at any time, also while the weights are looked for."""
-    damaged = cached_extractor / weights.NAME
+    damaged = cached_extractor / inception_weights.NAME
     damaged.unlink()  # a hard link of the weights
     damaged.write_bytes(b"other")
-    find, seen = weights.find, []
+    find, seen = inception_weights.find, []
 
     def observed(path):
         seen.append((cached_extractor / "manifest.json").is_file())
@@ -54,7 +54,7 @@ def test_a_damaged_extractor_in_the_cache_is_replaced_at_once(cached_extractor, 
     monkeypatch.setattr(weights, "find", observed)
     published_extractor("inception")
     assert damaged.read_bytes() == b"weights" and seen == [True]
-    assert sorted(file.name for file in cached_extractor.iterdir()) == ["manifest.json", weights.NAME]
+    assert sorted(file.name for file in cached_extractor.iterdir()) == ["manifest.json", inception_weights.NAME]
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """Downloads of everything that jobs would need a network for, before they start: compute nodes mostly have none.
 
 Everything goes where the jobs look for it with hub access off (``HF_HUB_OFFLINE=1``): the caches of the Hugging Face
-hub and of torch. Each download is whole or not there: the hub's own client, `datasets` and `evaluation.weights` write
+hub and of torch. Each download is whole or not there: the hub's own client, `datasets` and `evaluation.inception_weights` write
 under other names and rename.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kairos.config import Experiment
 from kairos.data.settings import DatasetConfig
-from kairos.evaluation import weights
+from kairos.evaluation import inception_weights
 from kairos.files import read_json, sha256_file
 from kairos.pretrained import download_files, is_available, is_hub_id
 from kairos.progress import say
@@ -199,10 +199,15 @@ def _whole(folder: Path, form: tuple[str, str]) -> str | None:
 
 
 def _inception(configured: str | None) -> Need:
-    path = Path(configured) if configured else weights.place()
-    advice = f"put the file from {weights.URL} there: {path}"
+    path = Path(configured) if configured else inception_weights.place()
+    advice = f"put the file from {inception_weights.URL} there: {path}"
 
     def find() -> str | None:
-        return str(path) if path.is_file() and weights.whole(path) else None
+        return str(path) if path.is_file() and inception_weights.whole(path) else None
 
-    return Need("Inception weights", find, None if configured else lambda: weights.download(weights.URL, path), advice)
+    return Need(
+        "Inception weights",
+        find,
+        None if configured else lambda: inception_weights.download(inception_weights.URL, path),
+        advice,
+    )

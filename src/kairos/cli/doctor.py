@@ -91,9 +91,9 @@ def _git() -> Finding:
 
 
 def _weights() -> Finding:
-    from kairos.evaluation import weights
+    from kairos.evaluation import inception_weights
 
-    path = weights.place()
+    path = inception_weights.place()
     absent = f"absent ({path}); only extractor inception needs it, kairos fetch brings it"
     return True, "inception weights", str(path) if path.is_file() else absent
 

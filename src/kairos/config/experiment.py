@@ -29,7 +29,7 @@ from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.config.sweeps import written_out
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
-from kairos.evaluation.choice import choose
+from kairos.evaluation.extractor_choice import choose
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_json, write_text
 from kairos.milestones import hash_of_start

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.extractors import Extractor
+from kairos.evaluation.inception_weights import missing_network
 from kairos.evaluation.registries import DinoOptions
-from kairos.evaluation.weights import missing_network
 from kairos.files import hash_folder, sha256_json
 from kairos_timesteps.errors import KairosError
 

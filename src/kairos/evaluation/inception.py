@@ -7,13 +7,13 @@ from torch import Tensor
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
 
 from kairos.data.dataset import PreparedDataset
-from kairos.evaluation import weights
+from kairos.evaluation import inception_weights
 from kairos.evaluation.extractors import Extractor
 from kairos.evaluation.registries import InceptionOptions
 from kairos.files import link_file, sha256_file
 from kairos_timesteps.errors import KairosError
 
-WEIGHTS = weights.NAME
+WEIGHTS = inception_weights.NAME
 
 
 def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
@@ -22,12 +22,12 @@ def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: 
     Raises:
         KairosError: there are no weights; the message says which file goes where.
     """
-    path, here = weights.find(options.path)
+    path, here = inception_weights.find(options.path)
     if not here:
         try:
-            weights.download(URL_INCEPTION_V3, path)
+            inception_weights.download(URL_INCEPTION_V3, path)
         except (KairosError, OSError) as error:
-            raise KairosError(weights.missing(path, f"the download failed ({error})")) from None
+            raise KairosError(inception_weights.missing(path, f"the download failed ({error})")) from None
     link_file(path, folder / WEIGHTS)
     digest = sha256_file(folder / WEIGHTS)
     return {"name": "inception", "metric": "fid", "features": 2048, "sha256": digest, "files": {WEIGHTS: digest}}

@@ -18,7 +18,7 @@ from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metri
 from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
 from kairos.data.arrays import blocks
-from kairos.evaluation import external
+from kairos.evaluation import external_reference
 from kairos.evaluation.moments import LAYERS, Measured, Moments
 from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions, needs_of
 from kairos.files import atomic, sha256_bytes, sha256_json
@@ -31,7 +31,7 @@ ROWS = 1024  # feature vectors looked at a time
 SPLIT = 5000  # images of a split of the Inception score, in order, as in ADM's evaluator
 KEPT = 10_000  # real images whose features are kept, as many as ADM's reference has for precision and recall
 
-_NAMES = {layer: external.PUBLISHED[need] for need, layer in LAYERS.items()}  # of arrays in npz files
+_NAMES = {layer: external_reference.PUBLISHED[need] for need, layer in LAYERS.items()}  # of arrays in npz files
 
 Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]
 

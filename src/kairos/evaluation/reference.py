@@ -22,7 +22,7 @@ from kairos import resource_usage
 from kairos.autoencoders.codec import Codec, load_codec
 from kairos.data.dataset import PreparedDataset, open_dataset, to_uint8
 from kairos.data.latents import Latents, open_latents
-from kairos.evaluation import external, metrics
+from kairos.evaluation import external_reference, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.evaluation.metrics import Statistics, Target
 from kairos.evaluation.moments import LAYERS, in_batches, measure
@@ -159,9 +159,9 @@ def outside_statistics(path: Path, extractor: Extractor, needs: set[str]) -> Sta
     """Statistics of a file, cached by its content: published moments where it holds them, else those of its images.
 
     Raises:
-        KairosError: see `external.moments`; or too few images for the extractor.
+        KairosError: see `external_reference.moments`; or too few images for the extractor.
     """
-    found = external.moments(path, extractor.width, needs, "reference")
+    found = external_reference.moments(path, extractor.width, needs, "reference")
     moments = {LAYERS[need]: pair for need, pair in found.items()}
     rest = needs - found.keys()
     if not rest:

@@ -10,7 +10,7 @@ from kairos.data.latents import open_latents
 from kairos.files import open_record, sha256_file, sha256_json
 from kairos.forward_process import build_process, scheduler_config
 from kairos.milestones import write_milestone
-from kairos.models.published import read_published
+from kairos.models.published_weights import read_published
 from kairos.training.provenance import provenance, versions
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.strategy import Strategy
@@ -60,7 +60,7 @@ def import_weights(
     """Write a milestone of published weights and return its record.
 
     Args:
-        file: see `models.published.read_published`.
+        file: see `models.published_weights.read_published`.
         plain: a whole experiment, whose model, diffusion and sampling are those of the weights.
         out: folder of the milestone.
         latents: what the weights go with: shape of x0, conditions, autoencoder; or else

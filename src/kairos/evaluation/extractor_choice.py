@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import ImageCounts, count_images
-from kairos.evaluation import external, weights
+from kairos.evaluation import external_reference, inception_weights
 from kairos.evaluation.registries import UNREAL, needs_of
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.section import check
@@ -44,13 +44,15 @@ def choose(
     faults += _too_few(evaluation, known)
     try:
         if name in ("inception", "dinov2"):
-            look = weights.find if name == "inception" else weights.find_network
+            look = inception_weights.find if name == "inception" else inception_weights.find_network
             where, here = look(evaluation.extractor["path"])
             said += [] if here else [f"warning: the extractor's job will download {where}; kairos fetch brings it now"]
         wanted = evaluation.metrics_for(name, dataset.heldout != 0)
         if evaluation.reference not in ("train", "all"):
             width = evaluation.extractor.get("features", WIDTHS.get(name))
-            external.moments(Path(evaluation.reference), width, needs_of(wanted) - UNREAL, "evaluation.reference")
+            external_reference.moments(
+                Path(evaluation.reference), width, needs_of(wanted) - UNREAL, "evaluation.reference"
+            )
     except KairosError as error:
         faults.append(str(error))
     if faults:
@@ -60,7 +62,7 @@ def choose(
 
 def _fitting(evaluation: EvaluationConfig, known: ImageCounts) -> tuple[str, str]:
     """The extractor that `auto` stands for, and why."""
-    place, fewest = weights.place(), min(evaluation.num_samples, known.train or evaluation.num_samples)
+    place, fewest = inception_weights.place(), min(evaluation.num_samples, known.train or evaluation.num_samples)
     if place.is_file() and fewest > WIDTHS["inception"]:
         return "inception", f"its weights are {place}"
     why = f"{fewest} images are too few for Inception" if place.is_file() else f"no Inception weights at {place}"
