@@ -4,8 +4,17 @@
 from snakemake.utils import min_version
 
 from kairos.workflow import controller
-from kairos.workflow.arguments import files, folder, folders, repeated, shards, stages
-from kairos.workflow.resources import growing, of_training, processes_per_node
+from kairos.workflow.rules import (
+    folder_of,
+    folders_of,
+    paths_of,
+    processes_per_node,
+    repeat_option,
+    scaled_by_attempt,
+    shard_options,
+    stage_options,
+    training_resources,
+)
 
 min_version("9.19")
 

@@ -85,10 +85,9 @@ def serve() -> None:
     import snakemake.cli  # noqa: F401
 
     import kairos.cli
-    import kairos.workflow.arguments
     import kairos.workflow.controller
     import kairos.workflow.layout
-    import kairos.workflow.resources  # noqa: F401
+    import kairos.workflow.rules  # noqa: F401
 
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]

@@ -12,7 +12,7 @@ from snakemake_executor_plugin_slurm.partitions import read_partition_file
 
 from kairos.config import validate
 from kairos.workflow import batch_script
-from kairos.workflow.resources import of_training
+from kairos.workflow.rules import training_resources
 from snakemake_executor_plugin_kairos.executor import LATER
 from workflow_copy import Copy
 
@@ -123,7 +123,7 @@ def test_a_training_that_has_diverged_takes_no_others_down(jobs):
 )
 def test_what_a_training_asks_for(fields, asked):
     experiment = validate({"experiment": "x", "methods": {"a": {}}, "training": fields}, "x.yaml")
-    found = of_training(experiment)
+    found = training_resources(experiment)
     per_node = fields.get("processes", 1) // fields.get("nodes", 1)
     assert [found["mem_mb"]({}, attempt) for attempt in (1, 2, 6)] == [6000 * per_node * k for k in (1, 2, 3)]
     assert {name: value for name, value in found.items() if name not in ("mem_mb", "runtime")} == asked

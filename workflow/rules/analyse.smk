@@ -26,15 +26,15 @@ for name in layout.analyses:
                 "../../envs/environment.yml"
             threads: layout.experiment.training.threads if part else 1
             resources:
-                mem_mb=growing(6000 if part else 2000),
-                runtime=growing(240 if part else 30),
+                mem_mb=scaled_by_attempt(6000 if part else 2000),
+                runtime=scaled_by_attempt(240 if part else 30),
                 gpu=layout.gpus if part else 0,
             params:
                 **layout.params(f"measure_{name}" if part else f"analyse_{name}"),
                 analysis=name,
                 results=RESULTS,
-                of=repeated("--milestone", folders("milestone")),
-                out=repeated("--out", files("table")) if part else "",
+                of=repeat_option("--milestone", folders_of("milestone")),
+                out=repeat_option("--out", paths_of("table")) if part else "",
             shell:
                 "kairos analyse --config {params.config} --analysis {params.analysis} --results {params.results}"
                 " {params.of} {params.out} --timing {params.timing} 2>&1 | tee {log}"

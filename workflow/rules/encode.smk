@@ -23,15 +23,15 @@ for name in layout.rules("encode"):
             "../../envs/environment.yml"
         threads: layout.experiment.training.threads
         resources:
-            mem_mb=growing(6000),
-            runtime=growing(240),
+            mem_mb=scaled_by_attempt(6000),
+            runtime=scaled_by_attempt(240),
             gpu=CODING_GPUS if name == layout.rules("encode")[-1] else 0,
         params:
             **layout.params(name),
             **({"told": layout.text} if layout.text else {}),
-            read=stages("dataset", "autoencoder", *layout.text),
-            out=files("record") if part else folder("record"),
-            shards=shards,
+            read=stage_options("dataset", "autoencoder", *layout.text),
+            out=paths_of("record") if part else folder_of("record"),
+            shards=shard_options,
         shell:
             "kairos encode --config {params.config} {params.read} {params.shards} --out {params.out}"
             " --timing {params.timing} 2>&1 | tee {log}"

@@ -23,15 +23,15 @@ for segment in layout.segments:
             "../../envs/environment.yml"
         threads: layout.experiment.training.threads
         resources:
-            mem_mb=growing(6000),
-            runtime=growing(120),
+            mem_mb=scaled_by_attempt(6000),
+            runtime=scaled_by_attempt(120),
             gpu=layout.gpus,
         params:
             **layout.params("evaluate", segment),
-            images=repeated("--samples", files("images")),
-            milestones=repeated("--milestone", folders("milestones")),
-            out=repeated("--out", files("records")),
-            read=stages("latents", "extractor"),
+            images=repeat_option("--samples", paths_of("images")),
+            milestones=repeat_option("--milestone", folders_of("milestones")),
+            out=repeat_option("--out", paths_of("records")),
+            read=stage_options("latents", "extractor"),
         shell:
             "kairos evaluate {params.images} {params.milestones} {params.out} --reference {input.reference}"
             " {params.read} --timing {params.timing} 2>&1 | tee {log}"

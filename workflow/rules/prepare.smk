@@ -11,11 +11,11 @@ rule prepare:
     conda:
         "../../envs/environment.yml"
     resources:
-        mem_mb=growing(4000),
-        runtime=growing(120),
+        mem_mb=scaled_by_attempt(4000),
+        runtime=scaled_by_attempt(120),
     params:
         **layout.params("prepare"),
         files=lambda wildcards: controller.listing(layout),
-        out=folder("record"),
+        out=folder_of("record"),
     shell:
         "kairos prepare --config {params.config} --out {params.out} --timing {params.timing} 2>&1 | tee {log}"

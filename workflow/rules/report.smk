@@ -25,7 +25,7 @@ rule report:
     params:
         **layout.depends("report"),
         config=layout.frozen,
-        results=folder("page"),
+        results=folder_of("page"),
     shell:
         "kairos report --config {params.config} --results {params.results}"
         " --timing {params.results}/logs/report.timing.json 2>&1 | tee {log}"

@@ -45,17 +45,17 @@ for segment in layout.segments:
                 "../../envs/environment.yml"
             threads: layout.experiment.training.threads
             resources:
-                mem_mb=growing(6000),
-                runtime=growing(240),
+                mem_mb=scaled_by_attempt(6000),
+                runtime=scaled_by_attempt(240),
                 gpu=layout.gpus,
             params:
                 **layout.params(name, segment),
                 options=layout.sampling_options,
-                milestones=repeated("--milestone", folders("milestones")),
-                out=repeated("--out", files("images")),
-                grid=repeated("--grid", files("grids")),
-                shards=shards,
-                read=stages("autoencoder", "latents"),
+                milestones=repeat_option("--milestone", folders_of("milestones")),
+                out=repeat_option("--out", paths_of("images")),
+                grid=repeat_option("--grid", paths_of("grids")),
+                shards=shard_options,
+                read=stage_options("autoencoder", "latents"),
             shell:
                 "kairos sample {params.milestones} {params.out} {params.grid} {params.shards} --num {params.num}"
                 " {params.options} {params.read} --timing {params.timing} 2>&1 | tee {log} && cksum {output.images} {output.grids} > {output.sums}"

@@ -3,12 +3,12 @@
 
 CODING_GPUS = layout.gpus if layout.experiment.autoencoder.kind != "none" else 0
 SHARED = {  # what each reads, and what it asks for
-    "autoencoder": (["dataset"], {"mem_mb": growing(6000), "runtime": growing(480), "gpu": CODING_GPUS}),
-    "text": (["dataset"], {"mem_mb": growing(8000), "runtime": growing(480), "gpu": layout.gpus}),
-    "extractor": (["dataset"], {"mem_mb": growing(4000), "runtime": growing(120)}),
+    "autoencoder": (["dataset"], {"mem_mb": scaled_by_attempt(6000), "runtime": scaled_by_attempt(480), "gpu": CODING_GPUS}),
+    "text": (["dataset"], {"mem_mb": scaled_by_attempt(8000), "runtime": scaled_by_attempt(480), "gpu": layout.gpus}),
+    "extractor": (["dataset"], {"mem_mb": scaled_by_attempt(4000), "runtime": scaled_by_attempt(120)}),
     "reference": (
         ["dataset", "autoencoder", "latents", "extractor"],
-        {"mem_mb": growing(6000), "runtime": growing(120), "gpu": layout.gpus},
+        {"mem_mb": scaled_by_attempt(6000), "runtime": scaled_by_attempt(120), "gpu": layout.gpus},
     ),
 }
 
@@ -33,8 +33,8 @@ for name, (read, asked) in ((name, SHARED[name]) for name in SHARED if name in l
         params:
             **layout.params(name),
             stage=name,
-            read=stages(*read),
-            out=folder("record"),
+            read=stage_options(*read),
+            out=folder_of("record"),
         shell:
             "kairos {params.stage} --config {params.config} {params.read} --out {params.out}"
             " --timing {params.timing} 2>&1 | tee {log}"

@@ -22,7 +22,7 @@ rule track:
     params:
         **layout.depends("track"),
         config=layout.frozen,
-        results=folder("table"),
+        results=folder_of("table"),
     shell:
         "kairos track --config {params.config} --results {params.results} --out {output}"
         " --timing {params.results}/logs/track.timing.json 2>&1 | tee {log}"

@@ -23,11 +23,11 @@ for segment in layout.segments:
             "../../envs/environment.yml"
         threads: layout.experiment.training.threads * processes_per_node(layout.experiment)
         resources:
-            **of_training(layout.experiment),
+            **training_resources(layout.experiment),
         params:
             **layout.params("train", segment),
             steps=list(segment.steps),
-            latents=folder("latents"),
+            latents=folder_of("latents"),
             part=segment.part,
             out=f"{TRAINING}",
         shell:

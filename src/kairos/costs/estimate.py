@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kairos.config import Experiment
 from kairos.costs import step_rate as rates
-from kairos.costs.dataset_size import Data, Shape, describe
+from kairos.costs.dataset_size import DatasetSize, Shape, find_dataset_size
 from kairos.costs.network import Network, measure
 from kairos.costs.step_rate import Rate
 from kairos.costs.storage import memory, storage
@@ -15,7 +15,7 @@ from kairos.forward_process import build_process
 from kairos.losses.registries import LOSSES
 from kairos.section import build
 from kairos.workflow.layout import Layout
-from kairos.workflow.resources import gpus
+from kairos.workflow.rules import gpus_per_job
 from kairos_timesteps.base import Cost
 from kairos_timesteps.components import SAMPLERS
 
@@ -69,7 +69,7 @@ class Estimate:
 
     experiment: Experiment
     stages: list[Stage]
-    data: Data
+    data: DatasetSize
     network: Network
     microbatches: int
     operations: float
@@ -115,12 +115,12 @@ def estimate(
     """
     layout = Layout(experiment, Path())
     training, plain, results = experiment.training, experiment.plain(), Path(layout.results)
-    data = describe(experiment, results, x0, classes, text)
+    data = find_dataset_size(experiment, results, x0, classes, text)
     share = -(-training.batch_size // training.processes)
     samples = min(training.microbatch or share, share)
-    process, channels = build_process(plain["diffusion"], sigma_data=1.0), data.x0[0]
+    process, channels = build_process(plain["diffusion"], sigma_data=1.0), data.x0_shape[0]
     outputs = process.channels(channels)
-    network = count(experiment.model, data.x0, data.conditions, samples, training.precision, outputs)
+    network = count(experiment.model, data.x0_shape, data.conditions, samples, training.precision, outputs)
     microbatches, batch = -(-share // samples), training.batch_size
     samplers = {name: build(SAMPLERS, method.sampler, process.schedule) for name, method in experiment.methods.items()}
     extras = {name: sampler.cost(batch, channels) for name, sampler in samplers.items()}
@@ -170,7 +170,7 @@ def _times(experiment: Experiment, rate: Rate, name: str, forward: float) -> dic
 def _stages(layout: Layout) -> list[Stage]:
     """Jobs by stage; a segment's samples and their evaluation are one in the queue, report and tracking none."""
     experiment, jobs = layout.experiment, layout.jobs()
-    training, gpu = experiment.training, gpus(experiment)
+    training, gpu = experiment.training, gpus_per_job(experiment)
     shared = len(layout.segments) * -(-len(layout.trainings) // training.trainings_per_gpu)
     latent = gpu * (experiment.autoencoder.kind != "none")
     asked = dict.fromkeys(("text", "sample", "sample_parts", "reference"), gpu)

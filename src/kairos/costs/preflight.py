@@ -10,7 +10,7 @@ from kairos.config import Experiment
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import inspect_images
 from kairos.status.machine import profile_file
-from kairos.workflow.resources import gpus, of_training
+from kairos.workflow.rules import gpus_per_job, training_resources
 from kairos_timesteps.errors import ConfigError, KairosError, demand
 
 _CONTEXT = 1  # GiB of a GPU for its context and the libraries' workspace
@@ -100,9 +100,9 @@ def _check_limits(experiment: Experiment, profile: Path, needed: float) -> None:
     demand(file, "--profile", repr(str(profile)), "a folder that holds a profile.yaml")
     try:
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
-        own = (settings.get("set-resources") or {}).get("train", {}).get("runtime", of_training(experiment)["runtime"])
+        own = (settings.get("set-resources") or {}).get("train", {}).get("runtime", training_resources(experiment)["runtime"])
         listed = settings.get("kairos-partition-config")
-        limit = longest(Path(listed), bool(gpus(experiment))) if listed else math.inf
+        limit = longest(Path(listed), bool(gpus_per_job(experiment))) if listed else math.inf
     except Exception as error:  # YAML's, and those of the plugin's own reader
         raise KairosError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     demand(own <= limit, f"{file}: runtime of train", f"{own} minutes", f"at most {limit:g}, as {listed} has it")

@@ -9,7 +9,7 @@ from kairos.costs.estimate import Estimate
 from kairos.costs.storage import checkpoint_bytes
 from kairos.progress import duration, table
 from kairos.report.formatting import sample_sets, template
-from kairos.workflow.resources import of_training
+from kairos.workflow.rules import training_resources
 
 
 def values(found: Estimate) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def text(found: Estimate) -> str:
         storage=_storage(found),
         methods=_methods(found),
         samples=sample_sets(found.experiment.evaluation),
-        limit=of_training(found.experiment)["runtime"] / 60,
+        limit=training_resources(found.experiment)["runtime"] / 60,
         size=in_bytes,
         duration=duration,
     )
@@ -62,11 +62,15 @@ def _storage(found: Estimate) -> str:
     notes = {
         "checkpoints": f"2 of {in_bytes(checkpoint)} per training",
         "milestones": "raw and averaged weights",
-        "latents": "" if data.latent_bytes else "pixels",
+        "latents": "" if data.latent_bytes_per_image else "pixels",
     }
     rows = [("storage", "bytes", "")]
     for name, size in parts.items():
-        each = {"dataset": data.image_bytes, "latents": data.latent_bytes, "text": data.text_bytes}.get(name)
+        each = {
+            "dataset": data.bytes_per_image,
+            "latents": data.latent_bytes_per_image,
+            "text": data.bytes_per_text,
+        }.get(name)
         shown, note = "none" if size == 0 else in_bytes(size or 0), notes.get(name, "")
         if size is None and each:
             shown, note = in_bytes(each), f"per {'caption' if name == 'text' else 'image'}, whose number is not known"

@@ -16,7 +16,7 @@ from kairos.config import Experiment, freeze, load
 from kairos.downloads import lacking
 from kairos.training.job import read_progress
 from kairos.workflow import dependencies
-from kairos.workflow.resources import gpus
+from kairos.workflow.rules import gpus_per_job
 
 FROZEN = "KAIROS_EXPERIMENT"  # names the experiment that a controller has frozen for what it starts
 PARTS = ".parts"  # folder of what is joined, in that of the results and in each training's
@@ -134,7 +134,7 @@ class Layout:
     @property
     def gpus(self) -> int:
         """GPUs that a computing job asks for."""
-        return gpus(self.experiment)
+        return gpus_per_job(self.experiment)
 
     def frozen(self, wildcards: Any, output: Any) -> str:
         """The configuration file of a job: a parameter that Snakemake does not compare, see `arguments`."""

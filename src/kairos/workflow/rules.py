@@ -1,0 +1,102 @@
+"""Shell arguments and resources of the Snakemake rules in ``workflow/rules``.
+
+Snakemake does not record ``params:`` functions that take ``input`` or ``output``: it compares those files themselves.
+It finds out by the names of the functions' parameters, so those names are fixed.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from kairos.config import Experiment
+
+PathsFunction = Callable[[Any, Any, Any], list[str]]  # of a job's wildcards, input and output
+TextFunction = Callable[[Any, Any, Any], str]
+
+_TRAINING_MB = 6000  # main memory of one process of a training run
+_LARGEST_FACTOR = 3  # retries do not request more than this multiple, so that the job still fits a machine
+_TRAINING_MINUTES = 1440
+
+
+def paths_of(name: str) -> PathsFunction:
+    """Return a ``params:`` function that lists the paths of the output, else of the input, with a name in the rule."""
+
+    def list_paths(wildcards: Any, input: Any, output: Any) -> list[str]:
+        paths = output.get(name) or input.get(name) or []
+        return [paths] if isinstance(paths, str) else list(paths)
+
+    return list_paths
+
+
+def folders_of(name: str) -> PathsFunction:
+    """Return a ``params:`` function that lists the parent folders of a named output or input."""
+    paths = paths_of(name)
+    return lambda wildcards, input, output: [os.path.dirname(path) for path in paths(wildcards, input, output)]
+
+
+def folder_of(name: str) -> TextFunction:
+    """Return a ``params:`` function for the parent folder of a named output or input that is one file."""
+    folders = folders_of(name)
+    return lambda wildcards, input, output: folders(wildcards, input, output)[0]
+
+
+def stage_options(*stages: str) -> TextFunction:
+    """Return a ``params:`` function for ``--STAGE FOLDER`` options, one for each stage that the rule has as an input."""
+    folders = {stage: folder_of(stage) for stage in stages}
+    return lambda wildcards, input, output: " ".join(
+        f"--{stage} {folder(wildcards, input, output)}" for stage, folder in folders.items()
+    )
+
+
+def repeat_option(option: str, paths: PathsFunction) -> TextFunction:
+    """Return a ``params:`` function that writes ``OPTION PATH`` for each of a job's paths."""
+    return lambda wildcards, input, output: " ".join(f"{option} {path}" for path in paths(wildcards, input, output))
+
+
+def shard_options(wildcards: Any, input: Any, output: Any) -> str:
+    """Return ``--shard K`` for a job that computes a shard, else ``--part PATH`` for each shard that the job joins."""
+    if "shard" in wildcards.keys():  # noqa: SIM118  (no dictionary)
+        return f"--shard {wildcards.shard}"
+    return repeat_option("--part", paths_of("parts"))(wildcards, input, output)
+
+
+def scaled_by_attempt(amount: int) -> Callable[..., int]:
+    """Return a resource function: `amount` at the first attempt, twice at the second, then three times.
+
+    A job that exceeded a limit is retried with more.
+    """
+    return lambda wildcards, attempt: amount * min(attempt, _LARGEST_FACTOR)
+
+
+def gpus_per_job(experiment: Experiment) -> int:
+    """Return the number of GPUs that a computing job requests: 0 for ``device: cpu``, else 1.
+
+    Without a scheduler the request has no effect: ``device: auto`` uses a GPU if there is one.
+    """
+    return int(experiment.training.device != "cpu")
+
+
+def processes_per_node(experiment: Experiment) -> int:
+    """Return the number of processes of one training run on each of its machines."""
+    return experiment.training.processes // experiment.training.nodes
+
+
+def training_resources(experiment: Experiment) -> dict[str, Any]:
+    """Return the ``resources:`` of a training job, for all its processes together.
+
+    A training run resumes, so its time limit need not grow. Snakemake adds up the numbers of jobs that run as one job,
+    but takes a text once. Training runs that share a GPU therefore request it as text. So do runs on several machines,
+    where the text applies to each machine.
+    """
+    training, processes = experiment.training, processes_per_node(experiment)
+    resources: dict[str, Any] = {"mem_mb": scaled_by_attempt(_TRAINING_MB * processes), "runtime": _TRAINING_MINUTES}
+    if training.processes > 1:  # else SLURM may spread the GPUs of one machine over several
+        resources["nodes"] = training.nodes
+    if gpus_per_job(experiment) == 0:
+        if training.nodes > 1:
+            resources["tasks"] = training.nodes
+    elif training.nodes > 1 or training.trainings_per_gpu > 1:
+        resources["gres"] = f"gpu:{processes}"
+    else:
+        resources["gpu"] = processes
+    return resources
