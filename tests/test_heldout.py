@@ -11,7 +11,7 @@ from kairos.autoencoders.encode import encode
 from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.train_or_load import make_autoencoder
 from kairos.config import validate
-from kairos.costs.dataset_size import describe
+from kairos.costs.dataset_size import find_dataset_size
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
@@ -149,5 +149,5 @@ def test_splits_of_a_hub_data_set_are_both_fetched():
     ],
 )
 def test_costs_know_how_many_there_are(tmp_path, dataset, images, train):
-    found = describe(layout(**dataset).experiment, tmp_path, None, None)
-    assert (found.images, found.train) == (images, train)
+    found = find_dataset_size(layout(**dataset).experiment, tmp_path, None, None)
+    assert (found.image_count, found.train_count) == (images, train)

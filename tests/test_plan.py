@@ -167,7 +167,7 @@ def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     manifest.unlink()  # as before anything was prepared
     (results / "latents/manifest.json").unlink()
     found = estimate(validate(plain))
-    assert (found.data.x0, found.data.images, found.data.train) == ((4, 4, 4), 200, 150)
+    assert (found.data.x0_shape, found.data.image_count, found.data.train_count) == ((4, 4, 4), 200, 150)
     assert found.storage["latents"] == pytest.approx(_size(results / "latents"), rel=0.01)
     assert found.storage["dataset"] == pytest.approx((results / "dataset/images.npy").stat().st_size, rel=0.02)
     states = [results / method / "seed0/.state" for method in plain["methods"]]
@@ -256,7 +256,7 @@ def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     rest = "experiment: x\nmodel: {name: dit, width: 32, depth: 1, heads: 2}\nmethods: {uniform: {}}\n"
     file.write_text(f"{rest}{dataset}}}\n")
     assert main(["plan", str(file)]) == 2
-    assert "give --shape C H W" in capsys.readouterr().err
+    assert "--shape C H W" in capsys.readouterr().err
     file.write_text(f"{rest}{dataset}, resolution: 16}}\n")
     assert main(["plan", str(file)]) == 0
     output = capsys.readouterr().out
@@ -292,7 +292,7 @@ def test_texts_of_an_encoder_that_is_not_here(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "less.yaml").write_text(json.dumps({"extends": whole, "known": None}))
     known = ["plan", str(tmp_path / "less.yaml"), "--shape", "4", "32", "32"]
     assert main(known) == 2
-    assert "what text is like is not known yet" in capsys.readouterr().err
+    assert "the shape of text is not known yet" in capsys.readouterr().err
     for told in ([*known, "--text", "77", "512"], ["plan", whole]):
         assert main(told) == 0
         assert "675,895,712 parameters" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from kairos.autoencoders.train_or_load import make_autoencoder
 from kairos.cli import main
 from kairos.conditions import nulls
 from kairos.config import validate
-from kairos.costs.dataset_size import describe
+from kairos.costs.dataset_size import find_dataset_size
 from kairos.data.batches import Batches
 from kairos.data.dataset import low_resolution, open_dataset
 from kairos.data.latents import open_latents
@@ -237,8 +237,8 @@ def test_refusals(changes, message):
 
 def test_what_it_costs_is_known_beforehand(tmp_path):
     values = {**sections(), "autoencoder": {"kind": "train", "channels": [8, 8]}}
-    known = describe(validate(values), tmp_path, None, None)
-    assert known.conditions == {"low_resolution": {"kind": "image", "shape": [4, 16, 16]}} and known.moments == 6
+    known = find_dataset_size(validate(values), tmp_path, None, None)
+    assert known.conditions == {"low_resolution": {"kind": "image", "shape": [4, 16, 16]}} and known.latent_arrays == 6
 
 
 def kairos(*arguments) -> None:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kairos import models
 from kairos.config import load, validate
-from kairos.costs.dataset_size import describe
+from kairos.costs.dataset_size import find_dataset_size
 from kairos.forward_process import build_process
 from kairos.models.registries import MODELS
 from kairos.sampling.registries import resolve_solver
@@ -76,8 +76,8 @@ def test_what_texts_take_on_the_disk(tmp_path):
     plain["text_encoder"]["path"] = str(write_text_encoder(tmp_path / "clip"))
     for dtype, size in (("float16", 2), ("float32", 4)):
         plain["text_encoder"]["dtype"] = dtype
-        data = describe(validate(plain), tmp_path, (4, 32, 32), None)
-        assert data.text_bytes == size * 77 * data.conditions["text"]["shape"][1]
+        data = find_dataset_size(validate(plain), tmp_path, (4, 32, 32), None)
+        assert data.bytes_per_text == size * 77 * data.conditions["text"]["shape"][1]
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.autoencoders.train_or_load import make_autoencoder, psnr
 from kairos.cli import main
 from kairos.config import validate
-from kairos.costs.dataset_size import describe
+from kairos.costs.dataset_size import find_dataset_size
 from kairos.data.dataset import open_dataset, to_uint8
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
@@ -181,8 +181,8 @@ def test_a_training_on_its_latents(folder, pictures, tmp_path, capsys):
 
 
 def test_its_cost_is_known_beforehand(folder, tmp_path):
-    known = describe(validate({
+    known = find_dataset_size(validate({
         "experiment": "e", "dataset": {"source": "folder", "path": "in", "resolution": 32, "flips": True},
         "autoencoder": {"kind": "pretrained", "path": str(folder)}, "methods": {"u": {}},
     }), tmp_path, None, None)  # fmt: skip
-    assert known.x0 == (3, 16, 16) and known.moments == 2
+    assert known.x0_shape == (3, 16, 16) and known.latent_arrays == 2

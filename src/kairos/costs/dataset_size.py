@@ -12,7 +12,7 @@ from kairos.config.published_results import KnownConfig
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import count_images
 from kairos.files import read_json
-from kairos.text.settings import TextEncoderConfig
+from kairos.text_encoders.settings import TextEncoderConfig
 from kairos_timesteps.errors import ConfigError
 
 Shape = tuple[int, int, int]  # channels, height, width
@@ -77,8 +77,8 @@ def find_dataset_size(
     """
     assumed = experiment.known or KnownConfig()
     dataset_record = _read_manifest(results / "dataset")
-    image_shape, image_count, train_count, count_source = _count_images(experiment, dataset_record)
-    x0_shape, latent_arrays = _find_x0_shape(experiment, results, image_shape, x0_shape or assumed.shape)
+    image_shape, image_count, train_count, count_source = _find_image_counts(experiment, dataset_record)
+    x0_shape, latent_arrays = _find_x0_shape(experiment, results, image_shape, x0_shape)
 
     described: dict[str, dict[str, Any]] = {"low_resolution": {"kind": "image", "shape": list(x0_shape)}}
     described |= dataset_record.get("conditions", {})
@@ -109,7 +109,7 @@ def find_dataset_size(
 
 
 def _find_x0_shape(
-    experiment: Experiment, results: Path, image_shape: Shape | None, stated: Sequence[int] | None
+    experiment: Experiment, results: Path, image_shape: Shape | None, stated: Shape | None
 ) -> tuple[Shape, int]:
     """Find the shape of the network's input and the number of arrays that are stored per image, 0 in pixel space.
 
@@ -117,19 +117,20 @@ def _find_x0_shape(
         experiment: the checked experiment.
         results: its folder of results.
         image_shape: channels, height and width of an image, if known.
-        stated: the shape that the user or the experiment file states, if any.
+        stated: the shape that a user passes, which takes precedence.
 
     Raises:
         ConfigError: the shape is not known.
     """
-    autoencoder, encoded = experiment.autoencoder, _read_manifest(results / "latents")
+    autoencoder, latents_record = experiment.autoencoder, _read_manifest(results / "latents")
     if autoencoder.kind == "none":
         computed, arrays = image_shape, 0
     else:
         computed, arrays = _latent_shape(autoencoder, image_shape)
         has_low_resolution = experiment.dataset.low_resolution is not None
         arrays = (arrays + has_low_resolution) * (1 + experiment.dataset.flips)
-    shape: Any = stated or encoded.get("shape") or computed
+    assumed = experiment.known.shape if experiment.known else None
+    shape: Any = stated or latents_record.get("shape") or computed or assumed
     if not shape:
         fetch = f"fetch autoencoder.path ({autoencoder.path})" if image_shape else "set dataset.resolution"
         advice = f"{fetch}, run kairos prepare and encode, or pass --shape C H W"
@@ -141,3 +142,85 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a stage's folder; empty if the stage has not run."""
     path = folder / "manifest.json"
     return read_json(path) if path.is_file() else {}
+
+
+def _find_image_counts(
+    experiment: Experiment, record: dict[str, Any]
+) -> tuple[Shape | None, int | None, int | None, str]:
+    """Return the shape of an image, the numbers of all images and of training images, and the numbers' origin.
+
+    Args:
+        experiment: the checked experiment.
+        record: manifest of the prepared data set; empty before stage prepare.
+    """
+    if record:
+        shape = (record["channels"], record["height"], record["width"])
+        return shape, record["count"], record["train_count"], "prepared"
+    dataset = experiment.dataset
+    image_shape = _image_shape(dataset)
+    separate_heldout = isinstance(dataset.heldout, str)  # a folder of its own, whose images are not counted here
+    is_digits = dataset.source == "digits"
+    if dataset.train_images is not None and not is_digits:
+        count = None if separate_heldout else round(dataset.train_images / (1 - float(dataset.heldout)))
+        return image_shape, count, dataset.train_images, "dataset.train_images"
+    if dataset.images is not None and not is_digits:
+        if separate_heldout:
+            return image_shape, None, dataset.images, "dataset.images"
+        return image_shape, dataset.images, dataset.images - dataset.held_out(dataset.images), "dataset.images"
+    counts = count_images(dataset)
+    if not counts.unknown:
+        count = None if separate_heldout else counts.count
+        return image_shape, count, counts.train, "embedded" if is_digits else "counted"
+    return image_shape, None, None, "unknown before kairos prepare; set dataset.train_images"
+
+
+def _image_shape(dataset: DatasetConfig) -> Shape | None:
+    """Return channels, height and width of a prepared image; None if the experiment file does not set them."""
+    side = dataset.resolution or (8 if dataset.source == "digits" else None)
+    return (1 if dataset.color == "grey" else 3, side, side) if side else None
+
+
+def _latent_shape(config: AutoencoderConfig, image_shape: Shape | None) -> tuple[Shape | None, int]:
+    """Return the shape of an image's latents, None if not known, and the number of arrays that store the latents."""
+    level_channels: Sequence[int] | None = config.channels
+    latent_channels, arrays = config.latent_channels, 2  # mean and log-variance
+    if config.kind == "pretrained":
+        pretrained = _pretrained_config(str(config.path))
+        latent_channels = pretrained.get("vq_embed_dim") or pretrained.get("latent_channels", 0)
+        level_channels = pretrained.get("block_out_channels") or pretrained.get("encoder_block_out_channels")
+        arrays = 1 if pretrained.get("_class_name") in ("AutoencoderTiny", "VQModel") else 2
+    if not image_shape or not level_channels:
+        return None, arrays
+    factor = 2 ** (len(level_channels) - 1)  # each level but the first halves the sides
+    return (latent_channels, image_shape[1] // factor, image_shape[2] // factor), arrays
+
+
+def _pretrained_config(path: str) -> dict[str, Any]:
+    """Return the config.json of a pretrained model: a local folder or a name in the hub's cache; empty if absent."""
+    file: Any = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(path, "config.json") if path.count("/") == 1 else None
+    return read_json(file) if isinstance(file, (str, Path)) and Path(file).is_file() else {}
+
+
+def _describe_text(config: TextEncoderConfig, results: Path, stated: Sequence[int] | None) -> dict[str, Any] | None:
+    """Return the condition that encoded texts are; None if their shape is not known.
+
+    Args:
+        config: section `text_encoder`.
+        results: folder of results; its texts, if encoded, contain the condition.
+        stated: tokens and width that the user or the experiment file states; they take precedence.
+    """
+    if stated is None and (record := _read_manifest(results / "text")):
+        return dict(record["condition"])
+    if stated is not None:
+        length, width = stated
+    else:
+        encoder = _pretrained_config(config.path)
+        encoder = encoder.get("text_config", encoder)
+        length = config.length or encoder.get("max_position_embeddings")
+        width = encoder.get("hidden_size") or encoder.get("d_model")
+    shape = [length, width] if config.output == "tokens" else [width]
+    return {"kind": "text", "shape": shape, "null": config.dropped} if all(shape) else None

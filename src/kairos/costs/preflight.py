@@ -100,7 +100,11 @@ def _check_limits(experiment: Experiment, profile: Path, needed: float) -> None:
     demand(file, "--profile", repr(str(profile)), "a folder that holds a profile.yaml")
     try:
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
-        own = (settings.get("set-resources") or {}).get("train", {}).get("runtime", training_resources(experiment)["runtime"])
+        own = (
+            (settings.get("set-resources") or {})
+            .get("train", {})
+            .get("runtime", training_resources(experiment)["runtime"])
+        )
         listed = settings.get("kairos-partition-config")
         limit = longest(Path(listed), bool(gpus_per_job(experiment))) if listed else math.inf
     except Exception as error:  # YAML's, and those of the plugin's own reader

@@ -1,7 +1,7 @@
 """Bytes on disk and in a GPU's memory, from numbers of values."""
 
 from kairos.config import Experiment
-from kairos.costs.dataset_size import Data
+from kairos.costs.dataset_size import DatasetSize
 from kairos.costs.network import Network
 from kairos.training.lengths import log_interval
 
@@ -34,7 +34,7 @@ def checkpoint_bytes(network: Network) -> int:
     return (2 * network.weights + 2 * network.parameters) * network.value_bytes + 5 * network.tensors * _RECORD
 
 
-def storage(experiment: Experiment, data: Data, network: Network, states: list[int]) -> dict[str, int | None]:
+def storage(experiment: Experiment, data: DatasetSize, network: Network, states: list[int]) -> dict[str, int | None]:
     """Estimate the bytes that an experiment leaves on disk, of all its training runs, by kind; None if not known yet.
 
     Args:
@@ -48,11 +48,15 @@ def storage(experiment: Experiment, data: Data, network: Network, states: list[i
     pictures = evaluation.num_samples * evaluation.sets + round(_PICTURE * experiment.sampling.grid)
     device = "cuda" if experiment.training.device.startswith("cuda") else "cpu"  # which has more lines
     lines = len(states) * seeds * (steps[-1] // log_interval(experiment.training.log_every, device))
-    image, images, referred = data.image_bytes, data.images, experiment.dataset.store == "refer"
+    image, images, referred = data.bytes_per_image, data.image_count, experiment.dataset.store == "refer"
     return {
         "dataset": 0 if referred else None if image is None or images is None else image * images,
-        "latents": 0 if not data.latent_bytes else None if images is None else data.latent_bytes * images,
-        **({"text": data.captions and data.text_bytes * data.captions} if data.text_bytes else {}),
+        "latents": 0
+        if not data.latent_bytes_per_image
+        else None
+        if images is None
+        else data.latent_bytes_per_image * images,
+        **({"text": data.caption_count and data.bytes_per_text * data.caption_count} if data.bytes_per_text else {}),
         "checkpoints": seeds * _KEPT * sum(checkpoint_bytes(network) + state for state in states),
         "milestones": milestones * (2 * network.weights * network.value_bytes + _SMALL),
         "samples": None if image is None else milestones * pictures * image,
