@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from kairos.data.arrays import Rows, create_array, read_array, shorten
+from kairos.data.arrays import ArrayFile, create_array, open_array, truncate_array
 from kairos_timesteps.errors import DamagedError, KairosError
 
 
@@ -25,7 +25,7 @@ def array(tmp_path):
 )
 def test_rows_are_those_of_numpy(tmp_path, array, index):
     index = np.arange(700) % 3 == 0 if isinstance(index, str) else index
-    found = Rows(tmp_path / "a.npy")[index]
+    found = ArrayFile(tmp_path / "a.npy")[index]
     assert found.dtype == np.uint8 and found.shape == array[index].shape
     assert np.array_equal(found, array[index])
     found[...] = 0  # a copy
@@ -34,7 +34,7 @@ def test_rows_are_those_of_numpy(tmp_path, array, index):
 
 def test_a_row_that_is_not_there(tmp_path, array):
     with pytest.raises(IndexError):
-        Rows(tmp_path / "a.npy")[[3, 700]]
+        ArrayFile(tmp_path / "a.npy")[[3, 700]]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_row_that_is_not_there(tmp_path, array):
 )
 def test_rows_of_other_kinds(tmp_path, values):
     np.save(tmp_path / "values.npy", values)
-    rows = Rows(tmp_path / "values.npy")
+    rows = ArrayFile(tmp_path / "values.npy")
     chosen = np.random.default_rng(1).integers(0, len(values), min(len(values), 50))
     assert len(rows) == len(values) and np.array_equal(rows[:], values) and np.array_equal(rows[chosen], values[chosen])
 
@@ -57,23 +57,23 @@ def test_written_rows_are_a_file_of_numpy(tmp_path, array):
     assert np.array_equal(rows[:], expected)
     np.save(tmp_path / "expected.npy", expected)
     assert (tmp_path / "new.npy").read_bytes() == (tmp_path / "expected.npy").read_bytes()
-    shorten(tmp_path / "new.npy", 101)
+    truncate_array(tmp_path / "new.npy", 101)
     np.save(tmp_path / "expected.npy", expected[:101])
     assert (tmp_path / "new.npy").read_bytes() == (tmp_path / "expected.npy").read_bytes()
 
 
 def test_another_process_opens_the_file_again(tmp_path, array):
-    assert np.array_equal(pickle.loads(pickle.dumps(Rows(tmp_path / "a.npy")))[:], array)
+    assert np.array_equal(pickle.loads(pickle.dumps(ArrayFile(tmp_path / "a.npy")))[:], array)
 
 
 def test_missing_and_damaged(tmp_path, array):
     with pytest.raises(KairosError, match=r"b\.npy: is missing; make it with: kairos prepare"):
-        read_array(tmp_path / "b.npy", "prepare")
+        open_array(tmp_path / "b.npy", "prepare")
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-1])
     with pytest.raises(DamagedError, match=r"a\.npy: damaged"):
-        read_array(tmp_path / "a.npy", "prepare")
+        open_array(tmp_path / "a.npy", "prepare")
     np.save(tmp_path / "a.npy", array)
-    rows = Rows(tmp_path / "a.npy")
+    rows = ArrayFile(tmp_path / "a.npy")
     with open(tmp_path / "a.npy", "r+b") as file:
         file.truncate(4000)
     assert np.array_equal(rows[:200], array[:200])
@@ -85,7 +85,7 @@ _PEAKS = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from kairos.data.arrays import Rows, create_array
+from kairos.data.arrays import ArrayFile, create_array
 
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before, path = peak(), Path(sys.argv[1])
@@ -95,9 +95,9 @@ for start in range(0, len(rows), 500):
 written = peak()
 random = np.random.default_rng(0)
 for _ in range(300):
-    Rows(path)[random.integers(0, 50_000, 128)]
+    ArrayFile(path)[random.integers(0, 50_000, 128)]
 for start in range(0, len(rows), 1000):
-    Rows(path)[start : start + 1000]
+    ArrayFile(path)[start : start + 1000]
 print(written - before, peak() - written)
 """
 

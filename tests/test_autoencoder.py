@@ -51,7 +51,7 @@ def trained(digits, tmp_path_factory):
 def test_none_is_the_pixels(digits, tmp_path):
     manifest = make_autoencoder(AutoencoderConfig(), digits, tmp_path, CPU)
     codec = load_codec(tmp_path)
-    images = digits.tensor([0, 1])
+    images = digits.load_tensor([0, 1])
     assert type(codec) is Codec
     assert manifest["sha256"] == "pixels" and manifest["latent_shape"] == [1, 8, 8]
     mean, logvar = codec.encode(images)
@@ -62,7 +62,7 @@ def test_none_is_the_pixels(digits, tmp_path):
 def test_trained_gives_images_back(digits, trained):
     out, manifest = trained
     codec = load_codec(out)
-    images = digits.tensor(digits.heldout)
+    images = digits.load_tensor(digits.heldout)
     mean, logvar = codec.encode(images)
     assert list(mean.shape[1:]) == manifest["latent_shape"] == [4, 4, 4]
     assert logvar.shape == mean.shape
@@ -74,7 +74,7 @@ def test_trained_gives_images_back(digits, trained):
 
 def test_model_space_is_standardised(digits, trained):
     codec = load_codec(trained[0])
-    mean, logvar = codec.encode(digits.tensor(digits.train))
+    mean, logvar = codec.encode(digits.load_tensor(digits.train))
     x0 = codec.to_model_space(mean + (0.5 * logvar).exp() * torch.randn(mean.shape))
     assert float(x0.mean()) == pytest.approx(0, abs=0.03)
     assert float(x0.std()) == pytest.approx(1, abs=0.03)
@@ -169,7 +169,7 @@ def test_pretrained_kl_keeps_its_own_scaling(digits, trained, tmp_path):
     assert manifest["class"] == "AutoencoderKL"
     assert manifest["scaling_factor"] == trained_manifest["scaling_factor"]
     assert manifest["psnr"] == trained_manifest["psnr"]
-    images = digits.tensor([0, 5])
+    images = digits.load_tensor([0, 5])
     for ours, theirs in zip(load_codec(tmp_path).encode(images), load_codec(source).encode(images)):
         assert torch.equal(ours, theirs)
 
@@ -221,7 +221,7 @@ def test_grey_images_through_a_colour_autoencoder(tmp_path):
     dataset = open_dataset(tmp_path / "data")
     make_autoencoder(TAESD, dataset, tmp_path / "out", CPU)
     codec = load_codec(tmp_path / "out")
-    mean, logvar = codec.encode(dataset.tensor([0, 1]))
+    mean, logvar = codec.encode(dataset.load_tensor([0, 1]))
     assert mean.shape == (2, 4, 4, 4) and logvar is None
     assert codec.decode(codec.to_model_space(mean)).shape == (2, 1, 32, 32)
 

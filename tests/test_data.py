@@ -72,7 +72,7 @@ def test_statistics_are_those_of_the_training_images(digits):
 
 
 def test_tensor_and_back(digits):
-    images = digits.tensor([3, 1])
+    images = digits.load_tensor([3, 1])
     assert images.shape == (2, 1, 8, 8)
     assert float(images.min()) == -1 and float(images.max()) == 1
     assert np.array_equal(to_uint8(images), digits.images[[3, 1]])

@@ -54,13 +54,13 @@ def test_moments_are_those_of_the_codec(results, latents):
     codec, dataset = load_codec(results / "autoencoder"), open_dataset(results / "dataset")
     assert latents.shape == (4, 4, 4) and len(latents.dataset.images) == 100 and latents.stochastic
     assert np.array_equal(latents.train, dataset.train) and np.array_equal(latents.heldout, dataset.heldout)
-    mean, _ = codec.encode(dataset.tensor(range(100)))
-    assert torch.allclose(latents.batch(range(100)), codec.to_model_space(mean), atol=1e-5)
+    mean, _ = codec.encode(dataset.load_tensor(range(100)))
+    assert torch.allclose(latents.load_x0(range(100)), codec.to_model_space(mean), atol=1e-5)
 
 
 def test_flips_are_the_moments_of_flipped_images(results, latents):
     codec, dataset = load_codec(results / "autoencoder"), open_dataset(results / "dataset")
-    for ours, theirs in zip(("mean_flipped", "logvar_flipped"), codec.encode(dataset.tensor(range(10)).flip(3))):
+    for ours, theirs in zip(("mean_flipped", "logvar_flipped"), codec.encode(dataset.load_tensor(range(10)).flip(3))):
         assert np.allclose(latents.moments[ours][:10], theirs.numpy(), atol=1e-5)
     assert not np.allclose(latents.moments["mean_flipped"][:], latents.moments["mean"][:][..., ::-1])
 
@@ -79,35 +79,35 @@ def test_batch_samples_from_the_moments(results, latents):
         mean, logvar = (torch.tensor(latents.moments[name + suffix][index]) for name in ("mean", "logvar"))
         z.append(mean + torch.exp(logvar / 2) * part)
     expected = load_codec(results / "autoencoder").to_model_space(torch.stack(z))
-    assert torch.allclose(latents.batch(indices, flips, noise), expected, atol=1e-6)
+    assert torch.allclose(latents.load_x0(indices, flips, noise), expected, atol=1e-6)
     assert torch.equal(
-        latents.batch(indices), load_codec(results / "autoencoder").to_model_space(means(latents, indices))
+        latents.load_x0(indices), load_codec(results / "autoencoder").to_model_space(means(latents, indices))
     )
-    assert latents.batch(indices, flips, noise).dtype == torch.float32
+    assert latents.load_x0(indices, flips, noise).dtype == torch.float32
 
 
 def test_flips_that_were_not_encoded_are_refused(results):
     encode_into(results, "unflipped")
     latents = open_latents(results / "unflipped")
     assert not latents.can_flip and "mean_flipped" not in latents.moments
-    assert torch.equal(latents.batch([0, 1], np.array([False, False])), latents.batch([0, 1]))
+    assert torch.equal(latents.load_x0([0, 1], np.array([False, False])), latents.load_x0([0, 1]))
     with pytest.raises(KairosError, match=r"dataset\.flips"):
-        latents.batch([0, 1], np.array([False, True]))
+        latents.load_x0([0, 1], np.array([False, True]))
 
 
 def test_pixels(results):
     manifest = encode_into(results, "pixels", flips=True, codec="none")
     latents, dataset = open_latents(results / "pixels"), open_dataset(results / "dataset")
     assert manifest["kind"] == "pixels" and manifest["files"] == {} and not latents.stochastic
-    assert torch.equal(latents.batch([4, 2]), dataset.tensor([4, 2]))
-    flipped = latents.batch([4, 2], np.array([True, False]), torch.randn(2, 1, 8, 8))
-    assert torch.equal(flipped[0], dataset.tensor([4])[0].flip(2))
-    assert torch.equal(flipped[1], dataset.tensor([2])[0])
+    assert torch.equal(latents.load_x0([4, 2]), dataset.load_tensor([4, 2]))
+    flipped = latents.load_x0([4, 2], np.array([True, False]), torch.randn(2, 1, 8, 8))
+    assert torch.equal(flipped[0], dataset.load_tensor([4])[0].flip(2))
+    assert torch.equal(flipped[1], dataset.load_tensor([2])[0])
 
 
 def test_conditions(results, latents):
     assert latents.condition_kinds["class"]["num_classes"] == 10
-    classes = latents.conditions([5, 0])["class"]
+    classes = latents.load_conditions([5, 0])["class"]
     assert classes.dtype == torch.int64
     assert classes.tolist() == [int(open_dataset(results / "dataset").labels[index]) for index in (5, 0)]
 
@@ -293,16 +293,16 @@ def test_an_image_condition_flips_with_its_image(results, latents, monkeypatch):
     described = {**latents.condition_kinds, "low": {"kind": "image", "shape": [1, 2, 2]}}
     monkeypatch.setitem(latents.manifest, "conditions", described)
     monkeypatch.setitem(latents.dataset.conditions, "low", low)
-    found = latents.conditions([3, 4], np.array([True, False]))
+    found = latents.load_conditions([3, 4], np.array([True, False]))
     assert torch.equal(found["low"][0], torch.from_numpy(low[3]).flip(2))
     assert torch.equal(found["low"][1], torch.from_numpy(low[4]))
-    assert found["class"].tolist() == latents.conditions([3, 4])["class"].tolist()
+    assert found["class"].tolist() == latents.load_conditions([3, 4])["class"].tolist()
 
 
 def test_sigma_data_is_the_spread_of_what_is_trained_on(results, latents):
     noise = torch.randn(len(latents.train), *latents.shape, generator=torch.Generator().manual_seed(0))
-    drawn = latents.batch(latents.train, noise=noise)
-    assert latents.sigma_data() == pytest.approx(float(drawn.std()), rel=0.02)
+    drawn = latents.load_x0(latents.train, noise=noise)
+    assert latents.measure_sigma_data() == pytest.approx(float(drawn.std()), rel=0.02)
     encode_into(results, "for_sigma", codec="none")
     pixels = open_latents(results / "for_sigma")
     assert pixels.sigma_data() == pytest.approx(float(pixels.batch(pixels.train).std(correction=0)), rel=1e-3)

@@ -152,7 +152,7 @@ def test_a_training_reads_no_image(tmp_path):
     encode(referred, load_codec(tmp_path / "ae"), tmp_path / "latents", False, 4)
     shutil.rmtree(folder)
     latents = open_latents(tmp_path / "latents")
-    assert latents.batch(latents.train).shape == (8, 4, 4, 4) and latents.conditions([0]) == {}
+    assert latents.load_x0(latents.train).shape == (8, 4, 4, 4) and latents.load_conditions([0]) == {}
 
 
 def experiment(kind, **dataset):
@@ -211,4 +211,4 @@ def test_a_copy_on_a_local_disk_refers_to_the_same_images(tmp_path, monkeypatch)
     with staged(tmp_path / "latents") as place:
         copy = open_latents(place)
         assert place != tmp_path / "latents" and np.array_equal(copy.dataset.images[:], referred.images[:])
-        assert torch.equal(copy.batch(copy.train), open_latents(tmp_path / "latents").batch(copy.train))
+        assert torch.equal(copy.load_x0(copy.train), open_latents(tmp_path / "latents").load_x0(copy.train))

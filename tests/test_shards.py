@@ -175,7 +175,7 @@ def test_shards_are_whole_batches_and_all_images(count, size, of):
 
 def test_samples_carry_their_conditions(milestones, tmp_path):
     latents = open_latents(milestones / "../../../latents")
-    known = latents.conditions(latents.train)["class"].numpy()
+    known = latents.load_conditions(latents.train)["class"].numpy()
     for labels in ("balanced", "data"):
         assert draw(milestones, tmp_path / labels, "--labels", labels, num=400) == 0
     balanced, data = (open_samples(tmp_path / labels) for labels in ("balanced", "data"))

@@ -70,8 +70,8 @@ def test_copy_is_read_like_the_original(stage, latents, local):
     assert copy.is_relative_to(local)
     original, opened = open_latents(latents), open_latents(copy)
     assert opened.manifest == original.manifest
-    assert (opened.batch(np.arange(40)) == original.batch(np.arange(40))).all()
-    assert (opened.conditions(np.arange(40))["class"] == original.conditions(np.arange(40))["class"]).all()
+    assert (opened.load_x0(np.arange(40)) == original.load_x0(np.arange(40))).all()
+    assert (opened.load_conditions(np.arange(40))["class"] == original.load_conditions(np.arange(40))["class"]).all()
     assert not (copy / "mean.npy").is_symlink()
     assert (copy / "../dataset/images.npy").is_symlink()  # not read by a training on latents
 
@@ -104,7 +104,7 @@ def test_a_copy_whose_files_were_deleted_is_made_again(stage, latents, local, ca
     os.truncate(first / "mean.npy", 100)
     (first / "../dataset/manifest.json").unlink()
     stage(latents)
-    assert (open_latents(first).batch(np.arange(40)) == open_latents(latents).batch(np.arange(40))).all()
+    assert (open_latents(first).load_x0(np.arange(40)) == open_latents(latents).load_x0(np.arange(40))).all()
 
 
 def test_other_content_is_another_copy(stage, latents, local):
@@ -154,7 +154,7 @@ def test_the_last_job_to_end_deletes_the_copy_also_when_it_fails(latents, local)
     with staged(latents) as again:
         assert (
             again == copy
-            and (open_latents(again).batch(np.arange(40)) == open_latents(latents).batch(np.arange(40))).all()
+            and (open_latents(again).load_x0(np.arange(40)) == open_latents(latents).load_x0(np.arange(40))).all()
         )
 
 

@@ -16,12 +16,12 @@ from kairos.conditions import nulls
 from kairos.config import validate
 from kairos.costs.dataset_size import find_dataset_size
 from kairos.data.batches import Batches
-from kairos.data.dataset import low_resolution, open_dataset
+from kairos.data.dataset import open_dataset, reduce_resolution
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
-from kairos.evaluation.evaluate import paired
+from kairos.evaluation.evaluate import pair_with_real_images
 from kairos.evaluation.metrics import psnr
-from kairos.evaluation.moments import Measured
+from kairos.evaluation.moments import ImageStatistics
 from kairos.files import read_json
 from kairos.sampling.conditions import load_conditions, select_condition_sources
 from kairos.sampling.samples_file import SamplesFile, open_samples, write_samples
@@ -62,34 +62,34 @@ def encoded(tmp_path_factory):
 def test_it_is_area_then_bilinear():
     images = torch.rand(2, 3, 8, 8)
     small = torch.stack([images[..., i::4, j::4] for i in range(4) for j in range(4)]).mean(0)
-    found = low_resolution(images, 4)
+    found = reduce_resolution(images, 4)
     weights = torch.tensor([1, 1, 0.875, 0.625, 0.375, 0.125, 0, 0])  # of the first of two pixels, half-pixel centres
     across = small[..., :1] * weights + small[..., 1:] * (1 - weights)
     torch.testing.assert_close(
         found, across[..., :1, :] * weights[:, None] + across[..., 1:, :] * (1 - weights)[:, None]
     )
-    torch.testing.assert_close(low_resolution(images.flip(3), 4), found.flip(3))
-    torch.testing.assert_close(low_resolution(torch.full((1, 1, 8, 8), 0.3), 2), torch.full((1, 1, 8, 8), 0.3))
+    torch.testing.assert_close(reduce_resolution(images.flip(3), 4), found.flip(3))
+    torch.testing.assert_close(reduce_resolution(torch.full((1, 1, 8, 8), 0.3), 2), torch.full((1, 1, 8, 8), 0.3))
 
 
 def test_in_pixels(encoded):
     latents = open_latents(encoded / "pixels")
     assert latents.condition_kinds["low_resolution"] == {"kind": "image", "shape": [3, 16, 16], "factor": 4}
     flips = np.array([True, False])
-    images = latents.dataset.tensor([3, 4])
+    images = latents.dataset.load_tensor([3, 4])
     images[0] = images[0].flip(2)
-    assert torch.equal(latents.conditions([3, 4], flips)["low_resolution"], low_resolution(images, 4))
-    assert "low_resolution" not in latents.stored_conditions([3])
+    assert torch.equal(latents.load_conditions([3, 4], flips)["low_resolution"], reduce_resolution(images, 4))
+    assert "low_resolution" not in latents.load_stored_conditions([3])
 
 
 def test_in_latents(encoded):
     latents, codec = open_latents(encoded / "latents"), load_codec(encoded / "latents-ae")
     assert latents.condition_kinds["low_resolution"]["shape"] == list(latents.shape) == [4, 8, 8]
     assert {"low_mean.npy", "low_mean_flipped.npy"} <= set(latents.manifest["files"])
-    images = latents.dataset.tensor([3, 4])
+    images = latents.dataset.load_tensor([3, 4])
     images[0] = images[0].flip(2)
-    expected = codec.to_model_space(codec.encode(low_resolution(images, 4))[0])
-    found = latents.conditions([3, 4], np.array([True, False]))["low_resolution"]
+    expected = codec.to_model_space(codec.encode(reduce_resolution(images, 4))[0])
+    found = latents.load_conditions([3, 4], np.array([True, False]))["low_resolution"]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)  # encoded in batches of another size
 
 
@@ -123,7 +123,7 @@ def test_batches_have_it_of_their_own_flips(encoded, space):
         none = low.flatten(1).abs().sum(1) == 0
         dropped += int(none.sum())
         if space == "pixels":
-            torch.testing.assert_close(low[~none], low_resolution(batch.x0, 4)[~none])
+            torch.testing.assert_close(low[~none], reduce_resolution(batch.x0, 4)[~none])
     assert 4 <= dropped <= 20
     assert not nulls({"low_resolution": low}, latents.condition_kinds)["low_resolution"].any()
 
@@ -139,7 +139,7 @@ def test_conditions_come_from_heldout_images(encoded, tmp_path):
         and select_condition_sources(latents, range(5, 9), kinds, "data", 3).tolist() == drawn[5:9].tolist()
     )
     told = load_conditions(["low_resolution"], kinds, encoded / "pixels")(range(2, 4))["low_resolution"]
-    assert torch.equal(told, low_resolution(latents.dataset.tensor(held[[2, 3]]), 4))
+    assert torch.equal(told, reduce_resolution(latents.dataset.load_tensor(held[[2, 3]]), 4))
     assert set(select_condition_sources(latents, range(40), {"class": {"kind": "class"}}, "data")) <= set(latents.train)
     with pytest.raises(KairosError, match=r"'low_resolution' is that of real images.*--latents"):
         load_conditions(["low_resolution"], kinds, tmp_path / "absent")
@@ -178,8 +178,8 @@ def test_psnr(encoded):
     each = [10 * np.log10(255**2 / 9), 10 * np.log10(255**2 / 81)]
 
     def found(images, part, protocol):
-        pairs = paired(SamplesFile(images, protocol, {}), part, latents, kinds)
-        return psnr(None, Measured(len(part), {}, pairs=pairs), None)["psnr"]
+        pairs = pair_with_real_images(SamplesFile(images, protocol, {}), part, latents, kinds)
+        return psnr(None, ImageStatistics(len(part), {}, pairs=pairs), None)["psnr"]
 
     images, stated = off.astype(np.uint8), {"labels": "balanced", "seed": 0}
     assert found(images, range(100), stated) == pytest.approx(np.mean(each))

@@ -19,13 +19,13 @@ from kairos.cli import main
 from kairos.compute import setup
 from kairos.config import load, validate
 from kairos.data import resumable_arrays
-from kairos.data.captions import coco, open_text
+from kairos.data.captions import open_encoded_captions, read_coco_captions
 from kairos.data.dataset import open_dataset
 from kairos.data.latents import open_latents
 from kairos.data.prepare import prepare
 from kairos.data.settings import DatasetConfig
 from kairos.evaluation import clip
-from kairos.evaluation.moments import Measured
+from kairos.evaluation.moments import ImageStatistics
 from kairos.evaluation.registries import ClipOptions
 from kairos.files import read_json
 from kairos.sampling.samples_file import open_samples
@@ -90,8 +90,8 @@ def test_coco_captions(tmp_path, capsys, store):
     )
     dataset = open_dataset(tmp_path / "out")
     assert of(dataset, range(3)) == [["One.", "zwei ü"], ["four"], ["three"]]
-    assert dataset.captions.numbers(np.array([2, 0, 0]), np.array([7, 1, 2**31])).tolist() == [3, 1, 0]
-    assert dataset.captions.longest == len("zwei ü".encode())
+    assert dataset.captions.caption_indices(np.array([2, 0, 0]), np.array([7, 1, 2**31])).tolist() == [3, 1, 0]
+    assert dataset.captions.longest_bytes == len("zwei ü".encode())
     assert dataset.images[[0, 2]].shape == (2, 8, 8, 3)  # a source that is referred to opens without its captions
     with pytest.raises(
         KairosError, match=r"dataset.unmatched: got refuse.*the first: c.png.*2 captions no image; allowed: count"
@@ -147,7 +147,7 @@ def test_captions_beside_the_images_and_in_a_column(tmp_path):
 def test_what_is_no_coco_file_is_refused(tmp_path, content):
     (tmp_path / "c.json").write_bytes(content.encode("latin1"))
     with pytest.raises(ConfigError, match=r"dataset.captions: .*cannot be read .*, allowed: JSON"):
-        coco(str(tmp_path / "c.json"), ["a.png"])
+        read_coco_captions(str(tmp_path / "c.json"), ["a.png"])
 
 
 def test_captions_of_no_image_or_of_two_are_refused(tmp_path):
@@ -226,7 +226,7 @@ def test_states_are_clips_own(encoder, captioned, tmp_path, capsys):
     assert manifest["condition"] == form and len(form["encoder"]) == 64
     assert (manifest["count"], manifest["truncated"], manifest["longest"]) == (60, 1, 102)
     assert "1 of 60 captions have more than 77 tokens and are cut off" in capsys.readouterr().err
-    text = open_text(tmp_path / "tokens", dataset)
+    text = open_encoded_captions(tmp_path / "tokens", dataset)
     for number in (0, 1, 9, 59):
         told = tokenizer(dataset.captions.texts([number]), padding="max_length", truncation=True, return_tensors="pt")
         assert told["input_ids"].shape == (1, 77)
@@ -236,7 +236,7 @@ def test_states_are_clips_own(encoder, captioned, tmp_path, capsys):
     pooled = TextEncoderConfig(path=str(encoder), dtype="float16").settled("pooled")
     manifest = encode_texts(pooled, dataset, tmp_path / "pooled", CPU)
     assert manifest["condition"] == {**form, "shape": [32], "null": "random"}
-    text = open_text(tmp_path / "pooled", dataset)
+    text = open_encoded_captions(tmp_path / "pooled", dataset)
     assert text.states.dtype == np.float16
     assert np.allclose(text.states[59], expected.pooler_output[0], atol=2e-3)
     with pytest.raises(KairosError, match=r"text_encoder.too_long: got refuse, but 1 of 60 captions .*the first: 'cat"):
@@ -325,7 +325,7 @@ def test_killed_and_resumed_gives_the_same_bits(encoder, captioned, tmp_path, ca
     job.join()
     assert job.exitcode == -signal.SIGKILL
     with pytest.raises(KairosError, match=r"is not complete.*kairos text"):
-        open_text(tmp_path / "killed", dataset)
+        open_encoded_captions(tmp_path / "killed", dataset)
     assert encode_texts(config, dataset, tmp_path / "killed", CPU) == whole
     assert "text: goes on after caption 32" in capsys.readouterr().err
     assert sorted(file.name for file in (tmp_path / "killed").iterdir()) == ["empty.npy", "manifest.json", "states.npy"]
@@ -478,7 +478,7 @@ def test_a_caption_per_visit_is_drawn_by_the_seed(encoder, captioned, tmp_path, 
     whole = batch(range(32))
     assert torch.equal(whole, torch.cat([batch(range(10)), batch(range(10, 32))]))
     assert not torch.equal(whole, batch(range(32), seed=1))
-    first = latents.conditions(latents.train)["text"]
+    first = latents.load_conditions(latents.train)["text"]
     known = {row.numpy().tobytes() for row in first}
     others = [row for row in whole if row.numpy().tobytes() not in known]
     assert 3 <= len(others) <= 15  # about half of those images that have a second caption, which are half of 32
@@ -518,7 +518,7 @@ def test_clip_score_is_the_mean_cosine_and_captions_matter(tmp_path):
 
     def score(told):
         pairs = zip(np.split(images, 4), (told[start : start + 5] for start in range(0, 20, 5)))
-        return clip.clip(ClipOptions(str(tmp_path)), Measured(20, {}, captioned=pairs), None)["clip_score"]
+        return clip.clip(ClipOptions(str(tmp_path)), ImageStatistics(20, {}, captioned=pairs), None)["clip_score"]
 
     own, shuffled = score(texts * 5), score([*texts[1:], texts[0]] * 5)
     assert own > shuffled + 20
@@ -527,7 +527,7 @@ def test_clip_score_is_the_mean_cosine_and_captions_matter(tmp_path):
         one = model.vision_model(pixel_values=pixels).pooler_output @ model.visual_projection.weight.T
         other = model.text_model(input_ids=ids.repeat(5, 1)).pooler_output @ model.text_projection.weight.T
     assert own == pytest.approx(100 * float(torch.cosine_similarity(one, other).mean()), abs=1e-3)
-    assert clip.clip(ClipOptions(str(tmp_path)), Measured(20, {}), None) == {}
+    assert clip.clip(ClipOptions(str(tmp_path)), ImageStatistics(20, {}), None) == {}
 
 
 def clip_tokenizer(folder: Path):
@@ -540,6 +540,6 @@ def test_a_clip_that_is_none_is_refused(encoder):
     options = ClipOptions(str(encoder))
     told = [(np.zeros((1, 8, 8, 1), np.uint8), ["a"])]
     with pytest.raises(ConfigError, match=r"evaluation.metrics: clip.path: got a clip_text_model .*allowed: a clip"):
-        clip.clip(options, Measured(1, {}, captioned=told), None)
+        clip.clip(options, ImageStatistics(1, {}, captioned=told), None)
     with pytest.raises(ConfigError, match=r"evaluation.metrics: clip.path: got '/gone', allowed: a folder"):
-        clip.clip(replace(options, path="/gone"), Measured(1, {}, captioned=told), None)
+        clip.clip(replace(options, path="/gone"), ImageStatistics(1, {}, captioned=told), None)

@@ -182,7 +182,7 @@ def test_batches_visit_every_image_once_an_epoch_on_any_number_of_ranks(latents)
         assert torch.equal(batch.x0, torch.cat([part.x0 for part in parts]))
         assert torch.equal(batch.conditions["class"], torch.cat([part.conditions["class"] for part in parts]))
     seen = torch.cat([batch.conditions["class"] for batch in whole])
-    wanted = opened.conditions(opened.train)["class"].sort().values
+    wanted = opened.load_conditions(opened.train)["class"].sort().values
     assert torch.equal(seen[:count].sort().values, wanted) and torch.equal(seen[count:].sort().values, wanted)
     assert not torch.equal(seen[:count], seen[count:])
     later = next(Batches(opened, 1, 60, range(60), ("class",)).steps(3, 5))

@@ -89,7 +89,7 @@ def test_equal_to_diffusers(folder, pictures, tmp_path):
     manifest = made(folder, pictures, tmp_path)
     assert manifest["class"] == "VQModel" and manifest["latent_shape"] == [3, 8, 8]
     codec, model = load_codec(tmp_path), VQModel.from_pretrained(folder, low_cpu_mem_usage=False).eval()
-    images = pictures.tensor(pictures.heldout)
+    images = pictures.load_tensor(pictures.heldout)
     with torch.no_grad():
         latents = model.encode(images).latents
         z, _, (_, _, codes) = model.quantize(latents)
@@ -112,7 +112,7 @@ def test_scale(pictures, tmp_path, own, scaling, expected):
     assert manifest["scaling_factor"] == expected
     assert json.loads((tmp_path / "out" / "config.json").read_text())["scaling_factor"] == expected
     codec = load_codec(tmp_path / "out")
-    images = pictures.tensor(pictures.train[:3])
+    images = pictures.load_tensor(pictures.train[:3])
     mean, _ = codec.encode(images)
     assert torch.equal(codec.to_model_space(mean), mean * expected)
     torch.testing.assert_close(
@@ -168,7 +168,7 @@ def test_a_training_on_its_latents(folder, pictures, tmp_path, capsys):
     latents = open_latents(tmp_path / "latents")
     assert manifest["shape"] == [3, 8, 8] and set(latents.moments) == {"mean", "mean_flipped"}
     assert not latents.stochastic
-    assert torch.equal(latents.batch(pictures.train[:8]), codec.encode(pictures.tensor(pictures.train[:8]))[0])
+    assert torch.equal(latents.load_x0(pictures.train[:8]), codec.encode(pictures.load_tensor(pictures.train[:8]))[0])
     plain = experiment({"uniform": {}}, dataset={"flips": False, "source": "folder", "path": "in"})
     run = tmp_path / "uniform" / "seed0"
     train(plain, "uniform", 0, run, tmp_path / "latents", [0, 20])

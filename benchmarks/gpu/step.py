@@ -223,8 +223,8 @@ class Bare:
     def __init__(self, training: TrainingState):
         self.training, self.device, self.host = training, training.device, 0.0
         latents = training.latents
-        self.x0 = latents.batch(latents.train).to(self.device)  # the means
-        self.labels = {name: values.to(self.device) for name, values in latents.conditions(latents.train).items()}
+        self.x0 = latents.load_x0(latents.train).to(self.device)  # the means
+        self.labels = {name: values.to(self.device) for name, values in latents.load_conditions(latents.train).items()}
         self.labels = {name: self.labels[name] for name in training.conditions}
         alphas_cumprod = torch.from_numpy(training.process.schedule.alphas_cumprod).float().to(self.device)
         self.signal, self.noise = (c.sqrt()[:, None, None, None] for c in (alphas_cumprod, 1 - alphas_cumprod))

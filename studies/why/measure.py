@@ -66,10 +66,10 @@ def measure(training: Path, bins: int, images: int, count: int) -> pd.DataFrame:
     options = AgreementOptions(bins=bins, images=images, least=LEAST, most=MOST)
     pick = Stream(0, "why images").integers
     some = {
-        "train": latents.batch(latents.train[pick(0, len(latents.train), range(count)).numpy()]),
-        "heldout": latents.batch(latents.heldout[pick(1, len(latents.heldout), range(count)).numpy()]),
+        "train": latents.load_x0(latents.train[pick(0, len(latents.train), range(count)).numpy()]),
+        "heldout": latents.load_x0(latents.heldout[pick(1, len(latents.heldout), range(count)).numpy()]),
     }
-    known, tables = latents.batch(latents.train), []
+    known, tables = latents.load_x0(latents.train), []
     for folder in sorted((training / "milestones").iterdir())[1:]:
         rows, opened = pd.DataFrame(agreement(options, folder, latents, "cpu")), open_milestone(folder)
         levels = [ends for _, ends in log_snr_levels(opened.process, bins, LEAST, MOST)]

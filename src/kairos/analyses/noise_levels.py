@@ -109,9 +109,9 @@ def _rows(options: OfMilestones, folder: Path, opened: Milestone, latents: Laten
     which = range(len(levels) * options.images)
     images = latents.train[Stream(options.seed, "analysed images").integers(0, len(latents.train), which).numpy()]
     drawn = Stream(options.seed, "analysed latents").normal(0, which, latents.shape)
-    device, known = next(opened.model.parameters()).device, latents.conditions(images)
+    device, known = next(opened.model.parameters()).device, latents.load_conditions(images)
     told = {name: known[name].to(device) for name in opened.record["conditions"]}
-    x0 = latents.batch(images, noise=drawn).to(device)
+    x0 = latents.load_x0(images, noise=drawn).to(device)
     rows, cells, ends = list[Row](), len(columns["p"]), [ends for _, ends in levels]
     for loss, metric in metrics.items():
         measured = (lambda its: vlb(LossOptions(), its)) if loss == "vlb" else _training_loss(opened, columns["w"])

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from kairos.autoencoders.codec import Codec
-from kairos.data.arrays import Rows, blocks
-from kairos.data.captions import open_text
-from kairos.data.dataset import PreparedDataset, low_resolution
+from kairos.data.arrays import ArrayFile, iterate_blocks
+from kairos.data.captions import open_encoded_captions
+from kairos.data.dataset import PreparedDataset, reduce_resolution
 from kairos.data.resumable_arrays import fill_arrays, prepare_folder, publish_arrays
 from kairos.files import check_files, open_record, sha256_json, sync_folder, write_json
 from kairos.fingerprint import fingerprint
@@ -72,7 +72,7 @@ def encode(
     }
     if shard is not None:
         return _encode_shard(dataset, codec, out, identity, shard)
-    told = open_text(text, dataset).manifest if text else {}
+    told = open_encoded_captions(text, dataset).manifest if text else {}
     partial = prepare_folder(out, _ARRAYS)
     files: dict[str, str] = {}
     if codec.manifest["kind"] != "none":
@@ -131,9 +131,9 @@ def _joined(parts: Sequence[Path], identity: dict[str, Any], partial: Path, rows
     order = in_order(list(zip(parts, records)), identity, len(rows), size)
     for part, record in zip(parts, records):
         check_files(part, record["files"], AGAIN)
-    opened = {Path(name).stem: [Rows(parts[place] / name) for place in order] for name in records[0]["files"]}
+    opened = {Path(name).stem: [ArrayFile(parts[place] / name) for place in order] for name in records[0]["files"]}
     arrays = {name: (rows_of[0].shape[1:], rows_of[0].dtype) for name, rows_of in opened.items()}
-    batches = {name: blocks(rows_of, size) for name, rows_of in opened.items()}
+    batches = {name: iterate_blocks(rows_of, size) for name, rows_of in opened.items()}
     shutil.rmtree(partial, ignore_errors=True)  # parts are read from the first image on
 
     def read(numbers: np.ndarray) -> dict[str, np.ndarray]:
@@ -149,7 +149,7 @@ def _encode_moments(
     factor, suffixes = identity["low_resolution"], ("", "_flipped")[: 1 + identity["flips"]]
 
     def compute(numbers: np.ndarray) -> dict[str, np.ndarray]:
-        images = dataset.tensor(numbers)
+        images = dataset.load_tensor(numbers)
         found: dict[str, np.ndarray] = {}
         for suffix in suffixes:
             moments = _moments(codec, images.flip(3) if suffix else images, factor)
@@ -168,4 +168,4 @@ def _moments(codec: Codec, images: torch.Tensor, factor: int | None) -> dict[str
     """
     mean, logvar = codec.encode(images)
     found = {"mean": mean} | ({} if logvar is None else {"logvar": logvar})
-    return found | ({"low_mean": codec.encode(low_resolution(images, factor))[0]} if factor else {})
+    return found | ({"low_mean": codec.encode(reduce_resolution(images, factor))[0]} if factor else {})

@@ -75,7 +75,7 @@ def train(
     progress = Progress(config.steps, "autoencoder", "step", start=first)
     for step in range(first, config.steps):
         chosen = Stream(seed, "autoencoder/order").integers(step, len(dataset.train), index)
-        images = dataset.tensor(dataset.train[chosen.numpy()])
+        images = dataset.load_tensor(dataset.train[chosen.numpy()])
         if flips:
             flipped = Stream(seed, "autoencoder/flips").uniform(step, index) < 0.5
             images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
@@ -128,7 +128,9 @@ def latent_statistics(
     total = square = count = 0.0
     with torch.no_grad():
         for start in range(0, len(dataset.train), batch_size):
-            posterior = model.encode(dataset.tensor(dataset.train[start : start + batch_size]).to(device)).latent_dist
+            posterior = model.encode(
+                dataset.load_tensor(dataset.train[start : start + batch_size]).to(device)
+            ).latent_dist
             mean = posterior.mean.double()
             total += float(mean.sum())
             square += float((mean**2 + posterior.var.double()).sum())

@@ -93,8 +93,11 @@ def _saved(codec: AutoencoderCodec, dataset: PreparedDataset, out: Path, batch_s
     """Measure the autoencoder and save it; what the manifest says of that."""
     indices = (dataset.heldout if len(dataset.heldout) else dataset.train)[:_PSNR_IMAGES]
     batches = np.split(indices, range(batch_size, len(indices), batch_size))
-    images, others = dataset.images[indices], np.concatenate([codec.reconstructed(dataset.tensor(b)) for b in batches])
-    mean, _ = codec.encode(dataset.tensor(indices[:1]))
+    images, others = (
+        dataset.images[indices],
+        np.concatenate([codec.reconstructed(dataset.load_tensor(b)) for b in batches]),
+    )
+    mean, _ = codec.encode(dataset.load_tensor(indices[:1]))
     _write_picture(out / "reconstructions.png", images[:_PICTURED], others[:_PICTURED])
     # the folder that diffusers' `from_pretrained` reads; its own `save_pretrained` hides a full disk's error
     codec.model.register_to_config(_name_or_path="")  # where it came from is this machine's matter

@@ -18,7 +18,7 @@ _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError)
 T = TypeVar("T")
 
 
-class Archive:
+class ZipArchive:
     """The zip that `dataset.path` names. A forked process opens it anew: a shared file would share its position.
 
     Raises:
@@ -76,7 +76,7 @@ class Archive:
         return self._file
 
 
-def listed(config: DatasetConfig, names: list[str], kinds: list[T]) -> tuple[list[str], list[T]]:
+def select_listed_files(config: DatasetConfig, names: list[str], kinds: list[T]) -> tuple[list[str], list[T]]:
     """Select the files that `dataset.files` lists, in its order, and return their names and classes.
 
     `names` are all files below `dataset.path`; `kinds` are their classes, or empty. Without a list, all are returned. A

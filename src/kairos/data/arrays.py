@@ -13,7 +13,7 @@ from numpy.lib import format as npy
 from kairos_timesteps.errors import DamagedError, KairosError
 
 
-class Rows:
+class ArrayFile:
     """The rows of a .npy file.
 
     They are read and not mapped: what is read of a map counts as this process's memory, which would grow with the file,
@@ -43,7 +43,7 @@ class Rows:
         self._opened = path, writable, start
 
     def __reduce__(self) -> Any:
-        return Rows, self._opened  # for another process
+        return ArrayFile, self._opened  # for another process
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -54,7 +54,7 @@ class Rows:
         Raises:
             DamagedError: the file has become shorter.
         """
-        numbers = numbered(index, len(self))
+        numbers = row_numbers(index, len(self))
         rows = np.empty((*numbers.shape, *self.shape[1:]), self.dtype)
         content, numbers = rows.reshape(-1).view(np.uint8), numbers.reshape(-1)
         firsts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)  # of each run of rows that lie side by side
@@ -79,7 +79,7 @@ class Rows:
             content, place = content[count:], place + count
 
 
-def numbered(index: Any, count: int) -> np.ndarray:
+def row_numbers(index: Any, count: int) -> np.ndarray:
     """The numbers, () or (n,), from 0 of the rows that an index (or a mask) of an array with `count` rows means."""
     if isinstance(index, slice):
         return np.arange(*index.indices(count))
@@ -90,12 +90,12 @@ def numbered(index: Any, count: int) -> np.ndarray:
     return index % count
 
 
-def blocks(arrays: Iterable[Rows], size: int) -> Iterator[np.ndarray]:
+def iterate_blocks(arrays: Iterable[ArrayFile], size: int) -> Iterator[np.ndarray]:
     """The rows of some arrays in turn, at most `size` at a time."""
     return (array[start : start + size] for array in arrays for start in range(0, len(array), size))
 
 
-def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Rows:
+def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> ArrayFile:
     """A new .npy file of zeros, open for writing.
 
     Its room on the disk is taken at once, so that a disk with too little is found before the work.
@@ -104,31 +104,31 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> Rows:
         OSError: the disk has no room (ENOSPC); the message names the file.
     """
     with open(path, "wb") as file:
-        write_header(file, shape, np.dtype(dtype))
+        write_npy_header(file, shape, np.dtype(dtype))
         try:
             os.posix_fallocate(file.fileno(), 0, file.tell() + np.dtype(dtype).itemsize * math.prod(shape))
         except OSError as error:
             path.unlink()
             raise OSError(error.errno, error.strerror, str(path)) from None
-    return Rows(path, writable=True)
+    return ArrayFile(path, writable=True)
 
 
-def shorten(path: Path, count: int) -> None:
+def truncate_array(path: Path, count: int) -> None:
     """Cut a .npy file off after `count` rows."""
-    opened = Rows(path)
+    opened = ArrayFile(path)
     shape = (count, *opened.shape[1:])
     with open(path, "r+b") as file:
-        write_header(file, shape, opened.dtype)  # as long as that of any other number of rows
+        write_npy_header(file, shape, opened.dtype)  # as long as that of any other number of rows
         file.truncate(file.tell() + opened.dtype.itemsize * math.prod(shape))
 
 
-def write_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
+def write_npy_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
     """Write what a .npy file begins with."""
     described = npy.dtype_to_descr(dtype)
     npy.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
 
 
-def read_array(path: Path, command: str) -> Rows:
+def open_array(path: Path, command: str) -> ArrayFile:
     """The rows of a .npy file.
 
     Raises:
@@ -138,6 +138,6 @@ def read_array(path: Path, command: str) -> Rows:
     if not path.is_file():
         raise KairosError(f"{path}: is missing; make it with: kairos {command}")
     try:
-        return Rows(path)
+        return ArrayFile(path)
     except (ValueError, EOFError) as error:
         raise DamagedError(f"{path}: damaged ({error}); make it again, or pull it with dvc") from None

@@ -20,7 +20,7 @@ _SYM6 = (
 )  # fmt: skip
 
 
-def augmented(images: Tensor, p: float, seed: int, step: int, index: range) -> tuple[Tensor, Tensor]:
+def augment_images(images: Tensor, p: float, seed: int, step: int, index: range) -> tuple[Tensor, Tensor]:
     """Images (n, c, h, w), and what was done to them, float32 (n, 9).
 
     Half of the images are flipped in x; each other augmentation happens to an image with probability `p`. Labels are 0
@@ -45,17 +45,17 @@ def augmented(images: Tensor, p: float, seed: int, step: int, index: range) -> t
     for chosen, side in ((flip_x, 3), (flip_y, 2)):
         images = torch.where((chosen > 0)[:, None, None, None], images.flip(side), images)
     # from places in the result to places in the image: the inverse of scaling, then turning, stretching and shifting
-    stretched = _turn(axis) @ _diagonal(2 ** (-0.2 * stretch), 2 ** (0.2 * stretch)) @ _turn(-axis)
-    linear = _diagonal(2 ** (-0.2 * scale), 2 ** (-0.2 * scale)) @ _turn(angle) @ stretched  # (n, 2, 2)
+    stretched = _rotation(axis) @ _diagonal(2 ** (-0.2 * stretch), 2 ** (0.2 * stretch)) @ _rotation(-axis)
+    linear = _diagonal(2 ** (-0.2 * scale), 2 ** (-0.2 * scale)) @ _rotation(angle) @ stretched  # (n, 2, 2)
     shift = torch.stack([shift_x * images.shape[3], shift_y * images.shape[2]], 1) * 0.125  # (n, 2)
     moved = happens[1:].any(0)[:, None, None, None]
-    images = torch.where(moved, _mapped(images, linear, shift), images)
+    images = torch.where(moved, _warp(images, linear, shift), images)
 
     turned = [angle.cos() - 1, angle.sin(), stretch * axis.cos(), stretch * axis.sin()]
     return images, torch.stack([flip_x, flip_y, scale, *turned, shift_x, shift_y], 1).float()
 
 
-def _turn(angle: Tensor) -> Tensor:
+def _rotation(angle: Tensor) -> Tensor:
     """Rotations (n, 2, 2) of (x, y)."""
     return torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).view(-1, 2, 2)
 
@@ -64,7 +64,7 @@ def _diagonal(x: Tensor, y: Tensor) -> Tensor:
     return torch.diag_embed(torch.stack([x, y], 1))
 
 
-def _mapped(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
+def _warp(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
     """Images whose place q, from the middle in pixels, shows what was at ``linear (q - shift)``; edges reflect.
 
     As much is reflected as there is, whatever the images of a batch need: they do not depend on each other. As in EDM

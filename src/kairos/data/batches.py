@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kairos import conditions as conditioning
-from kairos.data.augment import augmented
+from kairos.data.augment import augment_images
 from kairos.data.latents import Latents
 from kairos_timesteps.randomness import Stream
 
@@ -29,7 +29,7 @@ class Batch:
 
     Attributes:
         step: number of the step, from 0.
-        index: numbers of the samples in the global batch.
+        sample_indices: indices of the samples in the global batch.
         x0: images in model space, (n, c, h, w).
         conditions: conditions by name, each (n, ...).
         visit: ``item``, the index of each sample among the training images; ``items``, the number of training images;
@@ -37,7 +37,7 @@ class Batch:
     """
 
     step: int
-    index: range
+    sample_indices: range
     x0: Tensor
     conditions: dict[str, Tensor]
     visit: dict[str, Tensor]
@@ -92,7 +92,7 @@ class Batches:
         which = None
         if "text" in self.conditions:  # a caption per visit
             which = Stream(self.seed, "captions").integers(step, 2**32, self.index).numpy()
-        rows, stored = self.latents.rows(index, flips), self.latents.stored_conditions(index, flips, which)
+        rows, stored = self.latents.read_rows(index, flips), self.latents.load_stored_conditions(index, flips, which)
         conditions = {name: stored[name] for name in self.conditions if name in stored}
         visit = {"item": items, "epoch": epochs, "items": np.full_like(items, count)}
         held = rows, conditions, {name: torch.from_numpy(values) for name, values in visit.items()}
@@ -103,16 +103,16 @@ class Batches:
             {name: values.to(self.device, non_blocking=True) for name, values in part.items()} for part in read
         )
         if "low_resolution" in self.conditions:
-            conditions["low_resolution"] = self.latents.low_resolution(rows)
+            conditions["low_resolution"] = self.latents.compute_low_resolution(rows)
         noise = None
         if self.latents.stochastic:
             noise = Stream(self.seed, "latents").normal(step, self.index, self.latents.shape, self.device)
         if conditions and self.dropout:
             dropped = Stream(self.seed, "condition_dropout").uniform(step, self.index, (), self.device) < self.dropout
             conditions = conditioning.drop(conditions, self.latents.condition_kinds, dropped)
-        x0 = self.latents.x0(rows, noise).to(self.dtype)
+        x0 = self.latents.compute_x0(rows, noise).to(self.dtype)
         if self.augment is not None:
-            x0, conditions["augment"] = augmented(x0, self.augment, self.seed, step, self.index)
+            x0, conditions["augment"] = augment_images(x0, self.augment, self.seed, step, self.index)
         return Batch(step, self.index, x0, conditions, visit)
 
 

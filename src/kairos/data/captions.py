@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kairos.data.arrays import Rows, read_array
+from kairos.data.arrays import ArrayFile, open_array
 from kairos.files import open_record
 from kairos.progress import say
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kairos.data.sources import Source
 
 ARRAYS = ("captions", "caption_ends", "caption_firsts")
-Missing = frozenset[tuple[str, int]]  # captions without an image: their file, and their place in it
+UnmatchedCaptions = frozenset[tuple[str, int]]  # captions without an image: their file, and their place in it
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Captions:
         firsts: int64 (images + 1,), number of each image's first caption.
     """
 
-    content: Rows
+    content: ArrayFile
     ends: np.ndarray
     firsts: np.ndarray
 
@@ -43,11 +43,11 @@ class Captions:
         return len(self.ends)
 
     @property
-    def longest(self) -> int:
+    def longest_bytes(self) -> int:
         """Bytes of the longest one."""
         return int(np.diff(self.ends, prepend=0).max())
 
-    def numbers(self, images: np.ndarray, which: np.ndarray | None = None) -> np.ndarray:
+    def caption_indices(self, images: np.ndarray, which: np.ndarray | None = None) -> np.ndarray:
         """Numbers of one caption of each image, int64 (n,): number `which` of its own, going round; None: the first."""
         firsts, counts = self.firsts[images], self.firsts[images + 1] - self.firsts[images]
         return firsts if which is None else firsts + which % counts
@@ -61,11 +61,11 @@ class Captions:
 
 def open_captions(folder: Path, command: str) -> Captions:
     """The captions in a prepared data set's folder."""
-    content, ends, firsts = (read_array(folder / f"{name}.npy", command) for name in ARRAYS)
+    content, ends, firsts = (open_array(folder / f"{name}.npy", command) for name in ARRAYS)
     return Captions(content, ends[:], firsts[:])
 
 
-def packed(captions: list[list[str]]) -> dict[str, np.ndarray]:
+def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
     """The arrays that hold the captions of some images."""
     texts = [text.encode("utf-8", "replace") for own in captions for text in own]
     content = np.frombuffer(b"".join(texts), np.uint8)
@@ -73,7 +73,7 @@ def packed(captions: list[list[str]]) -> dict[str, np.ndarray]:
     return dict(zip(ARRAYS, (content, ends.astype(np.int64), firsts.astype(np.int64))))
 
 
-def with_captions(source: "Source", config: "DatasetConfig") -> "Source":
+def add_captions(source: "Source", config: "DatasetConfig") -> "Source":
     """A source with what `dataset.captions` names: COCO's JSON, or files beside the images; tables bring their own.
 
     Raises:
@@ -84,11 +84,11 @@ def with_captions(source: "Source", config: "DatasetConfig") -> "Source":
     names = [source.name(number) for number in range(source.count)]
     if config.captions == "sidecar":
         return replace(source, captions=[_beside(Path(str(config.path)) / name) for name in names])
-    captions, missing = coco(config.captions, names)
+    captions, missing = read_coco_captions(config.captions, names)
     return replace(source, captions=captions, missing=missing)
 
 
-def cleaned(texts: list[Any]) -> list[str]:
+def clean_texts(texts: list[Any]) -> list[str]:
     """Texts without blanks around them, and none that is empty."""
     return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
 
@@ -96,12 +96,12 @@ def cleaned(texts: list[Any]) -> list[str]:
 def _beside(image: Path) -> list[str]:
     file = image.with_suffix(".txt")
     try:
-        return cleaned(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else []
+        return clean_texts(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else []
     except UnicodeDecodeError:
         raise ConfigError(f"dataset.captions: {file} is no text in UTF-8") from None
 
 
-def coco(path: str, names: list[str]) -> tuple[list[list[str]], Missing]:
+def read_coco_captions(path: str, names: list[str]) -> tuple[list[list[str]], UnmatchedCaptions]:
     """The captions of images from a JSON file in COCO's form, and those of no image.
 
     Args:
@@ -129,13 +129,13 @@ def coco(path: str, names: list[str]) -> tuple[list[list[str]], Missing]:
         if len(numbers) > 1:
             raise ConfigError(f"dataset.captions: {path!r} says {name!r}, which {len(numbers)} images are named")
         if numbers:
-            found[numbers[0]] += cleaned([text])
+            found[numbers[0]] += clean_texts([text])
         else:
             missing.add((path, place))
     return found, frozenset(missing)
 
 
-def in_column(name: str, cells: list[Any]) -> list[list[str]]:
+def captions_from_column(name: str, cells: list[Any]) -> list[list[str]]:
     """The captions in a table's column of texts or of lists of texts.
 
     Raises:
@@ -145,10 +145,10 @@ def in_column(name: str, cells: list[Any]) -> list[list[str]]:
     odd = [text for cell in lists for text in cell if not isinstance(text, str | None)]
     if odd:
         raise ConfigError(f"dataset.captions: {name!r} holds {str(odd[0])[:40]}, allowed: texts or lists of texts")
-    return [cleaned(cell) for cell in lists]
+    return [clean_texts(cell) for cell in lists]
 
 
-def captioned(source: "Source", config: "DatasetConfig") -> tuple[list[int], dict[str, int]]:
+def select_captioned(source: "Source", config: "DatasetConfig") -> tuple[list[int], dict[str, int]]:
     """Numbers of the images that can be used, which are all where there are no captions; and how many cannot.
 
     Raises:
@@ -170,7 +170,7 @@ def captioned(source: "Source", config: "DatasetConfig") -> tuple[list[int], dic
 
 
 @dataclass(frozen=True)
-class Text:
+class EncodedCaptions:
     """Captions of a data set, encoded by stage text.
 
     Attributes:
@@ -180,11 +180,11 @@ class Text:
     """
 
     manifest: dict[str, Any]
-    states: Rows
+    states: ArrayFile
     empty: np.ndarray
 
 
-def open_text(folder: Path, dataset: "PreparedDataset") -> Text:
+def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCaptions:
     """Open the folder that stage text wrote.
 
     Raises:
@@ -196,5 +196,5 @@ def open_text(folder: Path, dataset: "PreparedDataset") -> Text:
         raise KairosError(
             f"{folder}: was made from another version of {dataset.folder}; make it with: kairos {command}"
         )
-    states, empty = (read_array(folder / f"{name}.npy", command) for name in ("states", "empty"))
-    return Text(manifest, states, empty[0])
+    states, empty = (open_array(folder / f"{name}.npy", command) for name in ("states", "empty"))
+    return EncodedCaptions(manifest, states, empty[0])

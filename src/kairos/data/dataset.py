@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kairos.data.arrays import Rows, read_array
+from kairos.data.arrays import ArrayFile, open_array
 from kairos.data.captions import Captions, open_captions
 from kairos.files import open_record
 
@@ -30,10 +30,10 @@ class PreparedDataset:
     """
 
     folder: Path
-    images: "Rows | LinkedImages"
+    images: "ArrayFile | LinkedImages"
     train: np.ndarray
     heldout: np.ndarray
-    conditions: dict[str, Rows]
+    conditions: dict[str, ArrayFile]
     manifest: dict[str, Any]
     captions: Captions | None = None
 
@@ -48,19 +48,19 @@ class PreparedDataset:
         _, height, width, channels = self.images.shape
         return channels, height, width
 
-    def tensor(self, indices: Any) -> "torch.Tensor":
+    def load_tensor(self, indices: Any) -> "torch.Tensor":
         """Images as float32 (n, channels, height, width) in [-1, 1]."""
         import torch
 
-        return scaled(torch.from_numpy(self.images[np.asarray(indices)]))
+        return to_float(torch.from_numpy(self.images[np.asarray(indices)]))
 
 
-def scaled(images: "torch.Tensor") -> "torch.Tensor":
+def to_float(images: "torch.Tensor") -> "torch.Tensor":
     """uint8 (n, height, width, channels) to float32 (n, channels, height, width) in [-1, 1]."""
     return images.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1
 
 
-def low_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
+def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
     """Images (n, channels, height, width) made smaller by area and enlarged again, bilinearly (ADM's SuperResModel)."""
     from torch.nn.functional import avg_pool2d, interpolate
 
@@ -82,8 +82,8 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
     folder = Path(folder)
     command = f"prepare --config F --out {folder}"
     manifest = open_record(folder, command)
-    conditions = {name: read_array(folder / item["file"], command) for name, item in manifest["conditions"].items()}
-    train, heldout = (read_array(folder / f"{name}.npy", command)[:] for name in ("train", "heldout"))
+    conditions = {name: open_array(folder / item["file"], command) for name, item in manifest["conditions"].items()}
+    train, heldout = (open_array(folder / f"{name}.npy", command)[:] for name in ("train", "heldout"))
     captions = open_captions(folder, command) if "captions" in manifest else None
     images: Any
     if "refers" in manifest:
@@ -91,5 +91,5 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
 
         images = LinkedImages(folder, manifest, command)
     else:
-        images = read_array(folder / "images.npy", command)
+        images = open_array(folder / "images.npy", command)
     return PreparedDataset(folder, images, train, heldout, conditions, manifest, captions)

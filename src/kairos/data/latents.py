@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kairos.data.arrays import Rows, read_array
-from kairos.data.captions import Text, open_text
-from kairos.data.dataset import PreparedDataset, low_resolution, open_dataset, scaled
+from kairos.data.arrays import ArrayFile, open_array
+from kairos.data.captions import EncodedCaptions, open_encoded_captions
+from kairos.data.dataset import PreparedDataset, open_dataset, reduce_resolution, to_float
 from kairos.files import open_record
 from kairos_timesteps.errors import KairosError
 
@@ -32,8 +32,8 @@ class Latents:
 
     manifest: dict[str, Any]
     dataset: PreparedDataset
-    moments: dict[str, Rows]
-    text: Text | None = None
+    moments: dict[str, ArrayFile]
+    text: EncodedCaptions | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -69,7 +69,7 @@ class Latents:
             kinds["text"] = {**kinds["text"], "empty": self.text.empty}
         return kinds
 
-    def rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
+    def read_rows(self, indices: Any, flips: np.ndarray | None = None) -> dict[str, Tensor]:
         """Read the stored arrays that x0 and the low-resolution condition of some images are computed from.
 
         Each row is read once. The result contains, by name, moments (n, c, h, w) or pixels (n, h, w, c) uint8.
@@ -98,7 +98,7 @@ class Latents:
             rows[name] = torch.from_numpy(values)
         return rows
 
-    def x0(self, rows: dict[str, Tensor], noise: Tensor | None = None) -> Tensor:
+    def compute_x0(self, rows: dict[str, Tensor], noise: Tensor | None = None) -> Tensor:
         """Images in model space, float32 (n, c, h, w), from their rows on any device.
 
         Args:
@@ -106,37 +106,37 @@ class Latents:
             noise: standard normal (n, c, h, w) for a sample of the moments; None: their mean. Moments without a
                 variance and pixels do not use it.
         """
-        z = scaled(rows["pixels"]) if "pixels" in rows else rows["mean"]
+        z = to_float(rows["pixels"]) if "pixels" in rows else rows["mean"]
         if noise is not None and self.stochastic:
             z = z + (0.5 * rows["logvar"]).exp() * noise
         return self._in_model_space(z)
 
-    def low_resolution(self, rows: dict[str, Tensor]) -> Tensor:
+    def compute_low_resolution(self, rows: dict[str, Tensor]) -> Tensor:
         """The images in low resolution, in the space and size of x0, float32 (n, c, h, w); arguments as of `x0`."""
         if "low_mean" in rows:
             return self._in_model_space(rows["low_mean"])
-        return low_resolution(scaled(rows["pixels"]), self.condition_kinds["low_resolution"]["factor"])
+        return reduce_resolution(to_float(rows["pixels"]), self.condition_kinds["low_resolution"]["factor"])
 
     def _in_model_space(self, z: Tensor) -> Tensor:
         return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
-    def batch(self, indices: Any, flips: np.ndarray | None = None, noise: Tensor | None = None) -> Tensor:
+    def load_x0(self, indices: Any, flips: np.ndarray | None = None, noise: Tensor | None = None) -> Tensor:
         """x0 of some images on the CPU, see `rows` and `x0`."""
-        return self.x0(self.rows(indices, flips), noise)
+        return self.compute_x0(self.read_rows(indices, flips), noise)
 
-    def conditions(
+    def load_conditions(
         self, indices: Any, flips: np.ndarray | None = None, which: np.ndarray | None = None
     ) -> dict[str, Tensor]:
         """The conditions of some images by name, row i for indices[i]; those that are images flip with the image.
 
         `which` of its captions an image is told of: any int64 (n,), going round; None: the first.
         """
-        found = self.stored_conditions(indices, flips, which)
+        found = self.load_stored_conditions(indices, flips, which)
         if "low_resolution" in self.condition_kinds:
-            found["low_resolution"] = self.low_resolution(self.rows(indices, flips))
+            found["low_resolution"] = self.compute_low_resolution(self.read_rows(indices, flips))
         return found
 
-    def stored_conditions(
+    def load_stored_conditions(
         self, indices: Any, flips: np.ndarray | None = None, which: np.ndarray | None = None
     ) -> dict[str, Tensor]:
         """Read the conditions that are stored in files, as opposed to those computed from the images."""
@@ -147,16 +147,16 @@ class Latents:
                 rows[flips] = rows[flips][..., ::-1]
             found[name] = torch.from_numpy(rows)
         if self.text is not None and self.dataset.captions is not None:
-            numbers = self.dataset.captions.numbers(indices, which)
+            numbers = self.dataset.captions.caption_indices(indices, which)
             found["text"] = torch.from_numpy(self.text.states[numbers].astype(np.float32, copy=False))
         return found
 
-    def sigma_data(self) -> float:
+    def measure_sigma_data(self) -> float:
         """Standard deviation of x0 over training images, at most 2,000 evenly spread ones; four significant digits."""
         chosen = self.train[np.linspace(0, len(self.train) - 1, min(len(self.train), 2000)).astype(np.int64)]
-        rows = {name: values.double() for name, values in self.rows(chosen).items()}
+        rows = {name: values.double() for name, values in self.read_rows(chosen).items()}
         own = rows["logvar"].exp().mean() if "logvar" in rows else torch.zeros(())
-        total = self.x0(rows).var(correction=0) + own * self.manifest["scaling_factor"] ** 2
+        total = self.compute_x0(rows).var(correction=0) + own * self.manifest["scaling_factor"] ** 2
         return float(f"{float(total.sqrt()):.4g}")
 
 
@@ -174,8 +174,8 @@ def open_latents(folder: Path | str) -> Latents:
         raise KairosError(
             f"{folder}: was made from another version of {dataset.folder}; make it with: kairos {command}"
         )
-    moments = {Path(name).stem: read_array(folder / name, command) for name in manifest["files"]}
-    text = open_text(folder / manifest["text"], dataset) if "text" in manifest else None
+    moments = {Path(name).stem: open_array(folder / name, command) for name in manifest["files"]}
+    text = open_encoded_captions(folder / manifest["text"], dataset) if "text" in manifest else None
     if text is not None and text.manifest["content_sha256"] != manifest["text_sha256"]:
         raise KairosError(f"{folder}: was made with other texts than are now there; make it with: kairos {command}")
     return Latents(manifest, dataset, moments, text)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kairos.data.arrays import numbered, read_array
+from kairos.data.arrays import open_array, row_numbers
 from kairos.data.decode import to_pixels
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
@@ -35,19 +35,19 @@ class LinkedImages:
         self.shape = tuple(manifest[name] for name in ("count", "height", "width", "channels"))
         self._folder, self._config = folder, DatasetConfig.model_validate(manifest["refers"])
         names = ("numbers", "checksums", "names")
-        self._numbers, self._checksums, self._names = (read_array(folder / f"{name}.npy", command) for name in names)
+        self._numbers, self._checksums, self._names = (open_array(folder / f"{name}.npy", command) for name in names)
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Some images, as of `Rows`.
+        """Some images, as of `ArrayFile`.
 
         Raises:
             KairosError: their source cannot be opened where this runs.
             DamagedError: an image has changed since stage prepare, or has gone; it is named.
         """
-        chosen = numbered(index, len(self))
+        chosen = row_numbers(index, len(self))
         images = np.fromiter(map(self._pixels, chosen.flat), np.dtype((np.uint8, self.shape[1:])), chosen.size)
         return images.reshape((*chosen.shape, *self.shape[1:]))
 

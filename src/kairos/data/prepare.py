@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kairos.data import captions as captioning
-from kairos.data.arrays import create_array, shorten
+from kairos.data.arrays import create_array, truncate_array
 from kairos.data.decode import to_pixels
 from kairos.data.linked_images import checksum
 from kairos.data.settings import DatasetConfig
@@ -44,7 +44,7 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
         old.unlink(missing_ok=True)
 
     first_heldout = source.count - source.heldout
-    usable, unmatched = captioning.captioned(source, config)
+    usable, unmatched = captioning.select_captioned(source, config)
     ours, theirs = ([n for n in usable if n < first_heldout], [n for n in usable if n >= first_heldout])
     if source.heldout and not theirs:
         named = config.heldout_captions or config.captions
@@ -53,7 +53,9 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
     kept, skipped, checksums, sums, shape = _look_at(config, source, chosen, out)
     is_heldout = kept >= first_heldout
     if not source.heldout:
-        is_heldout = np.isin(kept, _lowest(kept.tolist(), config.held_out(len(kept)), config.split_seed, "heldout"))
+        is_heldout = np.isin(
+            kept, _lowest(kept.tolist(), config.heldout_count(len(kept)), config.split_seed, "heldout")
+        )
     train, heldout = np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout)
     if len(kept) < 2 or not len(train):
         found = f"{len(kept)} usable image, {len(heldout)} held out"
@@ -72,7 +74,7 @@ def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str,
         conditions[name] = {**description, "file": f"conditions/{name}.npy"}
         arrays[f"conditions/{name}"] = values[kept]
     if source.captions is not None:
-        arrays |= captioning.packed([source.captions[number] for number in kept.tolist()])
+        arrays |= captioning.pack_captions([source.captions[number] for number in kept.tolist()])
     for name, values in arrays.items():
         np.save(out / f"{name}.npy", values)
     names = [*(["images.npy"] if config.store != "refer" else []), *(f"{name}.npy" for name in arrays)]
@@ -162,5 +164,5 @@ def _look_at(
     if images is not None:
         images.flush()
         if skipped:
-            shorten(out / _TEMPORARY, count)
+            truncate_array(out / _TEMPORARY, count)
     return kept[:count], skipped, checksums[:count], sums[:count], shape

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kairos.data.arrays import Rows, create_array
+from kairos.data.arrays import ArrayFile, create_array
 from kairos.files import read_json, sha256_file, sha256_json, sync_folder, write_json
 from kairos.progress import Progress, say
 from kairos_timesteps.errors import DamagedError
@@ -67,7 +67,7 @@ def fill_arrays(
     shapes = {partial / f"{name}.npy": (count, *shape) for name, (shape, _) in arrays.items()}
     try:
         record = read_json(partial / "progress.json")
-        whole = record["key"] == key and {path: Rows(path).shape for path in shapes} == shapes
+        whole = record["key"] == key and {path: ArrayFile(path).shape for path in shapes} == shapes
         done = record["done"] if whole else 0
     except (OSError, ValueError, EOFError, DamagedError):
         done = 0
@@ -78,7 +78,7 @@ def fill_arrays(
         partial.mkdir()
         for path, shape in shapes.items():
             create_array(path, shape, arrays[path.stem][1])
-    opened = {path.stem: Rows(path, writable=True) for path in shapes}
+    opened = {path.stem: ArrayFile(path, writable=True) for path in shapes}
     progress, saved = Progress(count, label, unit, start=done), time.monotonic()
     for start in range(done, count, batch_size):
         end = min(start + batch_size, count)

@@ -107,11 +107,11 @@ class DatasetConfig(Section):
         if self.images not in (None, count):
             raise ConfigError(f"dataset.images: got {self.images}, but {self.path or self.source} holds {count} images")
 
-    def label_column_of(self, columns: Collection[str]) -> str | None:
+    def find_label_column(self, columns: Collection[str]) -> str | None:
         """The column of the classes in a table with some columns, or None."""
         return self.label_column or ("label" if "label" in columns else None)
 
-    def held_out(self, count: int) -> int:
+    def heldout_count(self, count: int) -> int:
         """Return the number of held-out images, of `count`: at least one and not all, or none if the share is 0."""
         share = float(self.heldout)
         return min(max(round(share * count), 1), count - 1) if share else 0

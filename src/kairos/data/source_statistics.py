@@ -51,7 +51,7 @@ def count_images(config: DatasetConfig) -> ImageCounts:
         return ImageCounts(unknown=" ".join(str(error).split()))
     config.check_count(count)
     kept = min(count, config.limit or count)
-    heldout = 0 if isinstance(config.heldout, str) else config.held_out(kept)
+    heldout = 0 if isinstance(config.heldout, str) else config.heldout_count(kept)
     smallest = min(labels.values()) * kept // count if labels else None
     return ImageCounts(kept - heldout, smallest, count=kept, classes=len(labels) or None)
 
@@ -70,7 +70,7 @@ def _parquet(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
     from kairos.data.sources import parquet_files
 
     files = [pq.ParquetFile(file) for file in parquet_files(config)]
-    column = config.label_column_of(files[0].schema_arrow.names)
+    column = config.find_label_column(files[0].schema_arrow.names)
     return _counted([file.read([column] if column else []) for file in files], column)
 
 
@@ -87,7 +87,7 @@ def _hub(config: DatasetConfig) -> tuple[int, dict[Any, int]]:
         raise ConfigError(f"hub data set {config.path!r} is not in the Hugging Face cache yet; kairos fetch brings it")
     files = (str(file) for file in found if file.parent == found[0].parent)
     tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files]
-    return _counted(tables, config.label_column_of(tables[0].column_names))
+    return _counted(tables, config.find_label_column(tables[0].column_names))
 
 
 def _counted(tables: list[Any], column: str | None) -> tuple[int, dict[Any, int]]:

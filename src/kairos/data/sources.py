@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from kairos.data.archives import SUFFIXES, Archive, listed
-from kairos.data.captions import Missing, in_column, with_captions
+from kairos.data.archives import SUFFIXES, ZipArchive, select_listed_files
+from kairos.data.captions import UnmatchedCaptions, add_captions, captions_from_column
 from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -43,7 +43,7 @@ class Source:
     further: dict[str, tuple[dict[str, Any], np.ndarray]] = field(default_factory=dict)
     heldout: int = 0
     captions: list[list[str]] | None = None
-    missing: Missing = frozenset()
+    missing: UnmatchedCaptions = frozenset()
 
     @property
     def conditions(self) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
@@ -63,10 +63,10 @@ def open_source(config: DatasetConfig) -> Source:
     """
     opener = OPENERS[config.source]
     source, *heldout = config.parts
-    opened = with_captions(opener(source), source)
+    opened = add_captions(opener(source), source)
     config.check_count(opened.count)
     try:
-        held = with_captions(opener(heldout[0]), heldout[0]) if heldout else None
+        held = add_captions(opener(heldout[0]), heldout[0]) if heldout else None
     except KairosError as error:
         said = re.sub(r"dataset\.(path|files)", "dataset.heldout", str(error), count=1)
         raise type(error)(said.replace("dataset.captions", "dataset.heldout_captions", 1)) from None
@@ -124,15 +124,15 @@ def _folder(config: DatasetConfig) -> Source:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
     kinds = [name.split("/")[0] for name in names]
     kinds = kinds if all("/" in name for name in names) and len(set(kinds)) > 1 else []
-    names, kinds = listed(config, names, kinds)
+    names, kinds = select_listed_files(config, names, kinds)
     labels, classes = _numbered(kinds) if kinds else (None, None)
     return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__, labels, classes)
 
 
 def _zip(config: DatasetConfig) -> Source:
     """The images in a zip, read where they lie in it; their classes are those of its dataset.json."""
-    archive = Archive(config)
-    names, labels = listed(config, *archive.images())
+    archive = ZipArchive(config)
+    names, labels = select_listed_files(config, *archive.images())
     classes = list(map(str, range(max(labels) + 1))) if labels else None
     numbers = np.array(labels, np.int64) if labels else None
     return Source(len(names), lambda index: read_image(archive.read(names[index])), names.__getitem__, numbers, classes)
@@ -234,7 +234,7 @@ def _table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Sou
         return read_image(Path(cell) if isinstance(cell, str) else bytes(cell))
 
     told = config.captions
-    captions = None if told is None else in_column(told, _column(table, told, "captions"))
+    captions = None if told is None else captions_from_column(told, _column(table, told, "captions"))
     return Source(len(table), read, name, labels, classes, captions=captions)
 
 
@@ -263,7 +263,7 @@ def _column(table: Any, name: str, field: str) -> list[Any]:
 
 
 def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[str] | None]:
-    column = config.label_column_of(table.features)
+    column = config.find_label_column(table.features)
     if column is None:
         return None, None
     values = _column(table, column, "label_column")

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric
 from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
-from kairos.data.arrays import blocks
+from kairos.data.arrays import iterate_blocks
 from kairos.evaluation import external_reference
-from kairos.evaluation.moments import LAYERS, Measured, Moments
+from kairos.evaluation.moments import LAYERS, ImageStatistics, Moments
 from kairos.evaluation.registries import METRICS, KidOptions, ManifoldOptions, NoOptions, needs_of
 from kairos.files import atomic, sha256_bytes, sha256_json
 from kairos.progress import say
@@ -37,7 +37,7 @@ Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
-class Statistics:
+class RealStatistics:
     """Statistics of the real images that metrics compare samples with.
 
     Attributes:
@@ -68,16 +68,16 @@ class Statistics:
             np.savez(file, **arrays, features=self.features, count=np.array(self.count))
 
     @staticmethod
-    def load(path: Path) -> "Statistics":
+    def load(path: Path) -> "RealStatistics":
         """Read the npz file."""
         with np.load(path, allow_pickle=False) as file:
             moments = {layer: (file[mean], file[sigma]) for layer, (mean, sigma) in _NAMES.items() if mean in file}
-            return Statistics(moments, file["features"], int(file["count"]))
+            return RealStatistics(moments, file["features"], int(file["count"]))
 
 
 @dataclass(frozen=True)
 class Target:
-    """Statistics and metrics that samples are compared by.
+    """RealStatistics and metrics that samples are compared by.
 
     Attributes:
         metric: column of the Fréchet distance.
@@ -86,7 +86,7 @@ class Target:
     """
 
     metric: str
-    statistics: Statistics
+    statistics: RealStatistics
     metrics: tuple[dict[str, Any], ...]
 
     @property
@@ -94,7 +94,7 @@ class Target:
         """Measurements that the metrics need of a set of images; see `moments.measure`."""
         return needs_of(self.metrics)
 
-    def score(self, measured: Measured) -> dict[str, float]:
+    def score(self, measured: ImageStatistics) -> dict[str, float]:
         """All columns of one set of images."""
         columns: dict[str, float] = {}
         for named in self.metrics:
@@ -103,19 +103,19 @@ class Target:
         return columns
 
 
-def statistics_of(measured: Measured) -> Statistics:
+def statistics_to_store(measured: ImageStatistics) -> RealStatistics:
     """Return the statistics of real images to store, from what was measured of the images."""
     features = np.zeros((0, 0), np.float32) if measured.features is None else measured.features[:]
-    return Statistics(measured.moments, features, measured.count)
+    return RealStatistics(measured.moments, features, measured.count)
 
 
-def kept(count: int) -> NDArray[np.int64]:
+def indices_to_store(count: int) -> NDArray[np.int64]:
     """Return the indices of at most `KEPT` of `count` vectors, evenly spread."""
     return np.unique(np.linspace(0, count - 1, min(count, KEPT)).astype(np.int64))
 
 
-def cached(parts: Any, compute: Callable[[], Statistics]) -> Statistics:
-    """Statistics by content hash: computed once, then read from `.kairos/cache`.
+def load_or_compute(parts: Any, compute: Callable[[], RealStatistics]) -> RealStatistics:
+    """RealStatistics by content hash: computed once, then read from `.kairos/cache`.
 
     Two processes at once compute the same and the later rename wins, so neither sees half a file.
 
@@ -125,7 +125,7 @@ def cached(parts: Any, compute: Callable[[], Statistics]) -> Statistics:
     """
     path = CACHE / f"statistics-{sha256_json(parts)[:32]}.npz"
     try:
-        return Statistics.load(path)
+        return RealStatistics.load(path)
     except FileNotFoundError:
         pass
     except Exception:  # damaged: numpy and zipfile raise many kinds
@@ -135,7 +135,7 @@ def cached(parts: Any, compute: Callable[[], Statistics]) -> Statistics:
     return result
 
 
-def check_number(count: int, width: int, what: str) -> list[str]:
+def check_image_count(count: int, width: int, what: str) -> list[str]:
     """Check that `what`, `count` images, are enough for the covariance of `width` features, and return the warnings.
 
     Raises:
@@ -156,17 +156,17 @@ def warn(what: str, warning: str) -> None:
     say(f"warning: {what}: {warning}")
 
 
-def frechet(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
+def frechet(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
     """Fréchet distance of Gaussians fitted to the features (Heusel et al. 2017)."""
-    return {target.metric: distance(measured.moments["features"], target.statistics, "features")}
+    return {target.metric: frechet_distance(measured.moments["features"], target.statistics, "features")}
 
 
-def sfid(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
+def sfid(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
     """Compute sFID, the Fréchet distance of Inception's spatial features (Nash et al. 2021; ADM's evaluator)."""
-    return {"sfid": distance(measured.moments["spatial"], target.statistics, "spatial")}
+    return {"sfid": frechet_distance(measured.moments["spatial"], target.statistics, "spatial")}
 
 
-def distance(own: Gaussian, real: Statistics, layer: str) -> float:
+def frechet_distance(own: Gaussian, real: RealStatistics, layer: str) -> float:
     """|m1 - m2|² + tr(C1 + C2 - 2 (C1 C2)^½).
 
     The trace of the root is that of the symmetric (R C1 R)^½ with R = C2^½, which needs no complex eigenvalues.
@@ -184,7 +184,7 @@ def _root(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray((vectors * np.sqrt(values.clip(0))) @ vectors.T)
 
 
-def kid(options: KidOptions, measured: Measured, target: Target) -> dict[str, float]:
+def kid(options: KidOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
     """Unbiased kernel distance (Bińkowski et al. 2018), mean over subsets of at most half the images.
 
     The kernel is (gamma x·y + 1)³. For Inception gamma is the published 1/d. Features of an extractor of our own have
@@ -192,7 +192,7 @@ def kid(options: KidOptions, measured: Measured, target: Target) -> dict[str, fl
     """
     assert measured.features is not None
     real = torch.from_numpy(target.statistics.features).double()
-    own = torch.from_numpy(measured.features[kept(len(measured.features))]).double()
+    own = torch.from_numpy(measured.features[indices_to_store(len(measured.features))]).double()
     size = min(options.subset_size, len(own) // 2, len(real) // 2)
     if size < 2:
         return {}
@@ -203,14 +203,14 @@ def kid(options: KidOptions, measured: Measured, target: Target) -> dict[str, fl
     return {"kid": result[KEY_METRIC_KID_MEAN]}
 
 
-def isc(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
+def isc(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
     """Inception score (Salimans et al. 2016), mean over splits, the last of what is left."""
     assert measured.logits is not None
     scores = [isc_features_to_metric(part, splits=1, shuffle=False) for part in _parts(measured.logits, SPLIT)]
     return {"isc": stats.fmean(score[KEY_METRIC_ISC_MEAN] for score in scores)}
 
 
-def psnr(options: NoOptions, measured: Measured, target: Target) -> dict[str, float]:
+def psnr(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
     """Mean over images of the peak signal-to-noise ratio in dB; no column where they have no pairs."""
     if measured.pairs is None:
         return {}
@@ -218,17 +218,17 @@ def psnr(options: NoOptions, measured: Measured, target: Target) -> dict[str, fl
     return {"psnr": float(np.mean(10 * np.log10(255**2 / np.concatenate(errors).clip(1e-12))))}
 
 
-def precision(options: ManifoldOptions, measured: Measured, target: Target) -> dict[str, float]:
+def precision(options: ManifoldOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
     """Share of the samples inside the manifold of the real images (Kynkäänniemi et al. 2019)."""
-    return {"precision": inside(measured.features, target.statistics.features, options.neighbours)}
+    return {"precision": share_inside(measured.features, target.statistics.features, options.neighbours)}
 
 
-def recall(options: ManifoldOptions, measured: Measured, target: Target) -> dict[str, float]:
+def recall(options: ManifoldOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
     """Share of the real images inside the manifold of the samples."""
-    return {"recall": inside(target.statistics.features, measured.features, options.neighbours)}
+    return {"recall": share_inside(target.statistics.features, measured.features, options.neighbours)}
 
 
-def inside(points: Any, manifold: Any, neighbours: int) -> float:
+def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
     """Share of points (n, d) in a ball around one of `manifold` (m, d) that reaches to its `neighbours`-th neighbour.
 
     In blocks: neither all pairs nor all vectors are ever held.
@@ -249,10 +249,10 @@ def inside(points: Any, manifold: Any, neighbours: int) -> float:
 
 def _parts(vectors: Any, size: int = ROWS) -> Iterator[Tensor]:
     """All of some vectors (n, d), at most `size` at a time."""
-    return map(torch.from_numpy, blocks([vectors], size))
+    return map(torch.from_numpy, iterate_blocks([vectors], size))
 
 
-def bootstrap(measured: Measured, target: Target, resamples: int, seed: int) -> float:
+def bootstrap(measured: ImageStatistics, target: Target, resamples: int, seed: int) -> float:
     """Standard deviation of the Fréchet distance over resamples of one set's images, with replacement."""
     assert measured.features is not None
     random, values = np.random.default_rng(seed), []
@@ -261,7 +261,7 @@ def bootstrap(measured: Measured, target: Target, resamples: int, seed: int) -> 
         weights = np.bincount(drawn, minlength=measured.count)
         for part, weight in zip(_parts(measured.features), _parts(weights)):
             moments.add(part, weight)
-        values.append(distance(moments.mean_and_covariance, target.statistics, "features"))
+        values.append(frechet_distance(moments.mean_and_covariance, target.statistics, "features"))
     return stats.stdev(values)
 
 
@@ -276,7 +276,7 @@ def summarise(scores: list[dict[str, float]]) -> dict[str, Any]:
     return result
 
 
-def said(found: dict[str, Any], name: str) -> str:
+def format_metric(found: dict[str, Any], name: str) -> str:
     """A metric for the terminal, its spread where there is one."""
     spread = found[f"{name}_spread"]
     return f"{name} {found[name]:.4g}" + ("" if spread is None else f" ± {spread:.2g}")

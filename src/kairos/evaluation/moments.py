@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kairos.data.arrays import Rows, write_header
+from kairos.data.arrays import ArrayFile, write_npy_header
 
 BATCH = 64  # images whose features are computed at a time
 LAYERS = {"moments": "features", "spatial": "spatial"}  # what a metric needs, and the layer whose moments that is
@@ -63,19 +63,19 @@ class Spool:
             self._write_header()
         self._file.write(values.numpy().tobytes())
 
-    def rows(self) -> Rows:
+    def rows(self) -> ArrayFile:
         """All of them, float32 (n, d)."""
         self._file.seek(0)
         self._write_header()  # as long as that of the first vectors alone
         self._file.flush()
-        return Rows(Path(self._file.name))
+        return ArrayFile(Path(self._file.name))
 
     def _write_header(self) -> None:
-        write_header(self._file, self._shape, np.dtype(np.float32))
+        write_npy_header(self._file, self._shape, np.dtype(np.float32))
 
 
 @dataclass(frozen=True)
-class Measured:
+class ImageStatistics:
     """Measurements of a set of images.
 
     Attributes:
@@ -90,8 +90,8 @@ class Measured:
 
     count: int
     moments: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
-    features: Rows | None = None
-    logits: Rows | None = None
+    features: ArrayFile | None = None
+    logits: ArrayFile | None = None
     captioned: Iterable[tuple[NDArray[np.uint8], list[str]]] | None = None
     pairs: Iterable[tuple[NDArray[np.uint8], NDArray[np.uint8]]] | None = None
     device: torch.device = torch.device("cpu")
@@ -99,7 +99,7 @@ class Measured:
 
 def measure(
     extractor: Any, images: Iterable[NDArray[np.uint8]], needs: set[str], only: NDArray[np.int64] | None = None
-) -> Measured:
+) -> ImageStatistics:
     """Look at every image once.
 
     Args:
@@ -112,7 +112,7 @@ def measure(
     spools = {name: Spool() for name in ("features", "logits") if name in needs}
     count = 0
     for batch in images:
-        layers = extractor.layers_of(batch)
+        layers = extractor.compute_layers(batch)
         for name, sums in moments.items():
             sums.add(layers[name])
         for name, spool in spools.items():
@@ -121,10 +121,10 @@ def measure(
         count += len(batch)
     found = {name: sums.mean_and_covariance for name, sums in moments.items()}
     rows = {name: spool.rows() for name, spool in spools.items()}
-    return Measured(count, found, rows.get("features"), rows.get("logits"), device=extractor.device)
+    return ImageStatistics(count, found, rows.get("features"), rows.get("logits"), device=extractor.device)
 
 
-def in_batches(images: Any, indices: NDArray[np.int64] | range, size: int = BATCH) -> Iterator[Any]:
+def iterate_rows(images: Any, indices: NDArray[np.int64] | range, size: int = BATCH) -> Iterator[Any]:
     """Rows of `images` in the order of `indices`, at most `size` at a time."""
     for start in range(0, len(indices), size):
         part = indices[start : start + size]

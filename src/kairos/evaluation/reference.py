@@ -24,10 +24,10 @@ from kairos.data.dataset import PreparedDataset, open_dataset, to_uint8
 from kairos.data.latents import Latents, open_latents
 from kairos.evaluation import external_reference, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
-from kairos.evaluation.metrics import Statistics, Target
-from kairos.evaluation.moments import LAYERS, in_batches, measure
+from kairos.evaluation.metrics import RealStatistics, Target
+from kairos.evaluation.moments import LAYERS, iterate_rows, measure
 from kairos.evaluation.registries import UNREAL, default_metrics, needs_of
-from kairos.evaluation.settings import EvaluationConfig, check_metrics, named_metrics
+from kairos.evaluation.settings import EvaluationConfig, check_metrics, metrics_with_options
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
 from kairos.progress import Progress, say
 from kairos.sampling.samples_file import open_samples
@@ -38,13 +38,13 @@ RESAMPLES = 20
 GAUSSIAN_IMAGES = 10_000
 GAUSSIAN_VALUES = 2**27  # 512 MB of float32
 _HELD_OUT = f"standard deviation over {RESAMPLES} bootstrap resamples of the one set of held-out images"
-_DRAWN = "standard deviation over sets of fresh draws"
+_GENERATED = "standard deviation over sets of fresh draws"
 Reference = tuple[dict[str, Any], Target]  # reference.json, or the same fields for images from outside; and the target
-Drawn = Callable[[int], Iterator[np.ndarray]]  # from the number of a set to batches of its images
-SPREADS = {"floor": _HELD_OUT, "reconstruction": _HELD_OUT, "gaussian": _DRAWN, "noise": _DRAWN}
+ImageSource = Callable[[int], Iterator[np.ndarray]]  # from the number of a set to batches of its images
+SPREADS = {"floor": _HELD_OUT, "reconstruction": _HELD_OUT, "gaussian": _GENERATED, "noise": _GENERATED}
 
 
-def build(
+def build_reference(
     evaluation: EvaluationConfig,
     device: torch.device,
     dataset: Path,
@@ -66,7 +66,7 @@ def build(
     num, seed, warnings = evaluation.num_samples, evaluation.seed, []
     for what, number in {"evaluation.num_samples": num, "real images": target.statistics.count}.items():
         if number:  # published moments do not tell of how many images they are
-            for warning in metrics.check_number(number, opened.width, what):
+            for warning in metrics.check_image_count(number, opened.width, what):
                 metrics.warn(what, warning)
                 warnings.append(f"{what}: {warning}")
     fitted, gaussian = _gaussian(encoded, codec, num, seed)
@@ -96,7 +96,7 @@ def build(
     }
     write_json(out / "reference.json", record)
     for name, row in rows.items():
-        say(f"reference: {name} {metrics.said(row, target.metric)}")
+        say(f"reference: {name} {metrics.format_metric(row, target.metric)}")
     return record
 
 
@@ -115,11 +115,11 @@ def open_reference(path: Path, extractor: Extractor) -> Reference:
             f"{path}: made with extractor {record['extractor']} {record['extractor_hash'][:12]}, "
             f"got {extractor.name} {extractor.hash[:12]}; pass that one as --extractor DIR"
         )
-    real = Statistics.load(path.parent / "statistics.npz")
+    real = RealStatistics.load(path.parent / "statistics.npz")
     return record, Target(record["metric"], real, tuple(record["metrics"]))
 
 
-def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None) -> Reference:
+def open_external_reference(path: Path, extractor: Extractor, wanted: list[str] | None) -> Reference:
     """Return record and target of a reference from an npz file of real images or published moments.
 
     The statistics are cached by the content of the file.
@@ -128,14 +128,14 @@ def outside_reference(path: Path, extractor: Extractor, wanted: list[str] | None
         KairosError: the file lacks something that the metrics need, or contains too few images for the extractor.
     """
     kind = extractor.manifest["kind"]
-    named = named_metrics(wanted or default_metrics(kind, True))
+    named = metrics_with_options(wanted or default_metrics(kind, True))
     check_metrics(named, kind)
-    statistics = outside_statistics(path, extractor, needs_of(named) - UNREAL)
+    statistics = load_external_statistics(path, extractor, needs_of(named) - UNREAL)
     record = {"num_samples": None, **_fixed(EvaluationConfig(), statistics, extractor)}
     return record, Target(extractor.manifest["metric"], statistics, tuple(named))
 
 
-def _fixed(evaluation: EvaluationConfig, real: Statistics, extractor: Extractor) -> dict[str, Any]:
+def _fixed(evaluation: EvaluationConfig, real: RealStatistics, extractor: Extractor) -> dict[str, Any]:
     """Return the settings that a reference's record fixes for all its evaluations, and the hash of the reference."""
     return {
         "reference_hash": sha256_json({"statistics": real.hash, "extractor": extractor.hash}),
@@ -145,47 +145,51 @@ def _fixed(evaluation: EvaluationConfig, real: Statistics, extractor: Extractor)
     }
 
 
-def _real(which: str, dataset: PreparedDataset, extractor: Extractor, wanted: tuple[dict[str, Any], ...]) -> Statistics:
+def _real(
+    which: str, dataset: PreparedDataset, extractor: Extractor, wanted: tuple[dict[str, Any], ...]
+) -> RealStatistics:
     """Statistics of the training images, of all, or of a file from outside; cached by content."""
     needs = needs_of(wanted) - UNREAL
     if which not in ("train", "all"):
-        return outside_statistics(Path(which), extractor, needs)
+        return load_external_statistics(Path(which), extractor, needs)
     indices = dataset.train if which == "train" else np.arange(len(dataset.images))
     parts = {"dataset": dataset.manifest["content_sha256"], "split": which}
     return _of_images(dataset.images, indices, extractor, needs, parts)
 
 
-def outside_statistics(path: Path, extractor: Extractor, needs: set[str]) -> Statistics:
+def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) -> RealStatistics:
     """Statistics of a file, cached by its content: published moments where it holds them, else those of its images.
 
     Raises:
-        KairosError: see `external_reference.moments`; or too few images for the extractor.
+        KairosError: see `external_reference.read_moments`; or too few images for the extractor.
     """
-    found = external_reference.moments(path, extractor.width, needs, "reference")
+    found = external_reference.read_moments(path, extractor.width, needs, "reference")
     moments = {LAYERS[need]: pair for need, pair in found.items()}
     rest = needs - found.keys()
     if not rest:
-        return Statistics(moments)
+        return RealStatistics(moments)
     images = open_samples(path).images
     if "moments" in rest:
-        for warning in metrics.check_number(len(images), extractor.width, str(path)):
+        for warning in metrics.check_image_count(len(images), extractor.width, str(path)):
             metrics.warn(str(path), warning)
     own = _of_images(images, range(len(images)), extractor, rest, {"images": sha256_file(path)})
-    return Statistics({**own.moments, **moments}, own.features, 0 if moments else own.count)
+    return RealStatistics({**own.moments, **moments}, own.features, 0 if moments else own.count)
 
 
-def _of_images(images: Any, indices: Any, extractor: Extractor, needs: set[str], parts: dict[str, Any]) -> Statistics:
+def _of_images(
+    images: Any, indices: Any, extractor: Extractor, needs: set[str], parts: dict[str, Any]
+) -> RealStatistics:
     """Statistics of some images; `parts` decides which they are."""
     parts = {**parts, "extractor": extractor.hash, "precision": extractor.precision, "needs": sorted(needs)}
-    batches, kept = in_batches(images, indices), metrics.kept(len(indices))
-    return metrics.cached(parts, lambda: metrics.statistics_of(measure(extractor, batches, needs, kept)))
+    batches, kept = iterate_rows(images, indices), metrics.indices_to_store(len(indices))
+    return metrics.load_or_compute(parts, lambda: metrics.statistics_to_store(measure(extractor, batches, needs, kept)))
 
 
 def _rows(
     evaluation: EvaluationConfig,
     dataset: PreparedDataset,
     codec: Codec,
-    drawn: dict[str, Drawn],
+    drawn: dict[str, ImageSource],
     extractor: Extractor,
     target: Target,
 ) -> dict[str, dict[str, Any]]:
@@ -193,8 +197,8 @@ def _rows(
     heldout, num, seed = dataset.heldout[: evaluation.num_samples], evaluation.num_samples, evaluation.seed
     numbers = range(len(heldout))
     one_set = {
-        "floor": lambda: in_batches(dataset.images, heldout),
-        "reconstruction": lambda: map(codec.reconstructed, map(dataset.tensor, in_batches(heldout, numbers))),
+        "floor": lambda: iterate_rows(dataset.images, heldout),
+        "reconstruction": lambda: map(codec.reconstructed, map(dataset.tensor, iterate_rows(heldout, numbers))),
     }
     if len(heldout) <= extractor.width:
         say(
@@ -210,8 +214,8 @@ def _rows(
         for name, images in one_set.items():
             measured = measure(extractor, images(), target.needs | {"features"})
             if captions is not None:
-                texts = captions.texts(captions.numbers(heldout))
-                measured = replace(measured, captioned=zip(images(), in_batches(texts, numbers)))
+                texts = captions.texts(captions.caption_indices(heldout))
+                measured = replace(measured, captioned=zip(images(), iterate_rows(texts, numbers)))
             scores = target.score(measured)
             spread = metrics.bootstrap(measured, target, RESAMPLES, derived_seed(seed, "bootstrap"))
             spreads = {f"{column}_spread": spread if column == target.metric else None for column in scores}
@@ -225,7 +229,7 @@ def _rows(
     return rows
 
 
-def _gaussian(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[int, Drawn]:
+def _gaussian(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[int, ImageSource]:
     """A Gaussian with mean and sample covariance of the training latents, whatever their dimension.
 
     Of training latents as a training sees them, at most `GAUSSIAN_IMAGES`, fewer where they are large. Draws are
@@ -240,15 +244,15 @@ def _gaussian(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[in
     order = Stream(seed, "gaussian images").permutation(len(latents.train))
     chosen = latents.train[order[:fitted].sort().values.numpy()]
     parts = []
-    for part in in_batches(chosen, range(fitted)):
+    for part in iterate_rows(chosen, range(fitted)):
         noise = Stream(seed, "gaussian latents").normal(0, torch.from_numpy(part), latents.shape)
-        parts.append(latents.batch(part, noise=noise).flatten(1))
+        parts.append(latents.load_x0(part, noise=noise).flatten(1))
     rows = torch.cat(parts)  # (n, d)
     mean = rows.mean(0)
     rows -= mean
 
     def drawn(number: int) -> Iterator[np.ndarray]:
-        for part in in_batches(range(count), range(count)):
+        for part in iterate_rows(range(count), range(count)):
             z = Stream(seed, "gaussian draws").normal(number, part, (fitted,))
             x0 = mean + z @ rows / (fitted - 1) ** 0.5
             yield to_uint8(codec.decode(x0.view(-1, *latents.shape)))
@@ -256,12 +260,12 @@ def _gaussian(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[in
     return fitted, drawn
 
 
-def _noise(shape: tuple[int, ...], count: int, seed: int) -> Drawn:
+def _noise(shape: tuple[int, ...], count: int, seed: int) -> ImageSource:
     """Return a function that yields a numbered set of `count` uniformly random images, in uint8 batches (n, *shape)."""
 
     def drawn(number: int) -> Iterator[np.ndarray]:
         random = np.random.default_rng(derived_seed(seed, "noise images", number))
-        for part in in_batches(range(count), range(count)):
+        for part in iterate_rows(range(count), range(count)):
             yield random.integers(0, 256, (len(part), *shape), dtype=np.uint8)
 
     return drawn

@@ -19,7 +19,7 @@ from kairos_timesteps.randomness import Stream
 from kairos_timesteps.validation import ValidationLoss, spread_over
 
 
-def strata_of(cells: int, strata: int) -> list[tuple[float, float]]:
+def build_strata(cells: int, strata: int) -> list[tuple[float, float]]:
     """Half-open intervals of fractions that cover [0, 1): the first and the last cell alone, `strata` between.
 
     Fewer where there are not as many cells between; all begin and end with a cell.
@@ -43,9 +43,9 @@ def validation_loss(milestone: Any, latents: Latents, settings: LossSettings, de
         time ``t`` at its centre, ``loss`` and ``vlb``.
     """
     process, c = milestone.process, torch.from_numpy(milestone.process.schedule.vlb)
-    fixed, rows = fixed_on(milestone, latents, settings, device), []
+    fixed, rows = build_fixed_loss(milestone, latents, settings, device), []
     count = len(fixed.images)
-    for number, stratum in enumerate(strata_of(len(c), settings.strata)):
+    for number, stratum in enumerate(build_strata(len(c), settings.strata)):
         u = spread_over(stratum, count)
         with compute.precision(settings.precision, torch.device(device)):
             loss = fixed.errors(milestone.model, number, u, "epsilon")
@@ -66,16 +66,18 @@ def mlperf8(milestone: Any, latents: Latents, settings: LossSettings, device: An
     Returns:
         ``mlperf8``, the mean over images.
     """
-    fixed = fixed_on(milestone, latents, settings, device, kind="mlperf8")
+    fixed = build_fixed_loss(milestone, latents, settings, device, kind="mlperf8")
     found = fixed(milestone.model, compute.precision(settings.precision, torch.device(device)))
     return {"mlperf8": found["loss"]}
 
 
-def fixed_on(milestone: Any, latents: Latents, settings: LossSettings, device: Any, **named: Any) -> ValidationLoss:
+def build_fixed_loss(
+    milestone: Any, latents: Latents, settings: LossSettings, device: Any, **named: Any
+) -> ValidationLoss:
     """The loss on the held-out images, the same for all methods: as many as the settings say, or all."""
     order = Stream(settings.seed, "validation images").permutation(len(latents.heldout))
     chosen = latents.heldout[order[: settings.images].numpy()]
     latent_noise = Stream(settings.seed, "validation latents").normal(0, range(len(chosen)), latents.shape)
-    images, known = latents.batch(chosen, noise=latent_noise), latents.conditions(chosen)
+    images, known = latents.load_x0(chosen, noise=latent_noise), latents.load_conditions(chosen)
     told = {name: known[name] for name in milestone.record["conditions"]}
     return ValidationLoss(images, milestone.process, seed=settings.seed, conditions=told, device=device, **named)

@@ -75,7 +75,7 @@ def image_by_image(results: Results, looks: dict[str, Look]) -> Figure:
 
 def told_samples(results: Results, looks: dict[str, Look]) -> Figure:
     """The first captions or low-resolution images, the real images that they are of, and each method's last samples."""
-    from kairos.data.dataset import low_resolution, open_dataset, to_uint8
+    from kairos.data.dataset import open_dataset, reduce_resolution, to_uint8
     from kairos.sampling.conditions import select_condition_sources
     from kairos.sampling.samples_file import open_samples
 
@@ -88,7 +88,7 @@ def told_samples(results: Results, looks: dict[str, Look]) -> Figure:
     )
     columns = {"real": dataset.images[told]} | {method: each.images[:count] for method, each in opened.items()}
     if factor := results.experiment.dataset.low_resolution:
-        columns = {"told": to_uint8(low_resolution(dataset.tensor(told), factor))} | columns
+        columns = {"told": to_uint8(reduce_resolution(dataset.load_tensor(told), factor))} | columns
     drawing, grid = figure(1.3 * len(columns), 1.4 * count, count, len(columns), between=0.1, above=0.1)
     for column, (name, images) in enumerate(columns.items()):
         grid[0, column].set_title(name, fontsize=9.5, color=INK if name in opened else MUTED)

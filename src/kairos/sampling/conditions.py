@@ -46,7 +46,7 @@ class ImageConditions:
             numbers = torch.arange(indices.start, indices.stop)
             return {name: numbers % item["num_classes"] for name, item in self.descriptions.items()}
         images, which = self._told(self.latents, indices)
-        known = self.latents.conditions(images, which=which)
+        known = self.latents.load_conditions(images, which=which)
         return {name: known[name] for name in self.descriptions}
 
     def recorded(self, name: str, indices: range) -> np.ndarray:
@@ -57,8 +57,8 @@ class ImageConditions:
         captions = self.latents.dataset.captions
         if captions is None or self.descriptions[name]["kind"] != "text":
             return self.latents.dataset.conditions[name][images]
-        texts = captions.texts(captions.numbers(images, which))
-        return np.array([text.encode() for text in texts], f"S{captions.longest}")
+        texts = captions.texts(captions.caption_indices(images, which))
+        return np.array([text.encode() for text in texts], f"S{captions.longest_bytes}")
 
     def _told(self, latents: Latents, indices: range) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of images, and which of an image's captions: in each round the next, or drawn."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kairos import resource_usage
-from kairos.data.arrays import Rows, blocks, write_header
+from kairos.data.arrays import ArrayFile, iterate_blocks, write_npy_header
 from kairos.files import atomic
 from kairos.shards import AGAIN, in_order
 from kairos_timesteps.errors import KairosError
@@ -37,9 +37,9 @@ class SamplesFile:
         conditions: what the model was told of each, (N, ...) by name, read likewise; texts as bytes in UTF-8.
     """
 
-    images: Rows
+    images: ArrayFile
     protocol: dict[str, Any]
-    conditions: dict[str, Rows]
+    conditions: dict[str, ArrayFile]
 
 
 def write_samples(
@@ -113,7 +113,7 @@ def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_
         except KairosError as error:
             raise KairosError(f"{error}; {AGAIN}") from None
     said = [(path, one.protocol) for path, one in zip(paths, opened)]
-    return blocks([opened[place].images for place in in_order(said, protocol, num, batch_size)], batch_size)
+    return iterate_blocks([opened[place].images for place in in_order(said, protocol, num, batch_size)], batch_size)
 
 
 def _write_rows(file: Any, count: int, parts: Parts) -> None:
@@ -121,25 +121,25 @@ def _write_rows(file: Any, count: int, parts: Parts) -> None:
     written = 0
     for part in parts:
         if not written:
-            write_header(file, (count, *part.shape[1:]), part.dtype)
+            write_npy_header(file, (count, *part.shape[1:]), part.dtype)
         file.write(part.tobytes())
         written += len(part)
     if written != count:
         raise ValueError(f"got {written} rows, allowed: {count}")
 
 
-def _rows(path: Path, archive: zipfile.ZipFile, name: str) -> Rows:
+def _rows(path: Path, archive: zipfile.ZipFile, name: str) -> ArrayFile:
     """An array, where it lies in its file; a compressed one in a file of its own that goes with its rows."""
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
         with archive.open(info) as member, tempfile.NamedTemporaryFile() as unpacked:
             shutil.copyfileobj(member, unpacked, _BLOCK)
             unpacked.flush()
-            return Rows(Path(unpacked.name))
+            return ArrayFile(Path(unpacked.name))
     with archive.open(info) as member:
         while member.read(_BLOCK):  # compared with its checksum at the end
             pass
     with open(path, "rb") as file:
         file.seek(info.header_offset + 26)
         name_and_fields = struct.unpack("<HH", file.read(4))
-    return Rows(path, start=info.header_offset + 30 + sum(name_and_fields))
+    return ArrayFile(path, start=info.header_offset + 30 + sum(name_and_fields))

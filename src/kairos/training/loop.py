@@ -39,8 +39,8 @@ def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | 
 
         # draw timesteps with their weights, and noise for each image
         said = batch.visit if strategy.sampler.points == "epochs" else {}
-        draw = strategy.draw(batch.x0, index=batch.index, total=training.settings["batch_size"], **said)
-        drawn = Stream(seed, "noise").normal(step, batch.index, shape, training.device, training.dtype)
+        draw = strategy.draw(batch.x0, index=batch.sample_indices, total=training.settings["batch_size"], **said)
+        drawn = Stream(seed, "noise").normal(step, batch.sample_indices, shape, training.device, training.dtype)
         noise = strategy.couple(draw, drawn)
 
         # forward and backward passes

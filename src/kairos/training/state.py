@@ -44,7 +44,7 @@ class TrainingState:
         self.conditions = tuple(plain["model"].get("conditions") or [])
         size, dropout, augment = (settings[name] for name in ("batch_size", "condition_dropout", "augment"))
         self.batches = Batches(latents, seed, size, index, self.conditions, dropout, device, self.dtype, augment)
-        self.sigma_data = latents.sigma_data()
+        self.sigma_data = latents.measure_sigma_data()
         self.process = build_process(plain["diffusion"], self.sigma_data)
         chosen = {"coupling": "independent", **plain["methods"][method]}
         (sampler, options), (weighting, more) = (split(chosen[part]) for part in ("sampler", "weighting"))
@@ -96,7 +96,7 @@ class TrainingState:
 
     def density_images(self) -> Tensor:
         """The fixed images that a learned sampler's p(t) is averaged over, up to 256, the first of the training set."""
-        return self.latents.batch(self.latents.train[:256]).to(self.device, self.dtype)
+        return self.latents.load_x0(self.latents.train[:256]).to(self.device, self.dtype)
 
     def state(self) -> dict[str, Any]:
         """Everything but data and configuration."""
