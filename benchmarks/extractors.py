@@ -83,8 +83,8 @@ def measure(extractor: extractors.Extractor, dataset: PreparedDataset, count: in
     """Distance of every damage from the training images, and of `floor`; sets have `count` images."""
 
     def features(images: np.ndarray) -> Tensor:
-        batches = moments.in_batches(images, range(len(images)))
-        return torch.cat([extractor.layers_of(batch)["features"] for batch in batches])
+        batches = moments.iterate_rows(images, range(len(images)))
+        return torch.cat([extractor.compute_layers(batch)["features"] for batch in batches])
 
     def summed(values: Tensor) -> metrics.Gaussian:
         sums = moments.Moments()
@@ -94,7 +94,7 @@ def measure(extractor: extractors.Extractor, dataset: PreparedDataset, count: in
     real = metrics.Statistics({"features": summed(features(dataset.images[dataset.train]))})
 
     def distance(values: Tensor) -> float:
-        return metrics.distance(summed(values), real, "features")
+        return metrics.frechet_distance(summed(values), real, "features")
 
     heldout = dataset.images[dataset.heldout]
     whole, labels = features(heldout), dataset.conditions["class"][dataset.heldout]
@@ -119,10 +119,10 @@ def parts(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path
     def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
         classes = Stream(options.seed, "classes").integers(step, 16, range(len(chosen)))
         places = Stream(options.seed, "places").uniform(step, range(len(chosen)), (2,))
-        seen = mirrored(classifier.pixels(dataset, chosen), classes % 4, places)
-        return classifier.turned(seen, classes // 4), classes
+        seen = mirrored(classifier.load_pixels(dataset, chosen), classes % 4, places)
+        return classifier.rotate_images(seen, classes // 4), classes
 
-    return classifier.fit("parts", options, dataset, 16, task, folder)
+    return classifier.train_on_task("parts", options, dataset, 16, task, folder)
 
 
 def mirrored(images: Tensor, quarters: Tensor, places: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def contrastive(options: SelfsupervisedOptions, dataset: PreparedDataset, folder
     classes = torch.arange(2 * size).roll(size)
     for step in range(steps):
         chosen = dataset.train[Stream(options.seed, "pairs").integers(step, len(dataset.train), range(size)).numpy()]
-        images = classifier.pixels(dataset, chosen).repeat(2, 1, 1, 1)
+        images = classifier.load_pixels(dataset, chosen).repeat(2, 1, 1, 1)
         quarters = Stream(options.seed, "quarters").integers(step, 4, range(2 * size))
         images = mirrored(images, quarters, Stream(options.seed, "places").uniform(step, range(2 * size), (2,)))
         light = Stream(options.seed, "light").uniform(step, range(2 * size), (2, 1, 1, 1)).float()
@@ -201,7 +201,7 @@ def _write(model: nn.Module, kind: str, dataset: PreparedDataset, options: Any, 
 
 TRAINED: dict[str, Train] = {
     "classifier": classifier.train,
-    "selfsupervised": classifier.train_turned,
+    "selfsupervised": classifier.train_on_rotations,
     "parts": parts,
     "contrastive": contrastive,
     "untrained": untrained,

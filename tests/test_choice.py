@@ -12,7 +12,7 @@ from kairos.cli import main
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import ImageCounts, count_images
 from kairos.evaluation import inception_weights
-from kairos.evaluation.extractor_choice import choose
+from kairos.evaluation.extractor_choice import choose_extractor
 from kairos.evaluation.settings import EvaluationConfig
 from kairos_timesteps.errors import ConfigError, KairosError
 from workflow_copy import Copy
@@ -80,7 +80,7 @@ def test_survey_of_the_hubs_cache(tmp_path):
 
 def test_auto(tmp_path):
     def auto(dataset: DatasetConfig, **changes) -> tuple[str, str]:
-        settled, said = choose(EvaluationConfig(**changes), dataset)
+        settled, said = choose_extractor(EvaluationConfig(**changes), dataset)
         assert EvaluationConfig(**settled.model_dump()) == settled
         return settled.extractor["name"], said[0]
 
@@ -89,7 +89,7 @@ def test_auto(tmp_path):
     assert name == "selfsupervised"
     assert (
         why
-        == f"extractor: selfsupervised (auto: no Inception weights at {inception_weights.place()}; the images have no labels)"
+        == f"extractor: selfsupervised (auto: no Inception weights at {inception_weights.default_path()}; the images have no labels)"
     )
     name, why = auto(images(tmp_path / "kinds", cat=100, dog=4))
     assert name == "selfsupervised" and "the smallest class has 4 images" in why
@@ -97,8 +97,8 @@ def test_auto(tmp_path):
     name, why = auto(DatasetConfig(source="folder", path="none"))
     assert name == "selfsupervised" and "assumed" in why
 
-    inception_weights.place().parent.mkdir(parents=True)
-    inception_weights.place().touch()
+    inception_weights.default_path().parent.mkdir(parents=True)
+    inception_weights.default_path().touch()
     large = table(tmp_path / "x.parquet", [0] * 400).model_copy(update={"limit": None})
     assert auto(large, num_samples=3000)[0] == "classifier", "360 images are too few for 2,048 features"
     assert auto(DatasetConfig(source="folder", path="none"), num_samples=3000)[0] == "inception"
@@ -124,27 +124,27 @@ def test_auto(tmp_path):
 def test_refusals(tmp_path, changes, message):
     dataset = images(tmp_path / "flat", flat=100)
     with pytest.raises(ConfigError if "path" not in str(changes) else KairosError, match=message):
-        choose(EvaluationConfig(**changes), dataset)
+        choose_extractor(EvaluationConfig(**changes), dataset)
 
 
 def test_small_classes_are_refused_for_a_classifier(tmp_path):
     with pytest.raises(ConfigError, match=r"the smallest class has 4 images; allowed: .*5 or more of each class"):
-        choose(EvaluationConfig(extractor="classifier"), images(tmp_path / "kinds", cat=100, dog=4))
+        choose_extractor(EvaluationConfig(extractor="classifier"), images(tmp_path / "kinds", cat=100, dog=4))
 
 
 def test_inception_that_is_not_here(tmp_path, monkeypatch):
     """Where there may be a network its job brings it, and `check` says so; else nothing is begun."""
     dataset = DatasetConfig(source="folder", path="none")
     inception = EvaluationConfig(extractor="inception", num_samples=3000)
-    _, said = choose(inception, dataset)
+    _, said = choose_extractor(inception, dataset)
     assert (
         "not known before kairos prepare" in said[0]
-        and str(inception_weights.place()) in said[1]
+        and str(inception_weights.default_path()) in said[1]
         and "download" in said[1]
     )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(KairosError, match=r"weights-inception.*HF_HUB_OFFLINE.*selfsupervised"):
-        choose(inception, dataset)
+        choose_extractor(inception, dataset)
 
 
 def write(folder: Path, **sections) -> Path:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kairos.evaluation import extractors, metrics
-from kairos.evaluation.moments import in_batches, measure
+from kairos.evaluation.moments import iterate_rows, measure
 from kairos_timesteps.errors import KairosError
 
 transformers = pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ def network(tmp_path_factory):
 def test_features_are_the_class_token_of_what_is_published(network, tmp_path):
     from torchvision.transforms import functional
 
-    manifest = extractors.make({"name": "dinov2", "path": str(network)}, None, tmp_path / "x")
+    manifest = extractors.build_extractor({"name": "dinov2", "path": str(network)}, None, tmp_path / "x")
     assert (
         manifest["metric"] == "fd_dinov2" and manifest["features"] == 24 and str(network) not in str(manifest["files"])
     )
@@ -41,12 +41,12 @@ def test_features_are_the_class_token_of_what_is_published(network, tmp_path):
     with torch.no_grad():
         model = transformers.Dinov2Model.from_pretrained(network).eval()
         token = model.layernorm(model.encoder(model.embeddings(torch.stack(normal))).last_hidden_state)[:, 0]
-    torch.testing.assert_close(opened.layers_of(images)["features"], token, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(opened.compute_layers(images)["features"], token, rtol=1e-4, atol=1e-5)
     grey = images[..., :1]
-    both = [opened.layers_of(part)["features"] for part in (grey, grey.repeat(3, axis=3))]
+    both = [opened.compute_layers(part)["features"] for part in (grey, grey.repeat(3, axis=3))]
     torch.testing.assert_close(*both)
-    found = measure(opened, in_batches(np.concatenate([images] * 8), range(40)), {"moments"})
-    target = metrics.Target("fd_dinov2", metrics.statistics_of(found), ({"name": "fd_dinov2"},))
+    found = measure(opened, iterate_rows(np.concatenate([images] * 8), range(40)), {"moments"})
+    target = metrics.Target("fd_dinov2", metrics.statistics_to_store(found), ({"name": "fd_dinov2"},))
     assert target.score(found) == {"fd_dinov2": pytest.approx(0, abs=1e-5)}
 
 
@@ -54,13 +54,13 @@ def test_a_missing_network_says_what_goes_where(tmp_path):
     with pytest.raises(
         KairosError, match=r"dinov2 needs the network .*nowhere .*name it as evaluation\.extractor\.path"
     ):
-        extractors.make({"name": "dinov2", "path": str(tmp_path / "nowhere")}, None, tmp_path / "x")
+        extractors.build_extractor({"name": "dinov2", "path": str(tmp_path / "nowhere")}, None, tmp_path / "x")
     other = transformers.BertModel(
         transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     )
     other.save_pretrained(tmp_path / "bert")
     with pytest.raises(KairosError, match=r"got a bert in .*, allowed: a dinov2"):
-        extractors.make({"name": "dinov2", "path": str(tmp_path / "bert")}, None, tmp_path / "x")
+        extractors.build_extractor({"name": "dinov2", "path": str(tmp_path / "bert")}, None, tmp_path / "x")
 
 
 def test_a_missing_network_is_refused_before_any_job(tmp_path, network, monkeypatch, capsys):

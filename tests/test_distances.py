@@ -10,7 +10,7 @@ import torch
 
 from kairos.evaluation import metrics, validation
 from kairos.evaluation.metrics import Target
-from kairos.evaluation.moments import Measured, Moments, Spool, measure
+from kairos.evaluation.moments import ImageStatistics, Moments, Spool, measure
 from kairos.evaluation.settings import LossSettings
 from kairos.forward_process import build_process
 from kairos_timesteps.errors import KairosError
@@ -20,17 +20,17 @@ def gaussian_features(mean, std, count=20_000, width=4, seed=0):
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * std + mean
 
 
-def measured(features: torch.Tensor, size: int = 777) -> Measured:
+def measured(features: torch.Tensor, size: int = 777) -> ImageStatistics:
     """Measure features in batches, as stage evaluate does."""
     spool, moments = Spool(), Moments()
     for part in features.split(size):
         spool.add(part)
         moments.add(part)
-    return Measured(len(features), {"features": moments.mean_and_covariance}, spool.rows())
+    return ImageStatistics(len(features), {"features": moments.mean_and_covariance}, spool.rows())
 
 
 def target_of(features: torch.Tensor, *names: str, metric: str = "frechet_x") -> Target:
-    return Target(metric, metrics.statistics_of(measured(features)), tuple({"name": name} for name in names))
+    return Target(metric, metrics.statistics_to_store(measured(features)), tuple({"name": name} for name in names))
 
 
 def test_frechet_of_known_gaussians():
@@ -76,7 +76,7 @@ def test_inception_score_is_torch_fidelitys():
         spool = Spool()
         for part in logits.split(997):
             spool.add(part)
-        return metrics.isc(None, Measured(len(logits), {}, logits=spool.rows()), None)["isc"]
+        return metrics.isc(None, ImageStatistics(len(logits), {}, logits=spool.rows()), None)["isc"]
 
     logits = 3 * gaussian_features(0.0, 1.0, 50_000, 10).float()
     theirs = isc_features_to_metric(logits, splits=10, shuffle=False)["inception_score_mean"]
@@ -100,7 +100,9 @@ def test_kid_is_torch_fidelitys_on_inceptions_features():
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     samples, real = gaussian_features(0.3, 0.8, 300, 8).float(), gaussian_features(0.0, 1.0, 400, 8, 1).float()
-    target = Target("fid", metrics.statistics_of(measured(real)), ({"name": "kid", "subsets": 9, "subset_size": 100},))
+    target = Target(
+        "fid", metrics.statistics_to_store(measured(real)), ({"name": "kid", "subsets": 9, "subset_size": 100},)
+    )
     theirs = kid_features_to_metric(samples.double(), real.double(), kid_subsets=9, kid_subset_size=100, verbose=False)
     assert target.score(measured(samples))["kid"] == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-12)
 
@@ -117,7 +119,7 @@ def test_kid_fits_the_sample_and_ignores_the_scale_of_features():
 
 def test_features_on_disk():
     features = np.arange(30, dtype=np.float32).reshape(10, 3)
-    extractor = SimpleNamespace(layers_of=lambda part: {"features": torch.from_numpy(part)}, device="cpu")
+    extractor = SimpleNamespace(compute_layers=lambda part: {"features": torch.from_numpy(part)}, device="cpu")
 
     def kept(only):
         return measure(extractor, np.split(features, [4, 8]), {"features"}, only).features
@@ -128,9 +130,9 @@ def test_features_on_disk():
     assert np.array_equal(kept(np.array([0, 3, 9]))[:], features[[0, 3, 9]])
     assert np.array_equal(kept(np.array([5, 9]))[:], features[[5, 9]])
     assert (
-        len(metrics.kept(10)) == 10
-        and len(metrics.kept(10**6)) == metrics.KEPT
-        and metrics.kept(10**6)[-1] == 10**6 - 1
+        len(metrics.indices_to_store(10)) == 10
+        and len(metrics.indices_to_store(10**6)) == metrics.KEPT
+        and metrics.indices_to_store(10**6)[-1] == 10**6 - 1
     )
 
 
@@ -146,9 +148,9 @@ def test_bootstrap_is_the_spread_of_sets():
 
 def test_number_of_images():
     with pytest.raises(KairosError, match="got 32 images, allowed: more than 32"):
-        metrics.check_number(32, 32, "evaluation.num_samples")
-    assert "10 times" in metrics.check_number(33, 32, "x")[0]
-    assert metrics.check_number(320, 32, "x") == []
+        metrics.check_image_count(32, 32, "evaluation.num_samples")
+    assert "10 times" in metrics.check_image_count(33, 32, "x")[0]
+    assert metrics.check_image_count(320, 32, "x") == []
 
 
 def test_statistics_are_computed_once(tmp_path, monkeypatch, capsys):
@@ -157,17 +159,17 @@ def test_statistics_are_computed_once(tmp_path, monkeypatch, capsys):
 
     def compute():
         calls.append(1)
-        return metrics.statistics_of(measured(gaussian_features(0.0, 1.0, 100)))
+        return metrics.statistics_to_store(measured(gaussian_features(0.0, 1.0, 100)))
 
-    first = metrics.cached({"images": "a"}, compute)
-    second = metrics.cached({"images": "a"}, compute)
+    first = metrics.load_or_compute({"images": "a"}, compute)
+    second = metrics.load_or_compute({"images": "a"}, compute)
     assert len(calls) == 1 and first.hash == second.hash and np.array_equal(first.features, second.features)
-    metrics.cached({"images": "b"}, compute)
+    metrics.load_or_compute({"images": "b"}, compute)
     assert len(calls) == 2, "other images, other statistics"
     path = next(iter((tmp_path / ".kairos/cache").iterdir()))
     path.write_bytes(path.read_bytes()[:100])
     for name in "ab":
-        assert metrics.cached({"images": name}, compute).hash == first.hash
+        assert metrics.load_or_compute({"images": name}, compute).hash == first.hash
     assert len(calls) == 3 and "damaged" in capsys.readouterr().err
 
 
@@ -178,9 +180,9 @@ def test_two_at_once_write_whole_files(tmp_path, monkeypatch):
 
     def compute():
         barrier.wait()
-        return metrics.statistics_of(measured(gaussian_features(0.0, 1.0, 2000, 32)))
+        return metrics.statistics_to_store(measured(gaussian_features(0.0, 1.0, 2000, 32)))
 
-    threads = [threading.Thread(target=lambda: results.append(metrics.cached("x", compute))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: results.append(metrics.load_or_compute("x", compute))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -191,7 +193,7 @@ def test_two_at_once_write_whole_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("timesteps,strata", [(1000, 32), (100, 7), (10, 32), (3, 5), (2, 4)])
 def test_strata_cover_every_timestep_once(timesteps, strata):
-    process, parts = discrete(timesteps), validation.strata_of(timesteps, strata)
+    process, parts = discrete(timesteps), validation.build_strata(timesteps, strata)
     assert parts[0] == (0, 1 / timesteps) and parts[-1] == ((timesteps - 1) / timesteps, 1)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(parts))
     assert len(parts) == min(strata, timesteps - 2) + 2

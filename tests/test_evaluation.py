@@ -86,10 +86,10 @@ def test_classifier(chain):
     assert manifest["features"] == 32 and manifest["accuracy"] > 0.97
     opened = extractors.open_extractor(chain / "extractor")
     images = open_dataset(chain / "dataset").images
-    features = opened.layers_of(images[:50])["features"]
+    features = opened.compute_layers(images[:50])["features"]
     assert features.shape == (50, 32) and features.dtype == torch.float32
     with pytest.raises(KairosError, match="allowed"):
-        opened.layers_of(np.zeros((3, 8, 8, 3), np.uint8))
+        opened.compute_layers(np.zeros((3, 8, 8, 3), np.uint8))
 
 
 def test_classifier_serves_torch_fidelity_itself(chain):
@@ -112,7 +112,9 @@ def test_classifier_is_deterministic(chain, tmp_path):
     torch.set_num_threads(1)
     options = json.loads((chain / "extractor/manifest.json").read_text())["options"]
     dataset = open_dataset(chain / "dataset")
-    hashes = [extractors.make({**options, "steps": 5}, dataset, tmp_path / str(k))["sha256"] for k in range(2)]
+    hashes = [
+        extractors.build_extractor({**options, "steps": 5}, dataset, tmp_path / str(k))["sha256"] for k in range(2)
+    ]
     assert hashes[0] == hashes[1]
 
 
@@ -129,7 +131,7 @@ def test_classifier_needs_classes(chain, tmp_path):
     dataset = dataclasses.replace(open_dataset(chain / "dataset"), conditions={})
     options = json.loads((chain / "extractor/manifest.json").read_text())["options"]
     with pytest.raises(KairosError, match="no classes"):
-        extractors.make(options, dataset, tmp_path / "x")
+        extractors.build_extractor(options, dataset, tmp_path / "x")
     assert not (tmp_path / "x/manifest.json").exists()
 
 

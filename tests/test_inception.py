@@ -5,21 +5,21 @@ import pytest
 import torch
 
 from kairos.evaluation import extractors, inception_weights, metrics
-from kairos.evaluation.evaluate import published_extractor
-from kairos.evaluation.moments import in_batches, measure
+from kairos.evaluation.evaluate import cache_published_extractor
+from kairos.evaluation.moments import iterate_rows, measure
 from kairos_timesteps.errors import DamagedError, KairosError
 
 
 def test_missing_inception_weights(tmp_path):
     with pytest.raises(KairosError, match=r"nowhere\.pth.*classifier needs none"):
-        extractors.make({"name": "inception", "path": str(tmp_path / "nowhere.pth")}, None, tmp_path / "x")
+        extractors.build_extractor({"name": "inception", "path": str(tmp_path / "nowhere.pth")}, None, tmp_path / "x")
 
 
 def test_inception_download_that_fails_says_where_the_file_goes(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("kairos.evaluation.inception.URL_INCEPTION_V3", (tmp_path / "no-6726825d.pth").as_uri())
     with pytest.raises(KairosError, match=r"checkpoints/weights-inception-2015-12-05-6726825d\.pth, but the download"):
-        extractors.make({"name": "inception", "path": None}, None, tmp_path / "x")
+        extractors.build_extractor({"name": "inception", "path": None}, None, tmp_path / "x")
 
 
 @pytest.fixture
@@ -27,15 +27,15 @@ def cached_extractor(tmp_path, monkeypatch):
     """The folder of Inception in the cache, as an earlier evaluation has left it; its weights are not opened here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    inception_weights.place().parent.mkdir(parents=True)
-    inception_weights.place().write_bytes(b"weights")
-    return published_extractor("inception")
+    inception_weights.default_path().parent.mkdir(parents=True)
+    inception_weights.default_path().write_bytes(b"weights")
+    return cache_published_extractor("inception")
 
 
 def test_an_evaluation_leaves_the_extractor_that_others_read_as_it_is(cached_extractor):
     manifest = cached_extractor / "manifest.json"
     before = manifest.stat()
-    assert published_extractor("inception") == cached_extractor
+    assert cache_published_extractor("inception") == cached_extractor
     after = manifest.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
@@ -45,14 +45,14 @@ def test_a_damaged_extractor_in_the_cache_is_replaced_at_once(cached_extractor, 
     damaged = cached_extractor / inception_weights.NAME
     damaged.unlink()  # a hard link of the weights
     damaged.write_bytes(b"other")
-    find, seen = inception_weights.find, []
+    find, seen = inception_weights.find_weights, []
 
     def observed(path):
         seen.append((cached_extractor / "manifest.json").is_file())
         return find(path)
 
     monkeypatch.setattr(weights, "find", observed)
-    published_extractor("inception")
+    cache_published_extractor("inception")
     assert damaged.read_bytes() == b"weights" and seen == [True]
     assert sorted(file.name for file in cached_extractor.iterdir()) == ["manifest.json", inception_weights.NAME]
 
@@ -71,19 +71,21 @@ def test_inception_with_weights_of_the_right_form(tmp_path):
     torch.save({}, tmp_path / "empty.pth")
     random = Random("random", ["2048"], feature_extractor_weights_path=str(tmp_path / "empty.pth"))
     torch.save(random.state_dict(), tmp_path / "weights.pth")
-    manifest = extractors.make({"name": "inception", "path": str(tmp_path / "weights.pth")}, None, tmp_path / "x")
+    manifest = extractors.build_extractor(
+        {"name": "inception", "path": str(tmp_path / "weights.pth")}, None, tmp_path / "x"
+    )
     assert manifest["metric"] == "fid" and manifest["features"] == 2048
     opened = extractors.open_extractor(tmp_path / "x")
     grey = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 1), dtype=np.uint8)
-    layers = opened.layers_of(grey)
-    torch.testing.assert_close(layers["features"], opened.layers_of(grey.repeat(3, axis=3))["features"])
+    layers = opened.compute_layers(grey)
+    torch.testing.assert_close(layers["features"], opened.compute_layers(grey.repeat(3, axis=3))["features"])
     shapes = {name: tuple(values.shape) for name, values in layers.items()}
     assert shapes == {"features": (4, 2048), "logits": (4, 1008), "spatial": (4, 17 * 17 * 7)}
     assert layers["spatial"].min() == 0 < layers["spatial"].max(), "after the rectifier"
-    measured = measure(opened, in_batches(grey, range(4), 3), {"moments", "spatial", "logits"})
+    measured = measure(opened, iterate_rows(grey, range(4), 3), {"moments", "spatial", "logits"})
     isc = isc_features_to_metric(layers["logits"], splits=1, shuffle=False)["inception_score_mean"]
     torch.testing.assert_close(measured.moments["spatial"][0], layers["spatial"].double().mean(0).numpy())
-    real = metrics.statistics_of(measured)
+    real = metrics.statistics_to_store(measured)
     target = metrics.Target("fid", real, ({"name": "fid"}, {"name": "sfid"}, {"name": "isc"}))
     assert target.score(measured) == {
         "fid": pytest.approx(0, abs=1e-3),

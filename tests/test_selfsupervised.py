@@ -30,26 +30,26 @@ def digits(tmp_path_factory):
 def test_the_same_each_time_and_without_labels(digits, tmp_path):
     options = {"name": "selfsupervised", "features": 16, "channels": 8, "steps": 20}
     made = [
-        extractors.make(options, dataset, tmp_path / str(number))
+        extractors.build_extractor(options, dataset, tmp_path / str(number))
         for number, dataset in enumerate((digits, replace(digits, conditions={})))
     ]
     assert made[0]["sha256"] == made[1]["sha256"]
     assert made[0]["metric"] == "frechet_selfsupervised16" and made[0]["kind"] == "selfsupervised"
     opened = extractors.open_extractor(tmp_path / "0")
-    layers = opened.layers_of(digits.images[:5])
+    layers = opened.compute_layers(digits.images[:5])
     assert set(layers) == {"features"} and layers["features"].shape == (5, 16)
-    assert extractors.make({**options, "seed": 1}, digits, tmp_path / "2")["sha256"] != made[0]["sha256"]
+    assert extractors.build_extractor({**options, "seed": 1}, digits, tmp_path / "2")["sha256"] != made[0]["sha256"]
 
 
 @pytest.mark.long
 def test_it_learns_its_task(digits, tmp_path):
-    made = extractors.make({"name": "selfsupervised", "features": 32, "steps": 300}, digits, tmp_path)
+    made = extractors.build_extractor({"name": "selfsupervised", "features": 32, "steps": 300}, digits, tmp_path)
     assert made["accuracy"] > 0.7
 
 
 def test_turns():
     images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(4, -1, -1, -1)
-    turned = classifier.turned(images, torch.arange(4))
+    turned = classifier.rotate_images(images, torch.arange(4))
     assert torch.equal(turned[0], images[0])
     assert np.array_equal(turned[1, 0].numpy(), np.rot90(images[0, 0].numpy()))
 

@@ -199,11 +199,11 @@ def _whole(folder: Path, form: tuple[str, str]) -> str | None:
 
 
 def _inception(configured: str | None) -> Need:
-    path = Path(configured) if configured else inception_weights.place()
+    path = Path(configured) if configured else inception_weights.default_path()
     advice = f"put the file from {inception_weights.URL} there: {path}"
 
     def find() -> str | None:
-        return str(path) if path.is_file() and inception_weights.whole(path) else None
+        return str(path) if path.is_file() and inception_weights.matches_hash_in_name(path) else None
 
     return Need(
         "Inception weights",

@@ -11,7 +11,7 @@ from kairos.analyses.noise_levels import Row, optimizer_state
 from kairos.analyses.registries import InterdependenceOptions
 from kairos.data.latents import Latents
 from kairos.evaluation.settings import LossSettings
-from kairos.evaluation.validation import fixed_on
+from kairos.evaluation.validation import build_fixed_loss
 from kairos.milestones import open_milestone
 from kairos.training.loop import train_steps
 from kairos.training.state import TrainingState
@@ -38,7 +38,7 @@ def interdependence(options: InterdependenceOptions, folder: Path, latents: Late
     """
     opened = open_milestone(folder, "raw", device)
     record, state, rows = opened.record, optimizer_state(folder, opened, device), []
-    fixed = fixed_on(opened, latents, LossSettings(options.images, 1, options.seed), device)
+    fixed = build_fixed_loss(opened, latents, LossSettings(options.images, 1, options.seed), device)
     cells = opened.process.schedule.timesteps
     parts = list(pairwise(np.linspace(0, cells, options.parts + 1).round().astype(int).tolist()))
     spread = [spread_over((start / cells, end / cells), len(fixed.images)) for start, end in parts]

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.config.plugins import load_plugins
     from kairos.downloads import lacking
     from kairos.evaluation.registries import EXTRACTORS
-    from kairos.evaluation.separation import expected
+    from kairos.evaluation.separation import warning_before_run
     from kairos.report.formatting import sample_sets
     from kairos.workflow.layout import Layout
     from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     experiment, said = given.settled()
     layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
-    if warning := expected(experiment.evaluation, experiment.dataset, Path(layout.results)):
+    if warning := warning_before_run(experiment.evaluation, experiment.dataset, Path(layout.results)):
         print(textwrap.fill(f"warning: {warning}", _WIDTH, subsequent_indent="  ") + "\n")
     print(_ruled([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())]) + "\n")
     coupled = any(method.coupling["name"] != "independent" for method in experiment.methods.values())

@@ -93,7 +93,7 @@ def _git() -> Finding:
 def _weights() -> Finding:
     from kairos.evaluation import inception_weights
 
-    path = inception_weights.place()
+    path = inception_weights.default_path()
     absent = f"absent ({path}); only extractor inception needs it, kairos fetch brings it"
     return True, "inception weights", str(path) if path.is_file() else absent
 

@@ -50,7 +50,7 @@ def _extractor(arguments: argparse.Namespace) -> dict[str, int]:
     EXTRACTORS.entry(wanted["name"]).load()  # its imports are start-up
     setup(experiment, "cpu")
     resource_usage.end_startup()
-    extractors.make(wanted, dataset, arguments.out)
+    extractors.build_extractor(wanted, dataset, arguments.out)
     return {}
 
 
@@ -61,7 +61,7 @@ def _reference(arguments: argparse.Namespace) -> dict[str, int]:
     from kairos.evaluation import reference
 
     folders = a.dataset, a.autoencoder, a.latents, a.extractor, a.out
-    reference.build(experiment.evaluation, setup(experiment), *folders)
+    reference.build_reference(experiment.evaluation, setup(experiment), *folders)
     return {}
 
 

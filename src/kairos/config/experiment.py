@@ -29,7 +29,7 @@ from kairos.config.strategies import DiffusionConfig, MethodConfig
 from kairos.config.sweeps import written_out
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
-from kairos.evaluation.extractor_choice import choose
+from kairos.evaluation.extractor_choice import choose_extractor
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_json, write_text
 from kairos.milestones import hash_of_start
@@ -177,7 +177,7 @@ class Experiment(Section):
         """
         if start := self.training.start_from:
             hash_of_start(Path(start), self.model)
-        evaluation, said = choose(self.evaluation, self.dataset, self.conditions)
+        evaluation, said = choose_extractor(self.evaluation, self.dataset, self.conditions)
         return self.model_copy(update={"evaluation": evaluation}), said
 
     def plain(self) -> dict[str, Any]:

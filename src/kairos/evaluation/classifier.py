@@ -74,12 +74,12 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
     labels, classes = torch.from_numpy(dataset.labels), len(dataset.manifest["classes"])
 
     def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
-        return pixels(dataset, chosen), labels[chosen]
+        return load_pixels(dataset, chosen), labels[chosen]
 
-    return fit("classifier", options, dataset, classes, task, folder)
+    return train_on_task("classifier", options, dataset, classes, task, folder)
 
 
-def train_turned(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
+def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
     """Train the classifier without labels, on the task which way up an image is, and write its weights into the folder.
 
     Returns the record for the manifest.
@@ -87,17 +87,17 @@ def train_turned(options: SelfsupervisedOptions, dataset: PreparedDataset, folde
 
     def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
         turns = Stream(options.seed, "selfsupervised turns").integers(step, 4, range(len(chosen)))
-        return turned(pixels(dataset, chosen), turns), turns
+        return rotate_images(load_pixels(dataset, chosen), turns), turns
 
-    return fit("selfsupervised", options, dataset, 4, task, folder)
+    return train_on_task("selfsupervised", options, dataset, 4, task, folder)
 
 
-def turned(images: Tensor, turns: Tensor) -> Tensor:
+def rotate_images(images: Tensor, turns: Tensor) -> Tensor:
     """Each square image turned by so many quarters, (n, channels, side, side)."""
     return torch.stack([image.rot90(int(turn), (1, 2)) for image, turn in zip(images, turns)])
 
 
-def fit(
+def train_on_task(
     kind: str, options: ClassifierOptions, dataset: PreparedDataset, classes: int, task: Task, folder: Path
 ) -> dict[str, Any]:
     """Train the network on a task, write its weights into the folder and return what the manifest says of it.
@@ -203,6 +203,6 @@ class ClassifierExtractor(FeatureExtractorBase):
 register_feature_extractor(NAME, ClassifierExtractor)
 
 
-def pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:
+def load_pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:
     """Images as uint8 (n, channels, height, width)."""
     return torch.from_numpy(dataset.images[indices]).permute(0, 3, 1, 2)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kairos.evaluation.moments import Measured
+from kairos.evaluation.moments import ImageStatistics
 from kairos.evaluation.registries import ClipOptions
 from kairos.files import read_json
 from kairos.text_encoders.encoder import network_folder, opened
@@ -23,17 +23,17 @@ FIELD = "evaluation.metrics: clip.path"
 Network = tuple[Any, Any, Any]  # CLIP, its tokenizer, and what brings images into its form
 
 
-def clip(options: ClipOptions, measured: Measured, target: Any) -> dict[str, float]:
+def clip(options: ClipOptions, measured: ImageStatistics, target: Any) -> dict[str, float]:
     """The score of a set of images; no column where they have no captions. (`clip` is a sampling scheme's option.)"""
     if measured.captioned is None:
         return {}
     network = _network(options.path, measured.device)
-    found = [cosines(network, images, texts) for images, texts in measured.captioned]
+    found = [compute_cosines(network, images, texts) for images, texts in measured.captioned]
     return {"clip_score": 100 * float(torch.cat(found).double().mean())}
 
 
 @torch.no_grad()
-def cosines(network: Network, images: np.ndarray, texts: list[str]) -> Tensor:
+def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> Tensor:
     """Cosine of each image, uint8 (n, height, width, 1 or 3), with its own text, float32 (n,)."""
     model, tokenizer, processor = network
     rgb = [image.repeat(3, 2) if image.shape[2] == 1 else image for image in images]

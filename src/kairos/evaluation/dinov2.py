@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kairos.data.dataset import PreparedDataset
 from kairos.evaluation.extractors import Extractor
-from kairos.evaluation.inception_weights import missing_network
+from kairos.evaluation.inception_weights import missing_network_message
 from kairos.evaluation.registries import DinoOptions
 from kairos.files import hash_folder, sha256_json
 from kairos_timesteps.errors import KairosError
@@ -36,7 +36,7 @@ def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path)
     try:
         model = AutoModel.from_pretrained(options.path)
     except (OSError, ValueError) as error:
-        raise KairosError(missing_network(options.path, " ".join(str(error).split()))) from None
+        raise KairosError(missing_network_message(options.path, " ".join(str(error).split()))) from None
     kind = model.config.model_type
     if kind != "dinov2":
         raise KairosError(f"evaluation.extractor.path: got a {kind} in {options.path!r}, allowed: a dinov2")

@@ -10,9 +10,9 @@ import numpy as np
 from kairos import compute, resource_usage
 from kairos.data.latents import Latents, open_latents
 from kairos.evaluation import metrics
-from kairos.evaluation.extractors import Extractor, make, open_extractor
-from kairos.evaluation.moments import in_batches, measure
-from kairos.evaluation.reference import Reference, open_reference, outside_reference
+from kairos.evaluation.extractors import Extractor, build_extractor, open_extractor
+from kairos.evaluation.moments import iterate_rows, measure
+from kairos.evaluation.reference import Reference, open_external_reference, open_reference
 from kairos.evaluation.registries import METRICS, needs_of
 from kairos.evaluation.settings import LossSettings
 from kairos.files import atomic_folder, check_files, open_record, read_json, write_json
@@ -76,13 +76,13 @@ def run(
             )
         extractor = Path(needed.pop())
     if str(extractor) in PUBLISHED and not Path(str(extractor)).exists():
-        extractor = published_extractor(str(extractor))
+        extractor = cache_published_extractor(str(extractor))
     milestone = next((job.milestone for job in jobs if job.milestone), None)
     device = compute.setup(1, "auto") if milestone is None else set_up_device(load_settings(milestone, {})[1])
     folder = reference if reference.is_dir() else reference.parent
     opened = open_extractor(extractor or folder / "../extractor", device)
     resource_usage.end_startup()
-    known = outside_reference(reference, opened, wanted) if outside else open_reference(reference, opened)
+    known = open_external_reference(reference, opened, wanted) if outside else open_reference(reference, opened)
     opened = replace(opened, precision=known[0]["precision"])
     files: dict[str, list[str]] = {}  # by the warning about their numbers of images
     for job in jobs:
@@ -95,7 +95,7 @@ def run(
             metrics.warn(first + more, warning)
 
 
-def published_extractor(name: str) -> Path:
+def cache_published_extractor(name: str) -> Path:
     """Return the folder of a published extractor in the cache.
 
     Evaluations that run at the same time read the folder, so it is made only where it is missing or damaged, and then
@@ -107,7 +107,7 @@ def published_extractor(name: str) -> Path:
         check_files(folder, manifest["files"], "run the evaluation again")
     except KairosError:
         with atomic_folder(folder) as new_folder:
-            make({"name": name}, None, new_folder)
+            build_extractor({"name": name}, None, new_folder)
     return folder
 
 
@@ -117,19 +117,21 @@ def evaluate(
     """Evaluate one samples file, write its record, and return the warnings about its number of images."""
     samples, (fixed, target) = open_samples(job.samples), reference
     protocol, needs, where = samples.protocol, target.needs, str(job.samples)
-    parts, warnings = split(len(samples.images), fixed["num_samples"], sets, where)
-    few_images = metrics.check_number(len(parts[0]), extractor.width, where)
+    parts, warnings = split_into_sets(len(samples.images), fixed["num_samples"], sets, where)
+    few_images = metrics.check_image_count(len(parts[0]), extractor.width, where)
     trained_on = None
     if job.milestone is not None and needs & {"pairs", "milestone"}:
         milestone = read_json(job.milestone / "milestone.json")
-        trained_on = _trained_on(job, protocol, milestone, latents)
+        trained_on = _open_training_latents(job, protocol, milestone, latents)
     scores = []
     for part in parts:
-        measured = measure(extractor, in_batches(samples.images, part), needs)
+        measured = measure(extractor, iterate_rows(samples.images, part), needs)
         if "captions" in needs:
-            measured = replace(measured, captioned=_captioned(where, samples, part))
+            measured = replace(measured, captioned=_pair_with_captions(where, samples, part))
         if "pairs" in needs and trained_on is not None:
-            measured = replace(measured, pairs=paired(samples, part, trained_on, milestone["conditions"]))
+            measured = replace(
+                measured, pairs=pair_with_real_images(samples, part, trained_on, milestone["conditions"])
+            )
         scores.append(target.score(measured))
     found = metrics.summarise(scores)
     record = {
@@ -149,11 +151,11 @@ def evaluate(
                 code = METRICS.entry(named["name"]).load()
                 record["validation"] |= code(opened, trained_on, loss, extractor.device)
     write_json(job.out, record)
-    say(f"evaluate {where}: {metrics.said(found, target.metric)}")
+    say(f"evaluate {where}: {metrics.format_metric(found, target.metric)}")
     return few_images
 
 
-def _captioned(where: str, samples: SamplesFile, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:
+def _pair_with_captions(where: str, samples: SamplesFile, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:
     """A set of images with the captions that they were drawn of, in batches.
 
     Raises:
@@ -162,11 +164,11 @@ def _captioned(where: str, samples: SamplesFile, part: range) -> Iterable[tuple[
     told = samples.conditions.get("text")
     if told is None or told.dtype.kind != "S":
         raise KairosError(f"{where}: holds no captions, which metric clip needs; only a model told of text has them")
-    texts = ([text.decode("utf-8", "replace") for text in batch.tolist()] for batch in in_batches(told, part))
-    return zip(in_batches(samples.images, part), texts)
+    texts = ([text.decode("utf-8", "replace") for text in batch.tolist()] for batch in iterate_rows(told, part))
+    return zip(iterate_rows(samples.images, part), texts)
 
 
-def paired(
+def pair_with_real_images(
     samples: SamplesFile, part: range, latents: Latents, conditions: dict[str, dict[str, Any]]
 ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """A set of images with the real images that their conditions come from, batches of uint8 (n, h, w, channels).
@@ -184,10 +186,10 @@ def paired(
     if "labels" not in protocol:
         raise KairosError("evaluation.metrics: psnr needs samples whose file says what they show: kairos sample's")
     origin = select_condition_sources(latents, part, conditions, protocol["labels"], protocol["seed"])
-    return zip(in_batches(samples.images, part), in_batches(latents.dataset.images, origin))
+    return zip(iterate_rows(samples.images, part), iterate_rows(latents.dataset.images, origin))
 
 
-def split(images: int, num_samples: int | None, sets: int, where: str) -> tuple[list[range], list[str]]:
+def split_into_sets(images: int, num_samples: int | None, sets: int, where: str) -> tuple[list[range], list[str]]:
     """Sets of equal size in the order of the images, and the warnings that are said.
 
     Args:
@@ -233,7 +235,9 @@ def _protocol(
     }
 
 
-def _trained_on(job: EvaluationJob, protocol: dict[str, Any], record: dict[str, Any], latents: Path | None) -> Latents:
+def _open_training_latents(
+    job: EvaluationJob, protocol: dict[str, Any], record: dict[str, Any], latents: Path | None
+) -> Latents:
     """The latents that a milestone with this record was trained on.
 
     Raises:

@@ -15,7 +15,9 @@ _IMAGES = {"images", "arr_0"}
 PUBLISHED = {"moments": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # by what metrics need
 
 
-def moments(path: Path, width: int | None, needs: set[str], where: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def read_moments(
+    path: Path, width: int | None, needs: set[str], where: str
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Those published moments in a file that metrics need; the file has what else they need.
 
     Args:

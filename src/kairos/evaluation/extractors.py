@@ -57,7 +57,7 @@ class Extractor:
         """Number of features."""
         return self.manifest["features"]
 
-    def layers_of(self, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
+    def compute_layers(self, images: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
         """Features of images (n, height, width, channels) by layer, each float32 (n, width) on the CPU.
 
         Raises:
@@ -76,7 +76,7 @@ class Extractor:
         return {name: values.float().flatten(1).cpu() for name, values in zip(self.layers, found)}
 
 
-def make(extractor: dict[str, Any], dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
+def build_extractor(extractor: dict[str, Any], dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
     """Stage `extractor`: fill the folder, write its manifest last and return it.
 
     Args:

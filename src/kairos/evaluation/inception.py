@@ -22,12 +22,14 @@ def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: 
     Raises:
         KairosError: there are no weights; the message says which file goes where.
     """
-    path, here = inception_weights.find(options.path)
+    path, here = inception_weights.find_weights(options.path)
     if not here:
         try:
             inception_weights.download(URL_INCEPTION_V3, path)
         except (KairosError, OSError) as error:
-            raise KairosError(inception_weights.missing(path, f"the download failed ({error})")) from None
+            raise KairosError(
+                inception_weights.missing_weights_message(path, f"the download failed ({error})")
+            ) from None
     link_file(path, folder / WEIGHTS)
     digest = sha256_file(folder / WEIGHTS)
     return {"name": "inception", "metric": "fid", "features": 2048, "sha256": digest, "files": {WEIGHTS: digest}}

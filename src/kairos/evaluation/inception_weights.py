@@ -18,14 +18,14 @@ _CHUNK = 2**18
 _SECONDS = 60.0  # without a byte, until a download is given up
 
 
-def place() -> Path:
+def default_path() -> Path:
     """Return the path of torch-fidelity's download, in `torch.hub`'s folder, by its environment variables."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(os.environ.get("TORCH_HOME", f"{cache}/torch")).expanduser()
     return home / "hub" / "checkpoints" / NAME
 
 
-def find(configured: str | None) -> tuple[Path, bool]:
+def find_weights(configured: str | None) -> tuple[Path, bool]:
     """Return the path of the weights, and True if the file exists; if not, they are downloaded to this path.
 
     `configured` replaces the default path.
@@ -33,11 +33,11 @@ def find(configured: str | None) -> tuple[Path, bool]:
     Raises:
         KairosError: the file is missing and cannot be downloaded; the message contains URL and path.
     """
-    path = Path(configured) if configured else place()
+    path = Path(configured) if configured else default_path()
     if path.is_file() or not (configured or _offline()):
         return path, path.is_file()
     why = "there is no such file" if configured else "it is not there, and HF_HUB_OFFLINE says that there is no network"
-    raise KairosError(missing(path, why))
+    raise KairosError(missing_weights_message(path, why))
 
 
 def find_network(path: str) -> tuple[str, bool]:
@@ -51,7 +51,7 @@ def find_network(path: str) -> tuple[str, bool]:
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
     if not on_hub or _offline():
         why = "it is not in the Hugging Face cache, and HF_HUB_OFFLINE is set" if on_hub else "there is no such folder"
-        raise KairosError(missing_network(path, why))
+        raise KairosError(missing_network_message(path, why))
     return path, False
 
 
@@ -59,7 +59,7 @@ def _offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
 
 
-def missing_network(path: str, why: str) -> str:
+def missing_network_message(path: str, why: str) -> str:
     """Return the error message for a user without the DINOv2 network."""
     return (
         f"evaluation.extractor: dinov2 needs the network {path} (config.json, model.safetensors), but {why}. `kairos "
@@ -68,7 +68,7 @@ def missing_network(path: str, why: str) -> str:
     )
 
 
-def missing(path: Path, why: str) -> str:
+def missing_weights_message(path: Path, why: str) -> str:
     """Return the error message for a user without the weights of Inception."""
     return (
         f"evaluation.extractor: inception needs the weights {path}, but {why}. `kairos fetch` brings it where there is "
@@ -77,7 +77,7 @@ def missing(path: Path, why: str) -> str:
     )
 
 
-def whole(path: Path, name: str = "") -> bool:
+def matches_hash_in_name(path: Path, name: str = "") -> bool:
     """Return True if the SHA-256 of a file begins with the hex digits at the end of its name, or of `name`.
 
     A name has such digits in the form ``-6726825d.pth``; without them the file counts as whole.
@@ -104,7 +104,7 @@ def download(url: str, path: Path) -> None:
             file.flush()
             if size and file.tell() != size:
                 raise KairosError(f"it ended after {file.tell()} of {size} bytes")
-            if not whole(Path(file.name), name):
+            if not matches_hash_in_name(Path(file.name), name):
                 raise KairosError("its content does not match the hash in its name")
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
         raise KairosError(f"{getattr(error, 'reason', None) or error}") from None

@@ -77,7 +77,7 @@ class RealStatistics:
 
 @dataclass(frozen=True)
 class Target:
-    """RealStatistics and metrics that samples are compared by.
+    """Statistics and metrics that samples are compared by.
 
     Attributes:
         metric: column of the Fréchet distance.
@@ -115,7 +115,7 @@ def indices_to_store(count: int) -> NDArray[np.int64]:
 
 
 def load_or_compute(parts: Any, compute: Callable[[], RealStatistics]) -> RealStatistics:
-    """RealStatistics by content hash: computed once, then read from `.kairos/cache`.
+    """Statistics by content hash: computed once, then read from `.kairos/cache`.
 
     Two processes at once compute the same and the later rename wins, so neither sees half a file.
 

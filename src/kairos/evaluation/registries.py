@@ -61,8 +61,12 @@ class ClipOptions(Options):
 
 EXTRACTORS = Registry("extractor")
 EXTRACTORS.add("classifier", "kairos.evaluation.classifier:train", ClassifierOptions, "trained by the pipeline")
-EXTRACTORS.add("selfsupervised", "kairos.evaluation.classifier:train_turned", SelfsupervisedOptions, "needs no labels")
-EXTRACTORS.add("auto", "kairos.evaluation.extractor_choice:choose", help="settled before any job, so never made")
+EXTRACTORS.add(
+    "selfsupervised", "kairos.evaluation.classifier:train_on_rotations", SelfsupervisedOptions, "needs no labels"
+)
+EXTRACTORS.add(
+    "auto", "kairos.evaluation.extractor_choice:choose_extractor", help="settled before any job, so never made"
+)
 EXTRACTORS.add("inception", "kairos.evaluation.inception:prepare", InceptionOptions, "Inception-v3 of torch-fidelity")
 EXTRACTORS.add("dinov2", "kairos.evaluation.dinov2:prepare", DinoOptions, "DINOv2 (Oquab et al. 2023)")
 

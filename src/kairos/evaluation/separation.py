@@ -47,7 +47,7 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
     )
 
 
-def expected(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
+def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
     """Return a warning if the distance is unlikely to rank methods, else None: from existing reference rows or counts.
 
     Args:

@@ -59,7 +59,7 @@ class EvaluationConfig(Section):
                 "add it to evaluation.metrics and hold images out (dataset.heldout), or set distance"
             )
         if self.metrics is None:
-            return named_metrics(names)
+            return metrics_with_options(names)
         check_metrics(self.metrics, extractor)
         losses = [named["name"] for named in self.metrics if "milestone" in needs_of([named])]
         if losses and not heldout:
@@ -67,7 +67,7 @@ class EvaluationConfig(Section):
         return self.metrics
 
 
-def named_metrics(names: list[str]) -> list[dict[str, Any]]:
+def metrics_with_options(names: list[str]) -> list[dict[str, Any]]:
     """Metrics by name, with their options."""
     return [{"name": name, **options.dump(METRICS.parse(name))} for name in names]
 
