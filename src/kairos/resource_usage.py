@@ -1,7 +1,8 @@
-"""Wall and CPU time of a job, its start-up (interpreter and imports) apart, and its peak memory.
+"""Wall-clock time, CPU time and peak memory of a job, with the start-up (interpreter and imports) listed separately.
 
-A job calls `work_begins` when its imports are done; what came before counts as start-up. What another process has used
-for the job before it was handed over (`workflow.fork_server`) counts too.
+A job calls `end_startup` after its imports; the time before that call counts as start-up. If another process prepared
+the job and handed it over (`workflow.fork_server`), the time and CPU seconds of that process are in `inherited` and
+count as well.
 """
 
 import gc
@@ -13,49 +14,59 @@ from typing import Any
 
 from kairos.files import write_json
 
-_marks: dict[str, float] = {}
-before: dict[str, float] = {}  # what the process that has handed this job over has `used`
+_startup: dict[str, float] = {}  # "cpu" and "wall" seconds at the end of start-up
+inherited: dict[str, float] = {}  # `usage_so_far` of the process that handed this job over
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process and of its ended children."""
+    """Return user plus system time of this process and of its ended children, in seconds."""
     usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + before.get("cpu", 0.0)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + inherited.get("cpu", 0.0)
 
 
 def wall_seconds() -> float:
-    """Seconds since this process was started, its interpreter's start included."""
+    """Return the seconds since this process was started, including the start of the interpreter."""
     if not os.path.exists("/proc/self/stat"):
-        return time.monotonic() - _imported
+        return time.monotonic() - _import_time
+    # field 22 of /proc/self/stat: start of the process in clock ticks since boot; the name in field 2 may have blanks
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    start = before.get("start", ticks / os.sysconf("SC_CLK_TCK"))
+    start = inherited.get("start", ticks / os.sysconf("SC_CLK_TCK"))
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start
 
 
-_imported = time.monotonic()
+_import_time = time.monotonic()
 
 
-def used() -> dict[str, float]:
-    """When this process was started, in seconds since the machine was, and the CPU seconds that it has used."""
+def usage_so_far() -> dict[str, float]:
+    """Return the start of this process (``start``, seconds since boot) and the CPU seconds it has used (``cpu``)."""
     return {"start": time.clock_gettime(time.CLOCK_BOOTTIME) - wall_seconds(), "cpu": cpu_seconds()}
 
 
-def work_begins() -> None:
-    """Mark the end of start-up; the first call counts. The garbage collector, off until then, is switched on."""
+def end_startup() -> None:
+    """Mark the end of start-up and switch the garbage collector on, which is off until then.
+
+    Only the first call sets the mark.
+    """
     gc.enable()
-    if not _marks:
-        _marks.update(cpu=cpu_seconds(), wall=wall_seconds())
+    if not _startup:
+        _startup.update(cpu=cpu_seconds(), wall=wall_seconds())
 
 
-def write(path: Path | str, stage: str, **facts: Any) -> None:
-    """Write down what this process has used so far, in seconds and bytes."""
+def write_record(path: Path | str, stage: str, **facts: Any) -> None:
+    """Write the resource usage of this process so far to a JSON file, in seconds and bytes.
+
+    Args:
+        path: the file.
+        stage: name of the job's stage.
+        facts: further fields of the record.
+    """
     cpu, wall = cpu_seconds(), wall_seconds()
     record = {
         "stage": stage,
         "wall_seconds": round(wall, 3),
         "cpu_seconds": round(cpu, 3),
-        "startup_wall_seconds": round(_marks.get("wall", wall), 3),
-        "startup_cpu_seconds": round(_marks.get("cpu", cpu), 3),
+        "startup_wall_seconds": round(_startup.get("wall", wall), 3),
+        "startup_cpu_seconds": round(_startup.get("cpu", cpu), 3),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **facts,
     }
