@@ -91,7 +91,7 @@ def measure(extractor: extractors.Extractor, dataset: PreparedDataset, count: in
         sums.add(values)
         return sums.mean_and_covariance
 
-    real = metrics.Statistics({"features": summed(features(dataset.images[dataset.train]))})
+    real = metrics.RealStatistics({"features": summed(features(dataset.images[dataset.train]))})
 
     def distance(values: Tensor) -> float:
         return metrics.frechet_distance(summed(values), real, "features")

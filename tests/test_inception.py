@@ -94,7 +94,7 @@ def test_inception_with_weights_of_the_right_form(tmp_path):
     }
     assert isc >= 1.0
     real.save(tmp_path / "VIRTUAL.npz")
-    again = metrics.Statistics.load(tmp_path / "VIRTUAL.npz")
+    again = metrics.RealStatistics.load(tmp_path / "VIRTUAL.npz")
     assert set(again.moments) == {"features", "spatial"} and again.hash == real.hash
     torch.save({"nothing": torch.zeros(1)}, tmp_path / "x" / "weights-inception-2015-12-05-6726825d.pth")
     with pytest.raises(DamagedError):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kairos.models import build, load, save
-from kairos.models.registries import MODELS, effective
+from kairos.models.registries import MODELS, omit_overridden_size
 from kairos_timesteps.errors import KairosError
 from kairos_timesteps.options import dump
 
@@ -42,7 +42,7 @@ def test_dit_has_the_published_sizes(name, options, millions):
 )
 def test_a_published_size_is_named_only_where_the_model_has_it(name, options, kept):
     model = {"name": name, **dump(MODELS.parse(name, options, "model"))}
-    assert effective(model) == {key: value for key, value in model.items() if kept or key != "size"}
+    assert omit_overridden_size(model) == {key: value for key, value in model.items() if kept or key != "size"}
 
 
 def test_dit_has_the_published_parameter_names():

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from kairos.config import validate
 from kairos.costs.network import measure
 from kairos.models import build, load, save
-from kairos.models.backbone import Null
+from kairos.models.backbone import NullText
 from kairos.training.run import train
 from kairos_timesteps.errors import ConfigError, KairosError
 from training_case import experiment, make_latents
@@ -378,13 +378,13 @@ def test_a_dropped_text_becomes_the_models_null():
     values, dropped = torch.randn(3, 5, 12), torch.tensor([True, False, True])
     values[dropped] = torch.nan
     empty = np.arange(60, dtype=np.float32).reshape(5, 12)
-    null = Null({"shape": [5, 12], "null": "empty", "empty": empty}, axes=2)
+    null = NullText({"shape": [5, 12], "null": "empty", "empty": empty}, axes=2)
     assert torch.equal(null(values)[0], torch.from_numpy(empty)) and torch.equal(null(values)[1], values[1])
-    assert not list(null.parameters()) and not Null({"shape": [5, 12]}, axes=2).value.any()
+    assert not list(null.parameters()) and not NullText({"shape": [5, 12]}, axes=2).value.any()
     torch.manual_seed(0)
-    fixed = Null({"shape": [512], "null": "random"}, axes=1)
+    fixed = NullText({"shape": [512], "null": "random"}, axes=1)
     assert not list(fixed.parameters()) and fixed.value.norm().item() == pytest.approx(1, rel=0.1)
-    learned = Null({"shape": [5, 12], "null": "learned"}, axes=2)
+    learned = NullText({"shape": [5, 12], "null": "learned"}, axes=2)
     learned(values).sum().backward()
     assert (learned.value.grad == 2).all()
     with pytest.raises(KairosError, match=r"text of shape \(5, 12\).*allowed with this model: one vector"):

@@ -117,8 +117,8 @@ def test_ddpm_torchs_published_weights_give_its_output():
 def test_published_weights_that_do_not_fit_are_refused():
     weights = ddpm_torch_weights(16, [1, 2], 1, {1}, 3, 3)
     fitting = {"name": "unet", **TINY, "attention": [4]}
-    own = build(fitting, (3, 8, 8), {}).published(weights)
-    assert build(fitting, (3, 8, 8), {}).published(own) == own  # names of diffusers stay
+    own = build(fitting, (3, 8, 8), {}).to_kairos_names(weights)
+    assert build(fitting, (3, 8, 8), {}).to_kairos_names(own) == own  # names of diffusers stay
     build(fitting, (3, 8, 8), {}).load_published(weights)
     for changed, outputs, more, said in (
         ({"blocks": 2}, 3, {}, r"missing: down_blocks.0.*"),
@@ -183,7 +183,7 @@ def test_ddpmpp_is_edms_network(multipliers):
             off = (model(x, noise, conditions) - expected).abs().max()
             print(f"ddpmpp {multipliers}: {off / expected.abs().max():.1e} of the largest value")
             assert off < 2e-6 * expected.abs().max() and expected.std() > 0.1
-    again = model.published({**weights, "model.enc.8x8_down.conv0.resample_filter": torch.ones(2)})
+    again = model.to_kairos_names({**weights, "model.enc.8x8_down.conv0.resample_filter": torch.ones(2)})
     model.load_published(weights)
     assert again.keys() == model.weights().keys()
     assert {"map_layer0.weight", "enc.16x16_block0.norm0.weight", "dec.16x16_aux_conv.weight"} < again.keys()

@@ -25,7 +25,7 @@ from torch import Tensor
 from kairos.analyses.noise_levels import agreement, log_snr_levels
 from kairos.analyses.registries import AgreementOptions
 from kairos.data.latents import open_latents
-from kairos.milestones import Milestone, open_milestone
+from kairos.milestones import Snapshot, open_milestone
 from kairos_timesteps.randomness import Stream
 
 LEAST, MOST = -7.0, 7.0  # ln SNR; beyond, every network is right or the noise is not to be seen
@@ -38,7 +38,7 @@ def optimum(x_t: Tensor, signal: Tensor, sigma: Tensor, known: Tensor) -> Tensor
     return (torch.softmax(-squares / 2, dim=1) @ images).view_as(x_t)
 
 
-def errors(opened: Milestone, x0: Tensor, known: Tensor, ends: tuple[float, float], level: int) -> list[float]:
+def errors(opened: Snapshot, x0: Tensor, known: Tensor, ends: tuple[float, float], level: int) -> list[float]:
     """Error of epsilon at a level, of images (batch, ...): mean square of the network's, and of the optimum's."""
     process, rows = opened.process, range(len(x0))
     t = process.times(ends[0] + (ends[1] - ends[0]) * Stream(0, "why times").uniform(level, rows))

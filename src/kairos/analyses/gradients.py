@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kairos.losses.registries import LossOptions
-from kairos.losses.terms import Prediction, Samples, mse
+from kairos.losses.terms import LossBatch, Prediction, mse
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.validation import evaluating
@@ -99,7 +99,7 @@ def gradients(
             told = None if conditions is None else {name: values[row] for name, values in conditions.items()}
             drawn = x0[row], noise[i : i + 1].to(x0), process.times(u[i : i + 1].to(x0.device))
             with evaluating(model):
-                value = loss(_predicted(model, process, *drawn, told, Samples(seed, level, range(i, i + 1)))).sum()
+                value = loss(_predicted(model, process, *drawn, told, LossBatch(seed, level, range(i, i + 1)))).sum()
             found = torch.autograd.grad(value, parameters, materialize_grads=True)
             gradient = scale * torch.cat([each.flatten() for each in found])
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
@@ -113,7 +113,7 @@ def gradients(
 
 
 def _predicted(
-    model: Any, process: Any, x0: Tensor, noise: Tensor, t: Tensor, told: Any, samples: Samples
+    model: Any, process: Any, x0: Tensor, noise: Tensor, t: Tensor, told: Any, samples: LossBatch
 ) -> Prediction:
     x_t = process.noised(x0, noise, t)
 

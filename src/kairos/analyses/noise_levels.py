@@ -18,7 +18,7 @@ from kairos.data.latents import Latents
 from kairos.increments import increments
 from kairos.losses.registries import LOSSES, LossOptions
 from kairos.losses.terms import Prediction, vlb
-from kairos.milestones import Milestone, open_milestone
+from kairos.milestones import Snapshot, open_milestone
 from kairos.strategy_file import parse_strategy_csv
 from kairos.training import checkpoint
 from kairos_timesteps.diffusion.schedule import Array
@@ -95,7 +95,7 @@ def agreement(options: AgreementOptions, folder: Path, latents: Latents, device:
     return _rows(options, folder, opened, latents, levels, metrics)
 
 
-def optimizer_state(folder: Path, opened: Milestone, device: Any) -> dict[str, Any] | None:
+def optimizer_state(folder: Path, opened: Snapshot, device: Any) -> dict[str, Any] | None:
     """The optimiser's state at a milestone, from ``checkpoint.pt`` of its training, which is of the last step."""
     path = folder.parents[1] / "checkpoint.pt"
     content = checkpoint.read(path, device) if path.is_file() else {}
@@ -103,7 +103,7 @@ def optimizer_state(folder: Path, opened: Milestone, device: Any) -> dict[str, A
     return content["optimizer"] if same and content["optimizer"]["state"] else None
 
 
-def _rows(options: OfMilestones, folder: Path, opened: Milestone, latents: Latents, levels: Any, metrics: Row) -> Any:
+def _rows(options: OfMilestones, folder: Path, opened: Snapshot, latents: Latents, levels: Any, metrics: Row) -> Any:
     """A row per loss and level; each loss with the metric that its gradients are measured in."""
     columns, process = parse_strategy_csv((folder / "strategy.csv").read_text(encoding="utf-8")), opened.process
     which = range(len(levels) * options.images)
@@ -127,7 +127,7 @@ def _rows(options: OfMilestones, folder: Path, opened: Milestone, latents: Laten
     return rows
 
 
-def _training_loss(opened: Milestone, weights: Array) -> Loss:
+def _training_loss(opened: Snapshot, weights: Array) -> Loss:
     """Return a function that computes each sample's contribution to the training objective, (batch,).
 
     `weights` are the loss weights by cell of the process, (T,).

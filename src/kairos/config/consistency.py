@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kairos.losses.registries import LOSSES
-from kairos.models import check_takes
+from kairos.models import check_conditions_accepted
 from kairos.models.registries import MODELS
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS, checked
 from kairos_timesteps.diffusion.schedule import CELLS
@@ -43,7 +43,7 @@ def _jobs(experiment: "Experiment") -> None:
 
 
 def _conditions(experiment: "Experiment") -> None:
-    check_takes(experiment.model)
+    check_conditions_accepted(experiment.model)
     dropout, lost = experiment.training.condition_dropout, experiment.model.get("null_class") is False
     got = f"{dropout} with model.null_class: false"
     allowed = "0, and no guidance (as published: there is no row for no class)"

@@ -32,7 +32,7 @@ from kairos.data.settings import DatasetConfig
 from kairos.evaluation.extractor_choice import choose_extractor
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import sha256_json, write_json, write_text
-from kairos.milestones import hash_of_start
+from kairos.milestones import hash_start_weights
 from kairos.models.registries import MODELS
 from kairos.sampling.settings import SamplingConfig
 from kairos.section import Section, check, component, field
@@ -176,7 +176,7 @@ class Experiment(Section):
             ConfigError: there is no milestone where trainings are to start from one.
         """
         if start := self.training.start_from:
-            hash_of_start(Path(start), self.model)
+            hash_start_weights(Path(start), self.model)
         evaluation, said = choose_extractor(self.evaluation, self.dataset, self.conditions)
         return self.model_copy(update={"evaluation": evaluation}), said
 

@@ -19,7 +19,7 @@ from kairos_timesteps.randomness import Stream
 
 
 @dataclass(frozen=True)
-class Samples:
+class LossBatch:
     """Random coordinates of a prediction's samples, which determine the random numbers of loss terms.
 
     `index` contains the indices in the global batch of step `step`.
@@ -49,7 +49,7 @@ class Prediction:
     x_t: Tensor
     output: Tensor
     predict: Callable[[Tensor, dict[str, Tensor]], Tensor] | None = field(default=None, repr=False)
-    samples: Samples = Samples(0, 0, range(0))
+    samples: LossBatch = LossBatch(0, 0, range(0))
 
     @property
     def mean(self) -> Tensor:

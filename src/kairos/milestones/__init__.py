@@ -52,7 +52,7 @@ def check_milestone(folder: Path) -> dict[str, Any]:
     return record
 
 
-def start_of(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
+def load_start_weights(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
     """The average that a milestone keeps, for another training to start from, whose model's `own` weights it replaces.
 
     Raises:
@@ -62,17 +62,17 @@ def start_of(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     from kairos.models import WEIGHTS
-    from kairos.models.backbone import misfit
+    from kairos.models.backbone import describe_mismatch
 
     check_milestone(folder)
     found = load_file(folder / "ema" / WEIGHTS)
-    if fault := misfit(own, found):
+    if fault := describe_mismatch(own, found):
         raise KairosError(f"training.start_from: the weights in {folder} do not fit the model; {fault}")
     return found
 
 
-def hash_of_start(folder: Path, model: dict[str, Any]) -> str:
-    """Which weights `start_of` gives, by its record alone.
+def hash_start_weights(folder: Path, model: dict[str, Any]) -> str:
+    """Which weights `load_start_weights` gives, by its record alone.
 
     Raises:
         ConfigError: there is no milestone, or one of another backbone or size than the section `model` has.
@@ -93,7 +93,7 @@ def hash_of_start(folder: Path, model: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Milestone:
+class Snapshot:
     """A milestone opened for use: the network in evaluation mode, its forward process, its record.
 
     `config` is the whole experiment that the weights come from, as plain values.
@@ -105,7 +105,7 @@ class Milestone:
     config: dict[str, Any]
 
 
-def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> Milestone:
+def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> Snapshot:
     """Check and load a milestone.
 
     Args:
@@ -125,4 +125,4 @@ def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> M
     config = record["config"]
     process, shape = build_process(config["diffusion"], record["sigma_data"]), tuple(record["shape"])
     model = models.load(folder / weights, config["model"], shape, record["conditions"], process.channels(shape[0]))
-    return Milestone(model.to(device), process, record, config)
+    return Snapshot(model.to(device), process, record, config)

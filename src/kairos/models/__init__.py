@@ -33,7 +33,7 @@ def build(
         KairosError: the model asks for a condition that the data set lacks.
     """
     wanted = model.get("conditions") or []
-    check_takes(model)
+    check_conditions_accepted(model)
     missing = [name for name in wanted if name not in conditions]
     if missing:
         raise KairosError(
@@ -43,7 +43,7 @@ def build(
     return MODELS.build(*split(model), shape, described, outputs or shape[0])
 
 
-def check_takes(model: dict[str, Any]) -> None:
+def check_conditions_accepted(model: dict[str, Any]) -> None:
     """Refuse conditions that a backbone cannot be told of, and one named twice.
 
     Raises:

@@ -12,7 +12,7 @@ from kairos_timesteps.options import dump
 Descriptions = dict[str, dict[str, Any]]
 
 
-class Null(nn.Module):
+class NullText(nn.Module):
     """Null value of a text condition, which replaces the NaN of dropped texts.
 
     The `null` of the description selects it. ``empty`` is fixed: the empty text's state, ``description["empty"]``, or
@@ -82,24 +82,24 @@ class Backbone(nn.Module):
         """Load what `weights` gave."""
         self.load_state_dict(weights)
 
-    def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """A published file's weights under our names."""
         return weights
 
     def load_published(self, weights: dict[str, Tensor]) -> None:
-        """Load a published file's weights, which `published` names; buffers that it lacks stay as they are.
+        """Load a published file's weights, which `to_kairos_names` renames; buffers that it lacks stay as they are.
 
         Raises:
             KairosError: names what is missing, what the model has not, and shapes that differ.
         """
-        own, given = self.weights(), self.published(weights)
+        own, given = self.weights(), self.to_kairos_names(weights)
         fixed = dict(self.named_buffers())
         given = {name: value for name, value in own.items() if name in fixed} | given
-        if fault := misfit(own, given):
+        if fault := describe_mismatch(own, given):
             raise KairosError(f"the weights do not fit {type(self).__name__} as configured; {fault}")
         self.load_weights(given)
 
-    def joined(self, x: Tensor, conditions: dict[str, Tensor]) -> Tensor:
+    def with_image_conditions(self, x: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """x with the images that it is told of behind it, (batch, inputs, height, width)."""
         return torch.cat([x, *(conditions[name].to(x.dtype) for name in self._images)], dim=1) if self._images else x
 
@@ -114,14 +114,14 @@ class Backbone(nn.Module):
             raise KairosError(f"model.patch: got {patch} with x0 of {height}x{width}, allowed: a divisor of both sides")
         return height // patch, width // patch
 
-    def unpatched(self, patches: Tensor, patch: int) -> Tensor:
+    def unpatchify(self, patches: Tensor, patch: int) -> Tensor:
         """Patches (batch, tokens, patch * patch * outputs), row by row, as (batch, outputs, height, width)."""
         _, height, width = self.shape
         values = patches.view(len(patches), height // patch, width // patch, patch, patch, self.outputs)
         return values.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), self.outputs, height, width)
 
 
-def misfit(own: dict[str, Tensor], given: dict[str, Tensor]) -> str:
+def describe_mismatch(own: dict[str, Tensor], given: dict[str, Tensor]) -> str:
     """Describe why weights do not fit a model: at most five names of each kind of problem; empty if they fit."""
     differing = sorted(name for name in own.keys() & given.keys() if own[name].shape != given[name].shape)
     wrong = {
@@ -134,7 +134,7 @@ def misfit(own: dict[str, Tensor], given: dict[str, Tensor]) -> str:
     )
 
 
-def padded(network: Callable[[Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
+def apply_padded(network: Callable[[Tensor], Tensor], x: Tensor, factor: int) -> Tensor:
     """``network(x)`` of images (batch, channels, height, width) of any size, which it sees in multiples of `factor`."""
     height, width = x.shape[-2:]
     below, right = -height % factor, -width % factor

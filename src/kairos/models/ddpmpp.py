@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from kairos.models.backbone import Backbone, Descriptions, padded
-from kairos.models.layers import sinusoids
+from kairos.models.backbone import Backbone, Descriptions, apply_padded
+from kairos.models.layers import embed_time
 from kairos.models.registries import DdpmppOptions
 
 _HALF = math.sqrt(0.5)  # keeps the variance of a sum of two
@@ -19,7 +19,7 @@ def _norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(math.gcd(min(32, channels // 4), channels), channels, eps=1e-6)
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block, then attention with one head where asked; `scale` halves or doubles sides first."""
 
     def __init__(self, inputs: int, outputs: int, width: int, dropout: float, attention: bool, scale: float = 1):
@@ -36,18 +36,18 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         """Images (batch, inputs, h, w) under an embedding (batch, width) to (batch, outputs, h scale, w scale)."""
-        h = self.conv0(self._resampled(nn.functional.silu(self.norm0(x))))
+        h = self.conv0(self._resample(nn.functional.silu(self.norm0(x))))
         h = nn.functional.silu(self.norm1(h + self.affine(embedding)[..., None, None]))
-        short = self._resampled(x)
+        short = self._resample(x)
         x = (self.conv1(self.dropout(h)) + (short if self.skip is None else self.skip(short))) * _HALF
-        return x if self.norm2 is None else (x + self.proj(self._attended(self.norm2(x)))) * _HALF
+        return x if self.norm2 is None else (x + self.proj(self._attend(self.norm2(x)))) * _HALF
 
-    def _resampled(self, x: Tensor) -> Tensor:
+    def _resample(self, x: Tensor) -> Tensor:
         if self.scale == 1:
             return x
         return nn.functional.avg_pool2d(x, 2) if self.scale < 1 else nn.functional.interpolate(x, scale_factor=2.0)
 
-    def _attended(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, -1).unbind(2)  # each (batch, channels, pixels)
         logits = torch.einsum("bcq,bck->bqk", q, k / math.sqrt(x.shape[1]))
         weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).to(v.dtype)
@@ -73,8 +73,8 @@ class DDPMpp(Backbone):
         names, attends = [f"{h}x{w}" for h, w in sides], [h in options.attention for h, _ in sides]
         self.enc, self.dec = nn.ModuleDict(), nn.ModuleDict()
 
-        def block(outputs: int, attention: bool = False, inputs: int = 0, scale: float = 1) -> Block:
-            return Block(inputs or outputs, outputs, width, options.dropout, attention, scale)
+        def block(outputs: int, attention: bool = False, inputs: int = 0, scale: float = 1) -> ResidualBlock:
+            return ResidualBlock(inputs or outputs, outputs, width, options.dropout, attention, scale)
 
         self.enc[f"{names[0]}_conv"] = nn.Conv2d(self.inputs, channels, 3, padding=1)
         skips = [c := channels]
@@ -112,7 +112,7 @@ class DDPMpp(Backbone):
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Prediction (batch, outputs, height, width)."""
         width = self.options.channels
-        embedding = sinusoids(t, width, shift=1).roll(width // 2, 1)  # sines first
+        embedding = embed_time(t, width, shift=1).roll(width // 2, 1)  # sines first
         if self.map_label is not None:
             classes = torch.arange(self._classes, device=t.device)
             told = (conditions["class"][:, None] == classes).float()  # all 0 for the class past the last
@@ -122,19 +122,21 @@ class DDPMpp(Backbone):
             embedding = embedding + self.map_augment(embedding.new_zeros(len(t), 9) if labels is None else labels)
         for layer in (self.map_layer0, self.map_layer1):
             embedding = nn.functional.silu(layer(embedding))
-        return padded(lambda x: self._network(x, embedding), self.joined(x, conditions), self._factor)
+        return apply_padded(
+            lambda x: self._network(x, embedding), self.with_image_conditions(x, conditions), self._factor
+        )
 
     def _network(self, x: Tensor, embedding: Tensor) -> Tensor:
         skips = []
         for layer in self.enc.values():
-            x = layer(x, embedding) if isinstance(layer, Block) else layer(x)
+            x = layer(x, embedding) if isinstance(layer, ResidualBlock) else layer(x)
             skips.append(x)
         *blocks, (_, norm), (_, last) = self.dec.items()
         for name, block in blocks:
             x = block(torch.cat([x, skips.pop()], dim=1) if "_block" in name else x, embedding)
         return last(nn.functional.silu(norm(x)))
 
-    def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights of EDM's wrapper, as its ``state_dict`` names them: without the constant filters."""
         kept = {name: value for name, value in weights.items() if not name.endswith("resample_filter")}
         return {name.removeprefix("model."): value for name, value in kept.items()}

@@ -7,12 +7,12 @@ every block and is another model.
 import torch
 from torch import Tensor, nn
 
-from kairos.models.backbone import Backbone, Descriptions, Null
-from kairos.models.layers import Attention, mlp, named, sinusoids
+from kairos.models.backbone import Backbone, Descriptions, NullText
+from kairos.models.layers import Attention, build_mlp, embed_time, named_sequence
 from kairos.models.registries import DiTOptions
 from kairos_timesteps.errors import KairosError
 
-_FREQUENCIES = 256  # of the sinusoids of t
+_FREQUENCIES = 256  # width of the sinusoidal embedding of t
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
-class Block(nn.Module):
+class AdaLNBlock(nn.Module):
     """A transformer block whose normalisations and residuals are driven by the embedding: adaLN-zero."""
 
     def __init__(self, width: int, attention: nn.Module, mlp_ratio: float):
@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
         self.attn = attention
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
-        self.mlp = mlp(width, int(width * mlp_ratio), width, "tanh")
+        self.mlp = build_mlp(width, int(width * mlp_ratio), width, "tanh")
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, *more: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def initialise(module: nn.Module) -> None:
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
     for part in module.modules():
-        if isinstance(part, Block | FinalLayer):
+        if isinstance(part, AdaLNBlock | FinalLayer):
             nn.init.zeros_(part.adaLN_modulation[1].weight)
 
 
@@ -76,24 +76,24 @@ class DiT(Backbone):
     def __init__(self, options: DiTOptions, shape: tuple[int, int, int], conditions: Descriptions, outputs: int):
         super().__init__(options, shape, conditions, outputs)
         width, patch = options.width, options.patch
-        self.x_embedder = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
+        self.x_embedder = named_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
         embedder = nn.Sequential(nn.Linear(_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
         self.t_embedder = nn.ModuleDict({"mlp": embedder})
         self.y_embedder = nn.ModuleDict()
         if "class" in conditions:  # the row past the last class stands for no class
             self.y_embedder["embedding_table"] = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
         if "text" in conditions:
-            self.y_embedder["null"] = Null(conditions["text"], axes=1)
-            self.y_embedder["y_proj"] = mlp(conditions["text"]["shape"][0], width, width, "tanh")
+            self.y_embedder["null"] = NullText(conditions["text"], axes=1)
+            self.y_embedder["y_proj"] = build_mlp(conditions["text"]["shape"][0], width, width, "tanh")
         self.pos_embed = nn.Parameter(_positions(width, self.grid(patch))[None], requires_grad=False)
         self.blocks = nn.ModuleList(self.block() for _ in range(options.depth))
         self.final_layer = FinalLayer(width, patch, outputs)
         self._initialise()
 
-    def block(self) -> Block:
+    def block(self) -> AdaLNBlock:
         """Build one transformer block."""
         width, heads = self.options.width, self.options.heads
-        return Block(width, Attention(width, heads), self.options.mlp_ratio)
+        return AdaLNBlock(width, Attention(width, heads), self.options.mlp_ratio)
 
     def _initialise(self) -> None:
         initialise(self)
@@ -104,15 +104,15 @@ class DiT(Backbone):
                 nn.init.normal_(layer.weight, std=0.02)
         nn.init.zeros_(self.final_layer.linear.weight)
 
-    def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """A published file's weights under our names: those of SpeeD's null text differ."""
         null = {"y_embedder.y_embedding": "y_embedder.null.value"}
         return {null.get(name, name): value[0] if name in null else value for name, value in weights.items()}
 
     def embedded(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Tokens (batch, tokens, width), row by row, and what drives the blocks, (batch, width)."""
-        tokens = self.x_embedder(self.joined(x, conditions)).flatten(2).transpose(1, 2) + self.pos_embed
-        c = self.t_embedder["mlp"](sinusoids(t, _FREQUENCIES))
+        tokens = self.x_embedder(self.with_image_conditions(x, conditions)).flatten(2).transpose(1, 2) + self.pos_embed
+        c = self.t_embedder["mlp"](embed_time(t, _FREQUENCIES))
         if "class" in self.conditions:
             c = c + self.y_embedder["embedding_table"](conditions["class"])
         if "text" in self.conditions:
@@ -121,7 +121,7 @@ class DiT(Backbone):
 
     def pixels(self, tokens: Tensor, c: Tensor) -> Tensor:
         """Compute the output of the last tokens as an image, (batch, outputs, height, width)."""
-        return self.unpatched(self.final_layer(tokens, c), self.options.patch)
+        return self.unpatchify(self.final_layer(tokens, c), self.options.patch)
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Prediction (batch, outputs, height, width)."""

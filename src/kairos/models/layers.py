@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 
-def sinusoids(t: Tensor, width: int, shift: int = 0) -> Tensor:
+def embed_time(t: Tensor, width: int, shift: int = 0) -> Tensor:
     """Cosines, then sines, of t (indices or real numbers) at falling rates, float32: (batch,) to (batch, width).
 
     Rates fall from 1 to 1/10,000, with `shift` 1 the last is that.
@@ -18,14 +18,14 @@ def sinusoids(t: Tensor, width: int, shift: int = 0) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-def named(**layers: nn.Module) -> nn.Sequential:
+def named_sequence(**layers: nn.Module) -> nn.Sequential:
     """Layers one after the other, their parameters under these names."""
     return nn.Sequential(OrderedDict(layers))
 
 
-def mlp(inside: int, hidden: int, outside: int, approximate: str = "none") -> nn.Sequential:
+def build_mlp(inside: int, hidden: int, outside: int, approximate: str = "none") -> nn.Sequential:
     """Two linear layers with a GELU between: exact, or the approximation by ``tanh``."""
-    return named(fc1=nn.Linear(inside, hidden), act=nn.GELU(approximate), fc2=nn.Linear(hidden, outside))
+    return named_sequence(fc1=nn.Linear(inside, hidden), act=nn.GELU(approximate), fc2=nn.Linear(hidden, outside))
 
 
 class Attention(nn.Module):
@@ -39,9 +39,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attended tokens."""
-        return self.attended(self.qkv(x))
+        return self.attend(self.qkv(x))
 
-    def attended(self, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
+    def attend(self, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the attention output, (batch, tokens, width), of queries, keys and values (batch, tokens, 3 * width).
 
         `bias`, (…, heads, tokens, tokens), is added to the logits.
@@ -61,7 +61,7 @@ class PlainBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width, eps=eps)
         self.attn = attention
         self.norm2 = nn.LayerNorm(width, eps=eps)
-        self.mlp = mlp(width, int(width * mlp_ratio), width)
+        self.mlp = build_mlp(width, int(width * mlp_ratio), width)
         self.skip_linear = nn.Linear(2 * width, width) if skip else None
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
@@ -72,7 +72,7 @@ class PlainBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def start_normal(module: nn.Module) -> None:
+def initialise_normal(module: nn.Module) -> None:
     """Linear layers normal with standard deviation 0.02 (published code truncates at 100 of them), biases 0."""
     for layer in module.modules():
         if isinstance(layer, nn.Linear):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kairos.models.backbone import Descriptions
-from kairos.models.dit import Block, DiT, initialise
+from kairos.models.dit import AdaLNBlock, DiT, initialise
 from kairos.models.layers import Attention
 from kairos.models.registries import MDTOptions
 
@@ -24,7 +24,7 @@ class BiasedAttention(Attention):
         """Attended tokens; `distances` are rows of the table, ([batch,] tokens, tokens)."""
         table = self.rel_pos_bias["relative_position_bias_table"]
         bias = nn.functional.embedding(distances, table).movedim(-1, -3)  # ([batch,] heads, tokens, tokens)
-        return self.attended(self.qkv(x), bias.contiguous())  # fused attention reads rows
+        return self.attend(self.qkv(x), bias.contiguous())  # fused attention reads rows
 
 
 class MDT(DiT):
@@ -52,12 +52,12 @@ class MDT(DiT):
         down, right = row[:, None] - row + rows - 1, column[:, None] - column + columns - 1  # each from 0
         self.register_buffer("distance", down * (2 * columns - 1) + right, persistent=False)  # (tokens, tokens)
 
-    def block(self) -> Block:
+    def block(self) -> AdaLNBlock:
         """One of its blocks."""
         width, heads = self.options.width, self.options.heads
-        return Block(width, BiasedAttention(width, heads, self.distances), self.options.mlp_ratio)
+        return AdaLNBlock(width, BiasedAttention(width, heads, self.distances), self.options.mlp_ratio)
 
-    def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """A published file's weights under our names: without the constant index of every block."""
         return {name: value for name, value in weights.items() if not name.endswith("relative_position_index")}
 

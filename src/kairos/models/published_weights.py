@@ -19,10 +19,10 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
     Raises:
         KairosError: there is no such file, it holds more than tensors and numbers, or no weights.
     """
-    found = _opened(path)
+    found = _open_weights(path)
     raw, average = found.get("model"), found.get("ema")
     if isinstance(found.get("state_dict"), dict):
-        raw, average = _latent_diffusion(found["state_dict"])
+        raw, average = _split_latent_diffusion(found["state_dict"])
     elif isinstance(average, dict) and isinstance(average.get("shadow"), dict):
         average = average["shadow"]
     elif not isinstance(raw, dict) and not isinstance(average, dict):
@@ -33,7 +33,7 @@ def read_published(path: Path) -> tuple[Weights, Weights]:
     return chosen[0], chosen[-1]
 
 
-def _opened(path: Path) -> dict[str, Any]:
+def _open_weights(path: Path) -> dict[str, Any]:
     import pickle
     import re
     import warnings
@@ -67,7 +67,7 @@ def _opened(path: Path) -> dict[str, Any]:
     return found
 
 
-def _latent_diffusion(state: Weights) -> tuple[Weights, Weights | None]:
+def _split_latent_diffusion(state: Weights) -> tuple[Weights, Weights | None]:
     """Weights of LDM's ``model.diffusion_model`` and their averages, whose names have lost their dots."""
     first = "model.diffusion_model."
     raw = {name.removeprefix(first): value for name, value in state.items() if name.startswith(first)}

@@ -9,7 +9,7 @@ from kairos_timesteps.options import Options, dump, option, public_name
 from kairos_timesteps.registry import Registry
 
 
-def fill(options: Any, size: dict[str, Any]) -> None:
+def fill_unset_fields(options: Any, size: dict[str, Any]) -> None:
     """Give the fields that were left out the values of a published size."""
     for name, value in size.items():
         if getattr(options, name) is None:
@@ -71,7 +71,7 @@ class UNetOptions(Options):
     conditions: list[str] = option([], "conditions the model takes: of class, low_resolution")
 
     def __post_init__(self) -> None:
-        fill(self, UNET_SIZES[self.size])
+        fill_unset_fields(self, UNET_SIZES[self.size])
         check_multipliers(self.widths)
         for name in ("norm_groups", "head_channels"):
             divisor = getattr(self, name)
@@ -112,7 +112,7 @@ class DdpmppOptions(Options):
     conditions: list[str] = option([], "conditions the model takes: of class")
 
     def __post_init__(self) -> None:
-        fill(self, DDPMPP_SIZES[self.size])
+        fill_unset_fields(self, DDPMPP_SIZES[self.size])
         check_multipliers(self.multipliers)
         demand(self.channels % 4 == 0, "channels", self.channels, "a multiple of 4")  # even sinusoids, groups of 4
 
@@ -148,7 +148,7 @@ class DiTOptions(Options):
     conditions: list[str] = option([], "conditions the model takes: of class, text, low_resolution")
 
     def __post_init__(self) -> None:
-        fill(self, self.sizes[self.size])
+        fill_unset_fields(self, self.sizes[self.size])
         demand(self.width % self.heads == 0, "width", self.width, f"a multiple of heads = {self.heads}")
 
 
@@ -201,7 +201,7 @@ MODELS.add("uvit", "kairos.models.uvit:UViT", UViTOptions, "U-ViT, long skips", 
 MODELS.add("vit", "kairos.models.vit:ViT", ViTOptions, "Min-SNR's vision transformer", takes=_TAKES[::2])
 
 
-def effective(model: dict[str, Any]) -> dict[str, Any]:
+def omit_overridden_size(model: dict[str, Any]) -> dict[str, Any]:
     """Return a `model` section without the name of a published size of which other options change a field."""
     if "size" not in model:
         return model

@@ -8,9 +8,9 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.unets.unet_2d import UNet2DModel
 from torch import Tensor, nn
 
-from kairos.models.backbone import Backbone, Descriptions, padded
+from kairos.models.backbone import Backbone, Descriptions, apply_padded
 from kairos.models.registries import UNetOptions
-from kairos.models.unet_names import renamed
+from kairos.models.unet_names import to_diffusers_names
 from kairos_timesteps.errors import KairosError
 
 
@@ -83,9 +83,9 @@ class UNet(Backbone):
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Prediction (batch, outputs, height, width)."""
         labels = conditions.get("class")
-        return padded(
+        return apply_padded(
             lambda x: self.unet(x, t, class_labels=labels, return_dict=False)[0],
-            self.joined(x, conditions),
+            self.with_image_conditions(x, conditions),
             self._factor,
         )
 
@@ -102,6 +102,6 @@ class UNet(Backbone):
         """Load what `weights` gave."""
         self.unet.load_state_dict(weights)
 
-    def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights under the names of ddpm-torch, or of ADM and latent diffusion, under diffusers'."""
-        return renamed(self.weights(), weights, self.options)
+        return to_diffusers_names(self.weights(), weights, self.options)

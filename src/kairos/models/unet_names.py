@@ -17,10 +17,12 @@ _DDPM = {
     "conv_norm_out": "out_conv.0", "conv_out": "out_conv.2", "time_emb_proj": "fc", "conv_shortcut": "skip",
     "group_norm": "norm", "to_out.0": "project_out", "to_q": "project_in", "to_k": "project_in", "to_v": "project_in",
 }  # fmt: skip
-_PLACE = re.compile(r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions|(?:down|up)samplers)\.(\d+)\.(.+)")
+_DIFFUSERS_NAME = re.compile(
+    r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions|(?:down|up)samplers)\.(\d+)\.(.+)"
+)
 
 
-def renamed(own: dict[str, Tensor], weights: dict[str, Tensor], options: Any) -> dict[str, Tensor]:
+def to_diffusers_names(own: dict[str, Tensor], weights: dict[str, Tensor], options: Any) -> dict[str, Tensor]:
     """Published weights under the names of `own`, in its shapes where they can be; what is unknown keeps its name.
 
     Args:
@@ -36,7 +38,7 @@ def renamed(own: dict[str, Tensor], weights: dict[str, Tensor], options: Any) ->
     levels, blocks = len(options.widths), options.blocks
     attended = {int(name.split(".")[1]) for name in own if name.startswith("down_blocks") and "attentions" in name}
     adm = "in_conv.weight" not in weights
-    theirs = {name: _published(name, levels, blocks, attended, adm) for name in own}
+    theirs = {name: _published_name(name, levels, blocks, attended, adm) for name in own}
     found = {name: value for name, value in weights.items() if name not in theirs.values()}
     for name, like in own.items():
         if (value := weights.get(theirs[name])) is None:
@@ -49,33 +51,33 @@ def renamed(own: dict[str, Tensor], weights: dict[str, Tensor], options: Any) ->
     return found
 
 
-def _published(name: str, levels: int, blocks: int, attended: set[int], adm: bool) -> str:
+def _published_name(name: str, levels: int, blocks: int, attended: set[int], adm: bool) -> str:
     """The published name of a weight.
 
     ADM numbers its blocks through all levels; resampling is one of them, or the last part of one. ddpm-torch has a
     block with attention as a pair, and resampling as a pair with its convolution last.
     """
     table = _ADM if adm else _DDPM
-    if not (found := _PLACE.match(name)):
-        return _translated(name, table)
+    if not (found := _DIFFUSERS_NAME.match(name)):
+        return _translate(name, table)
     side, level, kind, number, rest = found[1], int(found[2] or 0), found[3], int(found[4]), found[5]
     attention, resampling = int(kind == "attentions"), kind.endswith("samplers")
     if side == "mid":
-        return f"{'middle_block' if adm else 'middle'}.{1 if attention else 2 * number}.{_translated(rest, table)}"
+        return f"{'middle_block' if adm else 'middle'}.{1 if attention else 2 * number}.{_translate(rest, table)}"
     place = level if side == "down" else levels - 1 - level
     if not adm:
         if resampling:
             return f"{side}samples.level_{place}.{blocks + (side == 'up')}.1.{rest.removeprefix('conv.')}"
         pair = f".{attention}" if place in attended else ""
-        return f"{side}samples.level_{place}.{number}{pair}.{_translated(rest, table)}"
+        return f"{side}samples.level_{place}.{number}{pair}.{_translate(rest, table)}"
     block = level * (blocks + 1) + (blocks if resampling else number)
     if side == "down":
         rest = f"op.{rest.removeprefix('conv.')}" if rest.startswith("conv.") else rest
-        return f"input_blocks.{1 + block}.{attention}.{_translated(rest, table)}"
+        return f"input_blocks.{1 + block}.{attention}.{_translate(rest, table)}"
     position = 1 + (place in attended) if resampling else attention
-    return f"output_blocks.{block}.{position}.{_translated(rest, table)}"
+    return f"output_blocks.{block}.{position}.{_translate(rest, table)}"
 
 
-def _translated(name: str, table: dict[str, str]) -> str:
+def _translate(name: str, table: dict[str, str]) -> str:
     head, _, kind = name.rpartition(".")
     return f"{table.get(head, head)}.{kind}"

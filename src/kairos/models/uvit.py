@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from kairos.models.backbone import Backbone, Descriptions, Null
-from kairos.models.layers import Attention, PlainBlock, named, sinusoids, start_normal
+from kairos.models.backbone import Backbone, Descriptions, NullText
+from kairos.models.layers import Attention, PlainBlock, embed_time, initialise_normal, named_sequence
 from kairos.models.registries import UViTOptions
 
 
@@ -26,13 +26,13 @@ class UViT(Backbone):
         super().__init__(options, shape, conditions, outputs)
         width, patch, half = options.width, options.patch, options.depth // 2
         self.patches = math.prod(self.grid(patch))
-        self.patch_embed = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
+        self.patch_embed = named_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
         count = 1 + self.patches
         if "class" in conditions:  # the row past the last class stands for no class
             self.label_emb = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
             count += 1
         if "text" in conditions:
-            self.null = Null(conditions["text"], axes=2)
+            self.null = NullText(conditions["text"], axes=2)
             tokens, text_width = conditions["text"]["shape"]
             self.context_embed = nn.Linear(text_width, width)
             count += tokens
@@ -48,9 +48,9 @@ class UViT(Backbone):
         self.decoder_pred = nn.Linear(width, patch * patch * outputs)
         self.final_layer = nn.Conv2d(outputs, outputs, 3, padding=1) if options.convolution else nn.Identity()
         nn.init.normal_(self.pos_embed, std=0.02)
-        start_normal(self)
+        initialise_normal(self)
 
-    def published(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_kairos_names(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """A published file's weights; a table of classes without a row for none (ImageNet 64) gets one of zeros."""
         table = weights.get("label_emb.weight")
         if table is None or "class" not in self.conditions or len(table) + 1 != self.label_emb.num_embeddings:
@@ -59,8 +59,8 @@ class UViT(Backbone):
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Prediction (batch, outputs, height, width)."""
-        tokens = self.patch_embed(self.joined(x, conditions)).flatten(2).transpose(1, 2)  # row by row
-        extra = [sinusoids(t, self.options.width)[:, None]]
+        tokens = self.patch_embed(self.with_image_conditions(x, conditions)).flatten(2).transpose(1, 2)  # row by row
+        extra = [embed_time(t, self.options.width)[:, None]]
         if "class" in self.conditions:
             extra.insert(0, self.label_emb(conditions["class"])[:, None])
         if "text" in self.conditions:
@@ -74,4 +74,4 @@ class UViT(Backbone):
         for block in self.out_blocks:
             tokens = block(tokens, skips.pop())
         pixels = self.decoder_pred(self.norm(tokens[:, -self.patches :]))
-        return self.final_layer(self.unpatched(pixels, self.options.patch))
+        return self.final_layer(self.unpatchify(pixels, self.options.patch))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kairos.models.backbone import Backbone, Descriptions
-from kairos.models.layers import Attention, PlainBlock, named, start_normal
+from kairos.models.layers import Attention, PlainBlock, initialise_normal, named_sequence
 from kairos.models.registries import ViTOptions
 
 
@@ -23,7 +23,7 @@ class BeitAttention(Attention):
     def forward(self, x: Tensor) -> Tensor:
         """Attended tokens."""
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        return self.attended(nn.functional.linear(x, self.qkv.weight, bias))
+        return self.attend(nn.functional.linear(x, self.qkv.weight, bias))
 
 
 class ViT(Backbone):
@@ -37,7 +37,7 @@ class ViT(Backbone):
         super().__init__(options, shape, conditions, outputs)
         width, patch = options.width, options.patch
         self.patches = math.prod(self.grid(patch))
-        self.patch_embed = named(proj=nn.Conv2d(self.inputs, width, patch, patch))
+        self.patch_embed = named_sequence(proj=nn.Conv2d(self.inputs, width, patch, patch))
         self.time_embedding = nn.Embedding(options.timesteps, width)
         if "class" in conditions:  # the row past the last class stands for no class
             self.class_embedding = nn.Embedding(conditions["class"]["num_classes"] + 1, width)
@@ -53,7 +53,7 @@ class ViT(Backbone):
     @torch.no_grad()
     def _initialise(self) -> None:
         nn.init.normal_(self.pos_embed, std=0.02)
-        start_normal(self)
+        initialise_normal(self)
         for number, block in enumerate(self.blocks, start=1):  # the residual stream does not grow with depth
             for last in (block.attn.proj, block.mlp[2]):
                 last.weight /= math.sqrt(2 * number)
@@ -61,11 +61,11 @@ class ViT(Backbone):
 
     def forward(self, x: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         """Prediction (batch, outputs, height, width); t between two indices is taken for the nearest."""
-        tokens = self.patch_embed(self.joined(x, conditions)).flatten(2).transpose(1, 2)  # row by row
+        tokens = self.patch_embed(self.with_image_conditions(x, conditions)).flatten(2).transpose(1, 2)  # row by row
         extra = [self.time_embedding(t.round().long())[:, None]]
         if "class" in self.conditions:
             extra.append(self.class_embedding(conditions["class"])[:, None])
         tokens = torch.cat([*extra, tokens], dim=1) + self.pos_embed
         for block in self.blocks:
             tokens = block(tokens)
-        return self.unpatched(self.linear_projection(tokens[:, -self.patches :]), self.options.patch)
+        return self.unpatchify(self.linear_projection(tokens[:, -self.patches :]), self.options.patch)

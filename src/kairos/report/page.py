@@ -9,7 +9,7 @@ import pandas as pd
 from PIL import Image
 
 from kairos.analyses.registries import ANALYSES
-from kairos.models.registries import effective
+from kairos.models.registries import omit_overridden_size
 from kairos.report import findings, formatting, interactive, published_numbers
 from kairos.report.collect import Record, Results
 from kairos.report.figures import figures_of
@@ -39,7 +39,7 @@ def page(results: Results, figures: Path, live: dict[str, str] | None = None) ->
         protocol=protocol,
         scheduler=_scheduler(protocol),
         guidance={name: protocol.get(name, getattr(results.experiment.sampling, name)) for name in GUIDANCE},
-        model=effective(config["model"]),
+        model=omit_overridden_size(config["model"]),
         validation=_validation(results),
         last_step=max(milestone.step for _, milestone in results.evaluated),
         ranked=rows[0].judged,

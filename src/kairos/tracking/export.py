@@ -14,7 +14,7 @@ import yaml
 
 from kairos.files import atomic_folder, glance, write_text
 from kairos.milestones import check_milestone, step_name
-from kairos.models.registries import effective
+from kairos.models.registries import omit_overridden_size
 from kairos.report import formatting
 from kairos.report.collect import Results, Training
 from kairos.report.sample_figures import picture
@@ -78,7 +78,7 @@ def hub(milestone: Path, out: Path) -> None:
         "grid": drawn,
         "evaluation": evaluation,
         "data": data if data.get("content_sha256") == record["dataset_sha256"] else {},
-        "model": effective(record["config"]["model"]),
+        "model": omit_overridden_size(record["config"]["model"]),
         "network": glance(milestone / "ema" / "config.json"),
         "scheduler": glance(milestone / "scheduler" / "scheduler_config.json"),
         "latent": latent | glance(decoder / "config.json") if decodes and latent["kind"] != "none" else {},

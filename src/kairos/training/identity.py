@@ -9,7 +9,7 @@ from typing import Any
 
 from kairos.files import sha256_json
 from kairos.fingerprint import fingerprint, roots_of
-from kairos.milestones import hash_of_start
+from kairos.milestones import hash_start_weights
 
 # All settings count but these: one that is new and forgotten here makes another identity, not a wrong one.
 _PLACE = ("processes", "nodes", "trainings_per_gpu", "device")  # where it is computed
@@ -49,7 +49,9 @@ def code_roots(plain: dict[str, Any], method: str) -> list[str]:
     return ["kairos.training.run", *(root for registry, named in components for root in roots_of(registry, named))]
 
 
-def compute_identity(plain: dict[str, Any], method: str, seed: int, latents: dict[str, Any], device: str) -> dict[str, Any]:
+def compute_identity(
+    plain: dict[str, Any], method: str, seed: int, latents: dict[str, Any], device: str
+) -> dict[str, Any]:
     """Return everything that decides the trajectory of a run, as plain values with their hash under ``identity``.
 
     Args:
@@ -71,5 +73,5 @@ def compute_identity(plain: dict[str, Any], method: str, seed: int, latents: dic
         "code": fingerprint(code_roots(plain, method)),
     }
     if start := plain["training"]["start_from"]:  # which weights, wherever they lie
-        parts["training"]["start_from"] = hash_of_start(Path(start), plain["model"])
+        parts["training"]["start_from"] = hash_start_weights(Path(start), plain["model"])
     return {**parts, "identity": sha256_json(parts)}

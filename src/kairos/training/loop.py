@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kairos import ranks
-from kairos.losses.terms import Prediction, Samples
+from kairos.losses.terms import LossBatch, Prediction
 from kairos.training.lengths import log_interval
 from kairos.training.state import TrainingState
 from kairos_timesteps import distributed
@@ -108,7 +108,7 @@ def _pass(
 ) -> Computed:
     """Forward and backward pass number `number` of the global batch, which is of the samples `place` in it."""
     torch.manual_seed(derived_seed(training.seed, f"dropout {number}" if number else "dropout", draw.step))
-    samples = Samples(training.seed, draw.step, range(place.start, place.stop))
+    samples = LossBatch(training.seed, draw.step, range(place.start, place.stop))
     prediction, terms = predicted(training, training.trained, samples, draw.x0, noise, draw.t, conditions)
     weighted, plain = _scaled(training, terms, weighted=True), _scaled(training, terms, weighted=False)
     means = [training.strategy.loss(draw, torch.stack(weighted).sum(0)), *(term.mean() for term in plain)]
@@ -123,7 +123,7 @@ def _pass(
 def predicted(
     training: TrainingState,
     network: Any,
-    samples: Samples,
+    samples: LossBatch,
     x0: Tensor,
     noise: Tensor,
     t: Tensor,

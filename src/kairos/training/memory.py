@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kairos.losses.terms import Samples
+from kairos.losses.terms import LossBatch
 from kairos.training.loop import predicted
 from kairos.training.state import TrainingState
 from kairos_timesteps.errors import KairosError
@@ -64,7 +64,7 @@ def _pass(training: TrainingState, size: int) -> None:
     batch = next(training.batches.steps(training.step, training.step + 1))
     x0, conditions = batch.x0[:size], {name: values[:size] for name, values in batch.conditions.items()}
     t = training.process.times(torch.full((size,), 0.5, dtype=torch.float64)).to(training.device)
-    samples = Samples(training.seed, training.step, range(size))
+    samples = LossBatch(training.seed, training.step, range(size))
     for _ in range(2):
         _, terms = predicted(training, training.model, samples, x0, x0, t, conditions)
         torch.stack([*terms.values()]).sum().backward()

@@ -12,7 +12,7 @@ from kairos.data.batches import Batches
 from kairos.data.latents import Latents
 from kairos.forward_process import build_process
 from kairos.losses.registries import LOSSES
-from kairos.milestones import start_of
+from kairos.milestones import load_start_weights
 from kairos.training.lengths import length_in_steps
 from kairos.training.optim import Average
 from kairos.training.passes import cut
@@ -57,7 +57,7 @@ class TrainingState:
             outputs = self.process.channels(latents.shape[0])
             model = models.build(plain["model"], latents.shape, latents.condition_kinds, outputs)
         if settings["start_from"]:
-            model.load_weights(start_of(Path(settings["start_from"]), model.weights()))
+            model.load_weights(load_start_weights(Path(settings["start_from"]), model.weights()))
         self.model: Any = model.to(device, self.dtype)
         if self.dtype == torch.float64:
             for module in self.model.modules():  # times are embedded in float32 whatever the model is in
