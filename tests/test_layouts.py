@@ -237,9 +237,9 @@ def test_lists_that_cannot_be_used(tmp_path):
     def opened(name, **fields):
         return open_source(folder_config(tmp_path / "in", files=str(tmp_path / name), **fields))
 
-    with pytest.raises(ConfigError, match=r"dataset\.files: .*list\.txt names 2 of 3 files.*such as '004\.png'"):
+    with pytest.raises(ConfigError, match=r"dataset\.files: .*list\.txt lists 2 of 3 files.*such as '004\.png'"):
         opened("list.txt")
-    with pytest.raises(ConfigError, match=r"dataset\.heldout: .*list\.txt names 2 of 3 files"):
+    with pytest.raises(ConfigError, match=r"dataset\.heldout: .*list\.txt lists 2 of 3 files"):
         opened("good.txt", heldout=str(tmp_path / "list.txt"))
     with pytest.raises(ConfigError, match=r"good\.txt and dataset\.files both name '000\.png' \(2 such files\)"):
         opened("good.txt", heldout=str(tmp_path / "good.txt"))

@@ -1,4 +1,4 @@
-"""Images in a zip, as EDM's and StyleGAN's tools pack them, and lists of the files of a data set that are used."""
+"""Images in a zip file, as the tools of EDM and StyleGAN pack them, and lists that select files of a data set."""
 
 import json
 import os
@@ -12,99 +12,142 @@ from kairos_timesteps.errors import ConfigError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _LABELS = "dataset.json"  # {"labels": [["00000/img00000000.png", 6], ...]}, or null
-# of what zipfile raises RuntimeError is a password, or a compression that it does not know
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError)
+# zipfile raises RuntimeError for a file with a password and for an unknown compression
+_READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError)
 
-T = TypeVar("T")
+Label = TypeVar("Label")
 
 
 class ZipArchive:
-    """The zip that `dataset.path` names. A forked process opens it anew: a shared file would share its position.
+    """The zip file at `dataset.path`.
+
+    Each process opens the file for itself: after a fork, parent and child would share one read position.
 
     Raises:
-        ConfigError: it is no zip.
+        ConfigError: the file is missing or is not a zip file.
     """
 
     def __init__(self, config: DatasetConfig):
-        self._path, self._process = str(config.path), -1
+        self._path = str(config.path)
+        self._process = -1  # id of the process that opened `_file`
         try:
-            self._names = self._opened().namelist()
+            self._names = self._open().namelist()
         except (OSError, zipfile.BadZipFile) as error:
             raise ConfigError(f"dataset.path: got {self._path!r}, allowed: a zip of images ({error})") from None
 
-    def images(self) -> tuple[list[str], list[int]]:
-        """The names of all images in it, in their order, and the class of each; no classes where it has none.
+    def list_images(self) -> tuple[list[str], list[int]]:
+        """Return the sorted names of all images in the zip, and the class of each.
+
+        The list of classes is empty if the zip has no labels.
 
         Raises:
-            ConfigError: it holds no image, or its labels are not those of its images.
+            ConfigError: the zip contains no image, or its labels do not belong to its images.
         """
-        found = (name for name in self._names if name.lower().endswith(SUFFIXES))
-        names = sorted(name for name in found if not name.startswith("__MACOSX/"))  # no images, by the same names
+        names = []
+        for name in sorted(self._names):
+            is_resource_fork = name.startswith("__MACOSX/")  # macOS adds files there that have the names of images
+            if name.lower().endswith(SUFFIXES) and not is_resource_fork:
+                names.append(name)
         if not names:
             raise ConfigError(f"dataset.path: zip {self._path!r} holds no image ({', '.join(SUFFIXES)})")
+        labels = self._read_labels(names)
+        return names, [labels[name] for name in names] if labels else []
+
+    def _read_labels(self, image_names: list[str]) -> dict[str, int]:
+        """Return the class of each image by name, from dataset.json; empty if that has no labels or does not exist."""
         where = f"dataset.path: {_LABELS} in {self._path!r}"
         try:
-            pairs = json.loads(self.read(_LABELS) if _LABELS in self._names else "{}").get("labels") or []
-            labels = {str(name): label for name, label in pairs}
+            content = json.loads(self.read(_LABELS)) if _LABELS in self._names else {}
+            labels = {str(name): label for name, label in content.get("labels") or []}
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f'{where} is not {{"labels": [[name, class], ...]}} or null ({error})') from None
         if not labels:
-            return names, []
-        if odd := [label for label in labels.values() if type(label) is not int or label < 0]:
-            raise ConfigError(f"{where} holds the class {odd[0]!r}, allowed: integers from 0")
-        if differ := sorted(labels.keys() ^ set(names)):
+            return {}
+        invalid = [label for label in labels.values() if type(label) is not int or label < 0]
+        if invalid:
+            raise ConfigError(f"{where} holds the class {invalid[0]!r}, allowed: integers from 0")
+        unmatched = sorted(labels.keys() ^ set(image_names))
+        if unmatched:
             raise ConfigError(
-                f"{where} holds {len(labels)} names and the zip {len(names)} images, allowed: the same names; only one "
-                f"of them has {differ[0]!r}"
+                f"{where} contains {len(labels)} names and the zip {len(image_names)} images, allowed: equal names; "
+                f"only one of them contains {unmatched[0]!r}"
             )
-        return names, [labels[name] for name in names]
+        return labels
 
     def read(self, name: str) -> bytes:
-        """The content of a file in it.
+        """Return the content of a file in the zip.
 
         Raises:
-            ValueError: it cannot be read; the text says why.
+            ValueError: the file cannot be read; the message contains the reason.
         """
         try:
-            return self._opened().read(name)
-        except _BROKEN as error:
+            return self._open().read(name)
+        except _READ_ERRORS as error:
             raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
 
-    def _opened(self) -> zipfile.ZipFile:
+    def _open(self) -> zipfile.ZipFile:
+        """Return the zip file, opened by this process."""
         if self._process != os.getpid():
-            self._file, self._process = zipfile.ZipFile(self._path), os.getpid()
+            self._file = zipfile.ZipFile(self._path)
+            self._process = os.getpid()
         return self._file
 
 
-def select_listed_files(config: DatasetConfig, names: list[str], kinds: list[T]) -> tuple[list[str], list[T]]:
-    """Select the files that `dataset.files` lists, in its order, and return their names and classes.
+def select_listed_files(config: DatasetConfig, names: list[str], labels: list[Label]) -> tuple[list[str], list[Label]]:
+    """Return the names and labels of the files that `dataset.files` lists, in the order of the list.
 
-    `names` are all files below `dataset.path`; `kinds` are their classes, or empty. Without a list, all are returned. A
-    name's ending counts only where two files differ in it alone: taming's lists of CelebA-HQ name arrays (.npy).
+    Without a list, all files are returned. The suffix of a name counts only where two files differ in nothing else:
+    taming's lists of CelebA-HQ contain names of arrays (.npy).
+
+    Args:
+        config: section `dataset`.
+        names: all files below `dataset.path`.
+        labels: the label of each file, or empty.
 
     Raises:
         ConfigError: the list cannot be read, is empty, or contains a file that does not exist.
     """
     if config.files is None:
-        return names, kinds
-    path, _, chosen = config.files.rpartition(":")
-    if not chosen.isdigit():
-        path, chosen = config.files, ""
+        return names, labels
+    path, value = _split_list_option(config.files)
+    index_by_name = {os.path.splitext(name)[0]: index for index, name in enumerate(names)}
+    index_by_name |= {name: index for index, name in enumerate(names)}
+    indices = {}
+    for name in _read_list(path, value):
+        without_suffix = os.path.splitext(name)[0]
+        indices[name] = index_by_name.get(name, index_by_name.get(without_suffix, -1))
+    missing = [name for name, index in indices.items() if index < 0]
+    if missing:
+        raise ConfigError(
+            f"dataset.files: {path} lists {len(missing)} of {len(indices)} files that {config.path!r} does not hold, "
+            f"such as {missing[0]!r}; allowed: names relative to it (LIST:N where lines are `name N`)"
+        )
+    selected = list(indices.values())
+    return [names[index] for index in selected], [labels[index] for index in selected] if labels else []
+
+
+def _split_list_option(files: str) -> tuple[str, str]:
+    """Return path and value of ``LIST:N``; of a plain ``LIST`` the value is empty."""
+    path, _, value = files.rpartition(":")
+    return (path, value) if value.isdigit() else (files, "")
+
+
+def _read_list(path: str, value: str) -> list[str]:
+    """Return the names in a list of files, one per line.
+
+    With a value, the lines are ``name value``, and names of lines with other values are left out (CelebA's partition).
+
+    Raises:
+        ConfigError: the list cannot be read, or selects nothing.
+    """
     where = f"dataset.files: {path}"
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read ({error}), allowed: a text file with a name in each line") from None
-    if chosen:
-        lines = [line.rsplit(maxsplit=1)[0] for line in lines if line.split()[-1] == chosen]
+    if value:
+        lines = [line.rsplit(maxsplit=1)[0] for line in lines if line.split()[-1] == value]
     if not lines:
-        raise ConfigError(f"{where} has no line{chosen and f' that ends in {chosen}'}, allowed: a name in each")
-    places = {os.path.splitext(name)[0]: place for place, name in enumerate(names)}
-    places |= {name: place for place, name in enumerate(names)}
-    found = {line: places.get(line, places.get(os.path.splitext(line)[0], -1)) for line in lines}
-    if missing := [line for line, place in found.items() if place < 0]:
-        raise ConfigError(
-            f"{where} names {len(missing)} of {len(found)} files that {config.path!r} does not hold, such as "
-            f"{missing[0]!r}; allowed: names as they are below it (LIST:N where lines are `name N`)"
-        )
-    return [names[place] for place in found.values()], [kinds[place] for place in found.values()] if kinds else []
+        condition = f" that ends in {value}" if value else ""
+        raise ConfigError(f"{where} has no line{condition}, allowed: a name in each line")
+    return lines

@@ -132,7 +132,7 @@ def _folder(config: DatasetConfig) -> Source:
 def _zip(config: DatasetConfig) -> Source:
     """The images in a zip, read where they lie in it; their classes are those of its dataset.json."""
     archive = ZipArchive(config)
-    names, labels = select_listed_files(config, *archive.images())
+    names, labels = select_listed_files(config, *archive.list_images())
     classes = list(map(str, range(max(labels) + 1))) if labels else None
     numbers = np.array(labels, np.int64) if labels else None
     return Source(len(names), lambda index: read_image(archive.read(names[index])), names.__getitem__, numbers, classes)
