@@ -40,7 +40,8 @@ class StopRequest:
     """Requests that this job end early, with their reason.
 
     As a context manager it handles SIGTERM, SIGUSR1 and SIGINT. Until `begin` there is nothing to save, and a signal
-    raises `StoppedEarly` where it arrives. From then on, `asked` returns the reason. A second SIGINT ends the process at once.
+    raises `StoppedEarly` where it arrives. From then on, `reason_to_stop` returns the reason. A second SIGINT
+    ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class CollectiveStop:
         Args:
             saving: seconds that the longest checkpoint took.
         """
-        asked = bool(self._leave.asked(saving))
+        asked = bool(self._leave.reason_to_stop(saving))
         count = distributed.ranks()
         if count == 1:
             return asked
