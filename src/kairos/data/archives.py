@@ -69,8 +69,8 @@ class ZipArchive:
         unmatched = sorted(labels.keys() ^ set(image_names))
         if unmatched:
             raise ConfigError(
-                f"{where} contains {len(labels)} names and the zip {len(image_names)} images, allowed: equal names; "
-                f"only one of them contains {unmatched[0]!r}"
+                f"{where} holds {len(labels)} names and the zip {len(image_names)} images, allowed: equal names; "
+                f"only one of them has {unmatched[0]!r}"
             )
         return labels
 

@@ -1,4 +1,4 @@
-"""Array files, read and written row by row; nothing of them stays in this process's memory."""
+"""Array files (.npy) that are read and written row by row, so that memory does not grow with the file."""
 
 import math
 import os
@@ -14,94 +14,116 @@ from kairos_timesteps.errors import DamagedError, KairosError
 
 
 class ArrayFile:
-    """The rows of a .npy file.
+    """A .npy file whose rows are read by indexing, ``array_file[3:5]``, as numpy arrays.
 
-    They are read and not mapped: what is read of a map counts as this process's memory, which would grow with the file,
+    The file is read, not memory-mapped. Mapped pages count as memory of this process, which would grow with the file,
     and a file that ends early would kill the process.
 
+    Args:
+        path: the file.
+        writable: open the file for `write` too.
+        start: byte at which the array begins, for a file that contains several arrays.
+
     Attributes:
-        shape, dtype: of the whole array.
+        shape: shape of the whole array.
+        dtype: data type of the array.
 
     Raises:
-        ValueError, EOFError: the file is no array, or ends early.
+        ValueError, EOFError: the file is not an array, or ends early.
     """
 
     def __init__(self, path: Path, writable: bool = False, start: int = 0):
         with open(path, "rb") as file:
-            file.seek(start)  # where the array begins in a file of several
+            file.seek(start)
             version = npy.read_magic(file)
-            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            self.shape, fortran, self.dtype = read(file)
-            self._start, end = file.tell(), file.seek(0, os.SEEK_END)
-        self._size = self.dtype.itemsize * math.prod(self.shape[1:])  # bytes of a row
-        if fortran or self.dtype.hasobject or not self.shape:
+            read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            self.shape, fortran_order, self.dtype = read_header(file)
+            self._first_byte = file.tell()
+            file_size = file.seek(0, os.SEEK_END)
+        self._row_size = self.dtype.itemsize * math.prod(self.shape[1:])  # bytes
+        if fortran_order or self.dtype.hasobject or not self.shape:
             raise ValueError(f"got {self.dtype} {self.shape} in Fortran's order, of objects, or without rows")
-        if end < self._start + self.shape[0] * self._size:
-            raise ValueError(f"ends after {end} bytes")
+        if file_size < self._first_byte + self.shape[0] * self._row_size:
+            raise ValueError(f"ends after {file_size} bytes")
         self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        self._opened = path, writable, start
+        self._arguments = path, writable, start
 
     def __reduce__(self) -> Any:
-        return ArrayFile, self._opened  # for another process
+        return ArrayFile, self._arguments  # another process opens the file again
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """A copy of some rows: of one by its number, of a slice, or of numbers (n,) in their order.
+        """Read a copy of some rows, selected by an integer, a slice, a mask, or an array of indices (n,).
 
         Raises:
             DamagedError: the file has become shorter.
         """
-        numbers = row_numbers(index, len(self))
-        rows = np.empty((*numbers.shape, *self.shape[1:]), self.dtype)
-        content, numbers = rows.reshape(-1).view(np.uint8), numbers.reshape(-1)
-        firsts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)  # of each run of rows that lie side by side
-        for first, end, number in zip(firsts.tolist(), [*firsts[1:].tolist(), numbers.size], numbers[firsts].tolist()):
-            self._moved(os.preadv, content[first * self._size : end * self._size], number)
+        indices = row_indices(index, len(self))
+        rows = np.empty((*indices.shape, *self.shape[1:]), self.dtype)
+        content = rows.reshape(-1).view(np.uint8)
+        indices = indices.reshape(-1)
+        # consecutive rows of the file are read at once: a run starts where an index does not follow its predecessor
+        run_starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1)
+        run_ends = [*run_starts[1:].tolist(), indices.size]
+        for start, end, first_row in zip(run_starts.tolist(), run_ends, indices[run_starts].tolist()):
+            self._transfer(os.preadv, content[start * self._row_size : end * self._row_size], first_row)
         return rows
 
     def write(self, first: int, rows: np.ndarray) -> None:
-        """Write rows from number `first` on straight into the file, where it was opened for that."""
-        self._moved(os.pwritev, np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8), first)
+        """Write rows into the file, from row `first` on; the file must be open for writing."""
+        self._transfer(os.pwritev, np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8), first)
 
     def flush(self) -> None:
-        """Make what was written durable."""
+        """Make all written rows durable on the disk."""
         os.fsync(self._file)
 
-    def _moved(self, move: Callable[[int, list[Any], int], int], content: np.ndarray, first: int) -> None:
-        place = self._start + first * self._size
-        while content.size:
-            count = move(self._file, [content.data], place)
+    def _transfer(self, operation: Callable[[int, list[Any], int], int], content: np.ndarray, first_row: int) -> None:
+        """Read into or write from `content`, uint8 (bytes,), with `os.preadv` or `os.pwritev`, from a row on."""
+        offset = self._first_byte + first_row * self._row_size
+        while content.size:  # one call may transfer less
+            count = operation(self._file, [content.data], offset)
             if not count:
-                raise DamagedError(f"{self._opened[0]}: ends early; make it again, or pull it with dvc")
-            content, place = content[count:], place + count
+                raise DamagedError(f"{self._arguments[0]}: ends early; make it again, or pull it with dvc")
+            content = content[count:]
+            offset += count
 
 
-def row_numbers(index: Any, count: int) -> np.ndarray:
-    """The numbers, () or (n,), from 0 of the rows that an index (or a mask) of an array with `count` rows means."""
+def row_indices(index: Any, count: int) -> np.ndarray:
+    """Convert an integer, slice, mask or array of indices to row indices from 0, int64 () or (n,).
+
+    Args:
+        index: index of an array with `count` rows; negative indices count from the end.
+        count: number of rows.
+
+    Raises:
+        IndexError: an index is out of range.
+    """
     if isinstance(index, slice):
         return np.arange(*index.indices(count))
-    index = np.asarray(index)
-    index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
-    if ((index < -count) | (index >= count)).any():
-        raise IndexError(f"row {index} of {count}")
-    return index % count
+    indices = np.asarray(index)
+    indices = np.flatnonzero(indices) if indices.dtype == bool else indices.astype(np.int64)
+    if ((indices < -count) | (indices >= count)).any():
+        raise IndexError(f"row {indices} of {count}")
+    return indices % count
 
 
 def iterate_blocks(arrays: Iterable[ArrayFile], size: int) -> Iterator[np.ndarray]:
-    """The rows of some arrays in turn, at most `size` at a time."""
-    return (array[start : start + size] for array in arrays for start in range(0, len(array), size))
+    """Yield the rows of several array files one after another, at most `size` rows at a time."""
+    for array in arrays:
+        for start in range(0, len(array), size):
+            yield array[start : start + size]
 
 
 def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> ArrayFile:
-    """A new .npy file of zeros, open for writing.
+    """Create a .npy file of zeros and open it for writing.
 
-    Its room on the disk is taken at once, so that a disk with too little is found before the work.
+    Its space on the disk is allocated at once, so that a full disk is noticed before the computation.
 
     Raises:
-        OSError: the disk has no room (ENOSPC); the message names the file.
+        OSError: the disk has too little space (ENOSPC); the message contains the path.
     """
     with open(path, "wb") as file:
         write_npy_header(file, shape, np.dtype(dtype))
@@ -115,25 +137,29 @@ def create_array(path: Path, shape: tuple[int, ...], dtype: Any) -> ArrayFile:
 
 def truncate_array(path: Path, count: int) -> None:
     """Cut a .npy file off after `count` rows."""
-    opened = ArrayFile(path)
-    shape = (count, *opened.shape[1:])
+    array = ArrayFile(path)
+    shape = (count, *array.shape[1:])
     with open(path, "r+b") as file:
-        write_npy_header(file, shape, opened.dtype)  # as long as that of any other number of rows
-        file.truncate(file.tell() + opened.dtype.itemsize * math.prod(shape))
+        write_npy_header(file, shape, array.dtype)  # numpy pads headers: their size does not depend on the row count
+        file.truncate(file.tell() + array.dtype.itemsize * math.prod(shape))
 
 
 def write_npy_header(file: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Write what a .npy file begins with."""
-    described = npy.dtype_to_descr(dtype)
-    npy.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
+    """Write the header of a .npy file at the current position of an open file."""
+    description = npy.dtype_to_descr(dtype)
+    npy.write_array_header_1_0(file, {"descr": description, "fortran_order": False, "shape": shape})
 
 
 def open_array(path: Path, command: str) -> ArrayFile:
-    """The rows of a .npy file.
+    """Open a .npy file for reading.
+
+    Args:
+        path: the file.
+        command: kairos command that writes the file, for the error message.
 
     Raises:
-        KairosError: it is missing; the message names the `command` of kairos that makes it.
-        DamagedError: it ends early, or is no array.
+        KairosError: the file is missing.
+        DamagedError: the file ends early, or is not an array.
     """
     if not path.is_file():
         raise KairosError(f"{path}: is missing; make it with: kairos {command}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kairos.data.arrays import open_array, row_numbers
+from kairos.data.arrays import open_array, row_indices
 from kairos.data.decode import to_pixels
 from kairos.data.settings import DatasetConfig
 from kairos.data.sources import Source, open_source
@@ -47,7 +47,7 @@ class LinkedImages:
             KairosError: their source cannot be opened where this runs.
             DamagedError: an image has changed since stage prepare, or has gone; it is named.
         """
-        chosen = row_numbers(index, len(self))
+        chosen = row_indices(index, len(self))
         images = np.fromiter(map(self._pixels, chosen.flat), np.dtype((np.uint8, self.shape[1:])), chosen.size)
         return images.reshape((*chosen.shape, *self.shape[1:]))
 
