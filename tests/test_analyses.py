@@ -361,12 +361,12 @@ def test_arguments_of_analyse_that_do_not_fit_are_rejected(tmp_path, capsys):
 
 
 def test_which_milestones_are_looked_at_reruns_no_measurement():
-    from kairos.workflow.dependencies import of
+    from kairos.workflow.dependencies import collect_params
 
     asked = [{"name": "areas", "milestones": [20]}]
     few, all_ = (experiment({"uniform": {}}, analyses=its) for its in (asked, ["areas"]))
-    assert of("measure_areas", few) == of("measure_areas", all_)
-    assert of("analyse_areas", few) != of("analyse_areas", all_)
+    assert collect_params("measure_areas", few) == collect_params("measure_areas", all_)
+    assert collect_params("analyse_areas", few) != collect_params("analyse_areas", all_)
 
 
 ASKED = """

@@ -58,10 +58,12 @@ def test_optimisers_schedules_and_averages_belong_to_the_code(registry, field, m
 
 def test_metrics_belong_to_the_code_of_an_evaluation():
     plain = experiment()
-    before = {stage: dependencies.of(stage, plain)["code"] for stage in ("evaluate", "reference", "sample")}
+    before = {stage: dependencies.collect_params(stage, plain)["code"] for stage in ("evaluate", "reference", "sample")}
     METRICS.add("elsewhere", "colorsys:rgb_to_hls")
     try:
-        changed = {stage for stage, digest in before.items() if dependencies.of(stage, plain)["code"] != digest}
+        changed = {
+            stage for stage, digest in before.items() if dependencies.collect_params(stage, plain)["code"] != digest
+        }
     finally:
         del METRICS["elsewhere"]
     assert changed == {"evaluate", "reference"}

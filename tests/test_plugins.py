@@ -285,7 +285,10 @@ def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
     Path("deep").mkdir()
     plain, manifest = case(), {"content_sha256": "", "autoencoder_sha256": ""}
     identities = [compute_identity(plain, method, 0, manifest, "cpu")["identity"] for method in METHODS]
-    stages = [dependencies.of(stage, plain, "power") for stage in ("prepare", "train", "sample", "evaluate", "report")]
+    stages = [
+        dependencies.collect_params(stage, plain, "power")
+        for stage in ("prepare", "train", "sample", "evaluate", "report")
+    ]
     without = experiment({"uniform": {}})
     assert compute_identity(without, "uniform", 0, manifest, "cpu")["identity"] == identities[0]
     assert "plugins" not in without
@@ -294,7 +297,8 @@ def test_the_path_of_a_plugin_changes_no_identity_and_reruns_no_stage(folder):
     moved = case("deep/renamed.py")
     assert [compute_identity(moved, method, 0, manifest, "cpu")["identity"] for method in METHODS] == identities
     stages_after = [
-        dependencies.of(stage, moved, "power") for stage in ("prepare", "train", "sample", "evaluate", "report")
+        dependencies.collect_params(stage, moved, "power")
+        for stage in ("prepare", "train", "sample", "evaluate", "report")
     ]
     assert stages_after == stages
 

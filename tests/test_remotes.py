@@ -197,6 +197,6 @@ def test_no_job_calls_dvc(monkeypatch):
     plain = load(ROOT / "params.yaml").plain()
     method = next(iter(plain["methods"]))
     monkeypatch.setattr(dependencies, "fingerprint", modules)
-    for stage in (*dependencies.SHARED, *dependencies.PER_TRAINING, "report", "track"):
-        reached = dependencies.of(stage, plain, method)["code"]
+    for stage in (*dependencies.SHARED_STAGES, *dependencies.TRAINING_STAGES, "report", "track"):
+        reached = dependencies.collect_params(stage, plain, method)["code"]
         assert not {"kairos.cli.doctor", "kairos.workflow.ledger", "kairos.status.tool_checks"} & set(reached), stage

@@ -19,7 +19,7 @@ from kairos.data.latents import open_latents
 from kairos.files import read_json
 from kairos.sampling.samples_file import open_samples, write_samples
 from kairos.shards import Shard
-from kairos.workflow.dependencies import of
+from kairos.workflow.dependencies import collect_params
 from kairos.workflow.layout import Layout
 from kairos.workflow.ledger import targets
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -292,7 +292,7 @@ def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
     one = layout(autoencoder={"kind": "train"}, sampling={"batch_size": 32}, seeds=[0, 1])
     for stage in ("autoencoder", "encode", "sample"):  # what is complete is not made again for a number of shards
         method = "uniform" if stage == "sample" else None
-        assert of(stage, one.plain, method) == of(stage, sharded.plain, method)
+        assert collect_params(stage, one.plain, method) == collect_params(stage, sharded.plain, method)
 
 
 @pytest.mark.long

@@ -185,11 +185,16 @@ def _import(config: str) -> bool:
     Returns whether a GPU is here.
     """
     from kairos.config import load
-    from kairos.workflow.dependencies import PER_TRAINING, parts, shared
+    from kairos.workflow.dependencies import TRAINING_STAGES, find_dependencies, shared_stages
 
     plain = load(config).plain()
-    stages = STAGES.intersection((*shared(plain), *PER_TRAINING))
-    roots = {root for stage in stages for method in plain["methods"] for root in parts(stage, plain, method)[1]}
+    stages = STAGES.intersection((*shared_stages(plain), *TRAINING_STAGES))
+    roots = {
+        root
+        for stage in stages
+        for method in plain["methods"]
+        for root in find_dependencies(stage, plain, method).modules
+    }
     roots |= {"torch._dynamo", "kairos.training.run", "kairos.staging", "kairos.tracking.live"}
     roots |= {"kairos.autoencoders.train"} if plain["autoencoder"]["kind"] != "none" else set()
     for module in sorted(root for root in roots if root.startswith(("torch.", "kairos.", "kairos_timesteps."))):

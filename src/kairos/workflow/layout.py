@@ -83,7 +83,7 @@ class Layout:
     @property
     def shared(self) -> tuple[str, ...]:
         """The stages that all trainings share, in order."""
-        return dependencies.shared(self.plain)
+        return dependencies.shared_stages(self.plain)
 
     @property
     def text(self) -> list[str]:
@@ -198,13 +198,13 @@ class Layout:
 
         As functions, since code is looked at for the stages alone whose jobs there are: in a job, for one.
         """
-        of_training = stage in dependencies.PER_TRAINING
-        of_method = cache(lambda method: dependencies.of(stage, self.plain, method))
+        of_training = stage in dependencies.TRAINING_STAGES
+        of_method = cache(lambda method: dependencies.collect_params(stage, self.plain, method))
 
         def of_wildcards(name: str) -> Callable[[Any], Any]:
             return lambda wildcards: of_method(wildcards.method if of_training else None)[name]
 
-        names, _ = dependencies.parts(stage, self.plain, self.methods[0])
+        names, _ = dependencies.find_dependencies(stage, self.plain, self.methods[0])
         return {name: of_wildcards(name) for name in (*names, "code")}
 
     def training(self, method: str, seed: int | str) -> str:
@@ -231,7 +231,7 @@ class Layout:
         records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
         of_step = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
         each = ["training.json", "metrics.jsonl", *(name.format(step) for step in self.steps for name in of_step)]
-        jobs = product(dependencies.PER_TRAINING, self.trainings, self.segments)
+        jobs = product(dependencies.TRAINING_STAGES, self.trainings, self.segments)
         return [
             *(f"{self.results}/{record}.json" for record in records),
             *(f"{self.training(*training)}/{name}" for training in self.trainings for name in each),
@@ -243,8 +243,8 @@ class Layout:
         """Number of jobs of each stage."""
         parts = len(self.trainings) * len(self.segments)
         counts: dict[str, int] = {}
-        for stage in (*self.shared, *dependencies.PER_TRAINING):
-            number = parts if stage in dependencies.PER_TRAINING else 1
+        for stage in (*self.shared, *dependencies.TRAINING_STAGES):
+            number = parts if stage in dependencies.TRAINING_STAGES else 1
             counts |= dict(zip(self.rules(stage), (number, number * len(self.shards(stage)))))
         counts |= {f"measure_{name}": len(self.measured(name)) for name in self.analyses if self.measured(name)}
         counts |= {f"analyse_{name}": 1 for name in self.analyses}

@@ -44,12 +44,14 @@ def write_dependencies(config: Path, out: Path) -> None:
     if missing := set(layout.shared) - set(stages):
         advice = "add it in the manner of autoencoder, and its manifest to the deps of encode"
         raise ConfigError(f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; {advice}")
-    table: dict[str, Any] = {stage: dependencies.of(stage, layout.plain) for stage in (*layout.shared, "report")}
-    for stage, method in product(dependencies.PER_TRAINING, layout.methods):
+    table: dict[str, Any] = {
+        stage: dependencies.collect_params(stage, layout.plain) for stage in (*layout.shared, "report")
+    }
+    for stage, method in product(dependencies.TRAINING_STAGES, layout.methods):
         place = table.setdefault(stage, {})
         for part in method.split("."):  # DVC looks for a key part by part
             place = place.setdefault(part, {})
-        place["fields"] = dependencies.of(stage, layout.plain, method)
+        place["fields"] = dependencies.collect_params(stage, layout.plain, method)
         place["fields"] |= {"milestones": list(layout.experiment.milestones)}
     text = yaml.safe_dump(json.loads(json.dumps(table)), sort_keys=True)  # no value twice, so no YAML anchors
     if not out.exists() or out.read_text(encoding="utf-8") != text:
@@ -84,9 +86,9 @@ def targets(layout: Layout, stage: str, method: str | None, seed: int | None) ->
     Raises:
         ConfigError: the experiment has no such stage, or it needs a method and a seed of the experiment, or has none.
     """
-    rules, stages = layout.rules(stage), (*layout.shared, *dependencies.PER_TRAINING, "report")
+    rules, stages = layout.rules(stage), (*layout.shared, *dependencies.TRAINING_STAGES, "report")
     demand(stage in stages, "ledger run", f"stage {stage!r}", ", ".join(stages))
-    if stage in dependencies.PER_TRAINING:
+    if stage in dependencies.TRAINING_STAGES:
         allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
         if method not in layout.methods or seed not in layout.experiment.seeds:
             raise rejection(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
