@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"kairos": "src", "kairos_timesteps": "library/src"}  # of each package
 
 MODULES = [
-    *(f"kairos.training.{name}" for name in ("checkpoint", "run_folder", "state", "passes", "lengths", "identity")),
+    *(f"kairos.training.{name}" for name in ("checkpoint", "run_folder", "state", "lengths", "identity")),
     *(f"kairos_timesteps.samplers.{name}" for name in ("fixed", "log_snr", "combined", "speed", "losses")),
     *(f"kairos_timesteps.{name}" for name in ("base", "coordinates", "weightings.fixed", "incomplete_beta", "numeric")),
     *(f"kairos.{name}" for name in ("report.ranking", "report.compare", "evaluation.moments", "evaluation.metrics")),

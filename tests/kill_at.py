@@ -27,7 +27,7 @@ def prepare(point: str, count: int) -> None:
     from kairos_timesteps.samplers.adaptive import Adaptive
 
     if point == "step":  # before a step is computed
-        loop._passes = die_at(count, loop._passes)
+        loop._forward_backward = die_at(count, loop._forward_backward)
     elif point == "after_optimizer":  # the optimiser has stepped, the sampler has not measured it yet
         Adaptive._measure = die_at(2 * count, Adaptive._measure)
     elif point in ("half_written", "not_synced", "not_renamed"):  # inside a checkpoint write

@@ -18,9 +18,9 @@ from commands import Commands
 from kairos.cli import main
 from kairos.files import read_json
 from kairos.training import checkpoint
-from kairos.training.passes import cut
 from kairos.training.run import train
 from kairos.training.run_folder import lock_run_folder
+from kairos.training.state import split_into_micro_batches
 from kairos_timesteps.errors import ConfigError, KairosError
 from training_case import difference, experiment, hashes, make_latents, started, train_command, write_experiment
 
@@ -228,15 +228,15 @@ def test_an_error_in_the_ranks_is_said_once_in_one_line(folder, tmp_path):
     assert word["state"] == "failed" and "not finite" in word["message"] and "\n" not in word["message"]
 
 
-def test_passes_cut_the_global_batch_alike_for_any_number_of_processes():
+def test_micro_batches_cut_the_global_batch_alike_for_any_number_of_processes():
     for size, microbatch, processes in ((16, 3, 1), (16, 3, 2), (16, 3, 4), (16, None, 3), (7, 1, 7), (5, 2, 3)):
-        parts = [cut(size, microbatch, rank, processes) for rank in range(processes)]
+        parts = [split_into_micro_batches(size, microbatch, rank, processes) for rank in range(processes)]
         assert all(parts)
         joined = [one for part in parts for one in part]
         assert [number for number, _ in joined] == list(range(len(joined)))
         assert [k for _, place in joined for k in range(size)[place]] == list(range(size))
         if microbatch is not None:
-            assert joined == cut(size, microbatch, 0, 1)
+            assert joined == split_into_micro_batches(size, microbatch, 0, 1)
 
 
 @pytest.mark.parametrize(

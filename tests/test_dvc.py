@@ -121,7 +121,7 @@ def test_dependencies_change_with_results_only(copy, tmp_path):
     before = table()
     with copy.edited("src/kairos/training/loop.py", "\n\n\n", "\n\n\n# a comment\n\n"):
         assert table() == before
-    with copy.edited("src/kairos/training/passes.py", "from", "EXTRA = 1\nfrom"):
+    with copy.edited("src/kairos/training/state.py", "import math", "EXTRA = 1\nimport math"):
         after = table()
         assert {stage for stage in before if before[stage] != after[stage]} == {"train"}
     with copy.edited("params.yaml", "{sampler: log_normal}", "{sampler: {name: log_normal, s: 2}}"):

@@ -324,12 +324,12 @@ def test_two_processes_and_a_second_pass(hiding, latents, tmp_path, monkeypatch)
 
 def test_the_memory_guard_tries_both_passes(hiding, latents):
     from kairos.data.latents import open_latents
-    from kairos.training.memory import largest_fitting
+    from kairos.training.memory import find_fitting_batch
     from kairos.training.state import TrainingState
 
     training = TrainingState(hiding({"uniform": {}}), "uniform", 0, open_latents(latents), torch.device("cpu"))
     training.model.train()
-    assert largest_fitting(training, 16) == 16
+    assert find_fitting_batch(training, 16) == 16
     assert [mask is None for _, _, mask in Hiding.calls] == [True, False] * 2
 
 

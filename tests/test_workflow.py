@@ -109,7 +109,7 @@ def test_comments_and_formatting_rerun_nothing(done):
 
 
 def test_an_expression_of_the_training_loop_reruns_all_trainings(done):
-    with done.edited("src/kairos/training/passes.py", "from", "EXTRA = 1\nfrom"):
+    with done.edited("src/kairos/training/state.py", "import math", "EXTRA = 1\nimport math"):
         assert done.to_do() == {**jobs(["train", "sample", "evaluate"]), **AFTER}
 
 

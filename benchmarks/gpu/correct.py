@@ -348,10 +348,10 @@ def obey(order: dict[str, Any]) -> None:
             port = one.getsockname()[1]
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        training.trained = torch.nn.parallel.DistributedDataParallel(training.network)
+        training.ddp_network = torch.nn.parallel.DistributedDataParallel(training.network)
     for _ in train_steps(training, order["steps"]):
         pass
-    write_json(Path(order["out"]) / "hashes.json", component_hashes(training.state()))
+    write_json(Path(order["out"]) / "hashes.json", component_hashes(training.state_dict()))
     if order["wrapped"]:
         torch.distributed.destroy_process_group()
 

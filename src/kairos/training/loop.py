@@ -1,8 +1,7 @@
-"""The training loop, and everything that a step does. What is random in step k is a function of (seed, k).
+"""The training loop: what one step computes. Everything random in step k is a function of (seed, k).
 
-Several processes share a step: each computes its part of the global batch, so that their number, like that of
-microbatches, changes nothing but the order of sums. A step that logs nothing waits for nothing: what is measured stays
-on the device.
+Several ranks share a step: each computes its slice of the global batch. The number of ranks and of micro-batches
+changes the order of sums and nothing else. A step that logs nothing does not synchronise with the device.
 """
 
 import math
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from kairos import ranks
+from kairos.data.batches import Batch
 from kairos.losses.terms import LossBatch, Prediction
 from kairos.training.lengths import log_interval
-from kairos.training.state import TrainingState
+from kairos.training.state import MicroBatch, TrainingState
 from kairos_timesteps import distributed
 from kairos_timesteps.errors import DivergedError
 from kairos_timesteps.randomness import Stream, derived_seed
@@ -25,60 +25,62 @@ from kairos_timesteps.strategy import Draw
 
 
 def train_steps(training: TrainingState, end: int) -> Iterator[dict[str, Any] | None]:
-    """Train until step `end`; after each step comes its line of metrics, of the global batch, where it logs one.
+    """Train up to step `end`, and yield after each step its line of metrics.jsonl, or None if the step logs nothing.
+
+    Metrics are those of the global batch. Steps that do not log leave `training.all_finite` on the device, so that the
+    caller can check them later.
 
     Raises:
-        DivergedError: the loss or the gradient of a step is not finite; where a device is not waited for, `sound` of
-            the training says so later.
+        DivergedError: the loss or the gradient of a step is not finite; the step has not changed the weights.
     """
-    seed, strategy = training.seed, training.strategy
-    every = log_interval(training.settings["log_every"], training.device.type)
+    interval = log_interval(training.settings["log_every"], training.device.type)
     for batch in training.batches.steps(training.step, end):
-        step, shape = batch.step, batch.x0.shape[1:]
-        logs = (step + 1) % every == 0
+        step = batch.step
+        logs = (step + 1) % interval == 0
 
         # draw timesteps with their weights, and noise for each image
-        said = batch.visit if strategy.sampler.points == "epochs" else {}
-        draw = strategy.draw(batch.x0, index=batch.sample_indices, total=training.settings["batch_size"], **said)
-        drawn = Stream(seed, "noise").normal(step, batch.sample_indices, shape, training.device, training.dtype)
-        noise = strategy.couple(draw, drawn)
+        draw, noise = _draw_timesteps_and_noise(training, batch)
 
         # forward and backward passes
         training.model.train()
         training.optimizer.zero_grad(set_to_none=True)
-        computed = _passes(training, draw, noise, batch.conditions)
-        norm = nn.utils.clip_grad_norm_(training.parameters, training.grad_clip)
-        training.sound &= norm.isfinite()
+        result = _forward_backward(training, draw, noise, batch.conditions)
+        gradient_norm = nn.utils.clip_grad_norm_(training.parameters, training.grad_clip)
+        training.all_finite &= gradient_norm.isfinite()
 
         # measure
-        line = _line(training, draw, computed, norm) if logs else None
-        if (logs or training.device.type == "cpu") and not training.sound:
-            diverged(step, line)
+        metrics = _compute_metrics(training, draw, result, gradient_norm) if logs else None
+        if (logs or training.device.type == "cpu") and not training.all_finite:
+            raise divergence_error(step, metrics)
 
-        # move the weights; samplers that learn look at the network before and after
+        # update the weights; samplers that learn evaluate the network before and after the update
         rate = training.learning_rate(step)
         for group in training.optimizer.param_groups:
             group["lr"] = rate
-        network, context = training.network, training.autocast()
-        with strategy.observe(draw, network, training.optimizer, batch.conditions, context):
+        with training.strategy.observe(
+            draw, training.network, training.optimizer, batch.conditions, training.autocast()
+        ):
             training.optimizer.step()
         training.average.update(step)
         training.step += 1
-        yield {**line, "lr": rate, "sampler": strategy.sampler.statistics()} if line is not None else None
+
+        if metrics is not None:
+            metrics |= {"lr": rate, "sampler": training.strategy.sampler.statistics()}
+        yield metrics
 
 
 @dataclass(frozen=True)
-class Computed:
-    """Results of forward and backward passes, for the log and for probes: ``probe(training, draw, computed)``.
+class StepResult:
+    """Results of the forward and backward passes of a step, for metrics and for probes.
 
-    A probe is called in steps that log, after the backward pass and before the optimiser step; what it returns is
-    written to the step's line of metrics.jsonl under its name. It draws from a random stream of its own and must leave
-    the model as it is, so that a training's trajectory does not depend on its probes.
+    A probe is a function ``probe(training, draw, result)``. Steps that log call it after the backward pass and before
+    the optimiser step, and write its return value to metrics.jsonl under its name. A probe draws from a random stream
+    of its own and must not change the model, so that the trajectory of a run does not depend on its probes.
 
     Attributes:
         prediction: batch, noise, timesteps and output.
         terms: per-sample losses by name, each (batch,).
-        objective: what these samples add to the mean over the global batch, times the number of ranks.
+        objective: contribution of these samples to the mean over the global batch, times the number of ranks.
     """
 
     prediction: Prediction
@@ -86,41 +88,77 @@ class Computed:
     objective: Tensor
 
 
-def _passes(training: TrainingState, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]) -> Computed:
-    """Forward and backward passes of this rank's part, in microbatches; gradients add up over passes and ranks."""
-    if len(training.passes) == 1:
-        return _pass(training, *training.passes[0], draw, noise, conditions)
-    done, first, last = [], training.batches.index.start, training.passes[-1][0]
-    for number, place in training.passes:
-        here = slice(place.start - first, place.stop - first)
-        part = draw.rows(here.start, here.stop)
-        chosen = {name: values[here] for name, values in conditions.items()}
-        with nullcontext() if number == last or training.trained is training.network else training.trained.no_sync():
-            done.append(_pass(training, number, place, part, noise[here], chosen))
-    terms = {name: torch.cat([one.terms[name] for one in done]) for name in done[0].terms}
-    x_t, output = (torch.cat([getattr(one.prediction, name) for one in done]) for name in ("x_t", "output"))
+def _draw_timesteps_and_noise(training: TrainingState, batch: Batch) -> tuple[Draw, Tensor]:
+    """Draw timesteps with their weights, and the noise that the strategy couples with the images of a batch."""
+    strategy, step = training.strategy, batch.step
+    visit = batch.visit if strategy.sampler.points == "epochs" else {}
+    draw = strategy.draw(batch.x0, index=batch.sample_indices, total=training.settings["batch_size"], **visit)
+    image_shape = batch.x0.shape[1:]
+    noise = Stream(training.seed, "noise").normal(
+        step, batch.sample_indices, image_shape, training.device, training.dtype
+    )
+    return draw, strategy.couple(draw, noise)
+
+
+def _forward_backward(training: TrainingState, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]) -> StepResult:
+    """Run the forward and backward passes of this rank's micro-batches; gradients add up over passes and ranks."""
+    if len(training.micro_batches) == 1:
+        return _forward_backward_micro_batch(training, training.micro_batches[0], draw, noise, conditions)
+    results = []
+    first_sample = training.micro_batches[0].samples.start
+    for micro_batch in training.micro_batches:
+        start, stop = micro_batch.samples.start - first_sample, micro_batch.samples.stop - first_sample
+        rows = slice(start, stop)
+        selected_conditions = {name: values[rows] for name, values in conditions.items()}
+        # ranks exchange gradients once, in their last backward pass
+        is_last = micro_batch == training.micro_batches[-1]
+        postpones_exchange = training.ddp_network is not training.network and not is_last
+        with training.ddp_network.no_sync() if postpones_exchange else nullcontext():
+            results.append(
+                _forward_backward_micro_batch(
+                    training, micro_batch, draw.rows(start, stop), noise[rows], selected_conditions
+                )
+            )
+    return _join_results(training, draw, noise, results)
+
+
+def _join_results(training: TrainingState, draw: Draw, noise: Tensor, results: list[StepResult]) -> StepResult:
+    """Join the results of micro-batches to the result of this rank's slice of the batch."""
+    terms = {name: torch.cat([result.terms[name] for result in results]) for name in results[0].terms}
+    x_t = torch.cat([result.prediction.x_t for result in results])
+    output = torch.cat([result.prediction.output for result in results])
     prediction = Prediction(training.process, draw.x0, noise, draw.t, x_t, output)
-    return Computed(prediction, terms, torch.stack([one.objective for one in done]).sum())
+    return StepResult(prediction, terms, torch.stack([result.objective for result in results]).sum())
 
 
-def _pass(
-    training: TrainingState, number: int, place: slice, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]
-) -> Computed:
-    """Forward and backward pass number `number` of the global batch, which is of the samples `place` in it."""
-    torch.manual_seed(derived_seed(training.seed, f"dropout {number}" if number else "dropout", draw.step))
-    samples = LossBatch(training.seed, draw.step, range(place.start, place.stop))
-    prediction, terms = predicted(training, training.trained, samples, draw.x0, noise, draw.t, conditions)
-    weighted, plain = _scaled(training, terms, weighted=True), _scaled(training, terms, weighted=False)
-    means = [training.strategy.loss(draw, torch.stack(weighted).sum(0)), *(term.mean() for term in plain)]
-    share = len(draw.t) / training.settings["batch_size"]
-    # DistributedDataParallel takes the mean over the ranks
-    objective = torch.stack(means).sum() * (share * distributed.ranks())
+def _forward_backward_micro_batch(
+    training: TrainingState, micro_batch: MicroBatch, draw: Draw, noise: Tensor, conditions: dict[str, Tensor]
+) -> StepResult:
+    """Run forward and backward pass of one micro-batch; `draw`, `noise` and `conditions` are of its samples alone."""
+    number, step = micro_batch.number, draw.step
+    torch.manual_seed(derived_seed(training.seed, f"dropout {number}" if number else "dropout", step))
+    samples = LossBatch(training.seed, step, range(micro_batch.samples.start, micro_batch.samples.stop))
+    prediction, terms = predict_and_compute_losses(
+        training, training.ddp_network, samples, draw.x0, noise, draw.t, conditions
+    )
+
+    # the strategy's weights apply to the weighted terms alone
+    weighted_terms = _scale_terms(training, terms, weighted=True)
+    unweighted_terms = _scale_terms(training, terms, weighted=False)
+    weighted_mean = training.strategy.loss(draw, torch.stack(weighted_terms).sum(0))
+    means = [weighted_mean, *(term.mean() for term in unweighted_terms)]
+
+    # DistributedDataParallel averages gradients over the ranks; the factor makes the average a sum
+    fraction_of_batch = len(draw.t) / training.settings["batch_size"]
+    objective = torch.stack(means).sum() * (fraction_of_batch * distributed.ranks())
     objective.backward()
-    terms = {name: term.detach() for name, term in terms.items()}
-    return Computed(replace(prediction, output=prediction.output.detach()), terms, objective.detach())
+
+    detached_terms = {name: term.detach() for name, term in terms.items()}
+    detached_prediction = replace(prediction, output=prediction.output.detach())
+    return StepResult(detached_prediction, detached_terms, objective.detach())
 
 
-def predicted(
+def predict_and_compute_losses(
     training: TrainingState,
     network: Any,
     samples: LossBatch,
@@ -129,11 +167,21 @@ def predicted(
     t: Tensor,
     conditions: dict[str, Tensor],
 ) -> tuple[Prediction, dict[str, Tensor]]:
-    """Compute a network's prediction for some samples, and the terms of its loss by name, each (batch,)."""
+    """Compute a network's prediction for noised images, and the loss terms by name, each (batch,).
 
-    def predict(x_t: Tensor, further: dict[str, Tensor]) -> Tensor:
+    Args:
+        training: provides forward process, losses and precision.
+        network: called as ``network(x_t, t, conditions)`` by the forward process.
+        samples: random coordinates of the samples, for loss terms that draw random numbers.
+        x0: images, (batch, c, h, w).
+        noise: noise, shape of x0.
+        t: times, (batch,).
+        conditions: conditions by name, each (batch, ...).
+    """
+
+    def predict(x_t: Tensor, more_conditions: dict[str, Tensor]) -> Tensor:
         with training.autocast():
-            output: Tensor = training.process.predict(network, x_t, t, {**conditions, **further})
+            output: Tensor = training.process.predict(network, x_t, t, {**conditions, **more_conditions})
         return output
 
     x_t = training.process.noised(x0, noise, t)
@@ -141,32 +189,39 @@ def predicted(
     return prediction, {name: function(options, prediction) for name, options, function in training.losses}
 
 
-def _scaled(training: TrainingState, terms: dict[str, Tensor], weighted: bool) -> list[Tensor]:
+def _scale_terms(training: TrainingState, terms: dict[str, Tensor], weighted: bool) -> list[Tensor]:
+    """Return the loss terms that the strategy weights, or those that it does not, times their scale options."""
     return [options.scale * terms[name] for name, options, _ in training.losses if options.weighted is weighted]
 
 
-def _line(training: TrainingState, draw: Draw, computed: Computed, norm: Tensor) -> dict[str, Any]:
-    """Return the line of metrics.jsonl for a step, averaged over the global batch."""
-    settings, step = training.settings, draw.step
-    told = {name: probe(training, draw, computed) for name, probe in training.probes.items()}
-    share = len(draw.x0) / settings["batch_size"]
-    sums = [computed.objective / distributed.ranks(), *(term.mean() * share for term in computed.terms.values())]
-    loss, *means = ranks.add(torch.stack([value.double() for value in sums]).tolist())
-    training.sound &= math.isfinite(loss)
+def _compute_metrics(training: TrainingState, draw: Draw, result: StepResult, gradient_norm: Tensor) -> dict[str, Any]:
+    """Return the line of metrics.jsonl for a step, averaged over the global batch; calls probes on every rank."""
+    batch_size, step = training.settings["batch_size"], draw.step
+    probe_values = {name: probe(training, draw, result) for name, probe in training.probes.items()}
+    fraction_of_batch = len(draw.x0) / batch_size
+    contributions = [result.objective / distributed.ranks()]
+    contributions += [term.mean() * fraction_of_batch for term in result.terms.values()]
+    loss, *term_means = ranks.add(torch.stack([value.double() for value in contributions]).tolist())
+    training.all_finite &= math.isfinite(loss)
     return {
         "step": step + 1,
-        "images": (step + 1) * settings["batch_size"],
+        "images": (step + 1) * batch_size,
         "loss": loss,
-        **dict(zip(computed.terms, means, strict=True)),
-        "grad_norm": norm.item(),
-        **told,
+        **dict(zip(result.terms, term_means, strict=True)),
+        "grad_norm": gradient_norm.item(),
+        **probe_values,
     }
 
 
-def diverged(step: int, line: dict[str, Any] | None = None) -> None:
-    """Refuse to go on from a step, from 0, that is not finite; raises DivergedError."""
-    found = f"loss {line['loss']}, gradient norm {line['grad_norm']}" if line else "loss or gradient"
-    raise DivergedError(
-        f"step {step + 1}: {found}: not finite, stopped before the step was taken; the last good state is kept. A "
-        "lower training.optimizer.lr, warm-up or precision fp32 may help"
+def divergence_error(step: int, metrics: dict[str, Any] | None = None) -> DivergedError:
+    """Return the error for a step, counted from 0, whose loss or gradient is not finite.
+
+    Args:
+        step: number of the step.
+        metrics: metrics of the step if it logs.
+    """
+    values = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}" if metrics else "loss or gradient"
+    return DivergedError(
+        f"step {step + 1}: {values}: not finite; training stopped before the weights changed, and the last good state "
+        "is kept. Try a lower training.optimizer.lr, warm-up, or precision fp32"
     )

@@ -1,4 +1,4 @@
-"""A training that a device has not the memory for: refused with a microbatch that fits, found by trying."""
+"""Advice for a training run that does not fit into device memory: the largest micro-batch that fits, by measurement."""
 
 import gc
 from collections.abc import Iterator
@@ -8,68 +8,81 @@ from typing import Any
 import torch
 
 from kairos.losses.terms import LossBatch
-from kairos.training.loop import predicted
+from kairos.training.loop import predict_and_compute_losses
 from kairos.training.state import TrainingState
 from kairos_timesteps.errors import KairosError
 
 
-def guarded(training: TrainingState, lines: Iterator[Any]) -> Iterator[Any]:
-    """Yield the items of `lines`, the steps of a training run, and replace an out-of-memory error by advice.
+def explain_out_of_memory(training: TrainingState, steps: Iterator[Any]) -> Iterator[Any]:
+    """Yield the items of `steps`, and replace an out-of-memory error by one that states which micro-batch fits.
+
+    Args:
+        training: state that the steps train.
+        steps: results of the steps, from `kairos.training.loop.train_steps`.
 
     Raises:
-        KairosError: a step does not fit into the device's memory; the message contains the microbatch that fits.
+        KairosError: a step does not fit into the device's memory.
     """
-    with suppress(torch.OutOfMemoryError):  # with its traceback go the tensors of the step
-        yield from lines
+    # suppress also drops the traceback, which would keep the tensors of the step alive
+    with suppress(torch.OutOfMemoryError):
+        yield from steps
         return
-    field = "batch_size" if training.settings["microbatch"] is None else "microbatch"
-    whole = max(place.stop - place.start for _, place in training.passes)
-    fitting = largest_fitting(training, whole)
-    if fitting == whole:
+    largest_pass = max(micro_batch.samples.stop - micro_batch.samples.start for micro_batch in training.micro_batches)
+    fitting = find_fitting_batch(training, largest_pass)
+    if fitting == largest_pass:
         allowed = (
-            f"less beside it, for {whole} images fit into a pass of their own (measured): another sampler, a "
-            "smaller model, or no other process on the device"
+            f"less memory for everything else, because a pass of {largest_pass} images alone fits (measured): another "
+            "sampler, a smaller model, or no other process on the device"
         )
     elif fitting:
         allowed = f"training.microbatch: {fitting} keeps the batch and fits (measured)"
     else:
         allowed = "a smaller model: a pass of 1 image does not fit (measured)"
+    field = "batch_size" if training.settings["microbatch"] is None else "microbatch"
     device = str(training.device)
     if training.device.type == "cuda":
         device += f" ({torch.cuda.get_device_properties(training.device).total_memory / 2**30:.0f} GiB)"
-    where = f"out of memory on {device} at step {training.step + 1}"
-    raise KairosError(f"training.{field}: got {training.settings[field]}: {where}; allowed: {allowed}")
+    problem = f"out of memory on {device} at step {training.step + 1}"
+    raise KairosError(f"training.{field}: got {training.settings[field]}: {problem}; allowed: {allowed}")
 
 
-def largest_fitting(training: TrainingState, whole: int) -> int:
-    """The images of a pass that fit: `whole`, or the largest power of two below it that does; 0: not one does."""
+def find_fitting_batch(training: TrainingState, largest: int) -> int:
+    """Return the number of images of a forward and backward pass that fits into memory, by trying.
+
+    Tries `largest` and then the powers of two below it. Returns 0 if a single image does not fit.
+    """
     training.optimizer.zero_grad(set_to_none=True)
-    _free()
-    # what the optimiser keeps from its first step on: as much again, twice for Adam
-    held = [] if training.optimizer.state else [torch.empty_like(p) for p in training.parameters for _ in range(2)]
-    for size in (whole, *(2**n for n in reversed(range((whole - 1).bit_length())))):
+    _free_memory()
+    reserved = []
+    if not training.optimizer.state:
+        # the optimiser allocates its moments in the first step: Adam keeps two values per parameter
+        reserved = [torch.empty_like(parameter) for parameter in training.parameters for _ in range(2)]
+    powers_of_two = [2**exponent for exponent in reversed(range((largest - 1).bit_length()))]
+    for size in (largest, *powers_of_two):
         try:
-            _pass(training, size)
+            _try_passes(training, size)
         except torch.OutOfMemoryError:
             training.optimizer.zero_grad(set_to_none=True)
         else:
-            del held
+            del reserved
             return size
-        _free()
+        _free_memory()
     return 0
 
 
-def _pass(training: TrainingState, size: int) -> None:
-    """Two forward and backward passes of `size` images: the second adds to gradients that are there."""
+def _try_passes(training: TrainingState, size: int) -> None:
+    """Run two forward and backward passes of `size` images; the second one adds to existing gradients."""
     batch = next(training.batches.steps(training.step, training.step + 1))
-    x0, conditions = batch.x0[:size], {name: values[:size] for name, values in batch.conditions.items()}
+    x0 = batch.x0[:size]
+    conditions = {name: values[:size] for name, values in batch.conditions.items()}
     t = training.process.times(torch.full((size,), 0.5, dtype=torch.float64)).to(training.device)
     samples = LossBatch(training.seed, training.step, range(size))
     for _ in range(2):
-        _, terms = predicted(training, training.model, samples, x0, x0, t, conditions)
+        _, terms = predict_and_compute_losses(training, training.model, samples, x0, x0, t, conditions)
         torch.stack([*terms.values()]).sum().backward()
 
 
-def _free() -> None:
+def _free_memory() -> None:
+    """Release unused memory to the device."""
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where no GPU is in use
+    torch.cuda.empty_cache()  # does nothing if no GPU is in use

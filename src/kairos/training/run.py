@@ -22,8 +22,8 @@ from kairos.training import launch
 from kairos.training.checkpoint import component_hashes
 from kairos.training.identity import code_roots, compute_identity
 from kairos.training.job import CollectiveStop, ProgressFile, StoppedEarly, StopRequest
-from kairos.training.loop import diverged, train_steps
-from kairos.training.memory import guarded
+from kairos.training.loop import divergence_error, train_steps
+from kairos.training.memory import explain_out_of_memory
 from kairos.training.provenance import provenance, versions
 from kairos.training.run_folder import RunFolder, lock_run_folder, read_timing
 from kairos.training.state import TrainingState
@@ -183,7 +183,7 @@ class TrainingJob:
         facts, begun = "", time.perf_counter()
         with open(self.store.metrics if self.first else os.devnull, "a", encoding="utf-8") as metrics:
             self.progress.at(training.step, self.seconds)
-            for line in guarded(training, train_steps(training, last)):
+            for line in explain_out_of_memory(training, train_steps(training, last)):
                 self.seconds += time.perf_counter() - begun
                 self.steps_run += 1
                 if line is not None:
@@ -215,7 +215,7 @@ class TrainingJob:
         step = ranks.on_first(lambda: state["step"] if state else 0)
         if step or state:
             state = state or store.at(step, training.device)
-            training.load(state, step)
+            training.load_state_dict(state, step)
             if self.first:
                 say(f"{self.label}: goes on from step {training.step}")
         self.seconds = max((line["seconds"] for line in read_timing(store.timing)), default=0.0)
@@ -223,8 +223,8 @@ class TrainingJob:
     def _save(self, milestone: bool) -> None:
         """Keep the state; what is not finite is refused before it takes the place of a good one."""
         begun, step = time.monotonic(), self.training.step
-        if not self.training.sound:
-            diverged(step - 1)
+        if not self.training.all_finite:
+            raise divergence_error(step - 1)
         if milestone:
             self._milestone()
         if self.first:
@@ -233,7 +233,7 @@ class TrainingJob:
             times = {"seconds": round(self.seconds, 3), "steps_run": self.steps_run, "started": self.started}
             with open(self.store.timing, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **times}) + "\n")
-            self.store.save(step, self.training.state())
+            self.store.save(step, self.training.state_dict())
         ranks.meet()
         self.saving = max(self.saving, time.monotonic() - begun)
 

@@ -1,8 +1,13 @@
-"""State of a training run: model, average of its weights, optimiser, strategy, and the code that updates them."""
+"""State of a training run: model, average of its weights, optimiser, timestep strategy, and the code that builds them.
+
+`kairos.training.loop` updates the state, `kairos.training.run` saves and restores it.
+"""
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +20,6 @@ from kairos.losses.registries import LOSSES
 from kairos.milestones import load_start_weights
 from kairos.training.lengths import length_in_steps
 from kairos.training.optim import Average
-from kairos.training.passes import cut
 from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
 from kairos_timesteps import distributed
 from kairos_timesteps.errors import KairosError
@@ -24,82 +28,174 @@ from kairos_timesteps.registry import Registry, split
 from kairos_timesteps.strategy import Strategy
 
 
+class MicroBatch(NamedTuple):
+    """Samples of one forward pass.
+
+    Attributes:
+        number: number of the pass within the step, over all ranks, from 0.
+        samples: indices of the samples in the global batch.
+    """
+
+    number: int
+    samples: slice
+
+
 class TrainingState:
     """State of a training run, with the components that its configuration selects.
 
     Args:
         plain: the whole resolved experiment as plain values.
         method: name of the method.
-        seed: of the training.
-        latents: what is trained on.
-        device: where it is computed.
+        seed: seed of the training run.
+        latents: training data.
+        device: device that computes the run.
+
+    Attributes:
+        settings: section `training` of the experiment.
+        micro_batches: forward passes of this rank in every step.
+        batches: source of x0 and conditions.
+        process: forward process.
+        strategy: timestep strategy of the method.
+        losses: name, options and function of each loss term.
+        probes: measurements by name, see `kairos.training.loop.StepResult`.
+        model: the module that is trained.
+        network: the model, compiled if the settings request it; measurements call it.
+        ddp_network: the network whose backward pass also sums gradients over ranks; equal to `network` on one rank.
+        average: average of the weights, the `ema` of snapshots.
+        parameters: parameters that the optimiser updates.
+        grad_clip: largest norm of the gradient; inf: no clipping.
+        length: number of steps of the learning-rate schedule; None if the schedule has no end.
+        step: number of completed steps.
+        all_finite: bool scalar on the device: no gradient and no logged loss was infinite or NaN so far.
     """
 
     def __init__(self, plain: dict[str, Any], method: str, seed: int, latents: Latents, device: torch.device):
         self.plain, self.method, self.seed, self.latents, self.device = plain, method, seed, latents, device
         self.settings = settings = plain["training"]
         self.dtype = torch.float64 if settings["precision"] == "fp64" else torch.float32
-        self.passes = cut(settings["batch_size"], settings["microbatch"], distributed.rank(), distributed.ranks())
-        index = range(self.passes[0][1].start, self.passes[-1][1].stop)
-        self.conditions = tuple(plain["model"].get("conditions") or [])
-        size, dropout, augment = (settings[name] for name in ("batch_size", "condition_dropout", "augment"))
-        self.batches = Batches(latents, seed, size, index, self.conditions, dropout, device, self.dtype, augment)
+        self.conditions: tuple[str, ...] = tuple(plain["model"].get("conditions") or [])
+
+        # data
+        self.micro_batches = split_into_micro_batches(
+            settings["batch_size"], settings["microbatch"], distributed.rank(), distributed.ranks()
+        )
+        self.batches = self._build_batches()
+
+        # diffusion
         self.sigma_data = latents.measure_sigma_data()
         self.process = build_process(plain["diffusion"], self.sigma_data)
-        chosen = {"coupling": "independent", **plain["methods"][method]}
-        (sampler, options), (weighting, more) = (split(chosen[part]) for part in ("sampler", "weighting"))
-        given = {"sampler": options, "weighting": more, "coupling": chosen["coupling"]}
-        self.strategy = Strategy(f"{sampler}+{weighting}", self.process, **given, seed=seed)
-        self.losses = [(loss["name"], *_part(LOSSES, loss)) for loss in plain["diffusion"]["losses"]]
+        self.strategy = self._build_strategy()
+        self.losses = [(loss["name"], *_load_component(LOSSES, loss)) for loss in plain["diffusion"]["losses"]]
         self.probes = {probe["name"]: PROBES.build(*split(probe)) for probe in settings["probes"]}
-        with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(derived_seed(seed, "weights"))
-            outputs = self.process.channels(latents.shape[0])
-            model = models.build(plain["model"], latents.shape, latents.condition_kinds, outputs)
-        if settings["start_from"]:
-            model.load_weights(load_start_weights(Path(settings["start_from"]), model.weights()))
-        self.model: Any = model.to(device, self.dtype)
-        if self.dtype == torch.float64:
-            for module in self.model.modules():  # times are embedded in float32 whatever the model is in
-                if isinstance(module, nn.Linear):
-                    module.register_forward_pre_hook(_as_double)
-        share, share_of = _part(AVERAGES, settings["ema"])
-        self.average = Average(self.model.weights(), lambda step: share_of(share, step, size))
+
+        # model and the code that updates its weights
+        self.model: Any = self._build_model()
+        self.average = self._build_average()
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        options, make = _part(OPTIMIZERS, settings["optimizer"])
-        self.optimizer: torch.optim.Optimizer = make(options, self.parameters)
-        self.grad_clip = math.inf if options.grad_clip is None else options.grad_clip
-        self._optimizer_options = options
-        self._schedule, self._factor = _part(SCHEDULES, settings["schedule"])
-        self.length = None  # that the schedule knows
-        if hasattr(self._schedule, "length"):
-            whole = length_in_steps(settings["milestones"][-1], size, plain["dataset"]["train_images"])
-            self.length = self._schedule.length or whole
+        self._optimizer_options, self.optimizer = self._build_optimizer()
+        clip = self._optimizer_options.grad_clip
+        self.grad_clip = math.inf if clip is None else clip
+        self._schedule_options, self._schedule = _load_component(SCHEDULES, settings["schedule"])
+        self.length = self._schedule_length()
         self.network = torch.compile(self.model) if settings["compile"] else self.model
-        self.trained: Any = self.network  # adds up gradients over the ranks; `network` is for measurements
-        if distributed.ranks() > 1:
-            # buffers are alike on all ranks, and a second pass must not write what the first one's backward pass reads
-            self.trained = nn.parallel.DistributedDataParallel(self.network, broadcast_buffers=False)
-        self.step = 0  # steps completed
-        self.sound = torch.ones((), dtype=torch.bool, device=device)  # whether all gradients so far were finite
+        self.ddp_network = self._wrap_for_ranks(self.network)
+
+        self.step = 0
+        self.all_finite = torch.ones((), dtype=torch.bool, device=device)
+
+    def _build_batches(self) -> Batches:
+        """Build the source of this rank's slice of every global batch."""
+        settings = self.settings
+        return Batches(
+            self.latents,
+            self.seed,
+            settings["batch_size"],
+            range(self.micro_batches[0].samples.start, self.micro_batches[-1].samples.stop),
+            self.conditions,
+            settings["condition_dropout"],
+            self.device,
+            self.dtype,
+            settings["augment"],
+        )
+
+    def _build_strategy(self) -> Strategy:
+        """Build the timestep strategy of the method: sampler, weighting and coupling of noise."""
+        components = self.plain["methods"][self.method]
+        sampler, sampler_options = split(components["sampler"])
+        weighting, weighting_options = split(components["weighting"])
+        return Strategy(
+            f"{sampler}+{weighting}",
+            self.process,
+            sampler=sampler_options,
+            weighting=weighting_options,
+            coupling=components.get("coupling", "independent"),
+            seed=self.seed,
+        )
+
+    def _build_model(self) -> nn.Module:
+        """Build the model with weights drawn from the run's seed, or read from a snapshot, on the device."""
+        plain, latents = self.plain, self.latents
+        with torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(derived_seed(self.seed, "weights"))
+            output_channels = self.process.channels(latents.shape[0])
+            model = models.build(plain["model"], latents.shape, latents.condition_kinds, output_channels)
+        if self.settings["start_from"]:
+            model.load_weights(load_start_weights(Path(self.settings["start_from"]), model.weights()))
+        model = model.to(self.device, self.dtype)
+        if self.dtype == torch.float64:
+            # models embed times in float32 whatever their precision
+            for module in model.modules():
+                if isinstance(module, nn.Linear):
+                    module.register_forward_pre_hook(_convert_to_double)
+        return model
+
+    def _build_average(self) -> Average:
+        """Build the average of the model's weights, which starts at the present weights."""
+        options, decay_at = _load_component(AVERAGES, self.settings["ema"])
+        batch_size = self.settings["batch_size"]
+        return Average(self.model.weights(), lambda step: decay_at(options, step, batch_size))
+
+    def _build_optimizer(self) -> tuple[Any, torch.optim.Optimizer]:
+        """Return the options of the optimiser, and the optimiser of all trainable parameters."""
+        options, build = _load_component(OPTIMIZERS, self.settings["optimizer"])
+        return options, build(options, self.parameters)
+
+    def _schedule_length(self) -> int | None:
+        """Return the steps of a schedule that ends, by default up to the last milestone; None for other schedules."""
+        if not hasattr(self._schedule_options, "length"):
+            return None
+        last_milestone = length_in_steps(
+            self.settings["milestones"][-1], self.settings["batch_size"], self.plain["dataset"]["train_images"]
+        )
+        return self._schedule_options.length or last_milestone
+
+    def _wrap_for_ranks(self, network: Any) -> Any:
+        """Return the network that sums gradients over the ranks; the network itself if there is one rank."""
+        if distributed.ranks() == 1:
+            return network
+        # Buffers are equal on all ranks. Broadcasting them would overwrite, in the second forward pass of a step,
+        # values that the first backward pass reads.
+        return nn.parallel.DistributedDataParallel(network, broadcast_buffers=False)
 
     def autocast(self) -> Any:
-        """The context that the network is called in."""
+        """Return the context manager in which the network is called: bfloat16 for precision bf16."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings["precision"] == "bf16")
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0: linear warm-up times the schedule."""
         options = self._optimizer_options
-        rate: float = options.lr * self._factor(self._schedule, step, self.length or 0)
+        rate: float = options.lr * self._schedule(self._schedule_options, step, self.length or 0)
+        if not options.warmup_steps:
+            return rate
         first = 0 if options.warmup_from_zero else 1
-        return rate * min(1.0, (step + first) / options.warmup_steps) if options.warmup_steps else rate
+        return rate * min(1.0, (step + first) / options.warmup_steps)
 
     def density_images(self) -> Tensor:
-        """The fixed images that a learned sampler's p(t) is averaged over, up to 256, the first of the training set."""
+        """Return the first training images, up to 256, over which p(t) of a learned sampler is averaged."""
         return self.latents.load_x0(self.latents.train[:256]).to(self.device, self.dtype)
 
-    def state(self) -> dict[str, Any]:
-        """Everything but data and configuration."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that training changes; data and configuration are not included."""
         return {
             "model": self.model.state_dict(),
             "ema": self.average.weights,
@@ -108,16 +204,17 @@ class TrainingState:
             "length": self.length,
         }
 
-    def load(self, state: dict[str, Any], step: int) -> None:
-        """Go on from a state after `step` completed steps.
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Restore a result of `state_dict` that was saved after `step` completed steps.
 
         Raises:
-            KairosError: its learning rate followed another length.
+            KairosError: the learning-rate schedule of the saved run has another length.
         """
         if state["length"] != self.length:
             raise KairosError(
-                f"training.schedule: the state after step {step} followed a length of {state['length']}, got "
-                f"{self.length}; allowed: that length ({self.settings['schedule']['name']} knows its end), or --restart"
+                f"training.schedule: got a length of {self.length} steps, but the state after step {step} followed a "
+                f"length of {state['length']}; allowed: that length ({self.settings['schedule']['name']} depends on "
+                "its end), or --restart"
             )
         self.model.load_state_dict(state["model"])
         self.average.load(state["ema"])
@@ -126,11 +223,33 @@ class TrainingState:
         self.step = step
 
 
-def _as_double(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def split_into_micro_batches(batch_size: int, microbatch: int | None, rank: int, ranks: int) -> list[MicroBatch]:
+    """Split the global batch into forward passes, and return those of one rank, in order.
+
+    The split does not depend on the number of ranks if `microbatch` is set. Without it every rank has one pass.
+
+    Args:
+        batch_size: number of samples in the global batch.
+        microbatch: number of samples per forward pass; None: all samples of a rank.
+        rank: number of this process.
+        ranks: number of processes.
+    """
+    if microbatch is None:
+        starts = [batch_size * k // ranks for k in range(ranks)]
+    else:
+        starts = list(range(0, batch_size, microbatch))
+    borders = pairwise([*starts, batch_size])
+    micro_batches = [MicroBatch(number, slice(start, stop)) for number, (start, stop) in enumerate(borders)]
+    count = len(micro_batches)
+    return micro_batches[count * rank // ranks : count * (rank + 1) // ranks]
+
+
+def _convert_to_double(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Convert the tensors among a module's inputs to float64, as a forward pre-hook."""
     return tuple(value.double() if isinstance(value, Tensor) else value for value in inputs)
 
 
-def _part(registry: Registry, named: dict[str, Any]) -> tuple[Any, Any]:
-    """Options and code of a named component."""
-    name, options = split(named)
+def _load_component(registry: Registry, section: dict[str, Any]) -> tuple[Any, Callable[..., Any]]:
+    """Return the parsed options and the function of the component that a section of the experiment selects."""
+    name, options = split(section)
     return registry.parse(name, options), registry.entry(name).load()
