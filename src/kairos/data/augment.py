@@ -1,6 +1,7 @@
-"""EDM's augmentations, which the network is told of (Karras et al. 2022, appendix F.2; after Karras et al. 2020).
+"""EDM's augmentations with labels that condition the network (Karras et al. 2022, appendix F.2; Karras et al. 2020).
 
-Every image is a function of the seed, the step and its number in the global batch; nothing waits for the device.
+The augmentation of an image is a function of seed, step and the image's index in the global batch. Nothing here
+synchronises with the device.
 """
 
 import functools
@@ -12,7 +13,8 @@ from torch.nn import functional
 
 from kairos_timesteps.randomness import Stream
 
-# the low-pass filter of Daubechies' least asymmetric wavelet with six vanishing moments; halving undoes doubling
+# low-pass filter of Daubechies' least asymmetric wavelet with six vanishing moments; downsampling with it inverts
+# upsampling with it
 _SYM6 = (
     0.015404109327027373, 0.0034907120842174702, -0.11799011114819057, -0.048311742585633, 0.4910559419267466,
     0.787641141030194, 0.3379294217276218, -0.07263752278646252, -0.021060292512300564, 0.04472490177066578,
@@ -20,82 +22,99 @@ _SYM6 = (
 )  # fmt: skip
 
 
-def augment_images(images: Tensor, p: float, seed: int, step: int, index: range) -> tuple[Tensor, Tensor]:
-    """Images (n, c, h, w), and what was done to them, float32 (n, 9).
+def augment_images(images: Tensor, p: float, seed: int, step: int, sample_indices: range) -> tuple[Tensor, Tensor]:
+    """Augment images (n, c, h, w), and return them with their augmentation labels, float32 (n, 9).
 
-    Half of the images are flipped in x; each other augmentation happens to an image with probability `p`. Labels are 0
-    where nothing was drawn: x flip, y flip, scale, rotation (2), stretch (2), translation (2).
+    Each image is flipped in x with probability 1/2. Every other augmentation is applied with probability `p`. The
+    labels are x flip, y flip, scale, rotation (2 values), stretch (2) and translation (2). They are 0 for augmentations
+    that are not applied.
 
     Args:
-        images: of any range of values.
-        p: probability of each augmentation.
-        seed: of the training.
-        step: of the training.
-        index: numbers of the images in the global batch.
+        images: images with any range of values.
+        p: probability of each augmentation other than the x flip.
+        seed: seed of the training run.
+        step: training step.
+        sample_indices: indices of the images in the global batch.
     """
     device = images.device
-    u = Stream(seed, "augment").uniform(step, index, (10,), device).T  # (10, n)
-    n = Stream(seed, "augment normal").normal(step, index, (4,), device, torch.float64).T
-    happens = (u[:5] < p).double()
-    flip_x, flip_y = (u[5] < 0.5).double(), (u[6] < 0.5) * happens[0]
-    scale, stretch, shift_x, shift_y = n[0] * happens[1], n[1] * happens[3], n[2] * happens[4], n[3] * happens[4]
-    angle = (2 * u[7] - 1) * math.pi * happens[2]
-    axis = (2 * u[8] - 1) * math.pi * (u[9] < 0.5)
+    u = Stream(seed, "augment").uniform(step, sample_indices, (10,), device).T  # (10, n)
+    normal = Stream(seed, "augment normal").normal(step, sample_indices, (4,), device, torch.float64).T  # (4, n)
+    applied = (u[:5] < p).double()  # y flip, scale, rotation, stretch, translation
+    flip_x = (u[5] < 0.5).double()
+    flip_y = (u[6] < 0.5) * applied[0]
+    scale = normal[0] * applied[1]
+    angle = (2 * u[7] - 1) * math.pi * applied[2]
+    stretch = normal[1] * applied[3]
+    stretch_axis = (2 * u[8] - 1) * math.pi * (u[9] < 0.5)
+    shift_x, shift_y = normal[2] * applied[4], normal[3] * applied[4]
 
-    for chosen, side in ((flip_x, 3), (flip_y, 2)):
-        images = torch.where((chosen > 0)[:, None, None, None], images.flip(side), images)
-    # from places in the result to places in the image: the inverse of scaling, then turning, stretching and shifting
-    stretched = _rotation(axis) @ _diagonal(2 ** (-0.2 * stretch), 2 ** (0.2 * stretch)) @ _rotation(-axis)
-    linear = _diagonal(2 ** (-0.2 * scale), 2 ** (-0.2 * scale)) @ _rotation(angle) @ stretched  # (n, 2, 2)
+    for flip, dimension in ((flip_x, 3), (flip_y, 2)):
+        images = torch.where((flip > 0)[:, None, None, None], images.flip(dimension), images)
+    # map from coordinates in the result to coordinates in the image: the inverse of scale, rotation, stretch and shift
+    stretching = _diagonal(2 ** (-0.2 * stretch), 2 ** (0.2 * stretch))
+    stretching = _rotation(stretch_axis) @ stretching @ _rotation(-stretch_axis)
+    linear = _diagonal(2 ** (-0.2 * scale), 2 ** (-0.2 * scale)) @ _rotation(angle) @ stretching  # (n, 2, 2)
     shift = torch.stack([shift_x * images.shape[3], shift_y * images.shape[2]], 1) * 0.125  # (n, 2)
-    moved = happens[1:].any(0)[:, None, None, None]
-    images = torch.where(moved, _warp(images, linear, shift), images)
+    is_warped = applied[1:].any(0)[:, None, None, None]
+    images = torch.where(is_warped, _warp(images, linear, shift), images)
 
-    turned = [angle.cos() - 1, angle.sin(), stretch * axis.cos(), stretch * axis.sin()]
-    return images, torch.stack([flip_x, flip_y, scale, *turned, shift_x, shift_y], 1).float()
+    rotation_labels = [angle.cos() - 1, angle.sin()]
+    stretch_labels = [stretch * stretch_axis.cos(), stretch * stretch_axis.sin()]
+    labels = [flip_x, flip_y, scale, *rotation_labels, *stretch_labels, shift_x, shift_y]
+    return images, torch.stack(labels, 1).float()
 
 
 def _rotation(angle: Tensor) -> Tensor:
-    """Rotations (n, 2, 2) of (x, y)."""
+    """Return rotation matrices (n, 2, 2) that act on (x, y)."""
     return torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).view(-1, 2, 2)
 
 
 def _diagonal(x: Tensor, y: Tensor) -> Tensor:
+    """Return diagonal matrices (n, 2, 2) that scale x and y."""
     return torch.diag_embed(torch.stack([x, y], 1))
 
 
 def _warp(images: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
-    """Images whose place q, from the middle in pixels, shows what was at ``linear (q - shift)``; edges reflect.
+    """Transform images affinely: position q of the result shows position ``linear (q - shift)`` of the image.
 
-    As much is reflected as there is, whatever the images of a batch need: they do not depend on each other. As in EDM
-    the filter counts as centred on its middle, off which its mass is 0.2 pixels: turned images move by as much.
+    Positions are in pixels from the centre. The image is reflected at its edges, by its whole size whatever the batch
+    needs, so that images of a batch do not depend on each other. EDM treats the filter as centred on its middle,
+    although its centre of mass is 0.2 pixels away; rotated images therefore move by 0.2 pixels, here too.
+
+    Args:
+        images: (n, c, h, w).
+        linear: matrices that act on (x, y), (n, 2, 2).
+        shift: translations (x, y), (n, 2).
     """
     channels, height, width = images.shape[1:]
     taps = len(_SYM6)
     kernel = _filter(images.device, images.dtype).expand(channels, 1, 1, taps)
     fine = functional.pad(images, (width - 1, width - 1, height - 1, height - 1), mode="reflect")
-    for weights, stride, padding in _by_axis(kernel * math.sqrt(2), (taps - 2) // 2):
+    for weights, stride, padding in _separable_filters(kernel * math.sqrt(2), (taps - 2) // 2):
         fine = functional.conv_transpose2d(fine, weights, stride=stride, padding=padding, groups=channels)
-    # places of the pixels of twice the resolution that halving reads
-    x, y = (
-        (torch.arange(2 * side + taps - 2, device=images.device, dtype=torch.float64) - side - (taps - 3) / 2) / 2
-        for side in (width, height)
-    )
-    places = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1)  # (fine height, fine width, 2)
-    x, y = ((places - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]).unbind(-1)
+    # positions of those pixels of the doubled resolution that the final downsampling reads
+    x = _fine_positions(width, taps, images.device)
+    y = _fine_positions(height, taps, images.device)
+    positions = torch.stack(torch.meshgrid(x, y, indexing="xy"), -1)  # (fine height, fine width, 2)
+    x, y = ((positions - shift[:, None, None]) @ linear.transpose(1, 2)[:, None]).unbind(-1)
     grid = torch.stack([4 * x / fine.shape[3], 4 * y / fine.shape[2]], -1).to(images.dtype)
     fine = functional.grid_sample(fine, grid, align_corners=False)
-    for weights, stride, _ in _by_axis(kernel / math.sqrt(2), 0):
+    for weights, stride, _ in _separable_filters(kernel / math.sqrt(2), 0):
         fine = functional.conv2d(fine, weights, stride=stride, groups=channels)
     return fine
 
 
+def _fine_positions(side: int, taps: int, device: torch.device) -> Tensor:
+    """Return positions along one side at twice the resolution, in pixels from the centre, (2 side + taps - 2,)."""
+    return (torch.arange(2 * side + taps - 2, device=device, dtype=torch.float64) - side - (taps - 3) / 2) / 2
+
+
 @functools.cache
 def _filter(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The filter, moved to the device once: a step waits for no copy."""
+    """Return the filter on a device; the cache avoids a copy, and so a synchronisation, in every step."""
     return torch.tensor(_SYM6, device=device, dtype=dtype)
 
 
-def _by_axis(kernel: Tensor, padding: int) -> tuple[tuple[Tensor, tuple[int, int], tuple[int, int]], ...]:
-    """Weights, stride and padding of a filter along each side."""
+def _separable_filters(kernel: Tensor, padding: int) -> tuple[tuple[Tensor, tuple[int, int], tuple[int, int]], ...]:
+    """Return weights, stride and padding of a one-dimensional filter along the width and along the height."""
     return (kernel, (1, 2), (0, padding)), (kernel.transpose(2, 3), (2, 1), (padding, 0))
