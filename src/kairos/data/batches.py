@@ -1,7 +1,8 @@
-"""The source of a training's batches: x0 and conditions of every step, a function of (seed, step) alone.
+"""Training batches: x0 and conditions of every step, as a function of (seed, step) alone.
 
-A thread reads the rows of the steps to come, each once; they are moved to the device without waiting, and what is
-random in x0 is drawn there. Epochs are permutations of the training images, steps cut them into batches.
+Each epoch is a random permutation of the training images, and steps cut the sequence of epochs into batches. A thread
+reads the data of the next steps ahead of time. They are copied to the device asynchronously, and all random numbers
+that x0 depends on are drawn on the device.
 """
 
 import functools
@@ -20,15 +21,15 @@ from kairos.data.augment import augment_images
 from kairos.data.latents import Latents
 from kairos_timesteps.randomness import Stream
 
-_AHEAD = 2  # steps that are read before they are asked for
+_PREFETCHED_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Training data of a step, on the device: this rank's slice of the global batch.
+    """Training data of one step, on the device: the slice of the global batch that this rank computes.
 
     Attributes:
-        step: number of the step, from 0.
+        step: index of the step, from 0.
         sample_indices: indices of the samples in the global batch.
         x0: images in model space, (n, c, h, w).
         conditions: conditions by name, each (n, ...).
@@ -45,24 +46,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a training.
+    """All batches of a training run.
 
     Args:
-        latents: what is trained on.
-        seed: of the training.
-        size: of the global batch.
-        index: numbers of this rank's samples in it.
-        conditions: names of those that the model takes.
-        dropout: share of samples that lose their conditions.
-        device: where x0 goes.
-        dtype: of x0.
-        augment: probability of each of EDM's augmentations, whose labels are condition ``augment``; None: as it is.
+        latents: training data.
+        seed: seed of the training run.
+        size: size of the global batch.
+        sample_indices: indices of this rank's samples in the global batch.
+        conditions: names of the conditions that the model takes.
+        dropout: probability that a sample loses its conditions.
+        device: device of x0.
+        dtype: data type of x0.
+        augment: probability of each of EDM's augmentations, whose labels become condition ``augment``; None: no
+            augmentations.
     """
 
     latents: Latents
     seed: int
     size: int
-    index: range
+    sample_indices: range
     conditions: tuple[str, ...] = ()
     dropout: float = 0.0
     device: torch.device = torch.device("cpu")
@@ -70,56 +72,75 @@ class Batches:
     augment: float | None = None
 
     def steps(self, first: int, end: int) -> Iterator[Batch]:
-        """The batches of steps `first` ... `end` - 1."""
+        """Yield the batches of steps `first` ... `end` - 1."""
         with ThreadPoolExecutor(1) as reader:
-            waiting = deque(reader.submit(self._read, step) for step in range(first, min(first + _AHEAD, end)))
+            pending = deque(
+                reader.submit(self._read, step) for step in range(first, min(first + _PREFETCHED_STEPS, end))
+            )
             for step in range(first, end):
-                read = waiting.popleft().result()
-                if step + _AHEAD < end:
-                    waiting.append(reader.submit(self._read, step + _AHEAD))
-                yield self._on_device(step, *read)
+                data = pending.popleft().result()
+                if step + _PREFETCHED_STEPS < end:
+                    pending.append(reader.submit(self._read, step + _PREFETCHED_STEPS))
+                yield self._to_device(step, *data)
 
-    def _read(self, step: int) -> tuple[dict[str, Tensor], ...]:
-        """Rows and conditions of a step in this machine's memory. No arithmetic here: torch's threads are another's."""
-        positions = np.arange(step * self.size + self.index.start, step * self.size + self.index.stop)
-        count, epochs = len(self.latents.train), positions // len(self.latents.train)
-        items = np.concatenate(
-            [_order(self.seed, int(epoch), count)[positions[epochs == epoch] % count] for epoch in np.unique(epochs)]
-        )
-        index, flips = self.latents.train[items], None
+    def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Read the stored rows, conditions and visits of a step into (pinned) memory of the CPU.
+
+        This runs in the reader's thread. It calls no arithmetic of torch, whose thread pool belongs to the main thread.
+        """
+        count = len(self.latents.train)
+        positions = np.arange(step * self.size + self.sample_indices.start, step * self.size + self.sample_indices.stop)
+        epochs = positions // count
+        items_by_epoch = []
+        for epoch in np.unique(epochs):
+            order = _epoch_order(self.seed, int(epoch), count)
+            items_by_epoch.append(order[positions[epochs == epoch] % count])
+        items = np.concatenate(items_by_epoch)
+
+        image_indices = self.latents.train[items]
+        flips = None
         if self.latents.can_flip:
-            flips = Stream(self.seed, "flips").uniform(step, self.index).numpy() < 0.5
-        which = None
-        if "text" in self.conditions:  # a caption per visit
-            which = Stream(self.seed, "captions").integers(step, 2**32, self.index).numpy()
-        rows, stored = self.latents.read_rows(index, flips), self.latents.load_stored_conditions(index, flips, which)
-        conditions = {name: stored[name] for name in self.conditions if name in stored}
-        visit = {"item": items, "epoch": epochs, "items": np.full_like(items, count)}
-        held = rows, conditions, {name: torch.from_numpy(values) for name, values in visit.items()}
-        return tuple(_pinned(part, self.device) for part in held)
+            flips = Stream(self.seed, "flips").uniform(step, self.sample_indices).numpy() < 0.5
+        caption_numbers = None
+        if "text" in self.conditions:  # a random caption of the image in every visit
+            caption_numbers = Stream(self.seed, "captions").integers(step, 2**32, self.sample_indices).numpy()
 
-    def _on_device(self, step: int, *read: dict[str, Tensor]) -> Batch:
+        rows = self.latents.read_rows(image_indices, flips)
+        stored = self.latents.load_stored_conditions(image_indices, flips, caption_numbers)
+        conditions = {name: stored[name] for name in self.conditions if name in stored}
+        visit_arrays = {"item": items, "epoch": epochs, "items": np.full_like(items, count)}
+        visit = {name: torch.from_numpy(values) for name, values in visit_arrays.items()}
+        return self._pin(rows), self._pin(conditions), self._pin(visit)
+
+    def _pin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Move tensors to pinned memory if the device is a GPU: only from there are copies asynchronous."""
+        if self.device.type != "cuda":
+            return tensors
+        return {name: values.pin_memory() for name, values in tensors.items()}
+
+    def _to_device(
+        self, step: int, rows: dict[str, Tensor], conditions: dict[str, Tensor], visit: dict[str, Tensor]
+    ) -> Batch:
+        """Copy the data of a step to the device, and compute x0 and the conditions of the batch there."""
         rows, conditions, visit = (
-            {name: values.to(self.device, non_blocking=True) for name, values in part.items()} for part in read
+            {name: values.to(self.device, non_blocking=True) for name, values in tensors.items()}
+            for tensors in (rows, conditions, visit)
         )
         if "low_resolution" in self.conditions:
             conditions["low_resolution"] = self.latents.compute_low_resolution(rows)
         noise = None
         if self.latents.stochastic:
-            noise = Stream(self.seed, "latents").normal(step, self.index, self.latents.shape, self.device)
+            noise = Stream(self.seed, "latents").normal(step, self.sample_indices, self.latents.shape, self.device)
         if conditions and self.dropout:
-            dropped = Stream(self.seed, "condition_dropout").uniform(step, self.index, (), self.device) < self.dropout
-            conditions = conditioning.drop(conditions, self.latents.condition_kinds, dropped)
+            u = Stream(self.seed, "condition_dropout").uniform(step, self.sample_indices, (), self.device)
+            conditions = conditioning.drop(conditions, self.latents.condition_kinds, u < self.dropout)
         x0 = self.latents.compute_x0(rows, noise).to(self.dtype)
         if self.augment is not None:
-            x0, conditions["augment"] = augment_images(x0, self.augment, self.seed, step, self.index)
-        return Batch(step, self.index, x0, conditions, visit)
+            x0, conditions["augment"] = augment_images(x0, self.augment, self.seed, step, self.sample_indices)
+        return Batch(step, self.sample_indices, x0, conditions, visit)
 
 
 @functools.lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, count: int) -> Any:
+def _epoch_order(seed: int, epoch: int, count: int) -> Any:
+    """Return the random order of the `count` training images in an epoch, int64 (count,)."""
     return Stream(seed, "order").permutation(count, epoch).numpy()
-
-
-def _pinned(rows: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: values.pin_memory() for name, values in rows.items()} if device.type == "cuda" else rows
