@@ -15,7 +15,7 @@ from kairos import portable
 from kairos.cli import main
 from kairos.config import validate
 from kairos.files import read_json, write_json
-from kairos.workflow.reproduction import digest
+from kairos.workflow.dvc_records import hash_path
 from kairos_timesteps.errors import ConfigError, KairosError
 from training_case import experiment, hashes, make_latents, train_command, write_experiment
 
@@ -131,19 +131,19 @@ def trained(out: Path, config: Path, latents: Path, *before: str, **variables: s
     ended = run(train_command(config, "adaptive", out, latents, "--timing", f"{out}.json"), before, **variables)
     assert ended.returncode == 0, ended.stderr
     assert read_json(f"{out}.json")["machine"]["instruction_set"] == "AVX2 (portable)"
-    return hashes(out) | {"record": digest(out / "milestones"), "training": digest(out / "training.json")}
+    return hashes(out) | {"record": hash_path(out / "milestones"), "training": hash_path(out / "training.json")}
 
 
 def test_what_killed_writers_left_does_not_count(tmp_path):
     (tmp_path / "steps/0").mkdir(parents=True)
     (tmp_path / "steps/0/weights").write_text("1")
-    before = digest(tmp_path)
+    before = hash_path(tmp_path)
     (tmp_path / "steps/.tmp-1").mkdir()
     for place in (".tmp-2", "steps/0/.tmp-3", "steps/.tmp-1/weights"):
         (tmp_path / place).write_text("half")
-    assert digest(tmp_path) == before
+    assert hash_path(tmp_path) == before
     (tmp_path / "steps/0/other").write_text("2")
-    assert digest(tmp_path) != before
+    assert hash_path(tmp_path) != before
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_verify_against_a_lock(tmp_path, capsys):
     (results / "report.html").write_text("3 s")
 
     def stage(name: str, folder: str, *deps: str) -> dict:
-        outs = [{"path": path, "md5": digest(tmp_path / path)} for path in (f"results/x/{folder}",)]
+        outs = [{"path": path, "md5": hash_path(tmp_path / path)} for path in (f"results/x/{folder}",)]
         table = {name: read_json(results / "dependencies.yaml").get(name, {})}
         return {
             "outs": outs, "deps": [{"path": path} for path in deps], "params": {"results/x/dependencies.yaml": table},

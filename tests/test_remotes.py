@@ -191,7 +191,7 @@ def test_no_job_calls_dvc(monkeypatch):
     }
     assert {path.relative_to(ROOT / "src/kairos").as_posix() for path in calls} == {
         "cli/doctor.py",
-        "workflow/ledger.py",
+        "workflow/dvc_records.py",
         "status/tool_checks.py",
     }
     plain = load(ROOT / "params.yaml").plain()
@@ -199,4 +199,6 @@ def test_no_job_calls_dvc(monkeypatch):
     monkeypatch.setattr(dependencies, "fingerprint", modules)
     for stage in (*dependencies.SHARED_STAGES, *dependencies.TRAINING_STAGES, "report", "track"):
         reached = dependencies.collect_params(stage, plain, method)["code"]
-        assert not {"kairos.cli.doctor", "kairos.workflow.ledger", "kairos.status.tool_checks"} & set(reached), stage
+        assert not {"kairos.cli.doctor", "kairos.workflow.dvc_records", "kairos.status.tool_checks"} & set(reached), (
+            stage
+        )

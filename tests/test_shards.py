@@ -20,8 +20,8 @@ from kairos.files import read_json
 from kairos.sampling.samples_file import open_samples, write_samples
 from kairos.shards import Shard
 from kairos.workflow.dependencies import collect_params
+from kairos.workflow.dvc_records import select_jobs
 from kairos.workflow.layout import Layout
-from kairos.workflow.ledger import targets
 from kairos_timesteps.errors import ConfigError, KairosError
 from workflow_copy import finished
 
@@ -158,7 +158,7 @@ def test_a_shard_that_is_none(milestones, tmp_path, text, capsys):
 
 def test_more_shards_than_batches(milestones, tmp_path, capsys):
     assert draw(milestones, tmp_path / "x.npz", "--shard", "1of6") == 2
-    assert "at most as many parts as batches" in capsys.readouterr().err
+    assert "the number of batches" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"sampling.shards: got 6, allowed: at most 5, the batches"):
         validate({**EXPERIMENT, "sampling": {"batch_size": 32, "shards": 6}})
 
@@ -282,11 +282,11 @@ def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
     assert {name: jobs[name] for name in ("encode", "encode_parts", "sample", "sample_parts", "evaluate")} == {
         "encode": 1, "encode_parts": 3, "sample": 2, "sample_parts": 4, "evaluate": 2,
     }  # fmt: skip
-    assert targets(sharded, "encode", None, None)[0] == ["encode", "encode_parts"]
-    assert targets(sharded, "sample", "uniform", 0)[0] == ["sample", "sample_parts"]
-    assert targets(sharded, "train", "uniform", 0)[0] == ["train"]
+    assert select_jobs(sharded, "encode", None, None)[0] == ["encode", "encode_parts"]
+    assert select_jobs(sharded, "sample", "uniform", 0)[0] == ["sample", "sample_parts"]
+    assert select_jobs(sharded, "train", "uniform", 0)[0] == ["train"]
     with pytest.raises(ConfigError, match="ledger run: got stage 'text', allowed: prepare, autoencoder, encode"):
-        targets(sharded, "text", None, None)
+        select_jobs(sharded, "text", None, None)
     pixels = layout(autoencoder={"shards": 3})
     assert "encode_parts" not in pixels.jobs() and "sample_parts" not in pixels.jobs()
     one = layout(autoencoder={"kind": "train"}, sampling={"batch_size": 32}, seeds=[0, 1])

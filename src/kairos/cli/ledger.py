@@ -1,4 +1,4 @@
-"""``kairos ledger``: what Snakemake and DVC know of the results; used by dvc.yaml and the Makefile."""
+"""``kairos ledger``: the records that Snakemake and DVC keep of the results; used by dvc.yaml and the Makefile."""
 
 import argparse
 from pathlib import Path
@@ -21,12 +21,14 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Do the action."""
-    from kairos.workflow import ledger
+    """Run the action of ``kairos ledger`` that the command line selects."""
+    from kairos.workflow.dvc_records import adopt, record, run_stage, write_dependencies
 
     if arguments.action == "fingerprints":
-        ledger.write_dependencies(arguments.config, arguments.out)
+        write_dependencies(arguments.config, arguments.out)
     elif arguments.action == "run":
-        ledger.run_stage(arguments.config, arguments.stage, arguments.method, arguments.seed)
+        run_stage(arguments.config, arguments.stage, arguments.method, arguments.seed)
+    elif arguments.action == "record":
+        record()
     else:
-        {"record": ledger.record, "adopt": ledger.adopt}[arguments.action]()
+        adopt()

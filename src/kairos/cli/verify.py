@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _against(lock: Path) -> None:
-    from kairos.workflow.reproduction import compare
+    from kairos.workflow.dvc_records import compare
     from kairos_timesteps.errors import KairosError
 
     found: Counter[str] = Counter()

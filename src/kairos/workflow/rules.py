@@ -41,7 +41,7 @@ def folder_of(name: str) -> TextFunction:
 
 
 def stage_options(*stages: str) -> TextFunction:
-    """Return a ``params:`` function for ``--STAGE FOLDER`` options, one for each stage that the rule has as an input."""
+    """Return a ``params:`` function that writes ``--STAGE FOLDER`` for each stage, an input of the rule."""
     folders = {stage: folder_of(stage) for stage in stages}
     return lambda wildcards, input, output: " ".join(
         f"--{stage} {folder(wildcards, input, output)}" for stage, folder in folders.items()

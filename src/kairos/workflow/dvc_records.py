@@ -1,0 +1,390 @@
+"""DVC's record of the results: write and adopt it together with Snakemake's, and compare the files on disk with it.
+
+``dvc.yaml`` contains the stages of the experiment in ``params.yaml``, ``dvc.lock`` the hashes of their results.
+Snakemake keeps metadata of its own. The commands ``kairos ledger`` and ``kairos verify --against`` call this module.
+"""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kairos.config import load
+from kairos.config.plugins import source_files
+from kairos.files import read_json, write_json, write_text
+from kairos.progress import say
+from kairos.workflow import dependencies
+from kairos.workflow.layout import Layout, lay_out
+from kairos_timesteps.errors import ConfigError, KairosError, demand, rejection
+
+RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
+_PYTHON = (sys.executable, "-m")
+_STAGES = Path("dvc.yaml")
+_LOCK = Path("dvc.lock")
+# its stage writes the table that the stages in dvc.yaml depend on; its own lock changes with every byte of the code
+_FIRST = Path("workflow/dvc.yaml")
+_NO_TELEMETRY = {"DVC_NO_ANALYTICS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "HF_HUB_DISABLE_TELEMETRY": "1"}
+_CLOCK_TIMES = ("report.html", "summary.csv", "figures", "timing", "timing.jsonl")  # differ in every run
+_MACHINE_FACTS = ("processor", "instruction_set", "torch", "numpy", "libc", "python")
+_MOST_LINES = 20  # of changed files in a message
+_SET_REMOTE = (
+    "Set the location of the recorded data, for this clone alone:\n"
+    "  dvc remote add --local --default store PATH_OR_URL\n"
+    "and run `make adopt` again. Without the recorded data, `make demo` computes the same results."
+)
+
+
+# ---------------------------------------------------------------------------------------------- dependencies for DVC
+
+
+def write_dependencies(config: Path, out: Path) -> None:
+    """Write the fields and the code fingerprint of every stage as YAML, which DVC reads as ``params``.
+
+    The stages of training runs have an entry for each method. The file keeps its modification time if nothing changed.
+
+    Args:
+        config: the experiment file.
+        out: the YAML file.
+
+    Raises:
+        ConfigError: dvc.yaml lacks a stage that the experiment has.
+        KairosError: the function has updated dvc.yaml or workflow/dvc.yaml, which have to be committed first.
+    """
+    layout = lay_out(load(config))
+    if _STAGES.is_file() and str(config) == RECORDED:
+        _update_methods(layout.methods)
+        _update_plugin_files(layout.experiment.plugins)
+    stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"] if _STAGES.is_file() else layout.shared
+    if missing := set(layout.shared) - set(stages):
+        advice = "add it in the manner of autoencoder, and its manifest to the deps of encode"
+        raise ConfigError(f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; {advice}")
+    table: dict[str, Any] = {}
+    for stage in (*layout.shared, "report"):
+        table[stage] = dependencies.collect_params(stage, layout.plain)
+    for stage, method in product(dependencies.TRAINING_STAGES, layout.methods):
+        entry = table.setdefault(stage, {})
+        for part in method.split("."):  # DVC splits keys at dots
+            entry = entry.setdefault(part, {})
+        fields = dependencies.collect_params(stage, layout.plain, method)
+        entry["fields"] = {**fields, "milestones": list(layout.experiment.milestones)}
+    without_shared_objects = json.loads(json.dumps(table))  # else YAML writes anchors
+    text = yaml.safe_dump(without_shared_objects, sort_keys=True)
+    if not out.exists() or out.read_text(encoding="utf-8") != text:
+        write_text(out, text)
+
+
+def _update_methods(methods: list[str]) -> None:
+    """Write the names of the methods into dvc.yaml if params.yaml has a grid of methods, which DVC cannot expand.
+
+    Raises:
+        KairosError: dvc.yaml has changed.
+    """
+    written_methods = yaml.safe_load(Path(RECORDED).read_text(encoding="utf-8"))["methods"]
+    names = "${methods}" if list(written_methods) == methods else json.dumps(methods)
+    text = _STAGES.read_text(encoding="utf-8")
+    updated = re.sub(r"(?m)^( +method: ).*$", lambda match: match[1] + names, text)
+    if updated != text:
+        write_text(_STAGES, updated)
+        message = f"{_STAGES} now names the methods of {RECORDED}, grids expanded"
+        raise KairosError(f"{message}; commit it and run the command again")
+
+
+def _update_plugin_files(plugins: list[str]) -> None:
+    """Write the files of plugins into the dependencies of workflow/dvc.yaml.
+
+    Raises:
+        KairosError: workflow/dvc.yaml has changed.
+    """
+    text = _FIRST.read_text(encoding="utf-8")
+    plugin_files = "".join(f", {json.dumps(file)}" for file in source_files(plugins))
+    line = r"(?m)^( +deps: \[params\.yaml, src/kairos, library/src/kairos_timesteps).*\]$"
+    updated = re.sub(line, rf"\1{plugin_files}]", text)
+    if updated != text:
+        write_text(_FIRST, updated)
+        message = f"{_FIRST} now lists the plugin files of {RECORDED}"
+        raise KairosError(f"{message}; commit it and run the command again")
+
+
+# --------------------------------------------------------------------------------- both records: run, record, adopt
+
+
+def run_stage(config: Path, stage: str, method: str | None, seed: int | None) -> None:
+    """Replace this process by a Snakemake that runs the jobs of one stage; the stages in dvc.yaml call this.
+
+    Args:
+        config: the experiment file.
+        stage: name of the stage.
+        method: name of the method, for a stage of training runs.
+        seed: seed of the training run, for a stage of training runs.
+    """
+    rules, targets = select_jobs(lay_out(load(config)), stage, method, seed)
+    command = [*_PYTHON, "snakemake", "--configfile", str(config), "--allowed-rules", *rules, "--", *targets]
+    os.execve(command[0], command, _environment())
+
+
+def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None) -> tuple[list[str], list[str]]:
+    """Return the Snakemake rules of a stage, and the targets that require all jobs of these rules.
+
+    Args:
+        layout: layout of the experiment.
+        stage: name of the stage.
+        method: name of the method, for a stage of training runs.
+        seed: seed of the training run, for a stage of training runs.
+
+    Raises:
+        ConfigError: the experiment has no such stage, or `method` and `seed` are missing, unknown or superfluous.
+    """
+    rules, stages = layout.rules(stage), (*layout.shared, *dependencies.TRAINING_STAGES, "report")
+    demand(stage in stages, "ledger run", f"stage {stage!r}", ", ".join(stages))
+    if stage in dependencies.TRAINING_STAGES:
+        if method not in layout.methods or seed not in layout.experiment.seeds:
+            allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
+            raise rejection(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
+        checksums = [layout.sums(stage, method, seed, segment) for segment in layout.segments]
+        return [f"{rule}{segment.name}" for rule in rules for segment in layout.segments], checksums
+    if method is not None or seed is not None:
+        got = f"--method {method} --seed {seed}"
+        raise rejection(f"ledger run {stage}", got, "neither, as all training runs share this stage")
+    if stage == "report":  # DVC has no stages for the analyses and the import into MLflow, which is of this machine
+        analyses = [rule for rule in layout.jobs() if rule.startswith(("measure_", "analyse_"))]
+        last = ["report", "track"] if layout.experiment.tracking.enabled else ["report"]
+        return [*analyses, *last], last
+    return rules, [rule for rule in rules if not rule.endswith("_parts")]
+
+
+def record() -> None:
+    """Record in DVC the results that Snakemake has computed: fill DVC's cache and write dvc.lock.
+
+    Raises:
+        KairosError: the working tree has uncommitted changes, results are stale, or DVC fails.
+    """
+    written = [str(path) for path in (_LOCK, _FIRST.with_suffix(".lock"), _machines_file(_LOCK))]
+    if dirty := [line for line in _changed_files() if line[3:] not in written]:
+        reason = "the working tree has uncommitted changes, so the results could not be reproduced from a commit"
+        raise KairosError("\n".join([f"record: {reason}; commit them first:", *dirty[:_MOST_LINES]]))
+    _check_up_to_date("record: results are stale; run `make demo` first.")
+    results = Path(lay_out(load(RECORDED)).results)
+    write_dependencies(Path(RECORDED), results / "dependencies.yaml")
+    _write_lock()
+    if machines := _list_machines(results):  # adopted results come without: the recorded machines stay
+        write_json(_machines_file(_LOCK), {"machines": machines})
+    commit = f"recorded in dvc.lock; commit it: git add {' '.join(written)} && git commit"
+    say(commit if _changed_files(*written) else "dvc.lock is up to date already")
+
+
+def _write_lock() -> None:
+    """Write dvc.lock and DVC's cache from the results as they are; restore dvc.lock if DVC fails.
+
+    Raises:
+        KairosError: DVC fails.
+    """
+    before = _LOCK.read_text(encoding="utf-8") if _LOCK.exists() else None
+    _LOCK.unlink(missing_ok=True)  # DVC would keep stages in it that dvc.yaml no longer has
+    process = _run_tool("dvc", "commit", "--force")
+    if process.returncode:
+        if before is not None:
+            write_text(_LOCK, before)
+        raise KairosError(f"record: dvc commit failed:\n{process.stderr.strip()}")
+
+
+def adopt() -> None:
+    """Pull the recorded results into this clone, and mark them as computed in Snakemake's metadata.
+
+    Raises:
+        KairosError: nothing is recorded, the data cannot be pulled, or something would still have to run.
+    """
+    layout = lay_out(load(RECORDED))
+    if not _LOCK.exists():
+        raise KairosError("adopt: dvc.lock is missing, so nothing was recorded; `make demo` computes the results")
+    _pull()
+    quiet = ("--quiet", "all", "--configfile", RECORDED)
+    if _run_tool("snakemake", "--touch", "--forceall", *quiet, "--", "report", captured=False).returncode:
+        raise KairosError("adopt: snakemake --touch failed, see above")
+    if layout.experiment.tracking.enabled:
+        _run_tool("snakemake", *quiet, "--allowed-rules", "track", "--", "track", captured=False)
+    _check_up_to_date("adopt: the recorded results do not belong to this working tree.")
+    _run_tool("dvc", "repro", str(_FIRST))
+    if _run_tool("dvc", "status", "--quiet").returncode:
+        raise KairosError("adopt: files differ from dvc.lock; `dvc status` lists them")
+    say(f"adopted: {layout.results}/report.html; nothing to rerun for snakemake and dvc")
+
+
+def _pull() -> None:
+    """Bring the recorded results from DVC's cache or, if it lacks some of them, from DVC's remote.
+
+    Raises:
+        KairosError: no remote is configured, or it lacks data or cannot be reached.
+    """
+    if _run_tool("dvc", "checkout").returncode == 0:
+        return
+    remotes = _run_tool("dvc", "remote", "list")
+    if not remotes.stdout.strip():
+        raise KairosError(f"adopt: no DVC remote is configured. {_SET_REMOTE}")
+    if _run_tool("dvc", "pull").returncode:
+        name, location = remotes.stdout.split()[:2]
+        reason = "it cannot be reached from here, or `dvc push` was not run where the results were recorded"
+        advice = _SET_REMOTE.replace("add --local", "add --force --local")
+        raise KairosError(f"adopt: the recorded data are not all at {location} (remote {name}): {reason}. {advice}")
+
+
+def _check_up_to_date(problem: str) -> None:
+    """Check that Snakemake would run nothing for the recorded experiment.
+
+    Raises:
+        KairosError: Snakemake fails or would run jobs; the message is `problem` with a list of the jobs.
+    """
+    process = _run_tool("snakemake", "--configfile", RECORDED, "--dry-run")
+    output = process.stdout + process.stderr
+    if process.returncode:
+        raise KairosError(f"snakemake --dry-run failed:\n{output.strip()}")
+    if "Nothing to be done" not in output:
+        jobs = output[output.find("Job stats:") :].split("\n\n")[0].strip()
+        raise KairosError(f"{problem} Snakemake would run:\n{jobs}")
+
+
+def _changed_files(*paths: str) -> list[str]:
+    """Return the lines of ``git status --porcelain`` for some paths, one for each changed file."""
+    process = subprocess.run(["git", "status", "--porcelain", "--", *paths], capture_output=True, text=True)
+    if process.returncode:
+        raise KairosError(f"git status: {process.stderr.strip()}")
+    return process.stdout.splitlines()
+
+
+def _run_tool(tool: str, *arguments: str, captured: bool = True) -> "subprocess.CompletedProcess[str]":
+    """Run a command line tool of this Python environment."""
+    return subprocess.run([*_PYTHON, tool, *arguments], env=_environment(), capture_output=captured, text=True)
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment without telemetry of tools, and with this Python's folder first in PATH."""
+    tools = os.path.dirname(sys.executable)
+    return {**os.environ, **_NO_TELEMETRY, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+
+# ------------------------------------------------------------------------- comparison of the files with a lock file
+
+
+def compare(lock: Path) -> Iterator[tuple[str, str, str]]:
+    """Compare every output in a lock file with the file or folder on disk.
+
+    Args:
+        lock: a dvc.lock; its paths are relative to its folder.
+
+    Yields:
+        The path of an output; ``same``, ``differs``, ``missing`` or ``not compared``; and the reason, empty for
+        ``same``.
+
+    Raises:
+        KairosError: the lock file cannot be read.
+    """
+    try:
+        stages: dict[str, Any] = yaml.safe_load(lock.read_text(encoding="utf-8"))["stages"]
+    except (OSError, LookupError, TypeError, yaml.YAMLError) as error:
+        raise KairosError(f"--against: {lock} cannot be read ({error}); pass the dvc.lock of a recording") from None
+    outputs = [(name, out["path"], out["md5"]) for name, stage in stages.items() for out in stage.get("outs", [])]
+    digests = {path: hash_path(lock.parent / path) for _, path, _ in outputs if not _has_clock_times(path)}
+    different = {path for _, path, recorded in outputs if path in digests and digests[path] != recorded}
+    for name, path, _ in outputs:
+        if path not in digests:
+            yield path, "not compared", "holds clock times"
+        elif path in different:
+            yield path, "differs" if digests[path] else "missing", _explain(stages[name], lock, different)
+        else:
+            yield path, "same", ""
+
+
+def hash_path(path: Path) -> str:
+    """Return DVC's hash of a file or folder, or an empty text if there is none."""
+    if not path.is_dir():
+        return hashlib.md5(path.read_bytes()).hexdigest() if path.exists() else ""
+    relative_paths = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
+    complete = [file for file in relative_paths if not _is_temporary(file)]
+    names = sorted(file.as_posix() for file in complete)
+    entries = [{"md5": hash_path(path / name), "relpath": name} for name in names]
+    return hashlib.md5(json.dumps(entries, sort_keys=True).encode()).hexdigest() + ".dir"
+
+
+def _is_temporary(file: Path) -> bool:
+    """Return True for files that .dvcignore excludes: files that were being written when a process was killed."""
+    return any(part.startswith(".tmp-") for part in file.parts)
+
+
+def _has_clock_times(path: str) -> bool:
+    """Return True if an output contains clock times, so that no two runs have it in common."""
+    return not set(Path(path).parts).isdisjoint(_CLOCK_TIMES)
+
+
+def _explain(stage: dict[str, Any], lock: Path, different: set[str]) -> str:
+    """Return why an output of a stage differs: settings or code, else its inputs and the machine.
+
+    Args:
+        stage: entry of the stage in the lock file.
+        lock: the lock file.
+        different: paths of all outputs that differ.
+    """
+    if changed := _changed_params(stage, lock):
+        return f"changed settings or code: {', '.join(changed)}"
+    inputs = [dependency["path"] for dependency in stage.get("deps", [])]
+    changed_inputs = [path for path in inputs if any(Path(path).is_relative_to(output) for output in different)]
+    reasons = [f"follows from {', '.join(changed_inputs)}"] if changed_inputs else []
+    reasons += _compare_machines(lock, stage)
+    return "; ".join(reasons) or "no record gives the reason"
+
+
+def _changed_params(stage: dict[str, Any], lock: Path) -> list[str]:
+    """Return the names of a stage's fields that now have another value than in the lock file."""
+    changed: list[str] = []
+    for file, recorded in stage.get("params", {}).items():
+        path = lock.parent / file
+        if not path.exists():  # DVC has not run here
+            continue
+        table = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for key, recorded_fields in recorded.items():
+            fields = table
+            for part in key.split("."):
+                fields = fields.get(part, {})
+            for field, recorded_value in recorded_fields.items():
+                if fields.get(field) != recorded_value:
+                    changed.append(f"{key}.{field}")
+    return changed
+
+
+def _compare_machines(lock: Path, stage: dict[str, Any]) -> list[str]:
+    """Return a reason for each difference between the machines of the recording and of the present results."""
+    file = _machines_file(lock)
+    if not file.exists():
+        return [f"the machine of the recording is unknown ({file.name} is missing)"]
+    recorded = read_json(file)["machines"]
+    experiment_folder = Path(*Path(stage["outs"][0]["path"]).parts[:2])
+    present = _list_machines(lock.parent / experiment_folder)
+    reasons = []
+    for fact in _MACHINE_FACTS:
+        then, now = _join_values(recorded, fact), _join_values(present, fact)
+        if then != now:
+            reasons.append(f"other {fact.replace('_', ' ')}: {then} then, {now} now")
+    return reasons
+
+
+def _join_values(machines: list[dict[str, str]], fact: str) -> str:
+    """Return the values that machines have of a fact, such as ``torch``, as one text."""
+    return "/".join(sorted({machine.get(fact, "?") for machine in machines}))
+
+
+def _list_machines(results: Path) -> list[dict[str, str]]:
+    """Return CPU, instruction set and versions of each machine that computed an experiment, from the timing files."""
+    machines = [read_json(path).get("machine") for path in sorted(results.glob("timing/**/*.json"))]
+    by_content = {json.dumps(machine, sort_keys=True): machine for machine in machines if machine is not None}
+    return list(by_content.values())
+
+
+def _machines_file(lock: Path) -> Path:
+    """Return the path of the file next to a lock file that contains the machines of the recording."""
+    return lock.with_suffix(".machines.json")
