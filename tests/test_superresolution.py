@@ -141,10 +141,10 @@ def test_conditions_come_from_heldout_images(encoded, tmp_path):
     told = load_conditions(["low_resolution"], kinds, encoded / "pixels")(range(2, 4))["low_resolution"]
     assert torch.equal(told, reduce_resolution(latents.dataset.load_tensor(held[[2, 3]]), 4))
     assert set(select_condition_sources(latents, range(40), {"class": {"kind": "class"}}, "data")) <= set(latents.train)
-    with pytest.raises(KairosError, match=r"'low_resolution' is that of real images.*--latents"):
+    with pytest.raises(KairosError, match=r"'low_resolution' is taken from real images.*--latents"):
         load_conditions(["low_resolution"], kinds, tmp_path / "absent")
     for other in ({"factor": 2}, {"kind": "tensor"}):
-        with pytest.raises(KairosError, match=r"condition 'low_resolution' is .*, the model was told .*--latents"):
+        with pytest.raises(KairosError, match=r"condition 'low_resolution': got .*, expected .*--latents"):
             load_conditions(
                 ["low_resolution"], {"low_resolution": {**kinds["low_resolution"], **other}}, encoded / "pixels"
             )

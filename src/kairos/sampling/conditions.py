@@ -18,22 +18,35 @@ _LATENTS = "pass --latents DIR, the latents that the model was trained on"
 def select_condition_sources(
     latents: Any, indices: range, descriptions: dict[str, dict[str, Any]], labels: str = "balanced", seed: int = 0
 ) -> np.ndarray:
-    """Numbers of the images whose conditions the drawn images with some indices have, int64 (n,).
+    """Return the dataset indices whose conditions the generated images use, int64 (n,).
 
-    They are held-out images, where there are any, but where a class is the only condition; and come in their order, or
-    are drawn where labels are as in the ``data``.
+    Held-out images are used if the data set has any, unless a class is the only condition; otherwise training images.
+
+    Args:
+        latents: opened latents with indices `train` and `heldout`.
+        indices: indices of the generated images.
+        descriptions: descriptions of the model's conditions.
+        labels: ``balanced`` takes the images in order, ``data`` draws them at random.
+        seed: seed of the random choice.
     """
-    further = any(item["kind"] != "class" for item in descriptions.values())
-    pool = latents.heldout if further and len(latents.heldout) else latents.train
-    drawn = np.arange(indices.start, indices.stop)
+    has_other_than_class = any(item["kind"] != "class" for item in descriptions.values())
+    pool = latents.heldout if has_other_than_class and len(latents.heldout) else latents.train
+    positions = np.arange(indices.start, indices.stop)
     if labels == "data":
-        drawn = Stream(seed, "sample_conditions").integers(0, len(pool), indices).numpy()
-    return np.asarray(pool[drawn % len(pool)])
+        positions = Stream(seed, "sample_conditions").integers(0, len(pool), indices).numpy()
+    return np.asarray(pool[positions % len(pool)])
 
 
 @dataclass(frozen=True)
 class ImageConditions:
-    """Conditions of the images with some indices; see `load_conditions`."""
+    """Conditions of generated images by image index; see `load_conditions`.
+
+    Attributes:
+        descriptions: descriptions of the model's conditions.
+        latents: latents from which the conditions are read; None if classes are assigned in turn.
+        labels: ``balanced`` or ``data``, see `select_condition_sources`.
+        seed: seed of random choices.
+    """
 
     descriptions: dict[str, dict[str, Any]]
     latents: Latents | None
@@ -41,68 +54,80 @@ class ImageConditions:
     seed: int
 
     def __call__(self, indices: range) -> dict[str, Tensor]:
-        """Return the conditions that the model takes for the images with some indices, each (n, ...)."""
-        if self.latents is None:  # classes alone
-            numbers = torch.arange(indices.start, indices.stop)
-            return {name: numbers % item["num_classes"] for name, item in self.descriptions.items()}
-        images, which = self._told(self.latents, indices)
-        known = self.latents.load_conditions(images, which=which)
-        return {name: known[name] for name in self.descriptions}
+        """Return the model's conditions for the images `indices`, each (n, ...)."""
+        if self.latents is None:
+            image_numbers = torch.arange(indices.start, indices.stop)
+            return {name: image_numbers % item["num_classes"] for name, item in self.descriptions.items()}
+        sources, caption_choice = self._select_sources(self.latents, indices)
+        conditions = self.latents.load_conditions(sources, caption_numbers=caption_choice)
+        return {name: conditions[name] for name in self.descriptions}
 
-    def recorded(self, name: str, indices: range) -> np.ndarray:
-        """Return a condition's values to store with the images, (n, ...); for texts the captions, as bytes in UTF-8."""
+    def values_to_store(self, name: str, indices: range) -> np.ndarray:
+        """Return the values of one condition to store with the images, (n, ...); of texts the captions, UTF-8 bytes."""
         if self.latents is None:
             return self(indices)[name].numpy()
-        images, which = self._told(self.latents, indices)
+        sources, caption_choice = self._select_sources(self.latents, indices)
         captions = self.latents.dataset.captions
         if captions is None or self.descriptions[name]["kind"] != "text":
-            return self.latents.dataset.conditions[name][images]
-        texts = captions.texts(captions.caption_indices(images, which))
+            return self.latents.dataset.conditions[name][sources]
+        texts = captions.texts(captions.caption_indices(sources, caption_choice))
         return np.array([text.encode() for text in texts], f"S{captions.longest_bytes}")
 
-    def _told(self, latents: Latents, indices: range) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of images, and which of an image's captions: in each round the next, or drawn."""
+    def _select_sources(self, latents: Latents, indices: range) -> tuple[np.ndarray, np.ndarray]:
+        """Return dataset indices, and which caption of each image is used, both (n,).
+
+        Captions are drawn at random for labels ``data``. Otherwise each round through the images takes the next one.
+        """
         if self.labels == "data":
-            which = Stream(self.seed, "sample_captions").integers(0, 2**32, indices).numpy()
+            caption_choice = Stream(self.seed, "sample_captions").integers(0, 2**32, indices).numpy()
         else:
-            which = np.arange(indices.start, indices.stop) // (len(latents.heldout) or len(latents.train))
-        return select_condition_sources(latents, indices, self.descriptions, self.labels, self.seed), which
+            images_per_round = len(latents.heldout) or len(latents.train)
+            caption_choice = np.arange(indices.start, indices.stop) // images_per_round
+        sources = select_condition_sources(latents, indices, self.descriptions, self.labels, self.seed)
+        return sources, caption_choice
 
 
 def load_conditions(
     names: list[str], descriptions: dict[str, dict[str, Any]], latents: Path, labels: str = "balanced", seed: int = 0
 ) -> ImageConditions:
-    """Conditions of the images with some indices, each (n, ...), for the names that the model takes.
+    """Return the conditions of generated images for the conditions `names` that the model takes.
 
-    Where labels are ``balanced`` and a class is all that the model is told, classes go round: image i has class i mod
-    K, so that every set of images holds all classes alike. Else image i has all its conditions from the image that
-    `select_condition_sources` names, and with each round the next caption of it.
+    For labels ``balanced`` and a class as the only condition, image i has class i mod K, so that every set of images
+    contains all classes equally often. Otherwise image i takes all its conditions from one image of the data set, see
+    `select_condition_sources`.
 
     Raises:
-        KairosError: a condition is needed from latents that are not there, or have others.
+        KairosError: the latents are missing, or their conditions differ from the model's.
     """
     taken = {name: descriptions[name] for name in names}
-    if not names or (labels != "data" and all(item["kind"] == "class" for item in taken.values())):
+    only_classes = all(item["kind"] == "class" for item in taken.values())
+    if not names or (labels != "data" and only_classes):
         return ImageConditions(taken, None, labels, seed)
     if not latents.is_dir():
-        raise KairosError(f"condition {names[-1]!r} is that of real images, but {latents} is no folder; {_LATENTS}")
+        raise KairosError(
+            f"condition {names[-1]!r} is taken from real images, but the folder {latents} does not exist; {_LATENTS}"
+        )
     opened = open_latents(latents)
     check_conditions(opened, taken, latents)
     return ImageConditions(taken, opened, labels, seed)
 
 
 def check_conditions(latents: Latents, descriptions: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Compare the conditions of latents with those that a model was trained with.
+    """Check that latents in `folder` have the conditions that a model was trained with.
 
     Raises:
-        KairosError: they are missing, or of another form or text encoder.
+        KairosError: a condition is missing, or has another shape or text encoder.
     """
     for name in descriptions:
-        found, wanted = (
-            {key: value for key, value in one.get(name, {}).items() if key not in ("file", "null")}
-            for one in (latents.manifest["conditions"], descriptions)
-        )
-        if found != wanted:
+        available = _comparable(latents.manifest["conditions"].get(name, {}))
+        required = _comparable(descriptions[name])
+        if available != required:
             raise KairosError(
-                f"{folder}: condition {name!r} is {found or 'not there'}, the model was told {wanted}; {_LATENTS}"
+                f"{folder}: condition {name!r}: got {available or 'none'}, expected {required}, as in training; "
+                f"{_LATENTS}"
             )
+
+
+def _comparable(description: dict[str, Any]) -> dict[str, Any]:
+    """Return a condition's description without the fields that may differ between latents and model."""
+    return {key: value for key, value in description.items() if key not in ("file", "null")}

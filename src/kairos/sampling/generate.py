@@ -1,9 +1,9 @@
-"""Images from a model: noise is a function of (seed, interval, image index), so an image depends on no other.
+"""Images from a model: the noise is a function of (seed, interval, image index), so images are independent.
 
-The network's own arithmetic is the same for all batches of at least `SMALLEST_BATCH` images (measured on CPU, one
-thread, DiT and U-Net: bit for bit); below it matrix products of another shape change the last bits. A smaller last
-batch is therefore filled up with further images, which are thrown away. Batch sizes below it and GPUs give images that
-are equal up to rounding.
+On the CPU the network gives an image equal bits in every batch of at least `SMALLEST_BATCH` images (measured with one
+thread, DiT and U-Net). In smaller batches, matrix products have other shapes and differ in the last bits. A smaller
+last batch is therefore filled with further images, which are dropped. With a `batch_size` below `SMALLEST_BATCH`, and
+on GPUs, images are equal up to rounding.
 """
 
 import math
@@ -22,20 +22,31 @@ from kairos_timesteps.randomness import Stream
 
 SMALLEST_BATCH = 16
 
-Predictor = Callable[[Tensor, Tensor], Tensor]
-NoiseSource = Callable[[int], Tensor]
+Predictor = Callable[[Tensor, Tensor], Tensor]  # from x_t and t to the network's output
+NoiseSource = Callable[[int], Tensor]  # from the number of an interval to noise in the shape of the batch
 
 
 def iterate_batches(rows: range, batch_size: int) -> Iterator[tuple[range, int]]:
-    """Batches of image indices for the images `rows`, with the number of images in each that are kept."""
+    """Yield batches of image indices that cover `rows`, each with the number of its images that are kept.
+
+    A batch has at least `SMALLEST_BATCH` indices if `batch_size` allows it; the indices past the kept ones are padding.
+    """
     for start in range(rows.start, rows.stop, batch_size):
         kept = min(batch_size, rows.stop - start)
-        yield range(start, start + max(kept, min(SMALLEST_BATCH, batch_size))), kept
+        size = max(kept, min(SMALLEST_BATCH, batch_size))
+        yield range(start, start + size), kept
 
 
 def make_noise_source(seed: int, indices: range, shape: tuple[int, ...], device: torch.device | str) -> NoiseSource:
-    """The noise of the images `indices`, (batch, *shape): k = 0 where they start, k = 1 ... in interval k."""
-    return lambda k: Stream(seed, "sample").normal(k, indices, shape, device, torch.float64)
+    """Return a function from k to the noise of the images `indices`, float64 (batch, *shape).
+
+    The noise of k = 0 is the start of sampling; k = 1, 2, ... is the noise that interval k adds.
+    """
+
+    def noise(k: int) -> Tensor:
+        return Stream(seed, "sample").normal(k, indices, shape, device, torch.float64)
+
+    return noise
 
 
 @dataclass(frozen=True)
@@ -43,11 +54,11 @@ class Guidance:
     """Classifier-free guidance, with its dependence on time and channels.
 
     Attributes:
-        scale: null + scale (cond - null); 1 evaluates the conditional network alone, 0 the unconditional one.
-        channels: number of guided channels, the first ones; others are the conditional network's. None: all of x0.
-        power: p of a scale that is full at the image and 1 at noise: (scale - 1)(1 - cos(pi (1 - t/T)^p))/2 + 1 (Gao
-            et al. 2023); None: constant.
-        interval: least and largest noise over signal that are guided (Kynkäänniemi et al. 2024); None: all.
+        scale: s in null + s (conditional - null); 1 evaluates the conditional network alone, 0 the unconditional one.
+        channels: number of guided channels, the first ones of x0; None: all. Other channels are not guided.
+        power: p of a scale that grows from 1 at noise to `scale` at the image: (scale - 1)(1 - cos(pi (1 - t/T)^p))/2
+            + 1 (Gao et al. 2023); None: constant.
+        interval: smallest and largest noise over signal that are guided (Kynkäänniemi et al. 2024); None: all.
     """
 
     scale: float = 1.0
@@ -56,11 +67,11 @@ class Guidance:
     interval: list[float] | None = None
 
     def scales(self, process: Any, t: Tensor) -> Tensor:
-        """The scale at every t, float64 (batch,)."""
+        """Return the guidance scale at the times t (batch,), float64 (batch,)."""
         scale = torch.full(t.shape, self.scale, dtype=torch.float64, device=t.device)
         if self.power is not None:
-            share = process.fractions(t) if t.is_floating_point() else t / process.schedule.timesteps
-            scale = (scale - 1) * (1 - (math.pi * (1 - share) ** self.power).cos()) / 2 + 1
+            fraction = process.fractions(t) if t.is_floating_point() else t / process.schedule.timesteps
+            scale = (scale - 1) * (1 - (math.pi * (1 - fraction) ** self.power).cos()) / 2 + 1
         if self.interval is not None:
             sigma = process.snr(t) ** -0.5
             scale = scale.where((self.interval[0] <= sigma) & (sigma <= self.interval[1]), 1.0)
@@ -70,57 +81,70 @@ class Guidance:
 def build_guided_predictor(
     process: Any, model: Any, conditions: dict[str, Tensor], descriptions: dict[str, Any], guidance: Guidance
 ) -> Predictor:
-    """The prediction for a batch with classifier-free guidance (Ho and Salimans 2022); a variance is not guided.
+    """Return the prediction function of a batch with classifier-free guidance (Ho and Salimans 2022).
+
+    Channels of a learned variance are not guided.
 
     Args:
         process: the forward process.
         model: ``model(x, t, conditions)``.
-        conditions: of the batch; empty for an unconditional model.
-        descriptions: of the conditions, which say what the null values are.
-        guidance: its strength; where it is 1 the conditional network alone is evaluated.
+        conditions: conditions of the batch, each (batch, ...); empty for an unconditional model.
+        descriptions: descriptions of the conditions, which define the null values.
+        guidance: strength of the guidance; with scale 1, only the conditional network is evaluated.
     """
 
-    def alone(x_t: Tensor, t: Tensor) -> Tensor:
+    def predict_conditional(x_t: Tensor, t: Tensor) -> Tensor:
         output: Tensor = process.predict(model, x_t, t, conditions)
         return output
 
     if guidance.scale == 1 or not conditions:
-        return alone
+        return predict_conditional
     null_values = nulls(conditions, descriptions)
     doubled = {name: torch.cat([values, null_values[name]]) for name, values in conditions.items()}
 
-    def both(x_t: Tensor, t: Tensor) -> Tensor:
+    def predict_guided(x_t: Tensor, t: Tensor) -> Tensor:
         scale = guidance.scales(process, t)
-        if (guidance.power or guidance.interval) and bool((scale == 1).all()):  # else it is not 1, and nobody waits
-            return alone(x_t, t)
+        # only a scale that depends on t can be 1; a constant scale is not compared, which would synchronise a GPU
+        if (guidance.power or guidance.interval) and bool((scale == 1).all()):
+            return predict_conditional(x_t, t)
         output = process.predict(model, x_t.repeat(2, 1, 1, 1), t.repeat(2), doubled)
         conditional, null = output.to(x_t.dtype).chunk(2)
-        first = slice(guidance.channels or x_t.shape[1])
-        mixed = null[:, first] + shaped(scale, null) * (conditional - null)[:, first]
-        return torch.cat([mixed, conditional[:, first.stop :]], 1)  # (batch, channels of the output, h, w)
+        guided = slice(guidance.channels or x_t.shape[1])
+        mixed = null[:, guided] + shaped(scale, null) * (conditional - null)[:, guided]
+        return torch.cat([mixed, conditional[:, guided.stop :]], 1)  # (batch, channels of the output, h, w)
 
-    return both
+    return predict_guided
 
 
 @dataclass(frozen=True)
 class DataPrediction:
-    """DataPrediction of x0 by the network, computed in `precision`; the rest is computed in the dtype of x."""
+    """Prediction of x0 by a network at a grid point; the call returns x0 in the shape and dtype of x.
+
+    Attributes:
+        process: the forward process.
+        predict: the network's output at x_t and t.
+        clip: clip x0 to [-1, 1].
+        precision: precision of the network; everything else is computed in the dtype of x.
+    """
 
     process: Any
     predict: Predictor
     clip: bool
     precision: str = "fp32"
 
-    def __call__(self, x: Tensor, place: GridPoint) -> Tensor:
-        """x0, shape of x."""
-        return self.both(x, place)[0]
+    def __call__(self, x: Tensor, point: GridPoint) -> Tensor:
+        """Return x0 (batch, channels, height, width) predicted at `point`, given x in the coordinates of the grid."""
+        return self.with_variance_channels(x, point)[0]
 
-    def both(self, x: Tensor, place: GridPoint) -> tuple[Tensor, Tensor]:
-        """x0, and the channels behind it, which tell of the variance."""
-        x_t = place.scale * x  # (batch, c, h, w)
-        time = torch.as_tensor(place.t)
-        t = torch.full((len(x),), time.item(), dtype=time.dtype, device=x.device)  # a copy of `time` would wait
+    def with_variance_channels(self, x: Tensor, point: GridPoint) -> tuple[Tensor, Tensor]:
+        """Return x0 predicted at `point`, and the output's further channels, those of a learned variance (maybe 0)."""
+        x_t = point.scale * x  # (batch, c, h, w)
+        time = torch.as_tensor(point.t)
+        # filled with a number: copying the tensor `time` to a GPU would synchronise
+        t = torch.full((len(x),), time.item(), dtype=time.dtype, device=x.device)
         with compute.precision(self.precision, x.device):
             output = self.predict(x_t.float(), t).to(x.dtype)
         x0: Tensor = self.process.estimate(self.process.prediction_channels(output, x), x_t, t)
-        return x0.clamp(-1, 1) if self.clip else x0, output[:, x.shape[1] :]
+        if self.clip:
+            x0 = x0.clamp(-1, 1)
+        return x0, output[:, x.shape[1] :]

@@ -1,4 +1,4 @@
-"""Stage `sample`: images from milestones, with everything that decides them read from the milestone itself."""
+"""Stage `sample`: images from snapshots; the snapshot contains all settings that decide the images."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from kairos.data.dataset import to_uint8
 from kairos.data.image_grid import write_image_grid
 from kairos.files import open_record
 from kairos.progress import Progress, say
-from kairos.sampling.conditions import load_conditions
+from kairos.sampling.conditions import ImageConditions, load_conditions
 from kairos.sampling.generate import (
     DataPrediction,
     Guidance,
@@ -32,13 +32,13 @@ from kairos_timesteps.errors import ConfigError, KairosError
 
 @dataclass(frozen=True)
 class SamplingJob:
-    """Images to draw from one milestone.
+    """Images to generate from one snapshot.
 
-    Args:
-        milestone: its folder.
-        out: the npz file that is written.
-        grid: the picture that is written, or None.
-        parts: files of all shards, which are joined; none: the images are drawn.
+    Attributes:
+        milestone: folder of the snapshot.
+        out: npz file to write.
+        grid: PNG picture of the first images to write, or None.
+        parts: files of all shards, which are joined; empty: the images are generated.
     """
 
     milestone: Path
@@ -49,16 +49,16 @@ class SamplingJob:
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """Settings that all jobs of a sampling request share; None or an absent field: the milestone's configuration.
+    """Settings that all jobs of a sampling request share; None or an absent field: the snapshot's configuration.
 
-    Args:
+    Attributes:
         num: number of images.
         seed: seed of the images.
-        overrides: fields of section `sampling` that replace the milestone's.
-        autoencoder: folder of the autoencoder; None: ``../../../../autoencoder``, seen from the milestone.
-        latents: folder of the latents, needed for labels as in the data and conditions other than classes; None:
-            likewise.
-        shard: the part of the images that is drawn; None: all.
+        overrides: fields of section `sampling` that replace the snapshot's.
+        autoencoder: folder of the autoencoder; None: ``../../../../autoencoder``, relative to the snapshot.
+        latents: folder of the latents, needed for labels ``data`` and conditions other than classes; None:
+            ``../../../../latents``, relative to the snapshot.
+        shard: the slice of the images to generate; None: all.
     """
 
     num: int
@@ -70,10 +70,10 @@ class SamplingRequest:
 
 
 def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
-    """Draw the images of every job.
+    """Generate and write the images of every job.
 
     Raises:
-        KairosError: a milestone or autoencoder is missing, damaged, or does not belong to the other.
+        KairosError: a snapshot or autoencoder is missing or damaged, or the two do not belong together.
     """
     if request.num < 1:
         raise ConfigError(f"--num: got {request.num}, allowed: 1 or more")
@@ -82,11 +82,11 @@ def run(jobs: list[SamplingJob], request: SamplingRequest) -> None:
 
 
 def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingConfig, dict[str, Any]]:
-    """Section `sampling` that a milestone carries, with fields replaced, and the milestone's record.
+    """Return section `sampling` of a snapshot's configuration, with fields replaced, and the snapshot's record.
 
     Raises:
-        KairosError: no milestone is there.
-        ConfigError: the replaced fields cannot be used.
+        KairosError: the snapshot is missing.
+        ConfigError: a replaced field has an invalid value.
     """
     record = open_record(milestone, "train --config F --method M --seed N --out D", "milestone.json")
     config = record["config"]
@@ -97,91 +97,166 @@ def load_settings(milestone: Path, overrides: dict[str, Any]) -> tuple[SamplingC
 
 
 def set_up_device(record: dict[str, Any]) -> torch.device:
-    """Set threads and device as a milestone's training states them."""
+    """Set threads and determinism as in the training run of a snapshot's record, and return the device."""
     training = record["config"]["training"]
     return compute.setup(training["threads"], training["device"], training["deterministic"])
 
 
-def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
-    """Write the images of one milestone, or a shard of them: drawn and decoded, or joined from their parts."""
-    from kairos.milestones import open_milestone
+@dataclass(frozen=True)
+class _SnapshotSampler:
+    """Generation of a job's images from one snapshot, with all settings resolved.
 
-    options, record = load_settings(job.milestone, request.overrides)
-    config, files = record["config"], record["files"].items()
-    seed = options.seed if request.seed is None else request.seed
-    scheduler = resolve_solver(options.scheduler, config["diffusion"]["process"])
-    names = config["model"].get("conditions") or []
-    latents = request.latents or job.milestone / "../../../../latents"
-    conditions = load_conditions(names, record["conditions"], latents, options.labels, seed)
-    protocol = {
-        **{name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")},
-        "training_seed": record["seed"],
-        "model_files": {name: sha256 for name, sha256 in files if name.startswith(f"{options.weights}/")},
-        "scheduler": scheduler,
-        **{name: getattr(options, name) for name in ("weights", "steps", "nfe", "precision", *GUIDANCE)},
-        "labels": options.labels if names else None,
-        "seed": seed,
-        "num": request.num,
-    }
-    guidance, channels = Guidance(*(getattr(options, name) for name in GUIDANCE)), record["shape"][0]
-    if (got := guidance.channels or 0) > channels:
-        raise ConfigError(f"sampling.guidance_channels: got {got}, allowed: at most {channels}, those of x0")
-    label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
-    num, size, shard = request.num, options.batch_size, request.shard
-    rows = shard.rows(num, size) if shard else range(num)
-    if shard:
-        protocol["shard"] = shard.record(num, size)
-        label += f" part {shard.number} of {shard.of}"
-        if not rows:
-            raise ConfigError(f"{label}: got no batch of {size}, allowed: at most as many parts as batches")
+    Attributes:
+        milestone: folder of the snapshot.
+        record: record of the snapshot.
+        options: section `sampling`.
+        scheduler: solver with a definite spacing.
+        conditions: conditions by image index.
+        guidance: classifier-free guidance.
+        autoencoder: folder of the autoencoder, see `SamplingRequest`.
+        seed: seed of the images.
+        rows: indices of the images to generate.
+        label: name of the job for progress and messages.
+    """
 
-    def drawn() -> Iterator[np.ndarray]:
-        device = set_up_device(record)
-        milestone = open_milestone(job.milestone, options.weights, device)
-        codec = open_codec(job.milestone, record, request.autoencoder, device)
-        process, shape = milestone.process, tuple(record["shape"])
-        grid, clip = build_time_grid(process, options.steps, scheduler), scheduler.get("clip", False)
+    milestone: Path
+    record: dict[str, Any]
+    options: SamplingConfig
+    scheduler: dict[str, Any]
+    conditions: ImageConditions
+    guidance: Guidance
+    autoencoder: Path | None
+    seed: int
+    rows: range
+    label: str
+
+    def generate(self) -> Iterator[np.ndarray]:
+        """Yield the images in batches, uint8 (n, height, width, channels); the network is loaded at the first."""
+        from kairos.milestones import open_milestone
+
+        device = set_up_device(self.record)
+        snapshot = open_milestone(self.milestone, self.options.weights, device)
+        codec = open_codec(self.milestone, self.record, self.autoencoder, device)
+        process, shape = snapshot.process, tuple(self.record["shape"])
+        grid = build_time_grid(process, self.options.steps, self.scheduler)
+        clip = self.scheduler.get("clip", False)
         resource_usage.end_startup()
-        progress = Progress(len(rows), label, "image")
-        for indices, kept in iterate_batches(rows, size):
+        progress = Progress(len(self.rows), self.label, "image")
+        for indices, kept in iterate_batches(self.rows, self.options.batch_size):
             with torch.inference_mode():
-                told = {name: values.to(device) for name, values in conditions(indices).items()}
-                predict = build_guided_predictor(process, milestone.model, told, record["conditions"], guidance)
-                estimate = DataPrediction(process, predict, clip, options.precision)
-                noise = make_noise_source(seed, indices, shape, device)
-                x0 = build(SCHEDULERS, scheduler, process, grid, estimate, noise)  # (batch, c, h, w)
+                batch_conditions = {name: values.to(device) for name, values in self.conditions(indices).items()}
+                predictor = build_guided_predictor(
+                    process, snapshot.model, batch_conditions, self.record["conditions"], self.guidance
+                )
+                predict_x0 = DataPrediction(process, predictor, clip, self.options.precision)
+                noise = make_noise_source(self.seed, indices, shape, device)
+                x0 = build(SCHEDULERS, self.scheduler, process, grid, predict_x0, noise)  # (batch, c, h, w)
                 images = to_uint8(codec.decode(x0.float()))[:kept]
             yield images
             progress.advance(kept)
         progress.close()
 
-    def all_of(name: str) -> Iterator[np.ndarray]:
-        return (conditions.recorded(name, indices)[:kept] for indices, kept in iterate_batches(rows, size))
+    def stored_conditions(self, name: str) -> Iterator[np.ndarray]:
+        """Yield the values of one condition to store with the images, in batches (n, ...)."""
+        for indices, kept in iterate_batches(self.rows, self.options.batch_size):
+            yield self.conditions.values_to_store(name, indices)[:kept]
 
-    images = join_parts(job.parts, protocol, num, size) if job.parts else drawn()
-    kept = [name for name in names if record["conditions"][name]["kind"] != "image"]  # those would be as large again
-    write_samples(job.out, images, protocol, {name: all_of(name) for name in kept}, len(rows))
+
+def sample_milestone(job: SamplingJob, request: SamplingRequest) -> None:
+    """Write the images of one snapshot, or of a shard: generated and decoded, or joined from files of all shards."""
+    options, record = load_settings(job.milestone, request.overrides)
+    config = record["config"]
+    seed = options.seed if request.seed is None else request.seed
+    scheduler = resolve_solver(options.scheduler, config["diffusion"]["process"])
+    names = config["model"].get("conditions") or []
+    latents = request.latents or job.milestone / "../../../../latents"
+    conditions = load_conditions(names, record["conditions"], latents, options.labels, seed)
+    protocol = _sampling_protocol(record, options, scheduler, seed, request.num)
+    guidance = _guidance(options, record["shape"][0])
+    label = f"sample {record['method']} seed {record['seed']} step {record['step']}"
+    rows, shard = range(request.num), request.shard
+    if shard is not None:
+        rows = shard.rows(request.num, options.batch_size)
+        protocol["shard"] = shard.record(request.num, options.batch_size)
+        label += f" part {shard.number} of {shard.of}"
+        if not rows:
+            batches = -(-request.num // options.batch_size)
+            raise ConfigError(
+                f"{label}: got {shard.of} parts, allowed: at most {batches}, the number of batches of "
+                f"{options.batch_size} images"
+            )
+    sampler = _SnapshotSampler(
+        job.milestone, record, options, scheduler, conditions, guidance, request.autoencoder, seed, rows, label
+    )
+    if job.parts:
+        images = join_parts(job.parts, protocol, request.num, options.batch_size)
+    else:
+        images = sampler.generate()
+    # images that a model is conditioned on are not stored: they would double the size of the file
+    stored = [name for name in names if record["conditions"][name]["kind"] != "image"]
+    write_samples(job.out, images, protocol, {name: sampler.stored_conditions(name) for name in stored}, len(rows))
     if job.grid is not None:
         write_image_grid(job.grid, open_samples(job.out).images[: options.grid])
     say(f"{label}: {len(rows)} images in {job.out}")
 
 
-def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, device: torch.device | str) -> Any:
-    """The autoencoder that a milestone was trained with.
+def _sampling_protocol(
+    record: dict[str, Any], options: SamplingConfig, scheduler: dict[str, Any], seed: int, num: int
+) -> dict[str, Any]:
+    """Return everything that decides the images, as JSON values to store with them."""
+    has_conditions = bool(record["config"]["model"].get("conditions"))
+    files = record["files"].items()
+    return {
+        **{name: record[name] for name in ("identity", "method", "step", "autoencoder_sha256")},
+        "training_seed": record["seed"],
+        "model_files": {name: sha256 for name, sha256 in files if name.startswith(f"{options.weights}/")},
+        "scheduler": scheduler,
+        **{name: getattr(options, name) for name in ("weights", "steps", "nfe", "precision", *GUIDANCE)},
+        "labels": options.labels if has_conditions else None,
+        "seed": seed,
+        "num": num,
+    }
+
+
+def _guidance(options: SamplingConfig, channels: int) -> Guidance:
+    """Return the guidance of section `sampling`, for x0 with `channels` channels.
 
     Raises:
-        KairosError: it is not there, or it is another one.
+        ConfigError: more channels are guided than x0 has.
+    """
+    guidance = Guidance(*(getattr(options, name) for name in GUIDANCE))
+    if (guidance.channels or 0) > channels:
+        raise ConfigError(
+            f"sampling.guidance_channels: got {guidance.channels}, allowed: at most {channels}, those of x0"
+        )
+    return guidance
+
+
+def open_codec(milestone: Path, record: dict[str, Any], folder: Path | None, device: torch.device | str) -> Any:
+    """Load the autoencoder that a snapshot was trained with.
+
+    Args:
+        milestone: folder of the snapshot.
+        record: record of the snapshot.
+        folder: folder of the autoencoder; None: ``../../../../autoencoder``, relative to the snapshot.
+        device: where the autoencoder is.
+
+    Raises:
+        KairosError: the autoencoder is missing, or is another one.
     """
     from kairos.autoencoders.codec import load_codec
 
     folder = folder or milestone / "../../../../autoencoder"
-    given = f"pass --autoencoder DIR, the one that {milestone} was trained with"
+    advice = f"pass --autoencoder DIR, the one that {milestone} was trained with"
     if not (folder / "manifest.json").is_file():
-        raise KairosError(f"{folder}: no autoencoder; {given}")
+        raise KairosError(f"{folder}: no autoencoder; {advice}")
     codec = load_codec(folder, device)
-    known, latent = record["autoencoder_sha256"], list(codec.manifest["latent_shape"])
-    if known is None and latent != list(record["shape"]):  # of imported weights
-        raise KairosError(f"--autoencoder: {folder} has latents of shape {latent}, allowed: {list(record['shape'])}")
-    if known not in (None, codec.manifest["sha256"]):
-        raise KairosError(f"{folder}: is autoencoder {codec.manifest['sha256'][:12]}, not {known[:12]}; {given}")
+    required_hash = record["autoencoder_sha256"]  # None for imported weights: compare the shape of the latents instead
+    latent_shape, required_shape = list(codec.manifest["latent_shape"]), list(record["shape"])
+    if required_hash is None and latent_shape != required_shape:
+        raise KairosError(f"--autoencoder: {folder} has latents of shape {latent_shape}, allowed: {required_shape}")
+    if required_hash not in (None, codec.manifest["sha256"]):
+        raise KairosError(
+            f"{folder}: got autoencoder {codec.manifest['sha256'][:12]}, expected {required_hash[:12]}; {advice}"
+        )
     return codec

@@ -1,7 +1,7 @@
-"""Files of images and how they came about: npz, written as the images come and read a few at a time.
+"""Files of generated images with their sampling protocol: npz, written and read in batches.
 
-The members are ``images``, ``protocol`` (JSON) and ``condition_<name>``; of files from elsewhere, such as ADM's,
-``arr_0`` stands for images and ``arr_1`` for classes.
+The arrays of a file are ``images``, ``protocol`` (JSON) and ``condition_<name>``. In files of other projects, such as
+ADM's, ``arr_0`` contains the images and ``arr_1`` the classes.
 """
 
 import json
@@ -22,19 +22,21 @@ from kairos.files import atomic
 from kairos.shards import AGAIN, in_order
 from kairos_timesteps.errors import KairosError
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 20  # bytes read at a time
+_ZIP_HEADER = 30  # bytes of a zip file's local file header, before the name and the extra field
+_ZIP_LENGTHS = 26  # position in this header of the lengths of name and extra field, two bytes each
 _CONDITION = "condition_"
-Parts = Iterable[np.ndarray]
+Batches = Iterable[np.ndarray]
 
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """An open file of images.
+    """An open file of generated images.
 
     Attributes:
-        images: uint8 (N, height, width, channels); ``images[slice or int array]`` reads those.
-        protocol: how they came about, empty where the file does not say.
-        conditions: what the model was told of each, (N, ...) by name, read likewise; texts as bytes in UTF-8.
+        images: uint8 (N, height, width, channels); ``images[slice or int array]`` reads rows from the file.
+        protocol: settings that the images were generated with; empty if the file has none.
+        conditions: conditions of the model by name, (N, ...), read in the way of `images`; texts as bytes in UTF-8.
     """
 
     images: ArrayFile
@@ -44,25 +46,32 @@ class SamplesFile:
 
 def write_samples(
     path: Path,
-    images: np.ndarray | Parts,
+    images: np.ndarray | Batches,
     protocol: dict[str, Any],
-    conditions: dict[str, Parts] | None = None,
+    conditions: dict[str, Batches] | None = None,
     num: int = 0,
 ) -> None:
-    """Write images and how they came about, atomically; equal arguments give equal bytes.
+    """Write images with their sampling protocol and conditions, atomically; equal arguments give equal bytes.
 
     Args:
         path: the file.
-        images: uint8 (num, height, width, channels), whole or in parts.
+        images: uint8 (num, height, width, channels), in one array or in batches.
         protocol: JSON values.
-        conditions: (num, ...) by name, in parts.
-        num: number of images, needed for those in parts.
+        conditions: conditions by name, each (num, ...), in batches.
+        num: number of images; required for images in batches and for conditions.
+
+    Raises:
+        ValueError: the batches have another number of rows than `num`.
     """
-    stated = np.array(json.dumps(protocol, sort_keys=True))
-    told = {_CONDITION + name: parts for name, parts in (conditions or {}).items()}
+    arrays: dict[str, np.ndarray | Batches] = {
+        "images": images,
+        "protocol": np.array(json.dumps(protocol, sort_keys=True)),
+    }
+    for name, batches in (conditions or {}).items():
+        arrays[_CONDITION + name] = batches
     with atomic(path) as file, zipfile.ZipFile(file, "w") as archive:
-        for name, content in {"images": images, "protocol": stated, **told}.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:  # without a date
+        for name, content in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:  # `open` writes no date
                 if isinstance(content, np.ndarray):
                     np.lib.format.write_array(member, content, allow_pickle=False)
                 else:
@@ -70,20 +79,23 @@ def write_samples(
 
 
 def open_samples(path: Path) -> SamplesFile:
-    """Open a file of images; all of it is read once, against its checksums, and nothing is kept in memory.
+    """Open a file of generated images after checking the checksums of the whole file; no array stays in memory.
 
     Raises:
-        KairosError: no such file, a damaged one, or no images as `kairos sample` or ADM write them.
+        KairosError: the file is missing or damaged, or lacks images in the form of `kairos sample` or ADM.
     """
     if not path.is_file():
         raise KairosError(f"{path}: no such file; allowed: an npz file with `images` or `arr_0`, uint8, N×H×W×C")
     try:
         with np.load(path, allow_pickle=False) as file:
             protocol = json.loads(str(file["protocol"])) if "protocol" in file else {}
-            told = {name.removeprefix(_CONDITION): name for name in file.files if name.startswith(_CONDITION)}
-            told |= {"class": "arr_1"} if {"arr_0", "arr_1"} <= set(file.files) else {}
-            images = _rows(path, file.zip, "images" if "images" in file else "arr_0")
-            conditions = {name: _rows(path, file.zip, member) for name, member in told.items()}
+            images = _open_array(path, file.zip, "images" if "images" in file else "arr_0")
+            conditions = {}
+            for array_name in file.files:
+                if array_name.startswith(_CONDITION):
+                    conditions[array_name.removeprefix(_CONDITION)] = _open_array(path, file.zip, array_name)
+            if {"arr_0", "arr_1"} <= set(file.files):
+                conditions["class"] = _open_array(path, file.zip, "arr_1")
     except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
         raise KairosError(f"{path}: cannot be read as npz with `images` or `arr_0` ({error})") from None
     if images.dtype != np.uint8 or len(images.shape) != 4 or images.shape[-1] not in (1, 3):
@@ -94,16 +106,16 @@ def open_samples(path: Path) -> SamplesFile:
 
 
 def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_size: int) -> Iterator[np.ndarray]:
-    """The images of all parts of a job in their order, a batch at a time, after all parts have been looked at.
+    """Return the images of all shards of a job in their order, in batches; every file is checked before the first.
 
     Args:
-        paths: files of the parts, in any order.
-        protocol: of the whole.
-        num: images of the whole.
+        paths: files of the shards, in any order.
+        protocol: sampling protocol of the whole job.
+        num: number of images of the whole job.
         batch_size: images per batch.
 
     Raises:
-        KairosError: a part is missing, damaged, of another job or there twice; the message names it.
+        KairosError: a shard is missing, damaged, duplicate or of another job; the message contains its file.
     """
     opened = []
     resource_usage.end_startup()
@@ -112,24 +124,32 @@ def join_parts(paths: Sequence[Path], protocol: dict[str, Any], num: int, batch_
             opened.append(open_samples(path))
         except KairosError as error:
             raise KairosError(f"{error}; {AGAIN}") from None
-    said = [(path, one.protocol) for path, one in zip(paths, opened)]
-    return iterate_blocks([opened[place].images for place in in_order(said, protocol, num, batch_size)], batch_size)
+    protocols = [(path, shard.protocol) for path, shard in zip(paths, opened)]
+    order = in_order(protocols, protocol, num, batch_size)
+    return iterate_blocks([opened[index].images for index in order], batch_size)
 
 
-def _write_rows(file: Any, count: int, parts: Parts) -> None:
-    """Write an array of `count` rows in .npy form from its parts, each (n, ...)."""
+def _write_rows(file: Any, count: int, batches: Batches) -> None:
+    """Write an array of `count` rows in .npy form from batches (n, ...).
+
+    Raises:
+        ValueError: the batches have another number of rows.
+    """
     written = 0
-    for part in parts:
+    for batch in batches:
         if not written:
-            write_npy_header(file, (count, *part.shape[1:]), part.dtype)
-        file.write(part.tobytes())
-        written += len(part)
+            write_npy_header(file, (count, *batch.shape[1:]), batch.dtype)
+        file.write(batch.tobytes())
+        written += len(batch)
     if written != count:
         raise ValueError(f"got {written} rows, allowed: {count}")
 
 
-def _rows(path: Path, archive: zipfile.ZipFile, name: str) -> ArrayFile:
-    """An array, where it lies in its file; a compressed one in a file of its own that goes with its rows."""
+def _open_array(path: Path, archive: zipfile.ZipFile, name: str) -> ArrayFile:
+    """Open an array of an npz file after checking its checksum; its rows are read from the file on access.
+
+    A compressed array is unpacked into a temporary file, which is deleted with the returned object.
+    """
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
         with archive.open(info) as member, tempfile.NamedTemporaryFile() as unpacked:
@@ -137,9 +157,9 @@ def _rows(path: Path, archive: zipfile.ZipFile, name: str) -> ArrayFile:
             unpacked.flush()
             return ArrayFile(Path(unpacked.name))
     with archive.open(info) as member:
-        while member.read(_BLOCK):  # compared with its checksum at the end
+        while member.read(_BLOCK):  # the last read compares the checksum
             pass
     with open(path, "rb") as file:
-        file.seek(info.header_offset + 26)
-        name_and_fields = struct.unpack("<HH", file.read(4))
-    return ArrayFile(path, start=info.header_offset + 30 + sum(name_and_fields))
+        file.seek(info.header_offset + _ZIP_LENGTHS)
+        name_length, extra_length = struct.unpack("<HH", file.read(4))
+    return ArrayFile(path, start=info.header_offset + _ZIP_HEADER + name_length + extra_length)

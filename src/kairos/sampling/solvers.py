@@ -1,9 +1,14 @@
-"""Sampling schemes: from noise to x0 along the places of a process.
+"""Solvers: from noise to x0 along a time grid.
 
-A scheme is a function ``scheme(options, process, grid, estimate, noise)``: `grid` holds the places from noise to the
-image, ``estimate(x, place)`` is the network's x0 there, and ``noise(k)`` is standard normal of the batch's shape, for
-k = 0 what the first place begins with and for k = 1 ... what is added in interval k. All of it is in the coordinates of
-`sampling.time_grids`, where DDIM without noise, Euler's method on a flow and EDM's Euler are one and the same step.
+A solver is a function ``solver(options, process, grid, predict_x0, noise)``:
+
+* ``grid`` is the list of grid points from noise to the image, see `sampling.time_grids`;
+* ``predict_x0(x, point)`` is the network's prediction of x0 at a grid point;
+* ``noise(k)`` is standard normal noise in the shape of the batch: the start for k = 0, and for k = 1, 2, ... the noise
+  that interval k adds.
+
+Solvers compute in the coordinates of the grid. There DDIM without noise, Euler's method on a flow and EDM's Euler are
+one step.
 """
 
 import math
@@ -20,117 +25,153 @@ from kairos.sampling.time_grids import GridPoint, grid_points_at, times_of_noise
 
 
 def ddpm(
-    options: DdpmOptions, process: Any, grid: list[GridPoint], estimate: DataPrediction, noise: NoiseSource
+    options: DdpmOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
 ) -> Tensor:
-    """Ancestral sampling (Ho et al. 2020, algorithm 2) on the visited places alone (Nichol and Dhariwal 2021, sec. 4).
+    """Sample by DDPM's ancestral sampling (Ho et al. 2020, algorithm 2) on the points of the grid alone.
 
-    The variance is that of q(x_s | x_t, x0), or with ``fixed_large`` that of q(x_s | x_t) for x0 ~ N(0, I): beta_t, or
-    with ``learned_range`` between the two in its logarithm, as far as the network says (eq. 15 there).
+    Nichol and Dhariwal 2021, section 4, derive the step between two points that are not neighbours.
+
+    Returns:
+        x0 (batch, channels, height, width).
     """
     x = grid[0].noise * noise(0)
-    for k, (place, end) in enumerate(pairwise(grid), 1):
-        x0, v = estimate.both(x, place)
-        ratio = _ratio(place, end)
-        x = end.signal * x0 + end.noise * ratio * _epsilon(x, x0, place)
+    for k, (point, end) in enumerate(pairwise(grid), 1):
+        x0, variance_channels = predict_x0.with_variance_channels(x, point)
+        ratio = _snr_ratio_root(point, end)
+        x = end.signal * x0 + end.noise * ratio * _epsilon(x, x0, point)
         if end.noise > 0:
-            before, after = (p.signal**2 / (p.signal**2 + p.noise**2) for p in (place, end))  # alpha-bar
-            small, large = end.noise**2 * (1 - ratio**2), (end.signal**2 + end.noise**2) * (1 - before / after)
-            learned = small * (large / small) ** ((v + 1) / 2)
-            variance = {"fixed_small": small, "fixed_large": large, "learned_range": learned}[options.variance]
-            x = x + variance**0.5 * noise(k)
+            x = x + _reverse_variance(options.variance, point, end, variance_channels) ** 0.5 * noise(k)
     return x
 
 
+def _reverse_variance(kind: str, point: GridPoint, end: GridPoint, variance_channels: Tensor) -> Any:
+    """Return the variance of a reverse step of DDPM: a number, or for ``learned_range`` a tensor in the shape of x.
+
+    ``fixed_small`` is the variance of q(x_s | x_t, x0). ``fixed_large`` is that of q(x_s | x_t) for x0 ~ N(0, I), which
+    is beta_t. ``learned_range`` interpolates both in the logarithm (Nichol and Dhariwal 2021, eq. 15).
+    """
+    alpha_bar = point.signal**2 / (point.signal**2 + point.noise**2)
+    alpha_bar_end = end.signal**2 / (end.signal**2 + end.noise**2)
+    small = end.noise**2 * (1 - _snr_ratio_root(point, end) ** 2)
+    large = (end.signal**2 + end.noise**2) * (1 - alpha_bar / alpha_bar_end)
+    if kind == "fixed_small":
+        return small
+    if kind == "fixed_large":
+        return large
+    return small * (large / small) ** ((variance_channels + 1) / 2)
+
+
 def ddim(
-    options: DdimOptions, process: Any, grid: list[GridPoint], estimate: DataPrediction, noise: NoiseSource
+    options: DdimOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
 ) -> Tensor:
-    """DDIM (Song et al. 2021, eq. 12 and 16)."""
+    """Sample by DDIM (Song et al. 2021, eq. 12 and 16); returns x0 (batch, channels, height, width)."""
     x = grid[0].noise * noise(0)
-    for k, (place, end) in enumerate(pairwise(grid), 1):
-        x0 = estimate(x, place)
-        share = options.eta**2 * (1 - _ratio(place, end) ** 2)  # of the noise at the end, drawn anew
-        x = end.signal * x0 + end.noise * (1 - share) ** 0.5 * _epsilon(x, x0, place)
-        if end.noise * share > 0:
-            x = x + end.noise * share**0.5 * noise(k)
+    for k, (point, end) in enumerate(pairwise(grid), 1):
+        x0 = predict_x0(x, point)
+        fresh = options.eta**2 * (1 - _snr_ratio_root(point, end) ** 2)  # share of the end's noise variance
+        x = end.signal * x0 + end.noise * (1 - fresh) ** 0.5 * _epsilon(x, x0, point)
+        if end.noise * fresh > 0:
+            x = x + end.noise * fresh**0.5 * noise(k)
     return x
 
 
 def edm(
-    options: EulerOptions, process: Any, grid: list[GridPoint], estimate: DataPrediction, noise: NoiseSource
+    options: EulerOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
 ) -> Tensor:
-    """EDM's sampler (Karras et al. 2022, algorithm 2): ``heun``, and ``euler`` without its lines 9 to 11."""
+    """Sample by EDM's algorithm 2 (Karras et al. 2022): ``heun``, and ``euler`` without its lines 9 to 11.
+
+    Returns:
+        x0 (batch, channels, height, width).
+    """
     x = grid[0].noise * noise(0)
     gamma = min(options.s_churn / (len(grid) - 1), 2**0.5 - 1)
-    for k, (place, end) in enumerate(pairwise(grid), 1):
-        if gamma > 0 and options.s_min <= place.noise <= (options.s_max or float("inf")):
-            less = place.noise
-            (place,) = grid_points_at(process, times_of_noise_levels(process, np.array([less * (1 + gamma)])))
-            x = x + (place.noise**2 - less**2) ** 0.5 * options.s_noise * noise(k)
-        x0 = estimate(x, place)
-        epsilon = _epsilon(x, x0, place)
-        there = end.signal * x0 + end.noise * epsilon
-        if options.evaluations == 2 and end.noise > 0:  # the mean of the slopes at both ends; the image has none
-            second = estimate(there, end)
-            x0, epsilon = (x0 + second) / 2, (epsilon + _epsilon(there, second, end)) / 2
-            there = x + (end.signal - place.signal) * x0 + (end.noise - place.noise) * epsilon
-        x = there
+    for k, (point, end) in enumerate(pairwise(grid), 1):
+        if gamma > 0 and options.s_min <= point.noise <= (options.s_max or float("inf")):
+            level = point.noise
+            (point,) = grid_points_at(process, times_of_noise_levels(process, np.array([level * (1 + gamma)])))
+            x = x + (point.noise**2 - level**2) ** 0.5 * options.s_noise * noise(k)
+        x0 = predict_x0(x, point)
+        epsilon = _epsilon(x, x0, point)
+        x_end = end.signal * x0 + end.noise * epsilon
+        if options.evaluations == 2 and end.noise > 0:  # Heun: the mean slope of both ends; the image has no slope
+            x0_end = predict_x0(x_end, end)
+            mean_x0 = (x0 + x0_end) / 2
+            mean_epsilon = (epsilon + _epsilon(x_end, x0_end, end)) / 2
+            x_end = x + (end.signal - point.signal) * mean_x0 + (end.noise - point.noise) * mean_epsilon
+        x = x_end
     return x
 
 
 def dpm_solver(
-    options: OdeOptions, process: Any, grid: list[GridPoint], estimate: DataPrediction, noise: NoiseSource
+    options: OdeOptions, process: Any, grid: list[GridPoint], predict_x0: DataPrediction, noise: NoiseSource
 ) -> Tensor:
-    """DPM-Solver++, singlestep of orders up to 3 (Lu et al. 2022, "DPM-Solver++", algorithm 1 and appendix).
+    """Sample by DPM-Solver++, singlestep of orders up to 3 (Lu et al. 2022, "DPM-Solver++", algorithm 1, appendix).
 
-    The places in between are the grid's own, as in U-ViT's code, so that the network is called once at each. The method
-    has its full order where they cut a step into thirds of the log-SNR; a grid even in time nearly does.
+    The intermediate points of a step are points of the grid, as in U-ViT's code, so each point costs one evaluation.
+    The method has its full order where the points cut a step into thirds of the log-SNR. A grid that is even in time
+    nearly does.
+
+    Returns:
+        x0 (batch, channels, height, width).
     """
-    sigma = [place.noise / place.signal for place in grid]
-    x, k = sigma[0] * noise(0), 0
+    sigma = [point.noise / point.signal for point in grid]
+
+    def predict_at(x: Tensor, index: int) -> Tensor:
+        return predict_x0(grid[index].signal * x, grid[index])
+
+    x = sigma[0] * noise(0)
+    first = 0
     for order in orders(len(grid) - 1, grid[-1].noise == 0):
-        x = _singlestep(x, sigma[k : k + order + 1], lambda x, j: estimate(grid[j].signal * x, grid[j]), k)
-        k += order
+        x = _singlestep(x, sigma[first : first + order + 1], predict_at, first)
+        first += order
     return grid[-1].signal * x
 
 
 def orders(intervals: int, to_image: bool) -> list[int]:
-    """Orders of the steps of DPM-Solver-fast (Lu et al. 2022, "DPM-Solver", section 3.4), their sum is `intervals`.
+    """Return the orders of the steps of DPM-Solver-fast (Lu et al. 2022, "DPM-Solver", section 3.4).
 
-    A step into the image, where the noise ends, can be of order 1 only.
+    The orders sum to `intervals`. A step that ends at the image, where the noise is 0, can only be of order 1.
     """
-    whole, rest = divmod(intervals, 3)
-    last = {0: [2, 1], 1: [1], 2: [1, 1] if to_image else [2]}[rest]
-    return [3] * (whole - (rest == 0)) + last
+    threes, rest = divmod(intervals, 3)
+    if rest == 0:
+        return [3] * (threes - 1) + [2, 1]
+    if rest == 1:
+        return [3] * threes + [1]
+    return [3] * threes + ([1, 1] if to_image else [2])
 
 
-def _singlestep(x: Tensor, sigma: list[float], data: Callable[[Tensor, int], Tensor], k: int) -> Tensor:
-    """Take one step along the levels `sigma`, its order plus one, with ``data(x, place)`` from place k on.
+def _singlestep(x: Tensor, sigma: list[float], predict_at: Callable[[Tensor, int], Tensor], first: int) -> Tensor:
+    """Take one step of DPM-Solver++ of order 1, 2 or 3 and return x at its end.
 
-    x is over the signal, so that a step that takes x0 for constant leads straight to it.
+    Args:
+        x: x_t over the signal, so that a step with a constant x0 leads straight to x0.
+        sigma: noise levels of the step, order + 1 of them: its begin, intermediate points and end.
+        predict_at: ``predict_at(x, index)`` predicts x0 at the grid point with this index.
+        first: index of the grid point at which the step begins.
     """
     start, *levels = sigma
-    x0 = data(x, k)
-    straight = [x0 + level / start * (x - x0) for level in levels]
+    x0 = predict_at(x, first)
+    straight = [x0 + level / start * (x - x0) for level in levels]  # x at each level if x0 were constant
     if len(levels) == 1:
         return straight[0]
     h = [math.log(start / level) for level in levels]
-    slope = (data(straight[0], k + 1) - x0) / h[0]
+    slope = (predict_at(straight[0], first + 1) - x0) / h[0]
     if len(levels) == 2:
         return straight[1] - math.expm1(-h[1]) * h[1] / 2 * slope
-    slope = (data(straight[1] + _phi(h[1]) * slope, k + 2) - x0) / h[1]
-    return straight[2] + _phi(h[2]) * slope
+    slope = (predict_at(straight[1] + _slope_weight(h[1]) * slope, first + 2) - x0) / h[1]
+    return straight[2] + _slope_weight(h[2]) * slope
 
 
-def _phi(h: float) -> float:
+def _slope_weight(h: float) -> float:
     """Return h - 1 + exp(-h), the weight over a step h of an x0 that changes by 1 per unit of log-SNR/2."""
     return h + math.expm1(-h)
 
 
-def _epsilon(x: Tensor, x0: Tensor, place: GridPoint) -> Tensor:
-    """The noise that x0 leaves; from a clipped x0 it follows too."""
-    return (x - place.signal * x0) / place.noise
+def _epsilon(x: Tensor, x0: Tensor, point: GridPoint) -> Tensor:
+    """Return the noise of x at a grid point, given x0; a clipped x0 changes the noise as well."""
+    return (x - point.signal * x0) / point.noise
 
 
-def _ratio(place: GridPoint, end: GridPoint) -> float:
-    """Square root of SNR before over SNR after, 0 where the end is the image."""
-    return place.signal * end.noise / (end.signal * place.noise)
+def _snr_ratio_root(point: GridPoint, end: GridPoint) -> float:
+    """Return the square root of the SNR at `point` over the SNR at `end`; 0 if `end` is the image."""
+    return point.signal * end.noise / (end.signal * point.noise)

@@ -1,7 +1,7 @@
-"""Where sampling visits a process: places from noise to the image, in coordinates in which its ODE is straight.
+"""Time grids of solvers: points from noise to the image, in coordinates in which the ODE of the process is straight.
 
-For a flow these are x_t itself. For every other process they are x_t over the signal, in which it is EDM's: x0 plus
-noise of level sigma (Karras et al. 2022, eq. 4), so that EDM's sampler serves all of them.
+For a flow these coordinates are x_t itself. For every other process they are x_t divided by the signal coefficient.
+That is EDM's form, x0 plus noise of level sigma (Karras et al. 2022, eq. 4), so EDM's sampler serves all processes.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +14,18 @@ from kairos_timesteps.errors import ConfigError
 
 Array = NDArray[Any]
 
+_BISECTIONS = 60  # halvings of an interval of length 2: below the spacing of float64 numbers
+
 
 class GridPoint(NamedTuple):
-    """A place of the process: x_t = scale x with x = signal x0 + noise eps, at the process' own time t."""
+    """A point of a solver's time grid: x = signal * x0 + noise * epsilon, and x_t = scale * x.
+
+    Attributes:
+        t: time in the unit of the process; None where the network is not evaluated.
+        signal: coefficient of x0 in the coordinates of the grid.
+        noise: coefficient of epsilon in the coordinates of the grid.
+        scale: factor from the coordinates of the grid to x_t.
+    """
 
     t: Any
     signal: float
@@ -28,69 +37,92 @@ IMAGE_POINT = GridPoint(None, 1.0, 0.0, 1.0)
 
 
 def build_time_grid(process: Any, steps: int, scheduler: dict[str, Any]) -> list[GridPoint]:
-    """The ends of `steps` intervals from noise to the image, steps + 1 places, as the `resolve_solver` scheme spreads them.
+    """Return the `steps` + 1 points that bound the `steps` intervals from noise to the image.
+
+    Args:
+        process: the forward process.
+        steps: number of intervals.
+        scheduler: solver with a definite `spacing`, see `resolve_solver`.
 
     Raises:
-        ConfigError: karras' levels are closer than the timesteps of a discrete process.
+        ConfigError: two noise levels of spacing karras fall on one timestep of a discrete process.
     """
+    times = _grid_times(process, steps, scheduler)
+    points = grid_points_at(process, times)
+    if scheduler.get("end") != "first":
+        return [*points, IMAGE_POINT]
+    signal, noise = process.coefficients(np.array([0]))
+    # latent diffusion takes x_t at the first timestep for the image, so x_t is not divided by the signal
+    return [*points, GridPoint(0, float(signal[0]), float(noise[0]), 1.0)]
+
+
+def _grid_times(process: Any, steps: int, scheduler: dict[str, Any]) -> Array:
+    """Return the times at which the intervals begin, (steps,), descending."""
     spacing = scheduler.get("spacing", "uniform")
-    if spacing == "karras":
-        times = times_of_noise_levels(process, karras_noise_levels(process, steps, scheduler))
-        if len(set(times.tolist())) < steps:
-            raise ConfigError(
-                f"sampling.steps: got {steps} with spacing karras, allowed: as many as there are timesteps near its "
-                "noise levels; fewer steps, a larger sigma_min or another spacing"
-            )
-    elif spacing == "uniform":
-        times = process.times(np.arange(steps, 0, -1) / steps)
-    else:
-        times = spaced_timesteps(spacing, steps, process.schedule.timesteps) + scheduler.get("offset", 0)
-    if scheduler.get("end") == "first":
-        signal, noise = process.coefficients(np.array([0]))
-        return [
-            *grid_points_at(process, times),
-            GridPoint(0, float(signal[0]), float(noise[0]), 1.0),
-        ]  # x_t itself is the image
-    return [*grid_points_at(process, times), IMAGE_POINT]
+    if spacing == "uniform":
+        return np.asarray(process.times(np.arange(steps, 0, -1) / steps))
+    if spacing != "karras":
+        return spaced_timesteps(spacing, steps, process.schedule.timesteps) + scheduler.get("offset", 0)
+    times = times_of_noise_levels(process, karras_noise_levels(process, steps, scheduler))
+    distinct = len(set(times.tolist()))
+    if distinct < steps:
+        raise ConfigError(
+            f"sampling.steps: got {steps} with spacing karras, allowed: at most {distinct}, the number of distinct "
+            "timesteps at its noise levels; set fewer steps, a larger sigma_min or another spacing"
+        )
+    return times
 
 
 def grid_points_at(process: Any, times: Array) -> list[GridPoint]:
-    """The places of some times of the process."""
+    """Return the grid points at `times`, (n,)."""
     signal, noise = process.coefficients(times)
-    scale = np.where(np.isclose(signal + noise, 1), 1.0, signal)  # of a flow the path is straight as it is
-    return list(map(GridPoint, times, *(values.tolist() for values in (signal / scale, noise / scale, scale))))
+    is_flow = np.isclose(signal + noise, 1)  # a flow's path is straight in x_t itself
+    scale = np.where(is_flow, 1.0, signal)
+    coefficients = zip((signal / scale).tolist(), (noise / scale).tolist(), scale.tolist())
+    return [GridPoint(time, *values) for time, values in zip(times, coefficients)]
 
 
 def spaced_timesteps(spacing: str, steps: int, timesteps: int) -> NDArray[np.int64]:
-    """The timesteps that `steps` intervals begin at, descending, distinct (Lin et al. 2024, table 2).
+    """Return the distinct timesteps at which `steps` intervals begin, descending (Lin et al. 2024, table 2).
 
-    ``trailing`` holds t = T - 1, ``leading`` holds t = 0, ``linspace`` both.
+    Spacing ``trailing`` includes t = T - 1, ``leading`` includes t = 0, ``linspace`` includes both.
     """
     ascending: Array
     if spacing == "leading":
         ascending = np.arange(steps) * (timesteps // steps)
     elif spacing == "trailing":
         ascending = np.round(np.arange(1, steps + 1) * timesteps / steps) - 1
+    elif steps > 1:
+        ascending = np.round(np.linspace(0, timesteps - 1, steps))
     else:
-        ascending = np.round(np.linspace(0, timesteps - 1, steps)) if steps > 1 else np.array([timesteps - 1])
+        ascending = np.array([timesteps - 1])
     return ascending.astype(np.int64)[::-1].copy()
 
 
 def karras_noise_levels(process: Any, steps: int, scheduler: dict[str, Any]) -> Array:
-    """Noise over signal as EDM spreads it (Karras et al. 2022, eq. 5), descending; the image comes after the last."""
+    """Return EDM's noise levels (noise over signal), (steps,), descending (Karras et al. 2022, eq. 5).
+
+    The last level is the smallest one above 0; the image follows it.
+    """
     signal, noise = process.coefficients(process.times(np.array([0.0, 1.0])))
-    low, high = noise / signal
-    low, high = max(low, scheduler["sigma_min"] or low), min(high, scheduler["sigma_max"] or high)
-    rho, share = scheduler["rho"], np.linspace(0, 1, steps)
-    return np.asarray(((1 - share) * high ** (1 / rho) + share * low ** (1 / rho)) ** rho)
+    smallest, largest = noise / signal
+    low = max(smallest, scheduler["sigma_min"] or smallest)
+    high = min(largest, scheduler["sigma_max"] or largest)
+    rho = scheduler["rho"]
+    position = np.linspace(0, 1, steps)
+    return np.asarray(((1 - position) * high ** (1 / rho) + position * low ** (1 / rho)) ** rho)
 
 
 def times_of_noise_levels(process: Any, sigma: Array) -> Array:
-    """The process' own times of noise over signal; of a discrete process the nearest timestep's."""
+    """Return the times of a process at noise levels (noise over signal), (n,); for discrete ones the nearest timestep.
+
+    A continuous process is inverted by bisection over its fractions.
+    """
     if isinstance(process, Discrete):
         return np.abs(process.schedule.snr[:, None] ** -0.5 - sigma).argmin(0)
-    low, high = np.zeros_like(sigma), np.full_like(sigma, 2.0)  # fractions; churn goes beyond the last
-    for _ in range(60):
+    low = np.zeros_like(sigma)
+    high = np.full_like(sigma, 2.0)  # churn adds noise beyond fraction 1
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         above = process.snr(process.times(middle)) ** -0.5 > sigma
         low, high = np.where(above, low, middle), np.where(above, middle, high)
