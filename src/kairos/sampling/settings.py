@@ -12,53 +12,68 @@ GUIDANCE = ("guidance_scale", "guidance_channels", "guidance_power", "guidance_i
 
 
 class SamplingConfig(Section):
-    """How images are drawn from a milestone."""
+    """Settings of the generation of images from a snapshot."""
 
-    scheduler: component(SCHEDULERS) = field("ddim", "sampling scheme")
-    steps: int = field(50, "intervals of the grid from noise to the image", ge=1)
-    weights: Literal["ema", "raw"] = field("ema", "which weights are sampled")
+    scheduler: component(SCHEDULERS) = field("ddim", "solver")
+    steps: int = field(50, "intervals of the solver's time grid from noise to the image", ge=1)
+    weights: Literal["ema", "raw"] = field("ema", "weights to generate with")
     guidance_scale: float = field(1.0, "classifier-free guidance; 1: none", ge=0)
-    guidance_channels: int | None = field(None, "only the first so many are guided; null: all", ge=1)
+    guidance_channels: int | None = field(None, "number of guided channels, the first ones; null: all", ge=1)
     guidance_power: float | None = field(
-        None, "MDT's power-cosine: none at noise, all of it at the image; null: constant", gt=0
+        None, "power of MDT's power-cosine, from no guidance at noise to full at the image; null: constant", gt=0
     )
     guidance_interval: list[float] | None = field(
-        None, "least and most noise over signal that is guided; null: all", min_length=2, max_length=2
+        None, "smallest and largest noise over signal that are guided; null: all", min_length=2, max_length=2
     )
-    precision: Literal["fp32", "tf32", "bf16"] = field("fp32", "of the network; images are decoded in fp32")
+    precision: Literal["fp32", "tf32", "bf16"] = field("fp32", "precision of the network; images are decoded in fp32")
     batch_size: int = field(128, "images per network evaluation; does not change the images", ge=1)
-    shards: int = field(1, "jobs that a segment's images are drawn in; does not change the images", ge=1)
-    labels: Literal["balanced", "data"] = field("balanced", "classes alike, or as often as in the data")
-    grid: int = field(64, "images on the grid picture", ge=1, le=400)
-    seed: int = field(0, "seed of the noise, which is a function of it and the image's index", ge=0)
+    shards: int = field(1, "jobs that share the images of a snapshot; does not change the images", ge=1)
+    labels: Literal["balanced", "data"] = field("balanced", "classes equally often, or as often as in the data")
+    grid: int = field(64, "images on the PNG picture", ge=1, le=400)
+    seed: int = field(0, "seed of the noise; noise is a function of seed and image index", ge=0)
 
     @property
     def nfe(self) -> int:
-        """Network evaluations per image; guidance makes each of them two."""
-        each = getattr(SCHEDULERS.entry(self.scheduler["name"]).options, "evaluations", 1)
-        return int(each * (self.steps - 1) + 1)
+        """Number of network evaluations per image; with guidance, each evaluates the network twice."""
+        per_interval = getattr(SCHEDULERS.entry(self.scheduler["name"]).options, "evaluations", 1)
+        return int(per_interval * (self.steps - 1) + 1)  # the last interval has one in any case
 
     def check_fits(self, diffusion: dict[str, Any], conditions: list[str], dropout: float) -> None:
-        """Check against the other sections: the process, the model's conditions, the share trained without them.
+        """Check the section against other sections of the experiment.
+
+        Args:
+            diffusion: section `diffusion`.
+            conditions: names of the model's conditions.
+            dropout: share of the training samples without conditions.
 
         Raises:
-            ConfigError: a field does not fit; the message names it.
+            ConfigError: a field does not fit the other sections; the message contains its name.
         """
-        guided, process = self.guidance_scale != 1, diffusion["process"]
-        where = "sampling.guidance_scale"
-        demand(not guided or conditions, where, "other than 1", "1 for a model without conditions")
-        if guided and dropout == 0:
-            raise ConfigError(f"{where}: other than 1 needs training.condition_dropout > 0")
-        for name in GUIDANCE[1:]:
-            value, beside = getattr(self, name), "with guidance_scale 1, which guides nothing"
-            demand(guided or value is None, f"sampling.{name}", f"{value} {beside}", "null")
-        least, most = self.guidance_interval or (0, 1)
-        demand(0 <= least < most, "sampling.guidance_interval", self.guidance_interval, "0 <= least < most")
+        self._check_guidance(conditions, dropout)
+        process = diffusion["process"]
         timesteps = process.get("timesteps", self.steps)
         allowed = f"at most diffusion.process.timesteps = {timesteps}"
         demand(self.steps <= timesteps, "sampling.steps", self.steps, allowed)
         scheduler = resolve_solver(self.scheduler, process)
-        good = not scheduler.get("offset") or self.steps < timesteps
-        demand(good, "sampling.scheduler.offset", f"1 with all {timesteps} timesteps as steps", "0")
+        fits = not scheduler.get("offset") or self.steps < timesteps
+        demand(fits, "sampling.scheduler.offset", f"1 with all {timesteps} timesteps as steps", "0")
         if scheduler.get("spacing") == "karras" and "timesteps" in process:
-            build_time_grid(build_process(diffusion), self.steps, scheduler)
+            build_time_grid(build_process(diffusion), self.steps, scheduler)  # raises ConfigError if levels collide
+
+    def _check_guidance(self, conditions: list[str], dropout: float) -> None:
+        """Check the fields of guidance against each other and the model's conditions.
+
+        Raises:
+            ConfigError: a field does not fit.
+        """
+        scale_field = "sampling.guidance_scale"
+        guided = self.guidance_scale != 1
+        demand(not guided or conditions, scale_field, "other than 1", "1 for a model without conditions")
+        if guided and dropout == 0:
+            raise ConfigError(f"{scale_field}: other than 1 needs training.condition_dropout > 0")
+        for name in GUIDANCE[1:]:
+            value = getattr(self, name)
+            got = f"{value} with guidance_scale 1, which guides nothing"
+            demand(guided or value is None, f"sampling.{name}", got, "null")
+        smallest, largest = self.guidance_interval or (0, 1)
+        demand(0 <= smallest < largest, "sampling.guidance_interval", self.guidance_interval, "0 <= smallest < largest")
