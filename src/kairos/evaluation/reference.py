@@ -198,7 +198,7 @@ def _rows(
     numbers = range(len(heldout))
     one_set = {
         "floor": lambda: iterate_rows(dataset.images, heldout),
-        "reconstruction": lambda: map(codec.reconstructed, map(dataset.tensor, iterate_rows(heldout, numbers))),
+        "reconstruction": lambda: map(codec.reconstructed, map(dataset.load_tensor, iterate_rows(heldout, numbers))),
     }
     if len(heldout) <= extractor.width:
         say(
