@@ -28,8 +28,8 @@ container: "kairos.sif"
 
 
 wildcard_constraints:
-    method=layout.matching(layout.methods),
-    seed=layout.matching(layout.experiment.seeds),
+    method=layout.wildcard_pattern(layout.methods),
+    seed=layout.wildcard_pattern(layout.experiment.seeds),
     shard=r"\d+of\d+",
 
 
@@ -42,7 +42,7 @@ rule all:
     input:
         f"{RESULTS}/report.html",
         f"{RESULTS}/summary.csv",
-        layout.tables,
+        layout.analysis_outputs,
         f"{RESULTS}/tracking.json" if layout.experiment.tracking.enabled else [],
 
 

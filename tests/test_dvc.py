@@ -89,9 +89,9 @@ def test_each_stage_depends_on_its_own_fields_and_on_what_it_reads(copy):
 
 def test_clock_times_are_outputs_of_no_stage(copy):
     layout = Layout(load(copy.folder / "params.yaml"), copy.folder / "params.yaml")
-    timing = [f"{layout.training(*training)}/timing.jsonl" for training in layout.trainings]
-    timing += [layout.params(stage)["timing"] for stage in layout.shared]
-    timing += [layout.params("train", segment)["timing"] for segment in layout.segments]
+    timing = [f"{layout.training_folder(*training)}/timing.jsonl" for training in layout.trainings]
+    timing += [layout.rule_params(stage)["timing"] for stage in layout.shared_stages]
+    timing += [layout.rule_params("train", segment)["timing"] for segment in layout.segments]
     for stage, facts in listed(copy)["stages"].items():
         for output in facts["outs"]:
             inside = [path for path in timing if path == output or path.startswith(output + "/")]

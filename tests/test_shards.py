@@ -278,7 +278,7 @@ def layout(**changes) -> Layout:
 
 def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
     sharded = layout(sampling={"shards": 2, "batch_size": 32}, autoencoder={"kind": "train", "shards": 3}, seeds=[0, 1])
-    jobs = sharded.jobs()
+    jobs = sharded.count_jobs()
     assert {name: jobs[name] for name in ("encode", "encode_parts", "sample", "sample_parts", "evaluate")} == {
         "encode": 1, "encode_parts": 3, "sample": 2, "sample_parts": 4, "evaluate": 2,
     }  # fmt: skip
@@ -288,7 +288,7 @@ def test_the_jobs_of_shards_are_counted_and_belong_to_their_stage():
     with pytest.raises(ConfigError, match="ledger run: got stage 'text', allowed: prepare, autoencoder, encode"):
         select_jobs(sharded, "text", None, None)
     pixels = layout(autoencoder={"shards": 3})
-    assert "encode_parts" not in pixels.jobs() and "sample_parts" not in pixels.jobs()
+    assert "encode_parts" not in pixels.count_jobs() and "sample_parts" not in pixels.count_jobs()
     one = layout(autoencoder={"kind": "train"}, sampling={"batch_size": 32}, seeds=[0, 1])
     for stage in ("autoencoder", "encode", "sample"):  # what is complete is not made again for a number of shards
         method = "uniform" if stage == "sample" else None

@@ -17,7 +17,7 @@ from kairos.cli import main
 from kairos.config import load
 from kairos.files import read_json
 from kairos.workflow import controller
-from kairos.workflow.layout import FROZEN, Layout
+from kairos.workflow.layout import FROZEN_VARIABLE, Layout
 from workflow_copy import Copy, finished
 
 TRAININGS = 2  # of tests/tiny.yaml: two methods, one seed, in two segments
@@ -67,7 +67,7 @@ def test_a_missing_experiment_is_one_message(capsys):
 
 def test_jobs_read_a_frozen_copy_of_the_experiment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(FROZEN, raising=False)
+    monkeypatch.delenv(FROZEN_VARIABLE, raising=False)
     file = Path("experiment.yaml")
     workflow = SimpleNamespace(
         config_settings=SimpleNamespace(configfiles=[file], config={}),
@@ -81,21 +81,21 @@ def test_jobs_read_a_frozen_copy_of_the_experiment(tmp_path, monkeypatch):
         return controller.open_layout(workflow, {})
 
     first = open_with_seed(1)
-    frozen_copy = first.config.resolve()
+    frozen_copy = first.config_file.resolve()
     content = frozen_copy.read_bytes()
     assert re.fullmatch(r"edited-[0-9a-f]{16}\.yaml", frozen_copy.name)
     assert frozen_copy.parent == tmp_path / ".kairos/config"
     for rule in ("prepare", "train", "sample", "evaluate"):
-        assert first.params(rule)["config"](None, None) == first.config.as_posix()
+        assert first.rule_params(rule)["config"](None, None) == first.config_file.as_posix()
 
-    in_a_job = open_with_seed(2)  # each job's Snakemake inherits the variable FROZEN from the controller
+    in_a_job = open_with_seed(2)  # each job's Snakemake inherits FROZEN_VARIABLE from the controller
     assert in_a_job.experiment == first.experiment and in_a_job.experiment.seeds == [1]
-    assert in_a_job.config == frozen_copy
+    assert in_a_job.config_file == frozen_copy
 
-    monkeypatch.delenv(FROZEN)  # as in the next controller
+    monkeypatch.delenv(FROZEN_VARIABLE)  # as in the next controller
     second = open_with_seed(2)
-    assert second.experiment.seeds == [2] and load(second.config) == second.experiment
-    assert second.config.resolve() != frozen_copy
+    assert second.experiment.seeds == [2] and load(second.config_file) == second.experiment
+    assert second.config_file.resolve() != frozen_copy
     assert frozen_copy.read_bytes() == content
 
 

@@ -33,7 +33,7 @@ from kairos.progress import duration, say
 from kairos.slurm import WAITING, ask, books, job_name, plain_environment, queue
 from kairos.training.job import read_progress
 from kairos.workflow import batch_script
-from kairos.workflow.layout import frozen
+from kairos.workflow.layout import load_frozen_layout
 from kairos.workflow.snakemake_private import no_further_attempt
 
 _PATIENCE = 5  # seconds between looks at the queue
@@ -57,7 +57,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
     """The SLURM plugin's executor, with patience, and a memory that survives it."""
 
     def __post_init__(self, test_mode: bool = False) -> None:
-        layout = frozen()
+        layout = load_frozen_layout()
         for name in os.environ.keys() - plain_environment().keys():
             del os.environ[name]
         os.environ |= _OFFLINE

@@ -3,16 +3,16 @@
 
 
 for name in layout.analyses:
-    for part in [True, False] if layout.measured(name) else [False]:
+    for part in [True, False] if layout.measurement_files(name) else [False]:
 
         rule:
             name:
                 f"measure_{name}" if part else f"analyse_{name}"
             input:
                 milestone=f"{TRAINING}/milestones/{{step}}/milestone.json" if part else [],
-                end=layout.end_of if part else [],
+                end=layout.training_end if part else [],
                 latents=f"{RESULTS}/latents/manifest.json" if part else [],
-                read=[] if part else layout.analysed(name),
+                read=[] if part else layout.analysis_inputs(name),
             output:
                 table=f"{TRAINING}/analyses/{name}.{{step}}.csv" if part else f"{RESULTS}/analyses/{name}.csv",
                 figure=[] if part else report(f"{RESULTS}/analyses/{name}.png", category="Analyses"),
@@ -28,9 +28,9 @@ for name in layout.analyses:
             resources:
                 mem_mb=scaled_by_attempt(6000 if part else 2000),
                 runtime=scaled_by_attempt(240 if part else 30),
-                gpu=layout.gpus if part else 0,
+                gpu=layout.gpus_per_job if part else 0,
             params:
-                **layout.params(f"measure_{name}" if part else f"analyse_{name}"),
+                **layout.rule_params(f"measure_{name}" if part else f"analyse_{name}"),
                 analysis=name,
                 results=RESULTS,
                 of=repeat_option("--milestone", folders_of("milestone")),

@@ -2,14 +2,14 @@
 # asks for are jobs of their own, and joined by the other.
 
 
-for name in layout.rules("encode"):
+for name in layout.stage_rules("encode"):
     part = name != "encode"
 
     rule:
         name:
             name
         input:
-            **{stage: f"{RESULTS}/{stage}/manifest.json" for stage in layout.text},
+            **{stage: f"{RESULTS}/{stage}/manifest.json" for stage in layout.text_stages},
             dataset=f"{RESULTS}/dataset/manifest.json",
             autoencoder=f"{RESULTS}/autoencoder/manifest.json",
             parts=[f"{RESULTS}/.parts/latents.{shard}" for shard in layout.shards("encode") if not part],
@@ -25,11 +25,11 @@ for name in layout.rules("encode"):
         resources:
             mem_mb=scaled_by_attempt(6000),
             runtime=scaled_by_attempt(240),
-            gpu=CODING_GPUS if name == layout.rules("encode")[-1] else 0,
+            gpu=CODING_GPUS if name == layout.stage_rules("encode")[-1] else 0,
         params:
-            **layout.params(name),
-            **({"told": layout.text} if layout.text else {}),
-            read=stage_options("dataset", "autoencoder", *layout.text),
+            **layout.rule_params(name),
+            **({"told": layout.text_stages} if layout.text_stages else {}),
+            read=stage_options("dataset", "autoencoder", *layout.text_stages),
             out=paths_of("record") if part else folder_of("record"),
             shards=shard_options,
         shell:

@@ -5,29 +5,29 @@ for segment in layout.segments:
 
     rule:
         name:
-            f"evaluate{segment.name}"
+            f"evaluate{segment.suffix}"
         input:
-            images=[f"{TRAINING}/samples/{step}.npz" for step in segment.names],
-            milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
+            images=[f"{TRAINING}/samples/{step}.npz" for step in segment.snapshots],
+            milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots],
             latents=f"{RESULTS}/latents/manifest.json",
             extractor=f"{RESULTS}/extractor/manifest.json",
             reference=f"{RESULTS}/reference/reference.json",
         output:
-            records=[f"{TRAINING}/evaluation/{step}.json" for step in segment.names],
-            sums=layout.sums("evaluate", "{method}", "{seed}", segment),
+            records=[f"{TRAINING}/evaluation/{step}.json" for step in segment.snapshots],
+            sums=layout.checksum_file("evaluate", "{method}", "{seed}", segment),
         log:
-            f"{RESULTS}/logs/evaluate_{{method}}_seed{{seed}}{segment.name}.log",
+            f"{RESULTS}/logs/evaluate_{{method}}_seed{{seed}}{segment.suffix}.log",
         group:
-            layout.images(segment)
+            layout.sampling_group(segment)
         conda:
             "../../envs/environment.yml"
         threads: layout.experiment.training.threads
         resources:
             mem_mb=scaled_by_attempt(6000),
             runtime=scaled_by_attempt(120),
-            gpu=layout.gpus,
+            gpu=layout.gpus_per_job,
         params:
-            **layout.params("evaluate", segment),
+            **layout.rule_params("evaluate", segment),
             images=repeat_option("--samples", paths_of("images")),
             milestones=repeat_option("--milestone", folders_of("milestones")),
             out=repeat_option("--out", paths_of("records")),

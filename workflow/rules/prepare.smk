@@ -14,7 +14,7 @@ rule prepare:
         mem_mb=scaled_by_attempt(4000),
         runtime=scaled_by_attempt(120),
     params:
-        **layout.params("prepare"),
+        **layout.rule_params("prepare"),
         files=lambda wildcards: controller.listing(layout),
         out=folder_of("record"),
     shell:

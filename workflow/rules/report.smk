@@ -3,7 +3,7 @@
 
 rule report:
     input:
-        layout.everything(),
+        layout.report_inputs(),
     output:
         page=f"{RESULTS}/report.html",
         table=report(f"{RESULTS}/summary.csv", caption="../report/summary.rst", category="Table"),
@@ -23,8 +23,8 @@ rule report:
         mem_mb=2000,
         runtime=30,
     params:
-        **layout.depends("report"),
-        config=layout.frozen,
+        **layout.dependency_params("report"),
+        config=layout.config_argument,
         results=folder_of("page"),
     shell:
         "kairos report --config {params.config} --results {params.results}"

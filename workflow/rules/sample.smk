@@ -5,29 +5,29 @@ PARTS = f"{TRAINING}/.parts/batch{layout.experiment.sampling.batch_size}"  # the
 
 
 for segment in layout.segments:
-    for name in layout.rules("sample"):
+    for name in layout.stage_rules("sample"):
         part = name != "sample"
 
         rule:
             name:
-                f"{name}{segment.name}"
+                f"{name}{segment.suffix}"
             input:
-                milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
+                milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots],
                 autoencoder=f"{RESULTS}/autoencoder/manifest.json",
                 latents=f"{RESULTS}/latents/manifest.json",
                 parts=[
                     f"{PARTS}/{step}.{shard}.npz"
-                    for step in segment.names
+                    for step in segment.snapshots
                     for shard in layout.shards("sample")
                     if not part
                 ],
             output:
                 images=[
                     temp(f"{PARTS}/{step}.{{shard}}.npz") if part else f"{TRAINING}/samples/{step}.npz"
-                    for step in segment.names
+                    for step in segment.snapshots
                 ],
                 grids=report(
-                    [f"{TRAINING}/samples/{step}.png" for step in segment.names if not part],
+                    [f"{TRAINING}/samples/{step}.png" for step in segment.snapshots if not part],
                     caption="../report/samples.rst",
                     category="Samples",
                     labels={"method": "{method}", "seed": "{seed}"},
@@ -35,21 +35,21 @@ for segment in layout.segments:
                 sums=(
                     temp(f"{PARTS}/{segment.number}.{{shard}}.txt")
                     if part
-                    else layout.sums("sample", "{method}", "{seed}", segment)
+                    else layout.checksum_file("sample", "{method}", "{seed}", segment)
                 ),
             log:
-                f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.name}{'.{shard}' * part}.log",
+                f"{RESULTS}/logs/sample_{{method}}_seed{{seed}}{segment.suffix}{'.{shard}' * part}.log",
             group:
-                None if part else layout.images(segment)
+                None if part else layout.sampling_group(segment)
             conda:
                 "../../envs/environment.yml"
             threads: layout.experiment.training.threads
             resources:
                 mem_mb=scaled_by_attempt(6000),
                 runtime=scaled_by_attempt(240),
-                gpu=layout.gpus,
+                gpu=layout.gpus_per_job,
             params:
-                **layout.params(name, segment),
+                **layout.rule_params(name, segment),
                 options=layout.sampling_options,
                 milestones=repeat_option("--milestone", folders_of("milestones")),
                 out=repeat_option("--out", paths_of("images")),

@@ -7,7 +7,7 @@ localrules:
 
 rule track:
     input:
-        layout.everything(),
+        layout.report_inputs(),
         table=f"{RESULTS}/summary.csv",
         figures=f"{RESULTS}/figures",
     output:
@@ -20,8 +20,8 @@ rule track:
         mem_mb=2000,
         runtime=60,
     params:
-        **layout.depends("track"),
-        config=layout.frozen,
+        **layout.dependency_params("track"),
+        config=layout.config_argument,
         results=folder_of("table"),
     shell:
         "kairos track --config {params.config} --results {params.results} --out {output}"

@@ -6,17 +6,17 @@ for segment in layout.segments:
 
     rule:
         name:
-            f"train{segment.name}"
+            f"train{segment.suffix}"
         input:
             latents=f"{RESULTS}/latents/manifest.json",
             start=[f"{start}/milestone.json" for start in [layout.experiment.training.start_from] if start],
-            before=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.before],
+            before=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.previous],
         output:
-            milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.names],
-            end=[f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl") if segment.last],
-            sums=layout.sums("train", "{method}", "{seed}", segment),
+            milestones=[f"{TRAINING}/milestones/{step}/milestone.json" for step in segment.snapshots],
+            end=[f"{TRAINING}/{name}" for name in ("training.json", "metrics.jsonl") if segment.is_last],
+            sums=layout.checksum_file("train", "{method}", "{seed}", segment),
         log:
-            f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.name}.log",
+            f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.suffix}.log",
         group:
             controller.sharing(workflow, layout, segment)
         conda:
@@ -25,10 +25,10 @@ for segment in layout.segments:
         resources:
             **training_resources(layout.experiment),
         params:
-            **layout.params("train", segment),
+            **layout.rule_params("train", segment),
             steps=list(segment.steps),
             latents=folder_of("latents"),
-            part=segment.part,
+            part=segment.part_option,
             out=f"{TRAINING}",
         shell:
             "trap '' HUP; trap : TERM INT; kairos train --config {params.config} --method {wildcards.method} --seed {wildcards.seed} --out {params.out}"

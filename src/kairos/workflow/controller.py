@@ -25,7 +25,7 @@ from kairos.slurm import books
 from kairos.tracking.store import tracking_uri, without_credentials
 from kairos.training.job import read_progress
 from kairos.workflow import fork_server, interrupts, start_over
-from kairos.workflow.layout import FROZEN, Layout, Segment, frozen, lay_out
+from kairos.workflow.layout import FROZEN_VARIABLE, Layout, Segment, create_layout, load_frozen_layout
 from kairos.workflow.snakemake_private import together
 from kairos_timesteps.errors import KairosError, rejection
 
@@ -37,13 +37,13 @@ _began = time.time()
 def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
     """The experiment that Snakemake was called for, checked and frozen; ends the process where it cannot be used."""
     with _ending():
-        if FROZEN in os.environ:
-            return frozen()
-        found = lay_out(_experiment(workflow, config))
-        os.environ[FROZEN] = str(found.config.resolve())
+        if FROZEN_VARIABLE in os.environ:
+            return load_frozen_layout()
+        found = create_layout(_experiment(workflow, config))
+        os.environ[FROZEN_VARIABLE] = str(found.config_file.resolve())
         if not workflow.output_settings.dryrun:
             _tidy(found)
-        for line in found.said:
+        for line in found.notes:
             say(line)
         return found
 
@@ -107,7 +107,7 @@ def _tidy(layout: Layout) -> None:
 
 def sharing(workflow: Any, layout: Layout, segment: Segment) -> Callable[[Any], str] | None:
     """`Layout.sharing`, as one job for each group."""
-    group = layout.sharing(segment)
+    group = layout.training_group(segment)
     number = layout.experiment.training.trainings_per_gpu
     return group and (lambda wildcards: together(workflow, group(wildcards), number))
 
@@ -115,9 +115,9 @@ def sharing(workflow: Any, layout: Layout, segment: Segment) -> Callable[[Any], 
 def data_files(layout: Layout) -> list[str]:
     """The files of a data set that are not images, as far as they exist; `kairos prepare` says what is missing."""
     dataset = layout.experiment.dataset
-    lists = [re.sub(r":\d+$", "", part.files) for part in dataset.parts if part.files]
+    lists = [re.sub(r":\d+$", "", part.files) for part in dataset.sections if part.files]
     found = sorted({path for path in (*lists, *dataset.caption_files) if os.path.isfile(path)})
-    for part in dataset.parts if dataset.source in ("parquet", "zip") else ():
+    for part in dataset.sections if dataset.source in ("parquet", "zip") else ():
         path = str(part.path)
         inside = os.path.isdir(path)
         found += sorted(map(str, Path(path).rglob("*.parquet")) if inside else glob.glob(path, recursive=True))
@@ -129,7 +129,7 @@ def listing(layout: Layout) -> str | list[str] | None:
     dataset = layout.experiment.dataset
     if dataset.source != "folder":
         return data_files(layout) or None
-    roots = [Path(str(part.path)) for part in dataset.parts]
+    roots = [Path(str(part.path)) for part in dataset.sections]
     found = [
         sorted((file.relative_to(root).as_posix(), file.stat().st_size) for file in root.rglob("*") if file.is_file())
         for root in roots
@@ -148,7 +148,7 @@ def starts(workflow: Any, layout: Layout) -> None:
     if workflow.local_exec:
         interrupts.obey(workflow.scheduler)
         stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]
-        fork_server.start(layout.config, layout.experiment.training.threads, stages)
+        fork_server.start(layout.config_file, layout.experiment.training.threads, stages)
 
 
 def succeeded(workflow: Any, layout: Layout) -> None:
@@ -167,7 +167,7 @@ def failed(workflow: Any, layout: Layout) -> None:
     for job in workflow.scheduler.failed:  # Snakemake books its deleted outputs as made: as if a user had deleted them
         workflow.persistence.cleanup(job)
     if interrupts.told_at:
-        words = [read_progress(Path(layout.training(*training))) for training in layout.trainings]
+        words = [read_progress(Path(layout.training_folder(*training))) for training in layout.trainings]
         written = sum(word.get("state") == "stopped" and word["updated"] > interrupts.told_at[0] for word in words)
         whose = "training has written its" if written == 1 else "trainings have written their"
         say(f"interrupted: {written} {whose} state; the same command goes on")

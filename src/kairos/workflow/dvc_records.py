@@ -22,7 +22,7 @@ from kairos.config.plugins import source_files
 from kairos.files import read_json, write_json, write_text
 from kairos.progress import say
 from kairos.workflow import dependencies
-from kairos.workflow.layout import Layout, lay_out
+from kairos.workflow.layout import Layout, create_layout
 from kairos_timesteps.errors import ConfigError, KairosError, demand, rejection
 
 RECORDED = "params.yaml"  # the experiment that dvc.yaml is about
@@ -58,16 +58,18 @@ def write_dependencies(config: Path, out: Path) -> None:
         ConfigError: dvc.yaml lacks a stage that the experiment has.
         KairosError: the function has updated dvc.yaml or workflow/dvc.yaml, which have to be committed first.
     """
-    layout = lay_out(load(config))
+    layout = create_layout(load(config))
     if _STAGES.is_file() and str(config) == RECORDED:
         _update_methods(layout.methods)
         _update_plugin_files(layout.experiment.plugins)
-    stages = yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"] if _STAGES.is_file() else layout.shared
-    if missing := set(layout.shared) - set(stages):
+    stages = (
+        yaml.safe_load(_STAGES.read_text(encoding="utf-8"))["stages"] if _STAGES.is_file() else layout.shared_stages
+    )
+    if missing := set(layout.shared_stages) - set(stages):
         advice = "add it in the manner of autoencoder, and its manifest to the deps of encode"
         raise ConfigError(f"{config}: {_STAGES} has no stage {', '.join(sorted(missing))}; {advice}")
     table: dict[str, Any] = {}
-    for stage in (*layout.shared, "report"):
+    for stage in (*layout.shared_stages, "report"):
         table[stage] = dependencies.collect_params(stage, layout.plain)
     for stage, method in product(dependencies.TRAINING_STAGES, layout.methods):
         entry = table.setdefault(stage, {})
@@ -125,7 +127,7 @@ def run_stage(config: Path, stage: str, method: str | None, seed: int | None) ->
         method: name of the method, for a stage of training runs.
         seed: seed of the training run, for a stage of training runs.
     """
-    rules, targets = select_jobs(lay_out(load(config)), stage, method, seed)
+    rules, targets = select_jobs(create_layout(load(config)), stage, method, seed)
     command = [*_PYTHON, "snakemake", "--configfile", str(config), "--allowed-rules", *rules, "--", *targets]
     os.execve(command[0], command, _environment())
 
@@ -142,19 +144,19 @@ def select_jobs(layout: Layout, stage: str, method: str | None, seed: int | None
     Raises:
         ConfigError: the experiment has no such stage, or `method` and `seed` are missing, unknown or superfluous.
     """
-    rules, stages = layout.rules(stage), (*layout.shared, *dependencies.TRAINING_STAGES, "report")
+    rules, stages = layout.stage_rules(stage), (*layout.shared_stages, *dependencies.TRAINING_STAGES, "report")
     demand(stage in stages, "ledger run", f"stage {stage!r}", ", ".join(stages))
     if stage in dependencies.TRAINING_STAGES:
         if method not in layout.methods or seed not in layout.experiment.seeds:
             allowed = f"a method of {layout.methods} and a seed of {layout.experiment.seeds}"
             raise rejection(f"ledger run {stage}", f"--method {method} --seed {seed}", allowed)
-        checksums = [layout.sums(stage, method, seed, segment) for segment in layout.segments]
-        return [f"{rule}{segment.name}" for rule in rules for segment in layout.segments], checksums
+        checksums = [layout.checksum_file(stage, method, seed, segment) for segment in layout.segments]
+        return [f"{rule}{segment.suffix}" for rule in rules for segment in layout.segments], checksums
     if method is not None or seed is not None:
         got = f"--method {method} --seed {seed}"
         raise rejection(f"ledger run {stage}", got, "neither, as all training runs share this stage")
     if stage == "report":  # DVC has no stages for the analyses and the import into MLflow, which is of this machine
-        analyses = [rule for rule in layout.jobs() if rule.startswith(("measure_", "analyse_"))]
+        analyses = [rule for rule in layout.count_jobs() if rule.startswith(("measure_", "analyse_"))]
         last = ["report", "track"] if layout.experiment.tracking.enabled else ["report"]
         return [*analyses, *last], last
     return rules, [rule for rule in rules if not rule.endswith("_parts")]
@@ -171,7 +173,7 @@ def record() -> None:
         reason = "the working tree has uncommitted changes, so the results could not be reproduced from a commit"
         raise KairosError("\n".join([f"record: {reason}; commit them first:", *dirty[:_MOST_LINES]]))
     _check_up_to_date("record: results are stale; run `make demo` first.")
-    results = Path(lay_out(load(RECORDED)).results)
+    results = Path(create_layout(load(RECORDED)).results)
     write_dependencies(Path(RECORDED), results / "dependencies.yaml")
     _write_lock()
     if machines := _list_machines(results):  # adopted results come without: the recorded machines stay
@@ -201,7 +203,7 @@ def adopt() -> None:
     Raises:
         KairosError: nothing is recorded, the data cannot be pulled, or something would still have to run.
     """
-    layout = lay_out(load(RECORDED))
+    layout = create_layout(load(RECORDED))
     if not _LOCK.exists():
         raise KairosError("adopt: dvc.lock is missing, so nothing was recorded; `make demo` computes the results")
     _pull()

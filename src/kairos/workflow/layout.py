@@ -1,4 +1,4 @@
-"""An experiment as the workflow sees it: its folders, its trainings and the segments that they are split into."""
+"""Layout of an experiment for the workflow: its folders and files, its training runs, stages, rules and jobs."""
 
 import json
 import os
@@ -18,36 +18,36 @@ from kairos.training.job import read_progress
 from kairos.workflow import dependencies
 from kairos.workflow.rules import gpus_per_job
 
-FROZEN = "KAIROS_EXPERIMENT"  # names the experiment that a controller has frozen for what it starts
-PARTS = ".parts"  # folder of what is joined, in that of the results and in each training's
+FROZEN_VARIABLE = "KAIROS_EXPERIMENT"  # environment variable with the path of the controller's frozen experiment
+_SHARDS_FOLDER = ".parts"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of every training that is one job.
+    """Consecutive steps of every training run, which are one job.
 
     Attributes:
-        steps: its milestones.
-        before: the milestone that it goes on from, as files name it; none for the first.
-        number: from 1.
-        name: of this segment in rule names and log files, with a leading ``_``; empty where it is the only one.
-        last: whether the training is complete with it.
+        steps: the segment's snapshots, by their steps.
+        previous: name of the snapshot that the segment starts from; empty for the first segment.
+        number: number of the segment, from 1.
+        suffix: ``_`` and the number, for rule names and log files; empty if the training run has one segment.
+        is_last: True if the training run is complete after the segment.
     """
 
     steps: tuple[int, ...]
-    before: list[str]
+    previous: list[str]
     number: int
-    name: str
-    last: bool
+    suffix: str
+    is_last: bool
 
     @property
-    def names(self) -> list[str]:
-        """Names of the segment's milestones in folders and files."""
-        return names(self.steps)
+    def snapshots(self) -> list[str]:
+        """Names of the segment's snapshots in folders and files."""
+        return name_snapshots(self.steps)
 
-    def part(self, wildcards: Any, output: Any) -> str:
-        """Argument of ``kairos train`` for a segment that another one follows."""
-        return "" if self.last else "--part"
+    def part_option(self, wildcards: Any, output: Any) -> str:
+        """Return the ``params:`` value for ``kairos train``: ``--part`` if another segment follows, else nothing."""
+        return "" if self.is_last else "--part"
 
 
 @dataclass(frozen=True)
@@ -56,65 +56,20 @@ class Layout:
 
     Attributes:
         experiment: the checked experiment.
-        config: frozen copy of the experiment, which all jobs read.
-        said: notes for the user before anything runs.
+        config_file: frozen copy of the experiment, which all jobs read.
+        notes: lines for the user, printed before anything runs.
     """
 
     experiment: Experiment
-    config: Path
-    said: list[str] = field(default_factory=list)
+    config_file: Path
+    notes: list[str] = field(default_factory=list)
+
+    # Parts of the experiment
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """The whole resolved experiment."""
+        """The whole resolved experiment as plain values."""
         return self.experiment.plain()
-
-    @property
-    def results(self) -> str:
-        """The experiment's folder, relative."""
-        return f"results/{self.experiment.experiment}"
-
-    @property
-    def outside(self) -> list[str]:
-        """The file of real images from outside that samples are compared with, if there is one."""
-        reference = self.experiment.evaluation.reference
-        return [reference] if reference.endswith(".npz") else []
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """The stages that all trainings share, in order."""
-        return dependencies.shared_stages(self.plain)
-
-    @property
-    def text(self) -> list[str]:
-        """The stage that encodes captions, if there is one."""
-        return ["text"] if "text" in self.shared else []
-
-    @property
-    def analyses(self) -> dict[str, dict[str, Any]]:
-        """The analyses that are asked for, by name."""
-        return {named["name"]: named for named in self.experiment.analyses}
-
-    @property
-    def tables(self) -> list[str]:
-        """The tables and figures of the analyses."""
-        return [f"{self.results}/analyses/{name}.{kind}" for name in self.analyses for kind in ("csv", "png")]
-
-    def measured(self, analysis: str) -> list[str]:
-        """Return the files of an analysis' measurements, one per milestone; empty if it reads no milestone."""
-        return [part_of(self.results, analysis, *one) for one in places(self.analyses[analysis], self.experiment)]
-
-    def analysed(self, analysis: str) -> list[str]:
-        """All that the table of an analysis is made of."""
-        kinds = {"strategies": "milestones/{}/milestone.json", "evaluations": "evaluation/{}.json"}
-        read = kinds.get(ANALYSES.entry(analysis).facts["reads"], "")
-        each = product(self.trainings, self.steps) if read else ()
-        return self.measured(analysis) + [f"{self.training(*one)}/{read.format(step)}" for one, step in each]
-
-    def end_of(self, wildcards: Any) -> list[str]:
-        """The record of a training's end, for what looks at its last milestone."""
-        folder = self.training(wildcards.method, wildcards.seed)
-        return [f"{folder}/training.json"] if wildcards.step == self.steps[-1] else []
 
     @property
     def methods(self) -> list[str]:
@@ -123,146 +78,231 @@ class Layout:
 
     @property
     def trainings(self) -> list[tuple[str, int]]:
-        """Method and seed of every training."""
+        """Method and seed of every training run."""
         return [(method, seed) for method in self.methods for seed in self.experiment.seeds]
 
     @property
-    def steps(self) -> list[str]:
-        """All milestones as files name them: 7 digits."""
-        return names(self.experiment.milestones)
+    def snapshots(self) -> list[str]:
+        """Names of all snapshots in folders and files."""
+        return name_snapshots(self.experiment.milestones)
 
     @property
-    def gpus(self) -> int:
-        """GPUs that a computing job asks for."""
-        return gpus_per_job(self.experiment)
-
-    def frozen(self, wildcards: Any, output: Any) -> str:
-        """The configuration file of a job: a parameter that Snakemake does not compare, see `arguments`."""
-        return self.config.as_posix()
-
-    def sampling_options(self, wildcards: Any, output: Any) -> str:
-        """Arguments of ``kairos sample`` that state the whole sampling section; not compared either."""
-        sampling = {name: value for name, value in self.plain["sampling"].items() if name != "shards"}
-        sampling |= {"grid_images": sampling.pop("grid")}
-        written = {name: json.dumps(sampling[name]) for name in sampling if not isinstance(sampling[name], str)}
-        sampling |= written  # null too
-        return " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in sampling.items())
+    def analyses(self) -> dict[str, dict[str, Any]]:
+        """Settings of the experiment's analyses, by name."""
+        return {settings["name"]: settings for settings in self.experiment.analyses}
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """The jobs of a training, in order."""
-        parts = self.experiment.segments
-        ends = [[], *(names(part[-1:]) for part, _ in pairwise(parts))]
-        count, numbered = len(parts), enumerate(zip(parts, ends), 1)
-        return [Segment(*its, number, f"_{number}" * (count > 1), number == count) for number, its in numbered]
+        """Segments of every training run, in order."""
+        steps_by_segment = self.experiment.segments
+        previous: list[list[str]] = [[]]
+        for steps, _ in pairwise(steps_by_segment):
+            previous.append(name_snapshots(steps[-1:]))
+        segments, count = [], len(steps_by_segment)
+        for number, steps in enumerate(steps_by_segment, 1):
+            suffix = f"_{number}" if count > 1 else ""
+            segments.append(Segment(steps, previous[number - 1], number, suffix, number == count))
+        return segments
+
+    @property
+    def gpus_per_job(self) -> int:
+        """Number of GPUs that a computing job requests."""
+        return gpus_per_job(self.experiment)
+
+    # Stages, rules and jobs
+
+    @property
+    def shared_stages(self) -> tuple[str, ...]:
+        """Names of the stages that all training runs share, in order."""
+        return dependencies.shared_stages(self.plain)
+
+    @property
+    def text_stages(self) -> list[str]:
+        """``["text"]`` if the experiment encodes captions, else an empty list."""
+        return ["text"] if "text" in self.shared_stages else []
 
     def shards(self, stage: str) -> list[str]:
-        """The parts that a job of a stage joins, as files name them: ``1of2`` ...; none where it is not split."""
-        latent = self.experiment.autoencoder.kind != "none"
-        counts = {"sample": self.experiment.sampling.shards, "encode": self.experiment.autoencoder.shards * latent}
-        count = counts.get(stage, 0)
+        """Return the names of the shards that a stage is split into, ``1of2`` ...; an empty list if it is not split."""
+        count = 0
+        if stage == "sample":
+            count = self.experiment.sampling.shards
+        elif stage == "encode" and self.experiment.autoencoder.kind != "none":
+            count = self.experiment.autoencoder.shards
         return [f"{number}of{count}" for number in range(1, count + 1)] if count > 1 else []
 
-    def rules(self, stage: str) -> list[str]:
-        """The rules of a stage: its own, and the one of its parts, whose results lie apart and go when joined."""
+    def stage_rules(self, stage: str) -> list[str]:
+        """Return the names of a stage's rules: one, or two if the stage joins shards that the second rule computes."""
         return [stage, f"{stage}_parts"] if self.shards(stage) else [stage]
 
-    def images(self, segment: Segment) -> str:
-        """The group in which a scheduler runs the sampling and evaluating of a segment as one job."""
-        return f"images_{{method}}_seed{{seed}}{segment.name}"
+    def sampling_group(self, segment: Segment) -> str:
+        """Return the group in which a scheduler runs sampling and evaluation of a segment as one job."""
+        return f"images_{{method}}_seed{{seed}}{segment.suffix}"
 
-    def sharing(self, segment: Segment) -> Callable[[Any], str] | None:
-        """The group of the trainings that a scheduler runs as one job, by wildcards; the same ones in every run.
+    def training_group(self, segment: Segment) -> Callable[[Any], str] | None:
+        """Return a function from wildcards to the group of training runs that a scheduler runs as one job.
 
-        One that has diverged is left alone: it would take what the others have made down with it, each time.
+        Every run of the workflow has the same groups. A training run that has diverged is a group by itself, because
+        it would stop the other training runs at each attempt. Without ``trainings_per_gpu`` there is no group.
         """
-        together = self.experiment.training.trainings_per_gpu
-        if together == 1:
+        trainings_per_gpu = self.experiment.training.trainings_per_gpu
+        if trainings_per_gpu == 1:
             return None
-        numbers = {training: number // together for number, training in enumerate(self.trainings)}
+        numbers = {training: number // trainings_per_gpu for number, training in enumerate(self.trainings)}
 
-        def group(wildcards: Any) -> str:
-            training = wildcards.method, int(wildcards.seed)
-            diverged = not read_progress(Path(self.training(*training))).get("again", True)
-            alone = f"_alone_{wildcards.method}_seed{wildcards.seed}" if diverged else ""
-            return f"trainings{segment.name}_{numbers[training]}{alone}"
+        def name_group(wildcards: Any) -> str:
+            method, seed = wildcards.method, int(wildcards.seed)
+            progress = read_progress(Path(self.training_folder(method, seed)))
+            diverged = not progress.get("again", True)
+            suffix = f"_alone_{method}_seed{wildcards.seed}" if diverged else ""
+            return f"trainings{segment.suffix}_{numbers[method, seed]}{suffix}"
 
-        return group
+        return name_group
 
-    def matching(self, values: list[Any]) -> str:
-        """Wildcard constraint: one of these."""
-        return "|".join(re.escape(str(value)) for value in values)
+    def count_jobs(self) -> dict[str, int]:
+        """Return the number of jobs of each rule; the segments of a rule count together."""
+        jobs_of_trainings = len(self.trainings) * len(self.segments)
+        counts: dict[str, int] = {}
+        for stage in (*self.shared_stages, *dependencies.TRAINING_STAGES):
+            number = jobs_of_trainings if stage in dependencies.TRAINING_STAGES else 1
+            counts[stage] = number
+            if shards := self.shards(stage):
+                counts[f"{stage}_parts"] = number * len(shards)
+        for name in self.analyses:
+            if files := self.measurement_files(name):
+                counts[f"measure_{name}"] = len(files)
+        for name in self.analyses:
+            counts[f"analyse_{name}"] = 1
+        counts["report"] = 1
+        if self.experiment.tracking.enabled:
+            counts["track"] = 1
+        return counts
 
-    def depends(self, stage: str) -> dict[str, Callable[[Any], Any]]:
-        """``params:`` of a stage, by wildcards: every field and the code that its results depend on.
+    # Files and folders
 
-        As functions, since code is looked at for the stages alone whose jobs there are: in a job, for one.
-        """
-        of_training = stage in dependencies.TRAINING_STAGES
-        of_method = cache(lambda method: dependencies.collect_params(stage, self.plain, method))
+    @property
+    def results(self) -> str:
+        """The experiment's folder, relative to the working directory."""
+        return f"results/{self.experiment.experiment}"
 
-        def of_wildcards(name: str) -> Callable[[Any], Any]:
-            return lambda wildcards: of_method(wildcards.method if of_training else None)[name]
-
-        names, _ = dependencies.find_dependencies(stage, self.plain, self.methods[0])
-        return {name: of_wildcards(name) for name in (*names, "code")}
-
-    def training(self, method: str, seed: int | str) -> str:
-        """The folder of a training."""
+    def training_folder(self, method: str, seed: int | str) -> str:
+        """Return the folder of a training run."""
         return f"{self.results}/{method}/seed{seed}"
 
-    def params(self, rule: str, segment: Segment | None = None) -> dict[str, Any]:
-        """``params:`` of a rule: what its stage `depends` on, its configuration, and the file for the time it took.
+    @property
+    def external_reference(self) -> list[str]:
+        """The ``.npz`` file of real images that samples are compared with; empty if the data set is the reference."""
+        reference = self.experiment.evaluation.reference
+        return [reference] if reference.endswith(".npz") else []
 
-        That file is no output, since no two are the same: it names the machine too.
+    @property
+    def analysis_outputs(self) -> list[str]:
+        """Tables and figures of all analyses."""
+        return [f"{self.results}/analyses/{name}.{kind}" for name in self.analyses for kind in ("csv", "png")]
+
+    def measurement_files(self, analysis: str) -> list[str]:
+        """Return the files of an analysis' measurements, one per snapshot; empty if it reads no snapshot."""
+        snapshots = places(self.analyses[analysis], self.experiment)
+        return [part_of(self.results, analysis, method, seed, step) for method, seed, step in snapshots]
+
+    def analysis_inputs(self, analysis: str) -> list[str]:
+        """Return the files that the table of an analysis is computed from."""
+        files = self.measurement_files(analysis)
+        records = {"strategies": "milestones/{}/milestone.json", "evaluations": "evaluation/{}.json"}
+        record = records.get(ANALYSES.entry(analysis).facts["reads"])
+        if record:
+            for (method, seed), snapshot in product(self.trainings, self.snapshots):
+                files.append(f"{self.training_folder(method, seed)}/{record.format(snapshot)}")
+        return files
+
+    def training_end(self, wildcards: Any) -> list[str]:
+        """Return the record of a training run's end, as an input of jobs that read the last snapshot; else nothing."""
+        folder = self.training_folder(wildcards.method, wildcards.seed)
+        return [f"{folder}/training.json"] if wildcards.step == self.snapshots[-1] else []
+
+    def checksum_file(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
+        """Return the path of the checksums of what a job of a training run has written.
+
+        All checksums of a training run's stage are in one folder, which DVC's report stage can depend on.
         """
-        stage = rule.removesuffix("_parts")
-        job = ".{method}.seed{seed}.{step}" if stage.startswith("measure_") else ""
-        job = job if segment is None else f"/{{method}}_seed{{seed}}/{segment.number}"
-        timing = f"{stage}{job}" if rule == stage else f"{PARTS}/{stage}{job}.{{shard}}"
-        return {**self.depends(stage), "timing": f"{self.results}/timing/{timing}.json", "config": self.frozen}
-
-    def sums(self, stage: str, method: str, seed: int | str, segment: Segment) -> str:
-        """Checksums of what a job of a training has made: in one folder, which DVC's report stage can depend on."""
         return f"{self.results}/sums/{stage}/{method}_seed{seed}/{segment.number}.txt"
 
-    def everything(self) -> list[str]:
-        """All records that the report and the tracking read."""
-        records = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
-        of_step = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
-        each = ["training.json", "metrics.jsonl", *(name.format(step) for step in self.steps for name in of_step)]
-        jobs = product(dependencies.TRAINING_STAGES, self.trainings, self.segments)
-        return [
-            *(f"{self.results}/{record}.json" for record in records),
-            *(f"{self.training(*training)}/{name}" for training in self.trainings for name in each),
-            *(self.sums(stage, *training, segment) for stage, training, segment in jobs),
-            *self.tables,
-        ]
+    def report_inputs(self) -> list[str]:
+        """Return all records that the report and the import into MLflow read."""
+        shared = ("dataset/manifest", "autoencoder/manifest", "extractor/manifest", "reference/reference")
+        of_snapshot = ("milestones/{}/milestone.json", "samples/{}.png", "evaluation/{}.json")
+        of_training = ["training.json", "metrics.jsonl"]
+        for snapshot in self.snapshots:
+            of_training += [path.format(snapshot) for path in of_snapshot]
+        paths = [f"{self.results}/{record}.json" for record in shared]
+        for method, seed in self.trainings:
+            paths += [f"{self.training_folder(method, seed)}/{path}" for path in of_training]
+        for stage, (method, seed), segment in product(dependencies.TRAINING_STAGES, self.trainings, self.segments):
+            paths.append(self.checksum_file(stage, method, seed, segment))
+        return paths + self.analysis_outputs
 
-    def jobs(self) -> dict[str, int]:
-        """Number of jobs of each stage."""
-        parts = len(self.trainings) * len(self.segments)
-        counts: dict[str, int] = {}
-        for stage in (*self.shared, *dependencies.TRAINING_STAGES):
-            number = parts if stage in dependencies.TRAINING_STAGES else 1
-            counts |= dict(zip(self.rules(stage), (number, number * len(self.shards(stage)))))
-        counts |= {f"measure_{name}": len(self.measured(name)) for name in self.analyses if self.measured(name)}
-        counts |= {f"analyse_{name}": 1 for name in self.analyses}
-        return counts | {"report": 1} | ({"track": 1} if self.experiment.tracking.enabled else {})
+    # Values of the rules' directives
+
+    def wildcard_pattern(self, values: list[Any]) -> str:
+        """Return a wildcard constraint that allows exactly the given values."""
+        return "|".join(re.escape(str(value)) for value in values)
+
+    def rule_params(self, rule: str, segment: Segment | None = None) -> dict[str, Any]:
+        """Return the ``params:`` of a rule: the dependencies of its stage, the experiment file and the timing file.
+
+        The timing file is not an output: it contains times and the machine, so that it differs in every run.
+        """
+        stage = rule.removesuffix("_parts")
+        job = stage
+        if stage.startswith("measure_"):
+            job += ".{method}.seed{seed}.{step}"
+        elif segment is not None:
+            job += f"/{{method}}_seed{{seed}}/{segment.number}"
+        if rule != stage:
+            job = f"{_SHARDS_FOLDER}/{job}.{{shard}}"
+        timing = f"{self.results}/timing/{job}.json"
+        return {**self.dependency_params(stage), "timing": timing, "config": self.config_argument}
+
+    def dependency_params(self, stage: str) -> dict[str, Callable[[Any], Any]]:
+        """Return ``params:`` functions of wildcards for every field that a stage's results depend on, and for ``code``.
+
+        The functions delay the fingerprint of code: Snakemake calls them only for stages that have jobs.
+        """
+        is_of_training = stage in dependencies.TRAINING_STAGES
+        collect = cache(lambda method: dependencies.collect_params(stage, self.plain, method))
+
+        def select(name: str) -> Callable[[Any], Any]:
+            return lambda wildcards: collect(wildcards.method if is_of_training else None)[name]
+
+        names = dependencies.find_dependencies(stage, self.plain, self.methods[0]).fields
+        return {name: select(name) for name in (*names, "code")}
+
+    def config_argument(self, wildcards: Any, output: Any) -> str:
+        """Return the path of the frozen experiment, a ``params:`` value that Snakemake does not record."""
+        return self.config_file.as_posix()
+
+    def sampling_options(self, wildcards: Any, output: Any) -> str:
+        """Return the options of ``kairos sample`` for the whole sampling section; Snakemake does not record them."""
+        sampling = {name: value for name, value in self.plain["sampling"].items() if name != "shards"}
+        sampling["grid_images"] = sampling.pop("grid")
+        options = []
+        for name, value in sampling.items():
+            text = value if isinstance(value, str) else json.dumps(value)  # null too
+            options.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
+        return " ".join(options)
 
 
-def names(steps: tuple[int, ...]) -> list[str]:
-    """Steps as folders and files name them: 7 digits."""
+def name_snapshots(steps: tuple[int, ...]) -> list[str]:
+    """Return the names of snapshots in folders and files: their steps in 7 digits."""
     return [f"{step:07d}" for step in steps]
 
 
-def lay_out(experiment: Experiment) -> Layout:
-    """Settle what an experiment leaves open, freeze it and lay it out."""
-    settled, said = experiment.settled()
-    return Layout(settled, freeze(settled), said + lacking(settled))
+def create_layout(experiment: Experiment) -> Layout:
+    """Return the layout of an experiment, after choosing what the experiment leaves open and freezing it in a file."""
+    settled, notes = experiment.settled()
+    return Layout(settled, freeze(settled), notes + lacking(settled))
 
 
-def frozen() -> Layout:
-    """The experiment that this process's controller has frozen."""
-    path = os.environ[FROZEN]
+def load_frozen_layout() -> Layout:
+    """Return the layout of the experiment that this process's controller has frozen."""
+    path = os.environ[FROZEN_VARIABLE]
     return Layout(load(path), Path(path))
