@@ -130,7 +130,7 @@ def test_a_training_with_augmentation_goes_on_as_if_it_had_not_stopped(tmp_path)
         training__checkpoint_every=3, training__condition_dropout=0.1,
     )  # fmt: skip
     train(plain, "edm", 0, tmp_path / "whole", latents, [0, 3, 6])
-    train(plain, "edm", 0, tmp_path / "parts", latents, [0, 3], part=True)
+    train(plain, "edm", 0, tmp_path / "parts", latents, [0, 3], milestones_only=True)
     train(plain, "edm", 0, tmp_path / "parts", latents, [0, 3, 6])
     assert hashes(tmp_path / "whole") == hashes(tmp_path / "parts")
     weights = load_file(tmp_path / "whole" / "milestones" / "0000006" / "raw" / WEIGHTS)

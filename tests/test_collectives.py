@@ -63,10 +63,11 @@ def collectives_of_run(plain: dict, latents, folder, ranks: int, length: int, mo
     with process_group(ranks):
         training = TrainingState(plain, next(iter(plain["methods"])), 0, latents, torch.device("cpu"))
         store = RunFolder(folder / "out", "identity")
-        store.start([length])
-        progress = ProgressFile(folder / "out" / ".state", length, often=False)
+        store.prepare([length])
+        progress = ProgressFile(folder / "out" / ".state", length, reports=False)
         with counted() as found:
-            assert TrainingJob(store, training, "label", progress, StopRequest()).train_until([length], [length]) == length
+            job = TrainingJob(store, training, "label", progress, StopRequest())
+            assert job.train_until([length], [length]) == length
     return found
 
 

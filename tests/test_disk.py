@@ -38,7 +38,7 @@ def test_a_full_disk_loses_nothing(commands, small_disk, tmp_path):
     assert kept, "a checkpoint was written before the disk was full"
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     assert commands.run(line, log) == 0, log.read_text()
-    assert f"goes on from step {int(kept[-1].split('.')[0])}" in log.read_text()
+    assert f"resumes from step {int(kept[-1].split('.')[0])}" in log.read_text()
     assert read_json(out / "training.json") == read_json(alone / "training.json")
     used = sum(f.stat().st_size for f in out.rglob(".tmp-*"))
     assert used == 0 and os.path.getsize(out / "metrics.jsonl") == os.path.getsize(alone / "metrics.jsonl")

@@ -161,7 +161,7 @@ def test_a_checkpoint_of_one_process_resumes_on_two(folder, alone, two_ranks):
     out = folder / "one_then_two"
     here(line(folder, "adaptive", out, "--milestones", 0, 23))
     said = two_ranks(line(folder, "adaptive", out, processes=2))
-    assert "goes on from step 23" in said and "27 steps computed" in said
+    assert "resumes from step 23" in said and "27 steps computed" in said
     same(out, alone / "adaptive")
 
 
@@ -178,7 +178,7 @@ def test_two_processes_leave_when_asked_and_resume_as_two_or_as_one(folder, tmp_
     assert word["state"] == "stopped" and 0 < word["step"] < length and word["of"] == length
     assert "Traceback" not in said
     shutil.copytree(out, tmp_path / "as_one")
-    assert f"goes on from step {word['step']}" in two_ranks(line(folder, "adaptive", out, **two))
+    assert f"resumes from step {word['step']}" in two_ranks(line(folder, "adaptive", out, **two))
     two_ranks(line(folder, "adaptive", whole, **two))
     assert hashes(out) == hashes(whole)
     here(line(folder, "adaptive", tmp_path / "as_one", **(two | {"processes": 1})))

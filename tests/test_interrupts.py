@@ -126,7 +126,7 @@ def test_interrupted_runs_write_the_state_of_their_trainings_and_resume_exactly(
     done = copy.snakemake("--", *map(record, stopped.values()), config="params.yaml")
     assert done.returncode == 0, done.stderr
     for way, step in steps.items():
-        assert f"{stopped[way]} seed 0: goes on from step {step}" in done.stdout + done.stderr, way
+        assert f"{stopped[way]} seed 0: resumes from step {step}" in done.stdout + done.stderr, way
     capsys.readouterr()
     hashes = {}
     for method in (*stopped.values(), "undisturbed"):

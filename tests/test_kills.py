@@ -71,7 +71,7 @@ def test_twenty_kills_change_nothing(tmp_path, commands):
     for _ in range(3):
         kills += killed_after(commands, first, log, lock, moments.uniform(0.0, 0.6))
     assert commands.run(first, log) == 0
-    assert re.search("goes on from step|0 steps to do", log.read_text())  # one checkpoint at least is whole by now
+    assert re.search("resumes from step|0 steps to do", log.read_text())  # one checkpoint at least is whole by now
     for point, passage in INSIDE_CHECKPOINT_WRITE[3:] + BETWEEN_STEP_AND_SAMPLER[2:]:
         killed(commands, second, log, point, passage)
         kills += 1

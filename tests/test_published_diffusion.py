@@ -181,7 +181,7 @@ def test_strategies_train_a_learned_variance(method, latents, tmp_path):
 
 def test_costs_count_the_further_channels():
     found = [
-        costs.estimate(validate(experiment(diffusion=diffusion)), x0=(4, 8, 8), classes=10).network.parameters
+        costs.estimate_cost(validate(experiment(diffusion=diffusion)), x0=(4, 8, 8), classes=10).network.parameters
         for diffusion in ({}, {"process": LEARNED, "losses": ["mse", "vb"]})
     ]
     assert found[1] - found[0] == (16 + 1) * 2 * 2 * 4
@@ -248,7 +248,7 @@ def test_a_masked_pass_is_one_further_forward_and_resumes_exactly(method, hiding
         assert none is None and mask.dtype == torch.float32 and torch.equal(t, again)
         assert not torch.equal(x, masked)  # noise of its own
     assert not torch.equal(calls[1][2], calls[3][2])
-    train(hiding(), method, 0, tmp_path / "parts", latents, [0, 3], part=True)
+    train(hiding(), method, 0, tmp_path / "parts", latents, [0, 3], milestones_only=True)
     train(hiding(), method, 0, tmp_path / "parts", latents, [0, 8])
     parts = {**hashes(tmp_path / "parts"), "metrics": None}
     assert parts == {**hashes(tmp_path / "whole"), "metrics": None}
@@ -388,7 +388,7 @@ def test_fdm_trains_and_its_warmup_resumes_exactly(latents, tmp_path):
     method = {"fdm": {"sampler": "edm_log_normal", "weighting": {"name": "edm", "warmup": 6}}}
     plain = experiment(method, diffusion={"process": "fdm", "losses": [{"name": "mse", "scale": 64.0}]})
     train(plain, "fdm", 0, tmp_path / "whole", latents, [0, 8])
-    train(plain, "fdm", 0, tmp_path / "parts", latents, [0, 3], part=True)
+    train(plain, "fdm", 0, tmp_path / "parts", latents, [0, 3], milestones_only=True)
     train(plain, "fdm", 0, tmp_path / "parts", latents, [0, 8])
     parts = {**hashes(tmp_path / "parts"), "metrics": None}
     assert parts == {**hashes(tmp_path / "whole"), "metrics": None}

@@ -62,7 +62,7 @@ def progress(method: str, step: int, of: int = 200) -> ProgressFile:
     state.mkdir(parents=True)
     (state / "lock").touch()
     said = ProgressFile(state, of)
-    said.at(step, step / 10)
+    said.update(step, step / 10)
     return said
 
 
@@ -78,12 +78,12 @@ def look() -> dict[str, Training]:
 def test_every_state_of_a_training_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     progress("uniform", 120)
     progress("p2", 60)
-    progress("min_snr", 80).end("failed", "step 80: loss nan, gradient norm nan: not finite\nand more")
+    progress("min_snr", 80).write_end("failed", "step 80: loss nan, gradient norm nan: not finite\nand more")
     write_log("train_min_snr_seed0_1.log", "start\n")
-    progress("speed", 150).end("stopped", "SIGTERM: state written after step 150")
-    progress("adaptive", 200).end("complete")
+    progress("speed", 150).write_end("stopped", "SIGTERM: state written after step 150")
+    progress("adaptive", 200).write_end("complete")
     write_json(RESULTS / "adaptive/seed0/training.json", {"steps": 200})
-    progress("log_normal", 100, of=100).end("complete")  # the first of two segments
+    progress("log_normal", 100, of=100).write_end("complete")  # the first of two segments
     write_log("train_beta_seed0.log", "kairos: latents/manifest.json is missing\n\n")
     write_log("train_mode_seed0.log", "")  # Snakemake makes the log, and folders of outputs, before the job
     (RESULTS / "mode/seed0/milestones/0000200").mkdir(parents=True)
@@ -118,9 +118,9 @@ def test_every_state_of_a_training_is_shown(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_rate_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kairos.training.job._EVERY", 0.0)
+    monkeypatch.setattr("kairos.training.job._WRITE_INTERVAL", 0.0)
     said = progress("uniform", 100)
-    said.at(110, 11.0)
+    said.update(110, 11.0)
     with held(RESULTS / "uniform/seed0/.state/lock"):
         training = look()["uniform"]
     assert training.rate is not None
@@ -169,7 +169,7 @@ def test_a_thousand_trainings_in_a_moment() -> None:
             training = RESULTS / f"method_{number}" / f"seed{seed}"
             (training / ".state").mkdir(parents=True)
             (training / ".state/lock").touch()
-            ProgressFile(training / ".state", 200).at(100, 10.0)
+            ProgressFile(training / ".state", 200).update(100, 10.0)
             for step in ("0000000", "0000100"):
                 (training / "milestones" / step).mkdir(parents=True)
     code = "import sys; from kairos.cli import main; main(['status', 'many.yaml']); print(sorted(sys.modules))"

@@ -171,7 +171,7 @@ def test_names_and_messages_are_escaped() -> None:
         (folder / ".state").mkdir(parents=True)
         (folder / "samples").mkdir()
         (folder / "samples/0000010.png").write_bytes(b"of this training")
-        ProgressFile(folder / ".state", 200).end("failed", f"{evil} & more")
+        ProgressFile(folder / ".state", 200).write_end("failed", f"{evil} & more")
     with served(Path("results/many")) as port:
         text = shown(port)
         assert "<img src=x" not in text and "a&#34;&lt;img src=x onerror=alert(1)&gt;</b>" in text
@@ -193,14 +193,14 @@ def test_it_follows_an_experiment(folder: Path) -> None:
             lines = [json.dumps({"step": at, "images": at, "loss": 1 / at, "mse": 1.0}) for at in range(1, step + 1)]
             metrics.write_text("\n".join(lines) + f'\n{{"step": {step + 1}, "images": 7, "loss": 0.')  # being written
             said._written = None
-            said.at(step, step / 10)
+            said.update(step, step / 10)
             text = shown(port)
             assert f">{step} / 200<" in text and f"<title>{step // 2} %" in text
             curves.append(re.findall(r'points="([^"]+)"', text)[0].split())
             assert [float(point.split(",")[0]) for point in curves[-1]] == list(range(1, step + 1))
             assert f"<span>{views.text.number(1 / step)}</span>" in text
         assert curves[1][0] == "1,2.0" and curves[1][-1] == "50,28.0"  # from the upper edge to the lower one
-        said.end("failed", "step 50: loss nan")
+        said.write_end("failed", "step 50: loss nan")
         Path("results/grows/logs").mkdir()
         Path("results/grows/logs/train_uniform_seed0_1.log").write_text("kairos: loss nan\n")
         assert re.search(

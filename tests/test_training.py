@@ -96,10 +96,10 @@ def test_raising_the_last_milestone_computes_only_the_new_steps(half, finished, 
 
 def test_a_first_segment_is_given_out_again_though_its_checkpoint_is_gone(finished, latents, tmp_path):
     out = tmp_path / "run"
-    train(experiment(), "adaptive", 0, out, latents, [0, 10], part=True)
+    train(experiment(), "adaptive", 0, out, latents, [0, 10], milestones_only=True)
     train(experiment(), "adaptive", 0, out, latents, [30])  # two checkpoints are kept: 20 and 30
     shutil.rmtree(out / "milestones")
-    assert train(experiment(), "adaptive", 0, out, latents, [0, 10], part=True)["steps_run"] == 0
+    assert train(experiment(), "adaptive", 0, out, latents, [0, 10], milestones_only=True)["steps_run"] == 0
     assert check_milestone(out / "milestones" / "0000010")
     assert train(experiment(), "adaptive", 0, out, latents, [40])["steps_run"] == 10
     assert components(out) == components(finished)
@@ -325,18 +325,18 @@ def test_other_versions_resume_a_training_only_if_they_are_accepted(latents, tmp
 
 def test_a_checkpoint_reads_only_the_metrics_that_are_new(tmp_path):
     store = RunFolder(tmp_path, "identity")
-    store.folder.mkdir(parents=True)
+    store.state.mkdir(parents=True)
     for step, line in enumerate(("one\n", "two\n"), start=1):
         with open(store.metrics, "a") as metrics:
             metrics.write(line)
-        store.save(step, {})
+        store.save_checkpoint(step, {})
         store.metrics.write_text("_" * store.metrics.stat().st_size)  # what was hashed before is not looked at
     whole = b"one\ntwo\n"
-    assert store.at(2, "cpu")["metrics"] == {"bytes": len(whole), "sha256": sha256_bytes(b"one\ntwo\n")}
+    assert store.read_checkpoint(2, "cpu")["metrics"] == {"bytes": len(whole), "sha256": sha256_bytes(b"one\ntwo\n")}
     store.metrics.write_bytes(whole)
     assert store.resume(2, "cpu")["step"] == 2
-    store.save(3, {})
-    assert store.at(3, "cpu")["metrics"] == store.at(2, "cpu")["metrics"]
+    store.save_checkpoint(3, {})
+    assert store.read_checkpoint(3, "cpu")["metrics"] == store.read_checkpoint(2, "cpu")["metrics"]
 
 
 def test_bf16_conditions_and_dropout_of_labels_resume_exactly(latents, tmp_path):

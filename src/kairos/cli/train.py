@@ -70,7 +70,8 @@ def _run(arguments: argparse.Namespace, leave: StopRequest) -> None:
         check_unedited(arguments.config, method, plain["methods"][method])
         import_components(plain, method)
         resource_usage.end_startup()
-        switches = {name: getattr(arguments, name) for name in ("restart", "part", "wait", "accept_versions")}
+        switches = {name: getattr(arguments, name) for name in ("restart", "wait", "accept_versions")}
+        switches["milestones_only"] = arguments.part
         with reporting(experiment, method, seed, out), staged(latents) as read:
             done = train(plain, method, seed, out, read, milestones, stop_request=leave, **switches)
         if launch.is_reporting_process():

@@ -11,7 +11,7 @@ from kairos.files import open_record, sha256_file, sha256_json
 from kairos.forward_process import build_process, scheduler_config
 from kairos.milestones import write_milestone
 from kairos.models.published_weights import read_published
-from kairos.training.provenance import provenance, versions
+from kairos.training.provenance import build_provenance, library_versions
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.strategy import Strategy
 
@@ -104,7 +104,7 @@ def import_weights(
     record = {
         "identity": sha256_json(about), "method": "imported", "seed": 0, "step": step, "images_seen": 0, **about,
         "learned": False, "strategy": {"updates": None, "a": None, "b": None, "tv_from_start": 0.0},
-        "provenance": provenance(plain, torch.device("cpu"), versions(), []),
+        "provenance": build_provenance(plain, torch.device("cpu"), library_versions(), []),
     }  # fmt: skip
     columns = Strategy("uniform", process).table()
     clip = facts["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3)

@@ -1,6 +1,6 @@
-"""A training as a job: asked to leave early, it does so in good order; and it says how far it is.
+"""A training run as a job: requests to stop early, the end of a SLURM job's time, and the progress file.
 
-Nothing is computed here.
+This module imports no torch.
 """
 
 import json
@@ -18,15 +18,21 @@ from kairos.files import glance
 from kairos.slurm import ask
 from kairos_timesteps import distributed
 
-STATUS = 75  # EX_TEMPFAIL: ended early by request; the same command goes on
+STATUS = 75  # exit status EX_TEMPFAIL: stopped by request; the same command resumes
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_MARGIN = 30.0  # seconds that a checkpoint may take longer than three times the longest one so far
-_EVERY = 5.0  # seconds between two words on the progress
-_EXCHANGE = 1.0  # seconds between two exchanges among ranks on whether to leave
+_SAVE_MARGIN = 30.0  # seconds that a save may take longer than three times the longest one so far
+_WRITE_INTERVAL = 5.0  # seconds between two writes of the progress file
+_EXCHANGE_INTERVAL = 1.0  # seconds between two exchanges of stop requests among ranks
 
 
 class StoppedEarly(SystemExit):
-    """The training ends early because it was asked to; not an Exception, so that no library swallows it."""
+    """Training stops before its last step because a stop was requested.
+
+    It is no `Exception`, so that no library catches it.
+
+    Args:
+        reason: the signal or time limit that requested the stop; empty if another process reports it.
+    """
 
     def __init__(self, reason: str):
         super().__init__(STATUS)
@@ -37,164 +43,181 @@ class StoppedEarly(SystemExit):
 
 
 class StopRequest:
-    """Requests that this job end early, with their reason.
+    """Requests that this process stop early, with their reason.
 
-    As a context manager it handles SIGTERM, SIGUSR1 and SIGINT. Until `begin` there is nothing to save, and a signal
-    raises `StoppedEarly` where it arrives. From then on, `reason_to_stop` returns the reason. A second SIGINT
-    ends the process at once.
+    As a context manager it handles SIGTERM, SIGUSR1 and SIGINT. Before `begin` there is nothing to save, and a signal
+    raises `StoppedEarly` where it arrives. After `begin`, `reason_to_stop` returns the reason. A second SIGINT ends the
+    process at once.
+
+    Attributes:
+        reason: why the process should stop; empty: no request.
     """
 
     def __init__(self) -> None:
         self.reason = ""
-        self._begun = False
-        self._before: dict[int, Any] = {}
-        self._end = 0.0  # of the SLURM job, Unix time; 0: unknown
+        self._has_begun = False
+        self._previous_handlers: dict[int, Any] = {}
+        self._job_end = 0.0  # end of the SLURM job, Unix time; 0: unknown
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._signalled) for number in SIGNALS}
+        self._previous_handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def _signalled(self, number: int, frame: object) -> None:
-        name, before = signal.Signals(number).name, self.reason
-        if name == before == "SIGINT":
+    def _handle(self, number: int, frame: object) -> None:
+        """Record the first signal as the reason to stop; raise if there is nothing to save or SIGINT is repeated."""
+        name, earlier_reason = signal.Signals(number).name, self.reason
+        if name == "SIGINT" and earlier_reason == "SIGINT":
             raise KeyboardInterrupt
-        self.reason = before or name
-        if not self._begun and not before:
+        self.reason = earlier_reason or name
+        if not self._has_begun and not earlier_reason:
             raise StoppedEarly(f"{name}: stopped before the first step")
 
     def begin(self) -> None:
-        """Begin the steps: from now on, a request to end lets the run finish and save its step first."""
-        self._begun = True
+        """Start the steps: from now on, a request lets the run complete its step and save it.
+
+        Raises:
+            StoppedEarly: a stop was requested already.
+        """
+        self._has_begun = True
         if self.reason:
             raise StoppedEarly(f"{self.reason}: stopped before the first step")
-        self._end = end_of_job()
+        self._job_end = end_of_slurm_job()
 
-    def reason_to_stop(self, saving: float) -> str:
-        """Return the reason why the run should end now; empty if it need not.
+    def reason_to_stop(self, longest_save: float) -> str:
+        """Return why the run should stop now; empty if it need not.
 
-        The end of a SLURM job counts as asking when less time remains than three times the longest checkpoint and
-        milestone so far, and half a minute.
+        The end of a SLURM job counts as a request if less time remains than three times the longest save so far, and
+        half a minute.
 
         Args:
-            saving: seconds that the longest one took.
+            longest_save: seconds that the longest save of checkpoint and snapshot took.
         """
-        if not self.reason and self._end and (left := self._end - time.time()) < 3 * saving + _MARGIN:
-            self.reason = f"{max(left, 0):.0f} s before the job's time is over"
+        if not self.reason and self._job_end:
+            remaining = self._job_end - time.time()
+            if remaining < 3 * longest_save + _SAVE_MARGIN:
+                self.reason = f"{max(remaining, 0):.0f} s before the job's time is over"
         return self.reason
 
 
 class CollectiveStop:
-    """Decides whether to leave, such that all ranks leave after the same step.
+    """Decides after every step whether to stop, so that all ranks stop after one and the same step.
 
-    One process decides after every step. Several exchange their requests about once a second and not in every step,
-    because an exchange is a collective. The number of steps until the next exchange is a function of what was exchanged
-    last, the mean time of a step over all ranks, so that all ranks agree on it. It at most doubles from one exchange to
-    the next.
+    A single process decides after every step. Several ranks exchange their requests about once a second, because an
+    exchange is a collective. The number of steps until the next exchange follows from the mean time of a step over all
+    ranks, which they exchange too. All ranks therefore agree on it. It at most doubles from one exchange to the next.
 
     Args:
-        leave: requests to this process.
+        stop_request: requests to this process.
     """
 
-    def __init__(self, leave: StopRequest):
-        self._leave = leave
+    def __init__(self, stop_request: StopRequest):
+        self._stop_request = stop_request
         self._steps = 0  # since the last exchange
         self._interval = 1  # steps from the last exchange to the next
-        self._exchanged = time.monotonic()
+        self._last_exchange = time.monotonic()
 
-    def after_step(self, saving: float) -> bool:
-        """Return True if any rank was asked to leave; every rank must call this after each of its steps.
+    def after_step(self, longest_save: float) -> bool:
+        """Return True if any rank was asked to stop; every rank must call this after each of its steps.
 
         Args:
-            saving: seconds that the longest checkpoint took.
+            longest_save: seconds that the longest save of checkpoint and snapshot took.
         """
-        asked = bool(self._leave.reason_to_stop(saving))
+        requested = bool(self._stop_request.reason_to_stop(longest_save))
         count = distributed.ranks()
         if count == 1:
-            return asked
+            return requested
         self._steps += 1
         if self._steps < self._interval:
             return False
-        seconds = time.monotonic() - self._exchanged
-        requests, seconds_of_all = ranks.add([float(asked), seconds])
-        steps_in_time = int(_EXCHANGE * count * self._steps / max(seconds_of_all, 1e-9))
-        self._interval = max(1, min(steps_in_time, 2 * self._interval))
+        seconds = time.monotonic() - self._last_exchange
+        requests, seconds_of_all = ranks.add([float(requested), seconds])
+        steps_per_exchange = int(_EXCHANGE_INTERVAL * count * self._steps / max(seconds_of_all, 1e-9))
+        self._interval = max(1, min(steps_per_exchange, 2 * self._interval))
         self._steps = 0
-        self._exchanged = time.monotonic()
+        self._last_exchange = time.monotonic()
         return requests > 0
 
 
-def end_of_job() -> float:
+def end_of_slurm_job() -> float:
     """Return the end of this SLURM job's time limit, Unix time; 0 outside of SLURM or without a limit.
 
-    Older versions of SLURM do not set SLURM_JOB_END_TIME; there the queue is asked once.
+    Older versions of SLURM do not set SLURM_JOB_END_TIME; then squeue is called once.
     """
-    given, job = os.environ.get("SLURM_JOB_END_TIME"), os.environ.get("SLURM_JOB_ID")
+    end, job = os.environ.get("SLURM_JOB_END_TIME"), os.environ.get("SLURM_JOB_ID")
     with suppress(ValueError, OSError):
-        if given:
-            return float(given)
+        if end:
+            return float(end)
         if job:
-            _, told = ask("squeue", "--noheader", "--jobs", job, "--format", "%e", patience=20)
-            return datetime.fromisoformat(told.strip()).timestamp()  # local time, as squeue's
+            _, answer = ask("squeue", "--noheader", "--jobs", job, "--format", "%e", patience=20)
+            return datetime.fromisoformat(answer.strip()).timestamp()  # squeue prints local time
     return 0.0
 
 
-def read_progress(training: Path) -> dict[str, Any]:
+def read_progress(run_folder: Path) -> dict[str, Any]:
     """Return the progress that the last job of a training run wrote (see `ProgressFile`); empty if there is none."""
-    return glance(training / ".state" / "progress.json")
+    return glance(run_folder / ".state" / "progress.json")
 
 
 class ProgressFile:
-    """``.state/progress.json``: how far the training is, for whoever looks on. Written at most every 5 s.
+    """``.state/progress.json``: step and rate of a training run for `kairos status`, written at most every 5 s.
 
-    It is no record: written without fsync, replaced whole.
+    Results do not depend on the file, so it is written without fsync.
 
     Args:
-        folder: the training's ``.state``.
-        of: last milestone of this job.
-        often: whether it is this process that says how far it is; one that fails says so in any case.
+        state_folder: ``.state`` of the run's folder.
+        last_step: last milestone of this job.
+        reports: this process writes steps. A process that fails writes its end in any case.
     """
 
-    def __init__(self, folder: Path, of: int, often: bool = True):
-        self._often = often
-        self._path = folder / "progress.json"
+    def __init__(self, state_folder: Path, last_step: int, reports: bool = True):
+        self._reports = reports
+        self._path = state_folder / "progress.json"
         self._content: dict[str, Any] = {
-            "identity": None, "step": 0, "of": of, "rate": None, "seconds": 0.0, "state": "running", "message": "",
-            "updated": 0.0, "host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID"),
-            "log": None,
+            "identity": None, "step": 0, "of": last_step, "rate": None, "seconds": 0.0, "state": "running",
+            "message": "", "updated": 0.0, "host": socket.gethostname(), "pid": os.getpid(),
+            "job": os.environ.get("SLURM_JOB_ID"), "log": None,
         }  # fmt: skip
-        before = glance(self._path)  # where the job before it ended, until this one knows more
-        self._content |= {name: before[name] for name in ("identity", "step", "seconds") if name in before}
-        self._written: tuple[float, int] | None = None  # when, on the monotonic clock, and at which step
+        # until the first update, the file shows where the previous job ended
+        previous = glance(self._path)
+        self._content |= {name: previous[name] for name in ("identity", "step", "seconds") if name in previous}
+        self._last_write: tuple[float, int] | None = None  # monotonic time and step
 
-    def at(self, step: int, seconds: float) -> None:
-        """The training is at `step` after `seconds` of training; written down when the last word is old."""
+    def update(self, step: int, seconds: float) -> None:
+        """Record the completed steps and the training time, and write them if the last write is old."""
         self._content |= {"step": step, "seconds": round(seconds, 3)}
-        if not self._often:
+        if not self._reports:
             return
         now = time.monotonic()
-        if self._written is not None:
-            then, before = self._written
-            if now - then < _EVERY:
+        if self._last_write is not None:
+            last_time, last_step = self._last_write
+            if now - last_time < _WRITE_INTERVAL:
                 return
-            self._content["rate"] = round((step - before) / (now - then), 4)
-        self._written = (now, step)
+            self._content["rate"] = round((step - last_step) / (now - last_time), 4)
+        self._last_write = (now, step)
         self._write()
 
-    def identify(self, identity: str) -> None:
-        """Say which training it is."""
+    def set_identity(self, identity: str) -> None:
+        """Record the identity of the training run; the next write includes it."""
         self._content["identity"] = identity
 
-    def end(self, state: str, message: str = "", again: bool = True) -> None:
-        """The last word: ``complete``, ``stopped`` or ``failed``, why, and whether the same job may fare better."""
+    def write_end(self, state: str, message: str = "", again: bool = True) -> None:
+        """Write how the job ended.
+
+        Args:
+            state: ``complete``, ``stopped`` or ``failed``.
+            message: reason; its first line is kept.
+            again: another attempt may succeed.
+        """
         self._content |= {"state": state, "message": message.strip().split("\n")[0], "again": again}
         self._write()
 
     def _write(self) -> None:
+        """Replace the file; a full disk is ignored here, because saving a checkpoint reports it."""
         temporary = self._path.with_name(".tmp-progress.json")
-        with suppress(OSError):  # a full disk ends the training where something is lost, not here
+        with suppress(OSError):
             temporary.write_text(json.dumps(self._content | {"updated": time.time()}) + "\n", encoding="utf-8")
             os.replace(temporary, self._path)

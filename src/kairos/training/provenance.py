@@ -9,40 +9,48 @@ import torch
 from kairos_timesteps import distributed
 
 
-def versions() -> dict[str, str | None]:
+def library_versions() -> dict[str, str | None]:
     """Return the versions of the libraries that decide the last digits of a trajectory; None: not installed."""
-    return {"torch": str(torch.__version__), "diffusers": version_of("diffusers")}
+    return {"torch": str(torch.__version__), "diffusers": package_version("diffusers")}
 
 
-def version_of(package: str) -> str | None:
-    """Return the version of a package; None if it runs from source or is not installed."""
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it runs from source or is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def provenance(
+def build_provenance(
     plain: dict[str, Any], device: torch.device, libraries: dict[str, str | None], earlier: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the provenance of a result: versions, device and processes, and whether the result is exact, with reasons.
 
-    `earlier` lists the versions that computed the first steps. The provenance contains nothing that differs between
-    machines with the same packages: the CPU is recorded with the times.
+    The provenance contains nothing that differs between machines with equal packages: the CPU is recorded with the
+    times.
+
+    Args:
+        plain: the whole resolved experiment as plain values.
+        device: computing device.
+        libraries: versions from `library_versions`.
+        earlier: versions that computed the first steps, each with ``steps``, the number of steps by then.
     """
     settings = plain["training"]
-    said = "versions: torch {torch}, diffusers {diffusers} to step {steps}"
-    inexact = [said.format(**old) for old in earlier]
-    dropped = distributed.ranks() > 1 and plain["model"].get("dropout") and settings["microbatch"] is None
-    reasons = {
-        "training.compile: autotuning may choose other kernels on another run": settings["compile"],
-        "training.deterministic is off": not settings["deterministic"],
-        "training.processes: dropout differs between numbers of processes; training.microbatch ends that": dropped,
-    }
-    inexact += [reason for reason, holds in reasons.items() if holds]
+    inexact = [
+        f"versions: torch {old['torch']}, diffusers {old['diffusers']} to step {old['steps']}" for old in earlier
+    ]
+    if settings["compile"]:
+        inexact.append("training.compile: autotuning may choose other kernels on another run")
+    if not settings["deterministic"]:
+        inexact.append("training.deterministic is off")
+    if distributed.ranks() > 1 and plain["model"].get("dropout") and settings["microbatch"] is None:
+        inexact.append(
+            "training.processes: dropout differs between numbers of processes; training.microbatch ends that"
+        )
     return {
-        "kairos": version_of("kairos"),
-        "numpy": version_of("numpy"),
+        "kairos": package_version("kairos"),
+        "numpy": package_version("numpy"),
         **libraries,
         "resumed_under": earlier,
         "machine": platform.machine(),

@@ -1,4 +1,7 @@
-"""A training from its experiment to its outputs: start or resume, steps, checkpoints, milestones, publishing."""
+"""`kairos train`: start or resume a training run, save checkpoints and snapshots, publish the results.
+
+The steps are in `kairos.training.loop`, the files in `kairos.training.run_folder`.
+"""
 
 import importlib
 import json
@@ -24,7 +27,7 @@ from kairos.training.identity import code_roots, compute_identity
 from kairos.training.job import CollectiveStop, ProgressFile, StoppedEarly, StopRequest
 from kairos.training.loop import divergence_error, train_steps
 from kairos.training.memory import explain_out_of_memory
-from kairos.training.provenance import provenance, versions
+from kairos.training.provenance import build_provenance, library_versions
 from kairos.training.run_folder import RunFolder, lock_run_folder, read_timing
 from kairos.training.state import TrainingState
 from kairos_timesteps import distributed
@@ -33,10 +36,8 @@ from kairos_timesteps.errors import DivergedError
 
 
 def import_components(plain: dict[str, Any], method: str) -> None:
-    """Import what a training of `method` will use, so that its time counts as start-up.
-
-    torch's optimisers import its compiler when the first one is made.
-    """
+    """Import the modules that a training run of `method` uses, so that this time counts as start-up."""
+    # torch's optimisers import its compiler when the first one is created
     for root in ("torch._dynamo", *code_roots(plain, method)):
         importlib.import_module(root.partition(":")[0])
 
@@ -49,203 +50,260 @@ def train(
     latents_folder: Path,
     milestones: list[int],
     restart: bool = False,
-    part: bool = False,
+    milestones_only: bool = False,
     wait: bool = False,
     stop_request: StopRequest | None = None,
     accept_versions: bool = False,
 ) -> dict[str, Any]:
-    """Train until every one of `milestones` is reached, and publish them in `out`.
+    """Train until every one of `milestones` is reached, and publish their snapshots in `out`.
 
     Args:
         plain: the whole resolved experiment as plain values.
-        method: name of one of its methods.
-        seed: of the training.
-        out: folder of the training.
-        latents_folder: what `kairos encode` made.
-        milestones: steps to keep weights at, increasing; the last one is the length.
-        restart: forget the state and start from step 0.
-        part: publish the milestones only; a later call completes the training.
-        wait: wait for another process that trains here, such as a killed controller's job, instead of refusing.
-        leave: says when to end early.
-        accept_versions: go on from a state that other versions of torch or diffusers have computed.
+        method: name of one of the experiment's methods.
+        seed: seed of the training run.
+        out: folder of the training run.
+        latents_folder: output of `kairos encode`.
+        milestones: steps whose weights are kept, increasing; training ends at the last one.
+        restart: delete the saved state and start from step 0.
+        milestones_only: publish the snapshots, but neither record nor checkpoint; a later call completes the run.
+        wait: wait for another process that trains in `out`, such as a killed controller's job, instead of failing.
+        stop_request: source of requests to stop early; None: nobody asks.
+        accept_versions: resume from a state that other versions of torch or diffusers computed.
 
     Returns:
-        What happened: ``steps_run`` by this call and ``step`` reached.
+        ``steps_run``: number of steps that this call computed; ``step``: the last milestone; ``identity``: hash of
+        everything that decides the trajectory.
 
     Raises:
-        KairosError: another process trains here; the loss is not finite; data or device are missing, or its memory is
-            too small.
-        StoppedEarly: asked to end early; what has been computed is saved.
+        KairosError: another process trains in `out`; data or device are missing; device memory is too small.
+        DivergedError: a loss or gradient is not finite.
+        StoppedEarly: a stop was requested; the completed steps are saved.
     """
     label = f"train {method} seed {seed}"
-    with _job(plain["training"], out / ".state", milestones[-1], wait) as (device, progress):
-        first = distributed.rank() == 0
-        if first:
-            together = f", {distributed.ranks()} processes" if distributed.ranks() > 1 else ""
-            say(f"{label}: on {compute.describe(device)}{together}")
+    with _set_up_process(plain["training"], out / ".state", milestones[-1], wait) as (device, progress):
+        is_first = distributed.rank() == 0
+        if is_first:
+            processes = f", {distributed.ranks()} processes" if distributed.ranks() > 1 else ""
+            say(f"{label}: on {compute.describe(device)}{processes}")
         latents = open_latents(latents_folder)
-        parts = compute_identity(plain, method, seed, latents.manifest, device.type)
-        identity = parts.pop("identity")
-        progress.identify(identity)
-        store = RunFolder(out, identity)
-        if restart and first:
-            store.clear()
-        missing = ranks.on_first(lambda: store.start(milestones, part))
+        identity_parts = compute_identity(plain, method, seed, latents.manifest, device.type)
+        identity = identity_parts.pop("identity")
+        progress.set_identity(identity)
+
+        run_folder = RunFolder(out, identity)
+        if restart and is_first:
+            run_folder.clear()
+        missing = ranks.on_first(lambda: run_folder.prepare(milestones, milestones_only))
         steps_run = 0
         if missing:
             training = TrainingState(plain, method, seed, latents, device)
-            run = TrainingJob(store, training, label, progress, stop_request or StopRequest(), accept_versions)
-            steps_run = run.train_until(milestones, missing)
-        elif first:
-            say(f"{out}: all milestones are there, 0 steps to do")
-        if first:
-            record: dict[str, Any] | None = None
-            if not part:
-                content = store.newest(milestones[-1])
-                assert content is not None
-                record = {
-                    "identity": identity,
-                    "parts": parts,
-                    "method": method,
-                    "seed": seed,
-                    "steps": content["step"],
-                    "milestones": milestones,
-                    "components": {**component_hashes(content), "metrics": content["metrics"]["sha256"]},
-                    "provenance": provenance(plain, device, content["versions"], content["resumed_under"]),
-                }
-            store.publish(milestones, record)
+            request = stop_request or StopRequest()
+            job = TrainingJob(run_folder, training, label, progress, request, accept_versions)
+            steps_run = job.train_until(milestones, missing)
+        elif is_first:
+            say(f"{out}: all milestones are complete, 0 steps to do")
+
+        if is_first and milestones_only:
+            run_folder.publish(milestones, record=None)
+        elif is_first:
+            checkpoint = run_folder.newest_checkpoint(milestones[-1])
+            assert checkpoint is not None
+            record = {
+                "identity": identity,
+                "parts": identity_parts,
+                "method": method,
+                "seed": seed,
+                "steps": checkpoint["step"],
+                "milestones": milestones,
+                "components": {**component_hashes(checkpoint), "metrics": checkpoint["metrics"]["sha256"]},
+                "provenance": build_provenance(plain, device, checkpoint["versions"], checkpoint["resumed_under"]),
+            }
+            run_folder.publish(milestones, record)
     return {"steps_run": steps_run, "step": milestones[-1], "identity": identity}
 
 
 @contextmanager
-def _job(settings: dict[str, Any], state: Path, last: int, wait: bool) -> Iterator[tuple[torch.device, ProgressFile]]:
-    """The training's lock, its device, the other processes if there are several, and a last word on how it ended."""
-    several = settings["processes"] > 1
-    first = not several or os.environ.get("RANK", "0") == "0"
-    with lock_run_folder(state, wait) if first else nullcontext():
-        progress = ProgressFile(state, last, often=first)
+def _set_up_process(
+    settings: dict[str, Any], state_folder: Path, last_milestone: int, wait: bool
+) -> Iterator[tuple[torch.device, ProgressFile]]:
+    """Hold the run's lock, join the other ranks, and record in the progress file how the block ended.
+
+    Args:
+        settings: section `training` of the experiment.
+        state_folder: ``.state`` of the run's folder.
+        last_milestone: step at which this job ends.
+        wait: wait for the lock instead of failing.
+
+    Yields:
+        The computing device and the progress file.
+    """
+    has_ranks = settings["processes"] > 1
+    is_first = not has_ranks or os.environ.get("RANK", "0") == "0"
+    with lock_run_folder(state_folder, wait) if is_first else nullcontext():
+        progress = ProgressFile(state_folder, last_milestone, reports=is_first)
         try:
-            local_rank = launch.local_rank() if several else None
+            local_rank = launch.local_rank() if has_ranks else None
             device = compute.setup(
                 settings["threads"], settings["device"], settings["deterministic"], local_rank, settings["precision"]
             )
-            if several:
+            if has_ranks:
                 ranks.join(settings["processes"], device)
             yield device, progress
             ranks.leave()
-        except StoppedEarly as left:
-            if first:
-                progress.end("stopped", left.reason)
+        except StoppedEarly as stopped:
+            if is_first:
+                progress.write_end("stopped", stopped.reason)
             raise
         except BaseException as error:
             if launch.is_first_failure(error):
-                progress.end("failed", str(error) or type(error).__name__, again=not isinstance(error, DivergedError))
+                retry_may_help = not isinstance(error, DivergedError)
+                progress.write_end("failed", str(error) or type(error).__name__, again=retry_may_help)
             raise
-        if first:
-            progress.end("complete")
+        if is_first:
+            progress.write_end("complete")
 
 
 @dataclass
 class TrainingJob:
-    """The steps of one job: metrics and timing lines, checkpoints, milestones. Of several processes rank 0 writes."""
+    """The steps of one job with their metrics, times, checkpoints and snapshots. Only rank 0 writes files.
 
-    store: RunFolder
+    Attributes:
+        run_folder: files of the training run.
+        training: model, optimiser and strategy.
+        label: prefix of messages.
+        progress: file that `kairos status` reads.
+        stop_request: source of requests to stop early.
+        accept_versions: resume from a state that other library versions computed.
+        steps_run: steps that this job has computed.
+        seconds: training time of the run, earlier jobs included.
+        longest_save: seconds of the longest save so far, snapshot included.
+    """
+
+    run_folder: RunFolder
     training: TrainingState
     label: str
     progress: ProgressFile
-    leave: StopRequest
+    stop_request: StopRequest
     accept_versions: bool = False
     steps_run: int = 0
     seconds: float = 0.0
-    saving: float = 0.0  # seconds that the longest checkpoint has taken, milestone included
+    longest_save: float = 0.0
 
     def __post_init__(self) -> None:
-        self.first = distributed.rank() == 0
-        start = self.training.strategy.table(self.training.density_images())  # before anything is loaded: the start's
-        self.start_density = start["p"]
+        self.is_first = distributed.rank() == 0
+        # the density of the untrained sampler: a checkpoint is loaded later
+        self.start_density = self.training.strategy.table(self.training.density_images())["p"]
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
 
     def train_until(self, milestones: list[int], missing: list[int]) -> int:
-        """Go on from the newest usable state until the last milestone; returns the number of steps computed.
+        """Resume from the newest usable checkpoint, train to the last milestone, and return the steps computed.
+
+        Args:
+            milestones: steps whose snapshots are requested, increasing.
+            missing: milestones without a snapshot; the checkpoint is at most as late as the first of them.
 
         Raises:
-            StoppedEarly: asked to end before it; the last step computed is saved.
+            StoppedEarly: a stop was requested before the last milestone; the last completed step is saved.
         """
-        training, last, every = self.training, milestones[-1], self.training.settings["checkpoint_every"]
+        training, last = self.training, milestones[-1]
+        checkpoint_interval = training.settings["checkpoint_every"]
         self._resume(missing[0])
         if training.step == 0 and 0 in milestones:
-            self._milestone()
+            self._write_snapshot()
+
+        # until here a rank that is asked to stop does so alone; from here on all ranks stop together
         ranks.meet()
-        self.leave.begin()
-        ranks.meet()  # who is asked to leave before leaves alone, after it all leave together
-        together = CollectiveStop(self.leave)
-        bar = Progress(last, self.label, "step", start=training.step) if self.first else None
-        facts, begun = "", time.perf_counter()
-        with open(self.store.metrics if self.first else os.devnull, "a", encoding="utf-8") as metrics:
-            self.progress.at(training.step, self.seconds)
-            for line in explain_out_of_memory(training, train_steps(training, last)):
-                self.seconds += time.perf_counter() - begun
+        self.stop_request.begin()
+        ranks.meet()
+        collective_stop = CollectiveStop(self.stop_request)
+
+        progress_bar = Progress(last, self.label, "step", start=training.step) if self.is_first else None
+        latest_loss = ""
+        metrics_path = self.run_folder.metrics if self.is_first else os.devnull
+        with open(metrics_path, "a", encoding="utf-8") as metrics_file:
+            self.progress.update(training.step, self.seconds)
+            step_begun = time.perf_counter()
+            for metrics in explain_out_of_memory(training, train_steps(training, last)):
+                self.seconds += time.perf_counter() - step_begun
                 self.steps_run += 1
-                if line is not None:
-                    metrics.write(json.dumps(line) + "\n")
-                    facts = f"loss {line['loss']:.4g}"
-                leaving = training.step < last and together.after_step(self.saving)
-                if training.step in milestones or training.step % every == 0 or training.step == last or leaving:
-                    metrics.flush()
-                    self._save(training.step in milestones)
-                self.progress.at(training.step, self.seconds)
-                if leaving:
-                    ranks.leave()  # rank 0 has written by then
-                    reason = self.leave.reason or "another process of the training was asked to leave"
-                    raise StoppedEarly(f"{reason}: stopped after step {training.step} of {last}, which is saved")
-                if bar is not None:
-                    bar.advance(facts=facts)
-                begun = time.perf_counter()
+                if metrics is not None:
+                    metrics_file.write(json.dumps(metrics) + "\n")
+                    latest_loss = f"loss {metrics['loss']:.4g}"
+
+                stops = training.step < last and collective_stop.after_step(self.longest_save)
+                is_milestone = training.step in milestones
+                if is_milestone or training.step % checkpoint_interval == 0 or training.step == last or stops:
+                    metrics_file.flush()
+                    self._save(with_snapshot=is_milestone)
+                self.progress.update(training.step, self.seconds)
+                if stops:
+                    self._stop(last)
+                if progress_bar is not None:
+                    progress_bar.advance(facts=latest_loss)
+                step_begun = time.perf_counter()
+
         if training.step == 0:
-            self._save(False)
-        if bar is not None:
-            bar.close(facts)
+            self._save(with_snapshot=False)
+        if progress_bar is not None:
+            progress_bar.close(latest_loss)
             say(f"{self.label}: {self.steps_run} steps computed, {duration(self.seconds)} of training in all")
         return self.steps_run
 
-    def _resume(self, at_most: int) -> None:
-        """Load the newest usable state up to step `at_most`, on every rank the one that rank 0 has found."""
-        training, store = self.training, self.store
-        state = store.resume(at_most, training.device, self.accept_versions) if self.first else None
-        step = ranks.on_first(lambda: state["step"] if state else 0)
-        if step or state:
-            state = state or store.at(step, training.device)
-            training.load_state_dict(state, step)
-            if self.first:
-                say(f"{self.label}: goes on from step {training.step}")
-        self.seconds = max((line["seconds"] for line in read_timing(store.timing)), default=0.0)
+    def _resume(self, latest_step: int) -> None:
+        """Load the newest usable checkpoint up to `latest_step`; all ranks load the one that rank 0 selects."""
+        training, run_folder = self.training, self.run_folder
+        checkpoint = None
+        if self.is_first:
+            checkpoint = run_folder.resume(latest_step, training.device, self.accept_versions)
+        step = ranks.on_first(lambda: checkpoint["step"] if checkpoint else 0)
+        if step or checkpoint:
+            checkpoint = checkpoint or run_folder.read_checkpoint(step, training.device)
+            training.load_state_dict(checkpoint, step)
+            if self.is_first:
+                say(f"{self.label}: resumes from step {training.step}")
+        self.seconds = max((entry["seconds"] for entry in read_timing(run_folder.timing)), default=0.0)
 
-    def _save(self, milestone: bool) -> None:
-        """Keep the state; what is not finite is refused before it takes the place of a good one."""
+    def _save(self, with_snapshot: bool) -> None:
+        """Save a checkpoint, and before it a snapshot if requested.
+
+        Raises:
+            DivergedError: a loss or gradient was not finite; the earlier checkpoints are kept.
+        """
         begun, step = time.monotonic(), self.training.step
         if not self.training.all_finite:
             raise divergence_error(step - 1)
-        if milestone:
-            self._milestone()
-        if self.first:
-            with open(self.store.metrics, "ab") as written:
-                os.fsync(written.fileno())
+        if with_snapshot:
+            self._write_snapshot()
+        if self.is_first:
+            with open(self.run_folder.metrics, "ab") as metrics_file:
+                os.fsync(metrics_file.fileno())
             times = {"seconds": round(self.seconds, 3), "steps_run": self.steps_run, "started": self.started}
-            with open(self.store.timing, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **times}) + "\n")
-            self.store.save(step, self.training.state_dict())
+            with open(self.run_folder.timing, "a", encoding="utf-8") as timing_file:
+                timing_file.write(json.dumps({"step": step, **times}) + "\n")
+            self.run_folder.save_checkpoint(step, self.training.state_dict())
         ranks.meet()
-        self.saving = max(self.saving, time.monotonic() - begun)
+        self.longest_save = max(self.longest_save, time.monotonic() - begun)
 
-    def _milestone(self) -> None:
-        """Write a milestone; what samplers tell of a batch is asked on all ranks."""
+    def _stop(self, last: int) -> None:
+        """Leave the process group after a save.
+
+        Raises:
+            StoppedEarly: always.
+        """
+        ranks.leave()  # waits for rank 0, which writes
+        reason = self.stop_request.reason or "another process of the training run was asked to stop"
+        raise StoppedEarly(f"{reason}: stopped after step {self.training.step} of {last}, which is saved")
+
+    def _write_snapshot(self) -> None:
+        """Write the weights, the strategy's density and their record at this step; every rank must call this."""
         training, sampler = self.training, self.training.strategy.sampler
-        statistics, manifest = sampler.statistics(), training.latents.manifest
-        if not self.first:
+        statistics = sampler.statistics()  # a collective of samplers that learn
+        if not self.is_first:
             return
+        manifest = training.latents.manifest
         columns = training.strategy.table(training.density_images())
         facts = {
-            "identity": self.store.identity,
+            "identity": self.run_folder.identity,
             "method": training.method,
             "seed": training.seed,
             "config": training.plain,
@@ -254,7 +312,9 @@ class TrainingJob:
             "shape": list(training.latents.shape),
             "sigma_data": training.sigma_data,
             "conditions": {name: manifest["conditions"][name] for name in training.conditions},
-            "provenance": provenance(training.plain, training.device, versions(), self.store.resumed_under),
+            "provenance": build_provenance(
+                training.plain, training.device, library_versions(), self.run_folder.resumed_under
+            ),
             "step": training.step,
             "images_seen": training.step * training.settings["batch_size"],
             "learned": isinstance(sampler, Learned),
@@ -264,5 +324,5 @@ class TrainingJob:
             },
         }
         scheduler = scheduler_config(training.process, clip=manifest["kind"] == "pixels")
-        folder = self.store.milestone(training.step)
+        folder = self.run_folder.snapshot_folder(training.step)
         write_milestone(folder, training.model, training.average.weights, facts, columns=columns, scheduler=scheduler)

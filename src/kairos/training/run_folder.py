@@ -1,12 +1,13 @@
-"""The private state of a training, ``D/.state/<identity>/``: what it resumes from and what its outputs are linked from.
+"""Files of a training run: its lock, and its private state ``D/.state/<identity>/``.
 
-    checkpoints/0000400.ckpt     the last two
-    metrics.jsonl timing.jsonl   lines beyond the checkpoint that is resumed from are cut off
-    milestones/0000400/          every milestone reached so far
-    complete/0-400.json          a request (its milestones) that has been fulfilled
-    complete/0-400.start_over    ... and that is to be computed again
+    checkpoints/0000400.ckpt     the last two checkpoints
+    metrics.jsonl timing.jsonl   lines beyond the checkpoint that a job resumes from are cut off
+    milestones/0000400/          every snapshot reached so far
+    complete/0-400.json          a request (its milestones) that was completed
+    complete/0-400.start_over    mark: compute this request again
 
-It is no declared output of anything, so it survives what a workflow does to the outputs of failed jobs.
+The run's outputs in ``D`` are links to the state. The state is no declared output of a workflow, so it survives when
+a workflow deletes the outputs of failed jobs.
 """
 
 import fcntl
@@ -25,38 +26,40 @@ from kairos.files import link_file, link_tree, locked, read_json, read_lines, sh
 from kairos.milestones import check_milestone, step_name
 from kairos.progress import say
 from kairos.training import checkpoint
-from kairos.training.provenance import versions
+from kairos.training.provenance import library_versions
 from kairos_timesteps.errors import DamagedError, KairosError
 
-KEPT = 2  # checkpoints: a damaged last one leaves the one before it
-_SIGNS = 12  # seconds of watching for signs of life, which a training gives every 5
+_KEPT_CHECKPOINTS = 2  # if the last one is damaged, the one before it is used
+_WATCH_SECONDS = 12  # of watching a progress file, which a running job writes every 5 s
+_STALE_SECONDS = 60  # age from which a progress file counts as abandoned
 
 
 @contextmanager
-def lock_run_folder(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Let one process at a time work on a training; the kernel frees the lock when its holder dies, however it dies.
+def lock_run_folder(state_folder: Path, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of a training run, so that one process at a time trains it.
 
-    flock works between processes of a machine, and between machines on NFS (Linux 2.6.12 and later) and other shared
-    file systems that were mounted with locks. Where there are none this is an error; where they do not reach to other
-    machines, the signs of life of a training on another machine are.
+    The kernel releases the lock when its holder dies. flock works between processes of a machine, and between machines
+    on NFS (Linux 2.6.12 and later) and other shared file systems that are mounted with locks. If locks end at the
+    machine, the progress file shows whether a job on another machine is training.
 
     Args:
-        folder: the training's ``.state``.
-        wait: wait for another process that trains here instead of refusing.
+        state_folder: ``.state`` of the run's folder.
+        wait: wait for another process that holds the lock instead of failing.
 
     Raises:
-        KairosError: another process trains here, or the file system has no locks.
+        KairosError: another process trains this run, or the file system has no locks.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "a+", encoding="utf-8") as file:
-        if not locked(file, 1.0, "jobs from training here at once; put results on"):  # onlookers hold it for moments
+    state_folder.mkdir(parents=True, exist_ok=True)
+    with open(state_folder / "lock", "a+", encoding="utf-8") as file:
+        # `kairos status` takes the lock for moments: try for a second
+        if not locked(file, 1.0, "jobs from training here at once; put results on"):
             file.seek(0)
-            other = f"{folder.parent}: another process ({file.read().strip()}) is training here"
+            problem = f"{state_folder.parent}: another process ({file.read().strip()}) is training here"
             if not wait:
-                raise KairosError(other)
-            say(f"{other}; waiting for it")
+                raise KairosError(problem)
+            say(f"{problem}; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
-        _refuse_another_machine(folder)
+        _reject_job_on_another_machine(state_folder)
         file.truncate(0)
         job = os.environ.get("SLURM_JOB_ID")
         file.write(f"pid {os.getpid()} on {socket.gethostname()}" + (f", SLURM job {job}" if job else ""))
@@ -64,190 +67,258 @@ def lock_run_folder(folder: Path, wait: bool = False) -> Iterator[None]:
         yield
 
 
-def _refuse_another_machine(folder: Path) -> None:
-    """Look whether a training on another machine, which did not keep us from the lock, goes on writing.
+def _reject_job_on_another_machine(state_folder: Path) -> None:
+    """Watch the progress file for a job on another machine whose lock does not reach this one.
 
     Raises:
-        KairosError: it does.
+        KairosError: such a job updates the progress file.
     """
-    path, seen = folder / "progress.json", 0.0
-    for _ in range(_SIGNS):
+    path = state_folder / "progress.json"
+    first_update = None
+    for _ in range(_WATCH_SECONDS):
         try:
-            last = read_json(path)
+            progress = read_json(path)
         except (OSError, DamagedError):
             return
-        if last["host"] == socket.gethostname() or last["state"] != "running" or time.time() - last["updated"] > 60:
+        is_here = progress["host"] == socket.gethostname()
+        is_stale = time.time() - progress["updated"] > _STALE_SECONDS
+        if is_here or progress["state"] != "running" or is_stale:
             return
-        if seen and seen != last["updated"]:
-            other = f"is being trained on {last['host']} (pid {last['pid']})"
-            fault = "the file system's lock does not reach this machine; mount it with locks between machines"
-            raise KairosError(f"{folder.parent}: {other}, and {fault} (NFS: without nolock or local_lock)")
-        seen = last["updated"]
+        if first_update is not None and progress["updated"] != first_update:
+            raise KairosError(
+                f"{state_folder.parent}: is being trained on {progress['host']} (pid {progress['pid']}), and the file "
+                "system's lock does not reach this machine; mount it with locks between machines (NFS: without nolock "
+                "or local_lock)"
+            )
+        first_update = progress["updated"]
         time.sleep(1)
 
 
 class RunFolder:
-    """The state of one training on disk."""
+    """Files of one training run.
+
+    Args:
+        out: folder of the run, which receives the outputs.
+        identity: hash of everything that decides the trajectory; it selects the state.
+
+    Attributes:
+        state: folder of the private state.
+        metrics: metrics.jsonl of the state.
+        timing: timing.jsonl of the state.
+        resumed_under: other library versions that computed the first steps, each with the number of steps by then.
+    """
 
     def __init__(self, out: Path, identity: str):
         self.out, self.identity = out, identity
-        self.folder = out / ".state" / identity[:16]
-        self.metrics, self.timing = self.folder / "metrics.jsonl", self.folder / "timing.jsonl"
-        self.resumed_under: list[dict[str, Any]] = []  # other versions, with the number of steps computed by then
-        self._size, self._digest = 0, hashlib.sha256()  # of the metrics that the last checkpoint goes with
+        self.state = out / ".state" / identity[:16]
+        self.metrics, self.timing = self.state / "metrics.jsonl", self.state / "timing.jsonl"
+        self.resumed_under: list[dict[str, Any]] = []
+        # size and hash of the part of metrics.jsonl that the last checkpoint covers
+        self._metrics_size, self._metrics_digest = 0, hashlib.sha256()
 
-    def start(self, milestones: list[int], part: bool = False) -> list[int]:
-        """Prepare for a request; returns those of its milestones that have still to be reached.
+    def prepare(self, milestones: list[int], milestones_only: bool = False) -> list[int]:
+        """Prepare the state for a request, and return the milestones up to which steps have to be computed.
 
-        A request that was fulfilled before and is marked, and that is made again, is meant to be computed again.
-        Where all milestones are there, the last one's checkpoint is needed too, but not for a `part` of a training.
+        A request that was completed and is marked ``start_over`` begins at step 0 again. If every snapshot exists but
+        the last checkpoint does not, the last milestone is returned, except for a request of the milestones only.
+
+        Args:
+            milestones: steps whose snapshots are requested, increasing.
+            milestones_only: the request does not include the last checkpoint.
         """
         self._report_other_states()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.rglob(".tmp-*"):  # of killed writers; the lock says that none is at work
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        request = self._request(milestones)
+        self.state.mkdir(parents=True, exist_ok=True)
+        self._delete_temporary_files()
+        request = self._request_path(milestones)
         if request.exists() and request.with_suffix(".start_over").exists():
-            say(f"{self.out}: complete before and asked for again: starts from step 0")
+            say(f"{self.out}: was complete and is requested again: starts from step 0")
             self.clear()
-        missing = [step for step in milestones if not _whole(self.milestone(step))]
-        if missing or part or (self.newest(milestones[-1]) or {}).get("step") == milestones[-1]:
+        missing = [step for step in milestones if not _is_intact(self.snapshot_folder(step))]
+        if missing or milestones_only:
             return missing
-        return milestones[-1:]
+        last = milestones[-1]
+        checkpoint_content = self.newest_checkpoint(last)
+        has_last_checkpoint = checkpoint_content is not None and checkpoint_content["step"] == last
+        return [] if has_last_checkpoint else [last]
 
     def _report_other_states(self) -> None:
-        """Say that a new run begins where there are states of other settings, data or code and none of this run."""
-        others = [path for path in self.folder.parent.glob("*/checkpoints") if any(path.iterdir())]
-        if others and not self.folder.exists():
-            what = "settings, data or code differ from those of the state that is here, which is kept"
-            say(f"{self.out}: starts a new run from step 0: {what}")
+        """Log that a new run starts if the folder contains only states of other settings, data or code."""
+        other_states = [path for path in self.state.parent.glob("*/checkpoints") if any(path.iterdir())]
+        if other_states and not self.state.exists():
+            reason = "settings, data or code differ from those of the existing state, which is kept"
+            say(f"{self.out}: starts a new run from step 0: {reason}")
 
-    def newest(self, at_most: int | None = None, device: Any = "cpu") -> dict[str, Any] | None:
-        """The newest whole checkpoint (up to step `at_most`) that goes with the metrics; damaged ones are said."""
-        for path in sorted((self.folder / "checkpoints").glob("*.ckpt"), reverse=True):
-            if at_most is None or int(path.stem) <= at_most:
+    def _delete_temporary_files(self) -> None:
+        """Delete files that killed jobs left; the lock excludes running ones."""
+        for leftover in self.state.rglob(".tmp-*"):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+
+    def newest_checkpoint(self, latest_step: int | None = None, device: Any = "cpu") -> dict[str, Any] | None:
+        """Return the newest intact checkpoint that fits metrics.jsonl; None: there is none. Damaged ones are logged.
+
+        Args:
+            latest_step: ignore later checkpoints; None: consider all.
+            device: device of its tensors.
+        """
+        for path in sorted((self.state / "checkpoints").glob("*.ckpt"), reverse=True):
+            if latest_step is None or int(path.stem) <= latest_step:
                 try:
-                    return self._usable(checkpoint.read(path, device), path)
+                    content = checkpoint.read(path, device)
+                    self._check_belongs_here(content, path)
                 except DamagedError as error:
                     say(f"{error}; the one before it is used")
+                else:
+                    return content
         return None
 
-    def clear(self) -> None:
-        """Forget everything about this training."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-
-    def _request(self, milestones: list[int]) -> Path:
-        return self.folder / "complete" / ("-".join(str(step) for step in milestones) + ".json")
-
-    def milestone(self, step: int) -> Path:
-        """Folder of a milestone."""
-        return self.folder / "milestones" / step_name(step)
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint after `step` steps; the metrics up to here become part of it."""
-        if self.metrics.exists():
-            with open(self.metrics, "rb") as file:
-                file.seek(self._size)
-                self._digest.update(file.read())
-                self._size = file.tell()
-        content = {**state, "step": step, "identity": self.identity}
-        content |= {"versions": versions(), "resumed_under": self.resumed_under}
-        content["metrics"] = {"bytes": self._size, "sha256": self._digest.hexdigest()}
-        path = self._checkpoint(step)
-        checkpoint.write(path, content)
-        for old in sorted(path.parent.glob("*.ckpt"))[:-KEPT]:
-            old.unlink()
-
-    def _checkpoint(self, step: int) -> Path:
-        return self.folder / "checkpoints" / f"{step_name(step)}.ckpt"
-
-    def at(self, step: int, device: Any) -> dict[str, Any]:
-        """The checkpoint after `step` steps, which another rank has found whole."""
-        return checkpoint.read(self._checkpoint(step), device)
-
-    def resume(self, at_most: int, device: Any, accept_versions: bool = False) -> dict[str, Any] | None:
-        """The newest whole checkpoint up to step `at_most`; metrics and timing are cut back to it. None: step 0.
+    def _check_belongs_here(self, content: dict[str, Any], path: Path) -> None:
+        """Check that a checkpoint is of this run and that metrics.jsonl contains the lines up to its step.
 
         Raises:
-            KairosError: it was computed under other versions, and those are not accepted.
+            DamagedError: it is of another run, or lines are missing or changed.
         """
-        found = self.newest(at_most, device)
-        step = found["step"] if found else 0
-        self.resumed_under = list(found["resumed_under"]) if found else []
-        if found and found["versions"] != versions():
-            if not accept_versions:
-                both = (found["versions"], versions())
-                before, now = (", ".join(f"{name} {number}" for name, number in each.items()) for each in both)
-                allowed = "the same versions, --accept-versions, which the provenance will say, or --restart"
-                fault = f"computed under {before}; here is {now}, which rounds differently"
-                raise KairosError(f"{self._checkpoint(step)}: {fault}; allowed: {allowed}")
-            self.resumed_under.append({**found["versions"], "steps": step})
-        self._cut_back(found["metrics"]["bytes"] if found else 0, step)
-        return found
-
-    def _usable(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
         if content["identity"] != self.identity:
-            raise DamagedError(f"{path}: of another training ({content['identity'][:16]})")
+            raise DamagedError(f"{path}: of another training run ({content['identity'][:16]})")
         metrics = self.metrics.read_bytes() if self.metrics.exists() else b""
         size, digest = content["metrics"]["bytes"], content["metrics"]["sha256"]
         if len(metrics) < size or sha256_bytes(metrics[:size]) != digest:
-            raise DamagedError(f"{self.metrics}: does not hold the lines that {path.name} goes with")
+            raise DamagedError(f"{self.metrics}: does not contain the lines that belong to {path.name}")
+
+    def clear(self) -> None:
+        """Delete the state of this run."""
+        shutil.rmtree(self.state, ignore_errors=True)
+        self.state.mkdir(parents=True)
+
+    def _request_path(self, milestones: list[int]) -> Path:
+        """Return the file that marks a request as completed."""
+        return self.state / "complete" / ("-".join(str(step) for step in milestones) + ".json")
+
+    def _checkpoint_path(self, step: int) -> Path:
+        """Return the file of the checkpoint after `step` steps."""
+        return self.state / "checkpoints" / f"{step_name(step)}.ckpt"
+
+    def snapshot_folder(self, step: int) -> Path:
+        """Return the folder of the snapshot at a step."""
+        return self.state / "milestones" / step_name(step)
+
+    def save_checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint after `step` steps, with the hash of metrics.jsonl up to here; older ones are deleted."""
+        if self.metrics.exists():
+            with open(self.metrics, "rb") as file:
+                file.seek(self._metrics_size)
+                self._metrics_digest.update(file.read())
+                self._metrics_size = file.tell()
+        content = {
+            **state,
+            "step": step,
+            "identity": self.identity,
+            "versions": library_versions(),
+            "resumed_under": self.resumed_under,
+            "metrics": {"bytes": self._metrics_size, "sha256": self._metrics_digest.hexdigest()},
+        }
+        path = self._checkpoint_path(step)
+        checkpoint.write(path, content)
+        for old in sorted(path.parent.glob("*.ckpt"))[:-_KEPT_CHECKPOINTS]:
+            old.unlink()
+
+    def read_checkpoint(self, step: int, device: Any) -> dict[str, Any]:
+        """Return the checkpoint after `step` steps, which another rank has already checked."""
+        return checkpoint.read(self._checkpoint_path(step), device)
+
+    def resume(self, latest_step: int, device: Any, accept_versions: bool = False) -> dict[str, Any] | None:
+        """Return the newest intact checkpoint, and cut metrics and timing back to it; None: start from step 0.
+
+        Args:
+            latest_step: ignore later checkpoints.
+            device: device of its tensors.
+            accept_versions: accept a checkpoint that other library versions computed, and record them.
+
+        Raises:
+            KairosError: other library versions computed it, and `accept_versions` is False.
+        """
+        content = self.newest_checkpoint(latest_step, device)
+        if content is None:
+            self.resumed_under = []
+            self._cut_back(metrics_size=0, step=0)
+            return None
+        self.resumed_under = list(content["resumed_under"])
+        if content["versions"] != library_versions():
+            if not accept_versions:
+                before, now = _list_versions(content["versions"]), _list_versions(library_versions())
+                raise KairosError(
+                    f"{self._checkpoint_path(content['step'])}: computed under {before}, but {now} is installed, which "
+                    "rounds differently; allowed: the same versions, --accept-versions (recorded in the provenance), "
+                    "or --restart"
+                )
+            self.resumed_under.append({**content["versions"], "steps": content["step"]})
+        self._cut_back(content["metrics"]["bytes"], content["step"])
         return content
 
-    def _cut_back(self, size: int, step: int) -> None:
-        """Drop what lies beyond the checkpoint that the training goes on from."""
+    def _cut_back(self, metrics_size: int, step: int) -> None:
+        """Delete what was written after the checkpoint at `step`: metrics, times and later checkpoints."""
         if self.metrics.exists():
-            os.truncate(self.metrics, size)
-        self._size, self._digest = 0, hashlib.sha256()
-        write_text(self.timing, _until(step, self.timing))
-        for newer in (self.folder / "checkpoints").glob("*.ckpt"):
+            os.truncate(self.metrics, metrics_size)
+        self._metrics_size, self._metrics_digest = 0, hashlib.sha256()
+        write_text(self.timing, _lines_up_to(step, self.timing))
+        for newer in (self.state / "checkpoints").glob("*.ckpt"):
             if int(newer.stem) > step:
                 newer.unlink()
         if step == 0:
-            shutil.rmtree(self.folder / "milestones", ignore_errors=True)
+            shutil.rmtree(self.state / "milestones", ignore_errors=True)
 
     def publish(self, milestones: list[int], record: dict[str, Any] | None) -> None:
-        """Write down that a request is fulfilled, and link what it asked for into the training's folder.
+        """Mark a request as completed, and link its outputs into the run's folder; the record is written last.
 
-        Records come last; without one it is the milestones only.
+        Args:
+            milestones: steps whose snapshots are requested.
+            record: content of training.json; None: publish snapshots only.
         """
-        write_json(self._request(milestones), {"identity": self.identity, "milestones": milestones})
+        write_json(self._request_path(milestones), {"identity": self.identity, "milestones": milestones})
         for step in milestones:
-            target = self.out / "milestones" / step_name(step)
-            if not _same(self.milestone(step), target):
-                link_tree(self.milestone(step), target)
+            snapshot, target = self.snapshot_folder(step), self.out / "milestones" / step_name(step)
+            if not _is_published(snapshot, target):
+                link_tree(snapshot, target)
         if record is None:
             return
-        link_file(self._checkpoint(record["steps"]), self.out / "checkpoint.pt")
-        for path in (self.metrics, self.timing):  # copies: the state's own go on growing
-            write_text(self.out / path.name, _until(record["steps"], path))
+        link_file(self._checkpoint_path(record["steps"]), self.out / "checkpoint.pt")
+        for path in (self.metrics, self.timing):  # copies, because later jobs append to the originals
+            write_text(self.out / path.name, _lines_up_to(record["steps"], path))
         write_json(self.out / "training.json", record)
 
 
-def _same(source: Path, target: Path) -> bool:
-    """Return True if `target` is a complete copy of the milestone `source`, with an equal record."""
+def _list_versions(versions: dict[str, str | None]) -> str:
+    """Return library versions as text, such as ``torch 2.4.0, diffusers None``."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _is_published(snapshot: Path, target: Path) -> bool:
+    """Return True if `target` is an intact copy of a snapshot, with an equal record."""
     record = target / "milestone.json"
-    return record.exists() and record.read_bytes() == (source / "milestone.json").read_bytes() and _whole(target)
+    if not record.exists() or record.read_bytes() != (snapshot / "milestone.json").read_bytes():
+        return False
+    return _is_intact(target)
 
 
-def _whole(folder: Path) -> bool:
-    """Return True if a milestone exists and is undamaged; log any damage."""
-    if not (folder / "milestone.json").exists():
+def _is_intact(snapshot: Path) -> bool:
+    """Return True if a snapshot exists and is undamaged; log any damage."""
+    if not (snapshot / "milestone.json").exists():
         return False
     try:
-        check_milestone(folder)
+        check_milestone(snapshot)
     except KairosError as error:
-        say(f"{error}; it is made again")
+        say(f"{error}; it is computed again")
         return False
     return True
 
 
-def _until(step: int, path: Path) -> str:
-    """The complete lines of a file that are of no later step."""
+def _lines_up_to(step: int, path: Path) -> str:
+    """Return the complete lines of a JSON-lines file whose step is at most `step`."""
     return "".join(f"{line}\n" for line in read_lines(path) if json.loads(line)["step"] <= step)
 
 
 def read_timing(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a timing file."""
+    """Return the entries of a timing file: ``step``, training ``seconds`` by then, ``started`` and ``steps_run``."""
     return [json.loads(line) for line in read_lines(path)]
