@@ -138,7 +138,7 @@ def test_inception_that_is_not_here(tmp_path, monkeypatch):
     inception = EvaluationConfig(extractor="inception", num_samples=3000)
     _, said = choose_extractor(inception, dataset)
     assert (
-        "not known before kairos prepare" in said[0]
+        "unknown before kairos prepare" in said[0]
         and str(inception_weights.default_path()) in said[1]
         and "download" in said[1]
     )

@@ -1,9 +1,9 @@
-"""A small classifier of the data set's own images as feature extractor, where Inception is absent or out of place.
+"""A small classifier of the data set's images as feature extractor, for data where Inception is absent or unsuitable.
 
-Trained on the labelled training split, or without labels on a task made of the images alone: which way up is an image
-(Gidaris et al. 2018, "Unsupervised representation learning by predicting image rotations")?
-`benchmarks/extractors.py` compares the two, and other tasks. Its features are the layer before the classes. The
-training is deterministic on one machine and takes seconds on small images.
+It is trained on the labelled training split, or without labels on a self-supervised task: predict by how many quarter
+turns an image was rotated (Gidaris et al. 2018, "Unsupervised representation learning by predicting image rotations").
+`benchmarks/extractors.py` compares the two tasks, and others. The features are the layer before the classes. Training
+is deterministic on one machine and takes seconds on small images.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,14 @@ from kairos_timesteps.randomness import Stream, derived_seed
 WEIGHTS = "model.safetensors"
 NAME = "kairos-classifier"
 BATCH = 256  # images classified at a time
-Task = Callable[[np.ndarray, int], tuple[Tensor, Tensor]]
+Task = Callable[[np.ndarray, int], tuple[Tensor, Tensor]]  # from dataset indices and step to images and classes
 SMALLEST_SIDE = 4  # convolutions halve the image until it is no larger
 
 
 class Classifier(nn.Module):
-    """Convolutions that halve the image, then features, then classes.
+    """Network of strided convolutions, a layer of features, and a linear layer of classes.
 
-    Without normalisation layers: they would take from the features how far an image is from the training images.
+    There are no normalisation layers: they would hide from the features how far an image is from the training images.
 
     Args:
         shape: (height, width, channels) of the uint8 images.
@@ -55,13 +55,13 @@ class Classifier(nn.Module):
         self.head = nn.Linear(features, classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """uint8 (batch, channels, height, width) to features (batch, features) and logits (batch, classes)."""
+        """Return features (batch, features) and logits (batch, classes) of uint8 (batch, channels, height, width)."""
         features = self.body(images.float() / 127.5 - 1)
         return features, self.head(features)
 
 
 def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """Train the classifier, write its weights into the folder and return what the manifest says of it.
+    """Train the classifier on labels, write its weights into `folder` and return its manifest fields.
 
     Raises:
         KairosError: the data set has no classes.
@@ -73,77 +73,55 @@ def train(options: ClassifierOptions, dataset: PreparedDataset, folder: Path) ->
         )
     labels, classes = torch.from_numpy(dataset.labels), len(dataset.manifest["classes"])
 
-    def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
-        return load_pixels(dataset, chosen), labels[chosen]
+    def task(indices: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+        return load_pixels(dataset, indices), labels[indices]
 
     return train_on_task("classifier", options, dataset, classes, task, folder)
 
 
 def train_on_rotations(options: SelfsupervisedOptions, dataset: PreparedDataset, folder: Path) -> dict[str, Any]:
-    """Train the classifier without labels, on the task which way up an image is, and write its weights into the folder.
+    """Train the classifier without labels, on the rotation of images, and write its weights into `folder`.
 
-    Returns the record for the manifest.
+    Returns:
+        The classifier's manifest fields.
     """
 
-    def task(chosen: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
-        turns = Stream(options.seed, "selfsupervised turns").integers(step, 4, range(len(chosen)))
-        return rotate_images(load_pixels(dataset, chosen), turns), turns
+    def task(indices: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+        quarters = Stream(options.seed, "selfsupervised turns").integers(step, 4, range(len(indices)))
+        return rotate_images(load_pixels(dataset, indices), quarters), quarters
 
     return train_on_task("selfsupervised", options, dataset, 4, task, folder)
 
 
-def rotate_images(images: Tensor, turns: Tensor) -> Tensor:
-    """Each square image turned by so many quarters, (n, channels, side, side)."""
-    return torch.stack([image.rot90(int(turn), (1, 2)) for image, turn in zip(images, turns)])
+def rotate_images(images: Tensor, quarters: Tensor) -> Tensor:
+    """Return square images (n, channels, side, side), each rotated by its number of quarter turns, `quarters` (n,)."""
+    return torch.stack([image.rot90(int(number), (1, 2)) for image, number in zip(images, quarters)])
 
 
 def train_on_task(
     kind: str, options: ClassifierOptions, dataset: PreparedDataset, classes: int, task: Task, folder: Path
 ) -> dict[str, Any]:
-    """Train the network on a task, write its weights into the folder and return what the manifest says of it.
+    """Train the network on a classification task, write its weights into `folder` and return its manifest fields.
 
     Args:
-        kind: what it is called.
-        options: its size and its training.
-        dataset: whose training images it sees.
-        classes: how many the task has.
-        task: uint8 images (n, channels, height, width) and their classes (n,), made of the images with given indices
-            for a given step.
-        folder: where the weights go.
+        kind: name of the extractor without its width; also names the random streams.
+        options: size and training of the network.
+        dataset: data set with the training images, and held-out images to measure the accuracy.
+        classes: number of classes of the task.
+        task: function from dataset indices and step to uint8 images (n, channels, height, width) and their classes
+            (n,).
+        folder: folder for the weights.
     """
     name = f"{kind}{options.features}"
     shape = tuple(dataset.images.shape[1:])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(options.seed, f"{kind} weights"))
         model = Classifier(shape, classes, options.channels, options.features)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps)
-    order = Stream(options.seed, f"{kind} order")
-    progress = Progress(options.steps, f"train {name}", "step")
-    for step in range(options.steps):
-        chosen = dataset.train[order.integers(step, len(dataset.train), range(options.batch_size)).numpy()]
-        images, labels = task(chosen, step)
-        loss = nn.functional.cross_entropy(model(images)[1], labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        progress.advance(1, f"loss {loss.item():.3f}")
-    progress.close()
-
-    heldout, right, accuracy = dataset.heldout, 0, None
-    with torch.inference_mode():
-        for step, chosen in enumerate(np.split(heldout, range(BATCH, len(heldout), BATCH))):
-            images, labels = task(chosen, step)
-            right += int((model(images)[1].argmax(1) == labels).sum())
-    if len(heldout):
-        accuracy = right / len(heldout)
-        say(f"{name}: {accuracy:.2%} of {len(heldout)} held-out images right")
-    from safetensors.torch import save
-
-    with atomic(folder / WEIGHTS) as file:
-        file.write(save(model.state_dict()))
-    digest = sha256_file(folder / WEIGHTS)
+    _optimise(kind, model, options, dataset, task)
+    accuracy = _heldout_accuracy(model, dataset, task)
+    if accuracy is not None:
+        say(f"{name}: {accuracy:.2%} of {len(dataset.heldout)} held-out images right")
+    digest = _save_weights(model, folder / WEIGHTS)
     return {
         "name": name,
         "metric": f"frechet_{name}",
@@ -157,13 +135,53 @@ def train_on_task(
     }
 
 
+def _optimise(kind: str, model: Classifier, options: ClassifierOptions, dataset: PreparedDataset, task: Task) -> None:
+    """Train the network in place on random batches of training images, by AdamW with a one-cycle learning rate."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps)
+    order = Stream(options.seed, f"{kind} order")
+    progress = Progress(options.steps, f"train {kind}{options.features}", "step")
+    for step in range(options.steps):
+        positions = order.integers(step, len(dataset.train), range(options.batch_size)).numpy()
+        images, labels = task(dataset.train[positions], step)
+        loss = nn.functional.cross_entropy(model(images)[1], labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        progress.advance(1, f"loss {loss.item():.3f}")
+    progress.close()
+
+
+def _heldout_accuracy(model: Classifier, dataset: PreparedDataset, task: Task) -> float | None:
+    """Return the share of held-out images that the network classifies correctly; None without held-out images."""
+    heldout = dataset.heldout
+    if not len(heldout):
+        return None
+    correct = 0
+    with torch.inference_mode():
+        for batch_number, indices in enumerate(np.split(heldout, range(BATCH, len(heldout), BATCH))):
+            images, labels = task(indices, batch_number)
+            correct += int((model(images)[1].argmax(1) == labels).sum())
+    return correct / len(heldout)
+
+
+def _save_weights(model: Classifier, path: Path) -> str:
+    """Write the network's weights atomically as safetensors and return the SHA-256 of the file."""
+    from safetensors.torch import save
+
+    with atomic(path) as file:
+        file.write(save(model.state_dict()))
+    return sha256_file(path)
+
+
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
-    """Open a classifier's folder."""
+    """Open the extractor in a folder that `train` or `train_on_rotations` filled."""
     return Extractor(manifest, ClassifierExtractor(NAME, ["features"], str(folder)), ("features",))
 
 
 class ClassifierExtractor(FeatureExtractorBase):
-    """The classifier as torch-fidelity knows it; its weights path is the extractor's folder."""
+    """The classifier in torch-fidelity's interface; its weights path is the extractor's folder."""
 
     def __init__(
         self, name: str, features_list: list[str], feature_extractor_weights_path: str | None = None, **_: Any
@@ -181,12 +199,12 @@ class ClassifierExtractor(FeatureExtractorBase):
 
     @staticmethod
     def get_provided_features_list() -> tuple[str, ...]:
-        """Layers by name."""
+        """Return the names of the available layers."""
         return ("features", "logits")
 
     @staticmethod
     def get_default_feature_layer_for_metric(metric: str) -> str:
-        """Logits for the Inception score, features for distances."""
+        """Return the layer for a metric of torch-fidelity: logits for the Inception score, features for distances."""
         return "logits" if metric == "isc" else "features"
 
     @staticmethod
@@ -195,7 +213,7 @@ class ClassifierExtractor(FeatureExtractorBase):
         return False
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The requested layers of uint8 (batch, channels, height, width)."""
+        """Return the requested layers, each (batch, width), of uint8 images (batch, channels, height, width)."""
         layers = dict(zip(("features", "logits"), self.model(images)))
         return tuple(layers[name] for name in self.features_list)
 
@@ -204,5 +222,5 @@ register_feature_extractor(NAME, ClassifierExtractor)
 
 
 def load_pixels(dataset: PreparedDataset, indices: np.ndarray) -> Tensor:
-    """Images as uint8 (n, channels, height, width)."""
+    """Return the images with these dataset indices, uint8 (n, channels, height, width)."""
     return torch.from_numpy(dataset.images[indices]).permute(0, 3, 1, 2)

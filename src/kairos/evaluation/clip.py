@@ -1,7 +1,7 @@
 """The CLIP score of images and their captions (Hessel et al. 2021): 100 times the mean cosine of their embeddings.
 
-As torchmetrics has it, but for its clamp of the mean at 0, which would hide how far below that is. Which CLIP decides
-the number; published scores near 0.24 are the cosine itself.
+The score is that of torchmetrics without its clamp at 0, which would hide how negative a mean is. Scores of different
+CLIP networks are not comparable. Published scores near 0.24 are the cosine itself.
 """
 
 import functools
@@ -20,38 +20,44 @@ from kairos_timesteps.errors import ConfigError
 
 FIELD = "evaluation.metrics: clip.path"
 
-Network = tuple[Any, Any, Any]  # CLIP, its tokenizer, and what brings images into its form
+Network = tuple[Any, Any, Any]  # CLIP, its tokenizer and its image processor
 
 
 def clip(options: ClipOptions, measured: ImageStatistics, target: Any) -> dict[str, float]:
-    """The score of a set of images; no column where they have no captions. (`clip` is a sampling scheme's option.)"""
+    """Return the CLIP score of a set of images as column ``clip_score``; no column if the images have no captions."""
     if measured.captioned is None:
         return {}
-    network = _network(options.path, measured.device)
-    found = [compute_cosines(network, images, texts) for images, texts in measured.captioned]
-    return {"clip_score": 100 * float(torch.cat(found).double().mean())}
+    network = _load_network(options.path, measured.device)
+    cosines = [compute_cosines(network, images, texts) for images, texts in measured.captioned]
+    return {"clip_score": 100 * float(torch.cat(cosines).double().mean())}
 
 
 @torch.no_grad()
 def compute_cosines(network: Network, images: np.ndarray, texts: list[str]) -> Tensor:
-    """Cosine of each image, uint8 (n, height, width, 1 or 3), with its own text, float32 (n,)."""
+    """Return the cosine of each image's embedding with that of its text, float32 (n,).
+
+    Args:
+        network: CLIP, its tokenizer and its image processor.
+        images: uint8 (n, height, width, 1 or 3).
+        texts: one text for each image.
+    """
     model, tokenizer, processor = network
     rgb = [image.repeat(3, 2) if image.shape[2] == 1 else image for image in images]
     pixels = processor(images=rgb, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
     length = model.config.text_config.max_position_embeddings
-    told = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
     device = next(model.parameters()).device
-    found = model(input_ids=told["input_ids"].to(device), pixel_values=pixels.to(device))
-    return torch.cosine_similarity(found.image_embeds.float(), found.text_embeds.float()).cpu()
+    output = model(input_ids=tokens["input_ids"].to(device), pixel_values=pixels.to(device))
+    return torch.cosine_similarity(output.image_embeds.float(), output.text_embeds.float()).cpu()
 
 
 @functools.lru_cache(maxsize=1)
-def _network(path: str, device: torch.device) -> Network:
-    """Open CLIP.
+def _load_network(path: str, device: torch.device) -> Network:
+    """Load CLIP, its tokenizer and its image processor from a folder or hub id.
 
     Raises:
-        ConfigError: there is another network, or it lacks a file.
-        KairosError: it cannot be had or opened.
+        ConfigError: the network is not a CLIP, or the preprocessor's file is missing.
+        KairosError: the network cannot be downloaded or opened.
     """
     from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
@@ -59,5 +65,7 @@ def _network(path: str, device: torch.device) -> Network:
     kind = read_json(folder / "config.json").get("model_type")
     if kind != "clip" or not (folder / PREPROCESSOR).is_file():
         raise ConfigError(f"{FIELD}: got a {kind} in {path!r}, allowed: a clip with {PREPROCESSOR}")
-    tokenizer, processor = (opened(folder, kind, FIELD) for kind in (AutoTokenizer, CLIPImageProcessor))
-    return opened(folder, CLIPModel, FIELD, weights=True).to(device), tokenizer, processor
+    tokenizer = opened(folder, AutoTokenizer, FIELD)
+    processor = opened(folder, CLIPImageProcessor, FIELD)
+    model = opened(folder, CLIPModel, FIELD, weights=True).to(device)
+    return model, tokenizer, processor

@@ -1,8 +1,8 @@
 """DINOv2 through transformers, for the Fréchet distance of its features (Stein et al. 2023, "Exposing flaws").
 
-Published are ViT-L/14, images resized to 224 x 224 by PIL's bicubic filter, ImageNet's mean and standard deviation, and
-the class token after the last normalisation: what transformers calls the pooled output. Its position embeddings are
-interpolated by transformers, not by the original code.
+The published protocol is ViT-L/14 on images that PIL's bicubic filter resizes to 224 x 224, normalised by ImageNet's
+mean and standard deviation. The features are the class token after the last normalisation, which transformers calls the
+pooled output. Transformers interpolates the position embeddings in another way than the original code.
 """
 
 import shutil
@@ -26,10 +26,10 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
-    """Put the network into the folder and return what the manifest says of the extractor.
+    """Put the network into `folder` and return the extractor's manifest fields.
 
     Raises:
-        KairosError: there is no such network; the message says what goes where.
+        KairosError: the network is missing or is not a DINOv2; the message contains the expected files.
     """
     from transformers import AutoModel
 
@@ -48,21 +48,21 @@ def prepare(options: DinoOptions, dataset: PreparedDataset | None, folder: Path)
 
 
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
-    """Open the folder."""
+    """Open the extractor in a folder that `prepare` filled."""
     from transformers import AutoModel
 
     return Extractor(manifest, Dino(AutoModel.from_pretrained(folder / "model")), ("features",))
 
 
 class Dino(nn.Module):
-    """The network from pixels to features."""
+    """DINOv2 with its preprocessing: from uint8 images to features."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model.eval()
 
     def forward(self, images: Tensor) -> tuple[Tensor]:
-        """uint8 (batch, 1 or 3, height, width) to (batch, width)."""
+        """Return the features, (batch, width), of uint8 images (batch, 1 or 3, height, width)."""
         rgb = images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu().numpy()
         resized = [np.asarray(Image.fromarray(image).resize((SIDE, SIDE), Image.Resampling.BICUBIC)) for image in rgb]
         pixels = torch.from_numpy(np.stack(resized)).to(images.device) / 255

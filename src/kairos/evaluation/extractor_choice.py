@@ -1,6 +1,6 @@
-"""Which feature extractor an experiment gets, decided before any job, and what is refused at that point.
+"""Selection of an experiment's feature extractor, and the checks of section `evaluation` before any job.
 
-Without torch: `kairos check` and every reading of the Snakefile ask.
+No torch here: `kairos check` and every evaluation of the Snakefile import this module.
 """
 
 from collections.abc import Collection
@@ -14,78 +14,124 @@ from kairos.evaluation.settings import EvaluationConfig
 from kairos.section import check
 from kairos_timesteps.errors import ConfigError, KairosError
 
-FEWEST = 5  # images of a class that a classifier can be trained on
-WIDTHS = {"inception": 2048}  # features of the extractors that have no option for it
+MIN_IMAGES_PER_CLASS = 5  # images of each class that training a classifier needs
+WIDTHS = {"inception": 2048}  # number of features of extractors that have no option for it
 
 
 def choose_extractor(
     evaluation: EvaluationConfig, dataset: DatasetConfig, conditions: Collection[str] = ()
 ) -> tuple[EvaluationConfig, list[str]]:
-    """The section with a definite extractor, and what is to be said: why `auto` became which, and warnings.
+    """Replace extractor ``auto`` by a definite one and check that the evaluation is possible.
+
+    Args:
+        evaluation: section `evaluation`.
+        dataset: section `dataset`.
+        conditions: names of the model's conditions.
+
+    Returns:
+        The section with a definite extractor, and messages for the user: the reason for the choice, and warnings.
 
     Raises:
-        ConfigError: `conditions` name classes that the images do not have, the extractor cannot be made of these
-            images, they are too few for it, its weights are neither here nor can be downloaded, or a metric or the
-            reference has not what it needs.
+        ConfigError: `conditions` contain classes and the images have no labels; the images are too few for the
+            extractor or lack labels; its weights are missing and cannot be downloaded; or a metric or the reference
+            lacks something that it needs. The message contains all problems.
     """
-    known, said, faults = count_images(dataset), [], []
-    if known.unknown:
-        said.append(f"warning: what the images are like is not known before kairos prepare ({known.unknown})")
+    counts = count_images(dataset)
+    messages: list[str] = []
+    problems: list[str] = []
+    if counts.unknown:
+        messages.append(
+            f"warning: the number and labels of the images are unknown before kairos prepare ({counts.unknown})"
+        )
     name = evaluation.extractor["name"]
     if name == "auto":
-        name, why = _resolve_auto(evaluation, known)
-        said.insert(0, f"extractor: {name} (auto: {why})")
-        evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": name}, said[0])
-    elif name == "classifier" and not known.unknown and (lack := _reason_against_classifier(known)):
-        allowed = f"selfsupervised, inception, auto, or images with labels, {FEWEST} or more of each class"
-        faults.append(f"evaluation.extractor: got classifier, but {lack}; allowed: {allowed}")
-    if "class" in conditions and not known.unknown and known.smallest is None:
-        faults.append("model.conditions: got class, but the images have no labels; allowed: images with labels")
-    faults += _too_few_images(evaluation, known)
+        name, reason = _resolve_auto(evaluation, counts)
+        messages.insert(0, f"extractor: {name} (auto: {reason})")
+        evaluation = check(EvaluationConfig, {**evaluation.model_dump(), "extractor": name}, messages[0])
+    elif name == "classifier" and not counts.unknown:
+        problems += _classifier_problems(counts)
+    if "class" in conditions and not counts.unknown and counts.smallest is None:
+        problems.append("model.conditions: got class, but the images have no labels; allowed: images with labels")
+    problems += _too_few_images(evaluation, counts)
     try:
-        if name in ("inception", "dinov2"):
-            look = inception_weights.find_weights if name == "inception" else inception_weights.find_network
-            where, here = look(evaluation.extractor["path"])
-            said += [] if here else [f"warning: the extractor's job will download {where}; kairos fetch brings it now"]
-        wanted = evaluation.metrics_for(name, dataset.heldout != 0)
+        messages += _check_weights(evaluation)
+        metrics = evaluation.metrics_for(name, dataset.heldout != 0)
         if evaluation.reference not in ("train", "all"):
             width = evaluation.extractor.get("features", WIDTHS.get(name))
-            external_reference.read_moments(
-                Path(evaluation.reference), width, needs_of(wanted) - UNREAL, "evaluation.reference"
-            )
+            needs = needs_of(metrics) - UNREAL
+            external_reference.read_moments(Path(evaluation.reference), width, needs, "evaluation.reference")
     except KairosError as error:
-        faults.append(str(error))
-    if faults:
-        raise ConfigError("\n  ".join(faults))
-    return evaluation, said
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+    return evaluation, messages
 
 
-def _resolve_auto(evaluation: EvaluationConfig, known: ImageCounts) -> tuple[str, str]:
-    """The extractor that `auto` stands for, and why."""
-    place, fewest = inception_weights.default_path(), min(evaluation.num_samples, known.train or evaluation.num_samples)
-    if place.is_file() and fewest > WIDTHS["inception"]:
-        return "inception", f"its weights are {place}"
-    why = f"{fewest} images are too few for Inception" if place.is_file() else f"no Inception weights at {place}"
-    lack = _reason_against_classifier(known)
-    return ("selfsupervised", f"{why}; {lack}") if lack else ("classifier", f"{why}; the images have labels")
+def _resolve_auto(evaluation: EvaluationConfig, counts: ImageCounts) -> tuple[str, str]:
+    """Return the extractor that ``auto`` selects, and the reason.
+
+    Inception is selected if its weights are present and every set of images is large enough for it. Otherwise a
+    classifier is trained if the images have labels, and a self-supervised network if not.
+    """
+    path = inception_weights.default_path()
+    smallest_set = min(evaluation.num_samples, counts.train or evaluation.num_samples)
+    if path.is_file() and smallest_set > WIDTHS["inception"]:
+        return "inception", f"its weights are {path}"
+    if path.is_file():
+        reason = f"{smallest_set} images are too few for Inception"
+    else:
+        reason = f"no Inception weights at {path}"
+    obstacle = _classifier_obstacle(counts)
+    if obstacle:
+        return "selfsupervised", f"{reason}; {obstacle}"
+    return "classifier", f"{reason}; the images have labels"
 
 
-def _reason_against_classifier(known: ImageCounts) -> str:
-    """Why a classifier cannot be trained, or is not supposed to be; empty where it can."""
-    if known.unknown:
-        return "assumed, for the images are not known yet: name one, so that it does not change later"
-    if known.smallest is None:
+def _classifier_obstacle(counts: ImageCounts) -> str:
+    """Return why ``auto`` trains no classifier on the images; empty if it does."""
+    if counts.unknown:
+        return "assumed, because the images are unknown yet; set the extractor, so that it does not change later"
+    if counts.smallest is None:
         return "the images have no labels"
-    return f"the smallest class has {known.smallest} images" if known.smallest < FEWEST else ""
+    if counts.smallest < MIN_IMAGES_PER_CLASS:
+        return f"the smallest class has {counts.smallest} images"
+    return ""
 
 
-def _too_few_images(evaluation: EvaluationConfig, known: ImageCounts) -> list[str]:
-    """The numbers of images that give the covariance of the features no full rank."""
+def _classifier_problems(counts: ImageCounts) -> list[str]:
+    """Return the error message if a classifier cannot be trained on the images, else an empty list."""
+    obstacle = _classifier_obstacle(counts)
+    if not obstacle:
+        return []
+    allowed = f"selfsupervised, inception, auto, or images with labels, {MIN_IMAGES_PER_CLASS} or more of each class"
+    return [f"evaluation.extractor: got classifier, but {obstacle}; allowed: {allowed}"]
+
+
+def _check_weights(evaluation: EvaluationConfig) -> list[str]:
+    """Return a warning if the extractor's published weights will be downloaded, else an empty list.
+
+    Raises:
+        KairosError: the weights are missing and cannot be downloaded.
+    """
+    name = evaluation.extractor["name"]
+    if name == "inception":
+        source, is_present = inception_weights.find_weights(evaluation.extractor["path"])
+    elif name == "dinov2":
+        source, is_present = inception_weights.find_network(evaluation.extractor["path"])
+    else:
+        return []
+    if is_present:
+        return []
+    return [f"warning: the extractor's job will download {source}; run kairos fetch to download it now"]
+
+
+def _too_few_images(evaluation: EvaluationConfig, counts: ImageCounts) -> list[str]:
+    """Return an error message for each number of images that gives the features' covariance no full rank."""
     name = evaluation.extractor["name"]
     width = evaluation.extractor.get("features", WIDTHS.get(name, 0))
     numbers = [("evaluation.num_samples", evaluation.num_samples, "images a set")]
-    if known.train is not None and evaluation.reference == "train":
-        numbers.append(("dataset", known.train, "training images"))
+    if counts.train is not None and evaluation.reference == "train":
+        numbers.append(("dataset", counts.train, "training images"))
     hint = "; evaluation.extractor.features sets it" if "features" in evaluation.extractor else ""
     allowed = f"more than {width}, the number of features of {name} (fewer make the Fréchet distance meaningless{hint})"
-    return [f"{field}: got {got} {what}, allowed: {allowed}" for field, got, what in numbers if got <= width]
+    return [f"{field}: got {number} {unit}, allowed: {allowed}" for field, number, unit in numbers if number <= width]
