@@ -50,7 +50,7 @@ def run(*words: object) -> None:
 
 def proposed(images: Path, file: Path, steps: int) -> dict[str, Any]:
     """Write the experiment that `kairos new` proposes for the images, without measuring its time."""
-    text = new_experiment.text(new_experiment.look_at(images, file.stem, 10, ""), steps=steps, seconds=0)
+    text = new_experiment.render_experiment(new_experiment.collect_facts(images, file.stem, 10, ""), steps, seconds=0)
     values: dict[str, Any] = yaml.safe_load(text)
     file.write_text(yaml.safe_dump(values))
     return values

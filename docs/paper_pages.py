@@ -9,8 +9,8 @@ from pathlib import Path
 from reference import plain, table
 
 from kairos.config.published_results import PublishedConfig
-from kairos.costs.recipes import PEAKS, Recipe, claims, recipes
-from kairos.costs.rendering import in_bytes
+from kairos.costs.recipes import PEAKS, Recipe, describe_claims, load_recipes
+from kairos.costs.rendering import format_bytes
 from kairos.report.formatting import NONE, number
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,13 +21,13 @@ _DIFFERS = "Known to differ: "
 
 def paper(name: str) -> str:
     """All recipes in the folder of a paper."""
-    found, ran = recipes(ROOT / "recipes" / name), _ran()
+    found, ran = load_recipes(ROOT / "recipes" / name), _ran()
     heads = ["recipe", "published", *(f"{gpu} h" for gpu in PEAKS), "small form, s", "its result"]
     rows = []
     for one in found:
         path = one.file.relative_to(ROOT).as_posix()
         count = sum(len(list(block.numbers())) for block in one.experiment.published)
-        hours = map(number, one.all_hours(UTILISATION).values())
+        hours = map(number, one.gpu_hours_by_gpu(UTILISATION).values())
         its = ran.get(path, {"seconds": NONE, "result": NONE})
         rows.append(
             [
@@ -38,7 +38,7 @@ def paper(name: str) -> str:
                 plain(its["result"]),
             ]
         )
-    said = [line.replace(f"{ROOT}/", "").strip().replace("\n ", "") for line in claims(found, UTILISATION)]
+    said = [line.replace(f"{ROOT}/", "").strip().replace("\n ", "") for line in describe_claims(found, UTILISATION)]
     decided = "\n".join(f"* {plain(line)}." for line in said)
     return "\n\n".join([table(heads, rows), decided, *(part for one in found for part in _recipe(one))])
 
@@ -56,7 +56,7 @@ def _recipe(one: Recipe) -> Iterator[str]:
     yield f"## {one.file.stem}"
     yield plain(what)
     memory, stored = (
-        in_bytes(sum(part or 0 for part in each.values())) for each in (one.found.memory, one.found.storage)
+        format_bytes(sum(part or 0 for part in each.values())) for each in (one.estimate.memory, one.estimate.storage)
     )
     trainings = f"{len(one.experiment.methods)} trainings of {one.experiment.milestones[-1]:,} steps for each seed"
     shown = f"files/{one.file.parent.relative_to(ROOT).as_posix()}.md#{one.file.name.replace('.', '')}"  # a page of all

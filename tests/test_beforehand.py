@@ -84,7 +84,7 @@ def test_time_limits(check, tmp_path):
     (profile / "partitions.yaml").write_text(yaml.safe_dump({"partitions": limits}))
     arguments = ("--profile", str(profile))
     status, said = check("check", *arguments, resolution=16)
-    assert status == 2 and "runtime of train: got 1440 minutes, allowed: at most 240, as" in said
+    assert status == 2 and "runtime of train: got 1440 minutes, allowed: at most 240, the limit in" in said
     assert check("check", *arguments, resolution=16, training={"device": "cpu"})[0] == 0
     settings["set-resources"] = {"train": {"runtime": 240}}
     (profile / "profile.yaml").write_text(yaml.safe_dump(settings))
@@ -94,7 +94,7 @@ def test_time_limits(check, tmp_path):
     assert check("check", *arguments, "--steps-per-second", "1", resolution=16)[0] == 0
     (profile / "profile.yaml").write_text("[")
     assert check("check", *arguments, resolution=16)[0] == 1
-    assert "a folder that holds a profile.yaml" in check("check", "--profile", str(tmp_path), resolution=16)[1]
+    assert "a folder that contains a profile.yaml" in check("check", "--profile", str(tmp_path), resolution=16)[1]
 
 
 def test_plan_counts_images_and_classes(check):

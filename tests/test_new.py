@@ -24,9 +24,9 @@ def written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def call(images: Path, gpu: str | None = None) -> tuple[dict, str]:
-        machine = {"gpu": gpu, "cores": 8, "memory": 32.0}
-        monkeypatch.setattr(new_experiment, "_machine", lambda: machine)
-        monkeypatch.setattr(new_experiment, "_measured", lambda experiment, facts: (2600, 1800.0))
+        machine = new_experiment.Machine(gpu, cores=8, memory=32.0)
+        monkeypatch.setattr(new_experiment, "_inspect_machine", lambda: machine)
+        monkeypatch.setattr(new_experiment, "_find_steps", lambda experiment, facts: (2600, 1800.0))
         (tmp_path / "mine.yaml").unlink(missing_ok=True)
         assert main(["new", "mine.yaml", "--data", str(images), "--minutes", "30"]) == 0
         assert "about 30:00 on this machine" in capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_classes_and_sizes(written, tmp_path):
     assert values["dataset"]["resolution"] == 32 and values["dataset"]["color"] == "grey"
     assert values["model"]["conditions"] == ["class"] and values["training"]["milestones"] == [650, 1300, 2600]
     assert "330 images in 2 folders, which are classes; the smallest has 165" in text
-    assert "2 sizes; the shorter side is 28 in the middle" in text
+    assert "2 sizes; the median of the shorter side is 28" in text
     assert "30 are not square and lose 30 % of their area" in text
     assert values["evaluation"]["extractor"] == {"name": "classifier", "features": 32, "steps": 30}
     assert values["evaluation"]["num_samples"] == 66
@@ -82,7 +82,7 @@ def test_a_proposal_that_takes_longer_than_wanted_is_reported_in_one_line(tmp_pa
     images = folder(tmp_path / "x", [(8, 8)] * 4)
 
     def told(seconds: float) -> list[str]:
-        monkeypatch.setattr(new_experiment, "_measured", lambda experiment, facts: (500, seconds))
+        monkeypatch.setattr(new_experiment, "_find_steps", lambda experiment, facts: (500, seconds))
         (tmp_path / "mine.yaml").unlink(missing_ok=True)
         assert main(["new", "mine.yaml", "--data", str(images), "--minutes", "30"]) == 0
         return [line for line in capsys.readouterr().out.splitlines() if "--minutes" in line]

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from kairos import models
 from kairos.cli import main
 from kairos.config import load, validate
-from kairos.costs.estimate import estimate
-from kairos.costs.network import measure
-from kairos.costs.rendering import text, values
+from kairos.costs.estimate import estimate_cost
+from kairos.costs.network import count_network_cost
+from kairos.costs.rendering import estimate_values, render_estimate
 from kairos.forward_process import build_process
 from kairos.training.run import train
 from kairos_timesteps.base import Cost, FixedDensity, MeasuresNetwork, Sampler
@@ -46,21 +46,21 @@ SMALL = {
 )
 def test_published_sizes(model: Any, shape: Any, conditions: Any, millions: float, gflop: float) -> None:
     """DDPM's U-Net for CIFAR-10; DiT-XL/2 at 256x256, of 118.64 Gflops of two operations each."""
-    found = measure(model, shape, conditions, 2)
+    found = count_network_cost(model, shape, conditions, 2)
     assert found.parameters / 1e6 == pytest.approx(millions, abs=0.06)
-    assert found.forward / found.samples / 1e9 == pytest.approx(gflop, rel=0.01)
-    assert found.backward == pytest.approx(2 * found.forward, rel=0.03)
+    assert found.forward_flops / found.samples / 1e9 == pytest.approx(gflop, rel=0.01)
+    assert found.backward_flops == pytest.approx(2 * found.forward_flops, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["dit", "unet"])
 def test_counts_are_those_of_the_real_network(name: str) -> None:
     """Parameters exactly, operations as torch counts them while it computes, memory as the backward pass keeps it."""
-    found = measure(SMALL[name], (3, 16, 16), {}, 5)
+    found = count_network_cost(SMALL[name], (3, 16, 16), {}, 5)
     network = models.build(SMALL[name], (3, 16, 16), {}).train()
     assert found.parameters == sum(value.numel() for value in network.parameters() if value.requires_grad)
-    assert found.parameters + found.fixed == sum(value.numel() for value in network.parameters())
-    assert found.weights == sum(value.numel() for value in network.weights().values())
-    assert found.tensors == len(network.weights())
+    assert found.parameters + found.fixed_parameters == sum(value.numel() for value in network.parameters())
+    assert found.saved_values == sum(value.numel() for value in network.weights().values())
+    assert found.saved_tensors == len(network.weights())
     own = {value.untyped_storage().data_ptr() for value in network.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -76,19 +76,22 @@ def test_counts_are_those_of_the_real_network(name: str) -> None:
         output = network(x, t, {})
     with FlopCounterMode(display=False) as backward:
         output.square().mean().backward()
-    assert (found.forward, found.backward) == (forward.get_total_flops(), backward.get_total_flops())
+    assert (found.forward_flops, found.backward_flops) == (forward.get_total_flops(), backward.get_total_flops())
     bytes_ = sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in own)
-    assert found.activations == pytest.approx(bytes_, rel=0.02)
+    assert found.activation_bytes == pytest.approx(bytes_, rel=0.02)
 
 
 def test_precision_and_batch() -> None:
-    found = {precision: measure(SMALL["dit"], (3, 16, 16), {}, 8, precision) for precision in ("fp32", "bf16", "fp64")}
-    assert found["fp64"].activations == pytest.approx(2 * found["fp32"].activations, rel=0.05)
-    assert 0.4 < found["bf16"].activations / found["fp32"].activations < 0.9
-    assert found["bf16"].forward == found["fp32"].forward
-    twice = measure(SMALL["dit"], (3, 16, 16), {}, 16)
-    assert twice.forward == 2 * found["fp32"].forward
-    assert twice.activations == pytest.approx(2 * found["fp32"].activations, rel=0.02)
+    found = {
+        precision: count_network_cost(SMALL["dit"], (3, 16, 16), {}, 8, precision)
+        for precision in ("fp32", "bf16", "fp64")
+    }
+    assert found["fp64"].activation_bytes == pytest.approx(2 * found["fp32"].activation_bytes, rel=0.05)
+    assert 0.4 < found["bf16"].activation_bytes / found["fp32"].activation_bytes < 0.9
+    assert found["bf16"].forward_flops == found["fp32"].forward_flops
+    twice = count_network_cost(SMALL["dit"], (3, 16, 16), {}, 16)
+    assert twice.forward_flops == 2 * found["fp32"].forward_flops
+    assert twice.activation_bytes == pytest.approx(2 * found["fp32"].activation_bytes, rel=0.02)
 
 
 class Counting(nn.Module):
@@ -145,10 +148,10 @@ def test_a_new_sampler_says_itself_what_it_costs(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(SAMPLERS, name.lower(), Entry(FixedDensity.Options, f"{__name__}:{name}"))
     methods = {name: {"sampler": name} for name in ("uniform", "silent", "honest")}
     values = {**experiment(methods, dataset__color="grey"), "autoencoder": {"kind": "none"}}
-    found = estimate(validate(values)).methods
-    assert [method.passes.known for method in found.values()] == [True, False, True]
-    assert found["silent"].operations == found["uniform"].operations
-    assert found["honest"].operations == pytest.approx(2 * found["uniform"].operations)
+    found = estimate_cost(validate(values)).methods
+    assert [method.sampler_cost.known for method in found.values()] == [True, False, True]
+    assert found["silent"].flops_per_step == found["uniform"].flops_per_step
+    assert found["honest"].flops_per_step == pytest.approx(2 * found["uniform"].flops_per_step)
 
 
 @pytest.mark.long
@@ -166,7 +169,7 @@ def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     manifest = results / "dataset/manifest.json"
     manifest.unlink()  # as before anything was prepared
     (results / "latents/manifest.json").unlink()
-    found = estimate(validate(plain))
+    found = estimate_cost(validate(plain))
     assert (found.data.x0_shape, found.data.image_count, found.data.train_count) == ((4, 4, 4), 200, 150)
     assert found.storage["latents"] == pytest.approx(_size(results / "latents"), rel=0.01)
     assert found.storage["dataset"] == pytest.approx((results / "dataset/images.npy").stat().st_size, rel=0.02)
@@ -179,17 +182,19 @@ def test_files_of_a_real_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lasting = sum(found.memory[name] for name in ("weights", "EMA", "optimiser"))
     assert lasting == pytest.approx(kept[0].stat().st_size, rel=0.02)  # of uniform, which has no state of its own
     assert found.rate is not None
-    assert f"measured in {len(plain['methods'])} trainings" in found.rate.source
+    assert f"measured in {len(plain['methods'])} training runs" in found.rate.source
     line = json.loads((results / "uniform/seed0/timing.jsonl").read_text().splitlines()[-1])
-    assert found.methods["uniform"].seconds == pytest.approx(line["seconds"] / 40)
-    assert found.methods["uniform"].lost == pytest.approx(line["seconds"] / 40 * 10)
+    assert found.methods["uniform"].seconds_per_step == pytest.approx(line["seconds"] / 40)
+    assert found.methods["uniform"].lost_seconds == pytest.approx(line["seconds"] / 40 * 10)
     assert found.unit == "CPU"  # on which the trainings were timed
     seeds, threads = len(plain["seeds"]), plain["training"]["threads"]
     steps = plain["training"]["milestones"][-1]
     expected_hours = seeds * steps * line["seconds"] / 40 * threads / 3600
-    assert found.methods["uniform"].hours == pytest.approx(expected_hours)
-    assert values(found)["gpu_hours"] is None and values(found)["cpu_hours"]["uniform"] >= expected_hours
-    assert "CPU-hours" in text(found) and "GPU" not in text(found).replace("GPUs each", "")
+    assert found.methods["uniform"].training_hours == pytest.approx(expected_hours)
+    assert (
+        estimate_values(found)["gpu_hours"] is None and estimate_values(found)["cpu_hours"]["uniform"] >= expected_hours
+    )
+    assert "CPU-hours" in render_estimate(found) and "GPU" not in render_estimate(found).replace("GPUs each", "")
 
 
 def _size(folder: Path) -> int:
@@ -206,30 +211,30 @@ def test_jobs_rate_and_sharing() -> None:
         "dataset__color": "grey",
     }
     plain = experiment({"uniform": {}, "gradient_norm": {"sampler": "gradient_norm"}}, **changes)
-    found = estimate(validate({**plain, "autoencoder": {"kind": "none"}}), steps_per_second=10.0)
-    stages = {stage.name: (stage.jobs, stage.queued) for stage in found.stages}
+    found = estimate_cost(validate({**plain, "autoencoder": {"kind": "none"}}), steps_per_second=10.0)
+    stages = {stage.name: (stage.jobs, stage.queued_jobs) for stage in found.stages}
     assert stages["train"] == (12, 4)  # 6 trainings in 2 segments; 4 and 2 of them in a job
     assert (stages["sample"], stages["evaluate"], stages["report"]) == ((12, 12), (12, 0), (1, 0))
     uniform, other = found.methods["uniform"], found.methods["gradient_norm"]
-    assert uniform.seconds == pytest.approx(0.1)
-    assert uniform.hours == pytest.approx(3 * 40 * 0.1 / 4 / 3600)
-    assert other.seconds == pytest.approx(0.1 * (1 + 32 / 16 / 100))  # 2 in each of 16 bins, every 100 steps
-    assert found.methods["uniform"].longest == pytest.approx(20 * 0.1 / 3600)
+    assert uniform.seconds_per_step == pytest.approx(0.1)
+    assert uniform.training_hours == pytest.approx(3 * 40 * 0.1 / 4 / 3600)
+    assert other.seconds_per_step == pytest.approx(0.1 * (1 + 32 / 16 / 100))  # 2 in each of 16 bins, every 100 steps
+    assert found.methods["uniform"].longest_job_hours == pytest.approx(20 * 0.1 / 3600)
     with pytest.raises(ConfigError, match="allowed: one of them"):
-        estimate(validate({**plain, "autoencoder": {"kind": "none"}}), steps_per_second=1.0, tflops=1.0)
+        estimate_cost(validate({**plain, "autoencoder": {"kind": "none"}}), steps_per_second=1.0, tflops=1.0)
 
 
 @pytest.mark.parametrize(("device", "unit"), [("cuda", "GPU"), ("cpu", "CPU")])
 def test_hours_are_those_of_the_device(device: str, unit: str) -> None:
     plain = experiment(training__device=device, training__threads=2, training__trainings_per_gpu=4)
     changed = validate({**plain, "autoencoder": {"kind": "none"}})
-    found = estimate(changed, steps_per_second=10.0)
+    found = estimate_cost(changed, steps_per_second=10.0)
     seconds = len(changed.seeds) * changed.milestones[-1] * 0.1
     assert found.unit == unit
-    assert found.methods["uniform"].hours == pytest.approx(seconds / 3600 * (1 / 4 if unit == "GPU" else 2))
-    assert f"{unit}-hours" in text(found)
-    assert f"{unit}-hours: no training has been timed" in text(estimate(changed))
-    assert estimate(changed, tflops=100.0).unit == "GPU", "whose speed is given"
+    assert found.methods["uniform"].training_hours == pytest.approx(seconds / 3600 * (1 / 4 if unit == "GPU" else 2))
+    assert f"{unit}-hours" in render_estimate(found)
+    assert f"{unit}-hours: no training run has been timed" in render_estimate(estimate_cost(changed))
+    assert estimate_cost(changed, tflops=100.0).unit == "GPU", "whose speed is given"
 
 
 def test_hours_on_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,15 +243,17 @@ def test_hours_on_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.skip("this machine has a GPU")
     automatic = validate({**experiment(training__device="auto"), "autoencoder": {"kind": "none"}})
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert estimate(automatic).unit == "CPU"
+    assert estimate_cost(automatic).unit == "CPU"
     (tmp_path / "sinfo").write_text("#!/bin/sh\n")
     (tmp_path / "sinfo").chmod(0o755)
-    assert estimate(automatic).unit == "GPU"
+    assert estimate_cost(automatic).unit == "GPU"
 
 
 def test_the_sets_of_samples_are_shown() -> None:
     plain = experiment(evaluation__num_samples=10000, evaluation__sets=3)
-    assert "3 sets of 10,000 images" in text(estimate(validate({**plain, "autoencoder": {"kind": "none"}})))
+    assert "3 sets of 10,000 images" in render_estimate(
+        estimate_cost(validate({**plain, "autoencoder": {"kind": "none"}}))
+    )
 
 
 def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +270,7 @@ def test_what_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "unknown before kairos prepare" in output
     assert "768 B" in output
     assert "per image" in output
-    assert "U-hours: no training has been timed" in output
+    assert "U-hours: no training run has been timed" in output
     assert max(map(len, output.splitlines())) <= 120
     assert main(["plan", str(file), "--tflops", "100", "--format", "json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
@@ -313,10 +320,10 @@ def test_a_large_recipe_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixture
     begun = time.process_time()
     assert main(["plan", str(file)]) == 0
     assert time.process_time() - begun < 20, "2 s on an idle processor"
-    assert "150 trainings of 400000 steps" in capsys.readouterr().out
+    assert "150 training runs of 400000 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["digits_all_methods", "fashion_mnist_edm", "fashion_mnist_latents"])
 def test_experiments_can_be_planned(name: str) -> None:
     """Every method on latents, another process on pixels, and latents of a trained autoencoder."""
-    assert estimate(load(ROOT / f"experiments/{name}.yaml"), tflops=10.0).hours
+    assert estimate_cost(load(ROOT / f"experiments/{name}.yaml"), tflops=10.0).hours_by_method

@@ -12,8 +12,8 @@ import yaml
 from kairos.cli import main
 from kairos.config import load, validate
 from kairos.config.reading import read
-from kairos.costs.estimate import estimate
-from kairos.costs.recipes import PEAKS, SEEDS, cheapest, recipes
+from kairos.costs.estimate import estimate_cost
+from kairos.costs.recipes import PEAKS, SEEDS, load_recipes, select_cheapest_tests
 from kairos_timesteps.components import SAMPLERS
 from kairos_timesteps.errors import ConfigError
 
@@ -188,22 +188,26 @@ def test_a_folder_is_planned_as_one_table(capsys, tmp_path):
     write(tmp_path, "long.yaml", experiment="a", claim=claim, **TINY)
     short = TINY["training"] | {"milestones": [100, 200]}
     write(tmp_path, "short.yaml", experiment="b", claim=claim | {"cost": "time"}, **TINY | {"training": short})
-    long, brief = recipes(tmp_path)
-    assert [one.experiment for one in cheapest([long, brief])] == [brief.experiment]
-    assert long.test == {"uniform": 400, "adaptive": 200} and brief.test == {"uniform": 200, "adaptive": 100}
-    operations = {name: its.operations for name, its in long.found.methods.items()}
+    long, brief = load_recipes(tmp_path)
+    assert [one.experiment for one in select_cheapest_tests([long, brief])] == [brief.experiment]
+    assert long.test_steps == {"uniform": 400, "adaptive": 200}
+    assert brief.test_steps == {
+        "uniform": 200,
+        "adaptive": 100,
+    }
+    operations = {name: its.flops_per_step for name, its in long.estimate.methods.items()}
     assert operations["adaptive"] > 2 * operations["uniform"]
-    forward = long.found.network.forward / long.found.network.samples
+    forward = long.estimate.network.forward_flops / long.estimate.network.samples
     images = 5 * 100 * 50  # milestones, samples and evaluations of the network for each
     hours = sum(operations.values()) * 400 / PEAKS["H100"]["bf16"] + 2 * images * forward / PEAKS["H100"]["fp32"]
-    assert long.hours("H100", 0.5) == pytest.approx(2 * hours / 1e12 / 3600 / 0.5)
+    assert long.gpu_hours("H100", 0.5) == pytest.approx(2 * hours / 1e12 / 3600 / 0.5)
     trained = (operations["uniform"] * 400 + operations["adaptive"] * 200) / PEAKS["A100"]["bf16"]
     drawn = 3 * 100 * 50 * forward / PEAKS["A100"]["fp32"]  # the end of one, two milestones of the other
-    assert long.test_hours("A100", 1.0) == pytest.approx(SEEDS * (trained + drawn) / 1e12 / 3600)
+    assert long.test_gpu_hours("A100", 1.0) == pytest.approx(SEEDS * (trained + drawn) / 1e12 / 3600)
     assert main(["plan", str(tmp_path), "--utilisation", "0.5"]) == 0
     said = capsys.readouterr().out
     assert "long.yaml" in said and "H100 h" in said and "A100 h" in said and "at 50% of the peak" in said
-    assert f"decided at the least by {tmp_path}/short.yaml with 5 seeds,\n  uniform at 200 and adaptive at 100" in said
+    assert f"the cheapest test is {tmp_path}/short.yaml with 5 seeds,\n  uniform at 200 and adaptive at 100" in said
     assert main(["plan", str(tmp_path), "--format", "json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values[f"{tmp_path}/long.yaml"]["gpu_hours"].keys() == PEAKS.keys()
@@ -219,7 +223,7 @@ def test_what_a_file_says_of_data_that_are_not_here_is_taken_for_known(capsys, t
     assert main(["plan", str(file)]) == 2 and "--shape C H W" in capsys.readouterr().err
     file = write(tmp_path, "a.yaml", experiment="a", known={"shape": [4, 4, 4], "classes": 7}, **values)
     assert main(["plan", str(file)]) == 0
-    assert "the network sees 4x4x4" in " ".join(capsys.readouterr().out.split())
+    assert "input of the network 4x4x4" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("file", FILES, ids=[f"{file.parent.name}-{file.stem}" for file in FILES])
@@ -249,8 +253,8 @@ def test_small_forms_have_under_a_million_parameters(tmp_path, name):
     assert main(["small", str(ROOT / f"recipes/{name}.yaml"), str(tmp_path / "small.yaml"), "--steps", "20"]) == 0
     small = load(tmp_path / "small.yaml")
     assert small.milestones == (0, 10, 20)
-    network = estimate(small, classes=10).network
-    assert 100_000 < network.parameters + network.fixed < 1e6
+    network = estimate_cost(small, classes=10).network
+    assert 100_000 < network.parameters + network.fixed_parameters < 1e6
 
 
 @pytest.mark.parametrize(

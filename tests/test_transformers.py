@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kairos.config import validate
-from kairos.costs.network import measure
+from kairos.costs.network import count_network_cost
 from kairos.models import build, load, save
 from kairos.models.backbone import NullText
 from kairos.training.run import train
@@ -466,10 +466,10 @@ def test_a_low_resolution_image_comes_by_channels(name):
 
 @pytest.mark.parametrize(("name", "precision"), [*((name, "fp32") for name in NAMES), ("dit", "bf16"), ("dit", "fp64")])
 def test_the_plan_counts_them(name, precision):
-    found = measure({"name": name, **SMALL, "conditions": ["class"]}, (4, 8, 8), CLASS, 8, precision)
+    found = count_network_cost({"name": name, **SMALL, "conditions": ["class"]}, (4, 8, 8), CLASS, 8, precision)
     model = build({"name": name, **SMALL, "conditions": ["class"]}, (4, 8, 8), CLASS)
     assert found.parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert found.forward > 2 * 8 * 16 * 4 * 12 * 32**2  # products with the blocks' weights
+    assert found.forward_flops > 2 * 8 * 16 * 4 * 12 * 32**2  # products with the blocks' weights
 
 
 @pytest.mark.parametrize(

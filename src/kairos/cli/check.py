@@ -52,14 +52,14 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.folder:
         print(Layout(given, arguments.file).results)
         return
-    from kairos.costs.preflight import remarks
+    from kairos.costs.preflight import find_warnings
 
     experiment, said = given.settled()
     layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
     if warning := warning_before_run(experiment.evaluation, experiment.dataset, Path(layout.results)):
         print(textwrap.fill(f"warning: {warning}", _WIDTH, subsequent_indent="  ") + "\n")
-    print(_ruled([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.jobs().items())]) + "\n")
+    print(_ruled([("stage", "jobs"), *((stage, str(jobs)) for stage, jobs in layout.count_jobs().items())]) + "\n")
     coupled = any(method.coupling["name"] != "independent" for method in experiment.methods.values())
     parts = {"sampler": SAMPLERS, "weighting": WEIGHTINGS} | ({"coupling": COUPLINGS} if coupled else {})
     rows = [("method", *parts)]
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
         facts["extractor"] = _component(EXTRACTORS, experiment.evaluation.extractor, arguments.all_options)
     for name, fact in facts.items():
         print(textwrap.fill(f"{name}: {fact}", _WIDTH, subsequent_indent="  "))
-    said += [*remarks(experiment, arguments.profile, arguments.gpu_memory, arguments.steps_per_second)]
+    said += [*find_warnings(experiment, arguments.profile, arguments.gpu_memory, arguments.steps_per_second)]
     said += lacking(experiment)
     print(*said, sep="\n", end="\n" if said else "")
 

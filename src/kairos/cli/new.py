@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     name = re.sub(r"[^A-Za-z0-9_.+-]", "-", file.stem).lstrip("_.+-") or "mine"
     schema = os.path.relpath("experiments/schema.json", file.parent)
-    text, said = new_experiment.propose(arguments.data, name, minutes, schema)
+    text, said = new_experiment.propose_experiment(arguments.data, name, minutes, schema)
     write_text(file, text)
     print(f"{file}: {said}\nkairos check {file} says what it will do; make run EXPERIMENT={file} does it")
 
@@ -59,11 +59,11 @@ def _small(arguments: argparse.Namespace) -> None:
     import yaml
 
     from kairos.config import load
-    from kairos.costs.small_experiment import small, two_methods
+    from kairos.costs.small_experiment import select_two_methods, shrink_experiment
     from kairos.files import write_text
 
     a, experiment = arguments, load(arguments.recipe)
-    methods = a.methods or two_methods(experiment)
-    values = small(experiment, a.data.resolve(), a.text_encoder, methods, a.steps)
+    methods = a.methods or select_two_methods(experiment)
+    values = shrink_experiment(experiment, a.data.resolve(), a.text_encoder, methods, a.steps)
     write_text(a.file, f"# the small form of {a.recipe}\n" + yaml.safe_dump(values, sort_keys=False))
     print(f"{a.file}: {' and '.join(methods)}, {a.steps} steps; make run EXPERIMENT={a.file} runs it")

@@ -34,12 +34,12 @@ def run(arguments: argparse.Namespace) -> None:
     for name, numbers in given.items():
         demand(all(number >= 1 for number in numbers), name, " ".join(map(str, numbers)), "1 or more")
 
-    from kairos.costs.estimate import estimate
-    from kairos.costs.rendering import text, values
+    from kairos.costs.estimate import estimate_cost
+    from kairos.costs.rendering import estimate_values, render_estimate
 
     a, shape = arguments, tuple(arguments.shape) if arguments.shape else None
-    found = estimate(experiment, shape, a.classes, a.steps_per_second, a.tflops, a.utilisation, a.text)
-    print(json.dumps(values(found), indent=1) if arguments.format == "json" else text(found))
+    found = estimate_cost(experiment, shape, a.classes, a.steps_per_second, a.tflops, a.utilisation, a.text)
+    print(json.dumps(estimate_values(found), indent=1) if arguments.format == "json" else render_estimate(found))
 
 
 def _folder(arguments: argparse.Namespace) -> None:
@@ -50,13 +50,13 @@ def _folder(arguments: argparse.Namespace) -> None:
     demand(0 < share <= 1, "utilisation", share, "more than 0, at most 1")
     from kairos.costs import recipes
 
-    found = recipes.recipes(arguments.file)
+    found = recipes.load_recipes(arguments.file)
     if arguments.format == "text":
-        print(recipes.text(found, share))
+        print(recipes.render_recipes(found, share))
         return
     import json
 
-    from kairos.costs.rendering import values
+    from kairos.costs.rendering import estimate_values
 
-    each = {str(one.file): values(one.found) | {"gpu_hours": one.all_hours(share)} for one in found}
+    each = {str(one.file): estimate_values(one.estimate) | {"gpu_hours": one.gpu_hours_by_gpu(share)} for one in found}
     print(json.dumps(each, indent=1))

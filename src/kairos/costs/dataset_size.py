@@ -166,7 +166,7 @@ def _find_image_counts(
     if dataset.images is not None and not is_digits:
         if separate_heldout:
             return image_shape, None, dataset.images, "dataset.images"
-        return image_shape, dataset.images, dataset.images - dataset.held_out(dataset.images), "dataset.images"
+        return image_shape, dataset.images, dataset.images - dataset.heldout_count(dataset.images), "dataset.images"
     counts = count_images(dataset)
     if not counts.unknown:
         count = None if separate_heldout else counts.count

@@ -1,4 +1,4 @@
-"""An experiment's cost as a whole: jobs, operations, memory, storage, time, and what an interruption takes."""
+"""Estimate the cost of an experiment: jobs, floating-point operations, memory, storage and time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,11 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from kairos.config import Experiment
-from kairos.costs import step_rate as rates
+from kairos.costs import step_rate
 from kairos.costs.dataset_size import DatasetSize, Shape, find_dataset_size
-from kairos.costs.network import Network, measure
-from kairos.costs.step_rate import Rate
-from kairos.costs.storage import memory, storage
+from kairos.costs.network import NetworkCost, count_network_cost
+from kairos.costs.step_rate import StepRate
+from kairos.costs.storage import estimate_memory, estimate_storage
 from kairos.forward_process import build_process
 from kairos.losses.registries import LOSSES
 from kairos.section import build
@@ -21,162 +21,210 @@ from kairos_timesteps.components import SAMPLERS
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Jobs of a stage: Snakemake's, those that a cluster's queue gets, GPUs of one of these."""
+class StageJobs:
+    """Jobs of a stage.
+
+    Attributes:
+        name: name of the stage.
+        jobs: number of Snakemake's jobs.
+        queued_jobs: number of jobs in a cluster's queue; several jobs of Snakemake may share one.
+        gpus: number of GPUs of a queued job.
+    """
 
     name: str
     jobs: int
-    queued: int
+    queued_jobs: int
     gpus: int
 
 
 @dataclass(frozen=True)
-class Method:
-    """A method's cost.
+class MethodCost:
+    """Cost of a method; all times are None without a rate.
 
     Attributes:
-        passes: what its sampler sends through the network beside the batch.
-        operations: floating-point operations of a step.
-        seconds: of a step; None without a rate.
-        hours: GPU-hours of its trainings, all seeds; CPU-hours where CPUs compute.
-        sampling: GPU-hours or CPU-hours of drawing its images.
-        longest: hours of its longest training job.
-        lost: seconds of training that a killed job can lose.
+        sampler_cost: further forward and backward passes of the method's timestep sampler.
+        flops_per_step: floating-point operations of a training step.
+        seconds_per_step: duration of a training step.
+        training_hours: GPU-hours of the training runs of all seeds; CPU-hours if CPUs compute.
+        sampling_hours: GPU-hours or CPU-hours of sampling for all seeds.
+        longest_job_hours: duration of the longest training job.
+        lost_seconds: training time that is repeated, at most, after a job is killed.
     """
 
-    passes: Cost
-    operations: float
-    seconds: float | None = None
-    hours: float | None = None
-    sampling: float | None = None
-    longest: float | None = None
-    lost: float | None = None
+    sampler_cost: Cost
+    flops_per_step: float
+    seconds_per_step: float | None = None
+    training_hours: float | None = None
+    sampling_hours: float | None = None
+    longest_job_hours: float | None = None
+    lost_seconds: float | None = None
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """All there is to say before anything runs; bytes, seconds, floating-point operations.
+class CostEstimate:
+    """Estimated cost of an experiment.
 
     Attributes:
-        experiment, stages, data, network, methods: what the numbers are of.
-        microbatches: passes of the network per step.
-        operations: of a step without what strategies add.
-        traffic: bytes that a step moves in a GPU.
-        memory, storage: bytes by what they hold.
-        rate: None where no training has been timed and nothing is given.
-        unit: ``GPU`` or ``CPU``, whose hours are counted.
+        experiment: the checked experiment.
+        stages: jobs by stage.
+        data: shapes and numbers of the data.
+        network: cost of a pass of a micro-batch through the backbone.
+        microbatches: micro-batches per step and process.
+        flops_per_step: floating-point operations of a step, without further passes of samplers.
+        bytes_moved_per_step: bytes that a step reads and writes in the memory of a GPU.
+        memory: bytes in the memory of a GPU, by use.
+        storage: bytes on disk, by kind of file; None if not known.
+        rate: speed of training; None if no training run was timed and no speed was passed.
+        unit: ``GPU`` or ``CPU``, the unit of all hours.
+        methods: cost of each method.
     """
 
     experiment: Experiment
-    stages: list[Stage]
+    stages: list[StageJobs]
     data: DatasetSize
-    network: Network
+    network: NetworkCost
     microbatches: int
-    operations: float
-    traffic: int
+    flops_per_step: float
+    bytes_moved_per_step: int
     memory: dict[str, int]
     storage: dict[str, int | None]
-    rate: Rate | None
+    rate: StepRate | None
     unit: str
-    methods: dict[str, Method]
+    methods: dict[str, MethodCost]
 
     @property
-    def hours(self) -> dict[str, float] | None:
-        """GPU-hours or CPU-hours of every method's trainings and samples."""
+    def hours_by_method(self) -> dict[str, float] | None:
+        """GPU-hours or CPU-hours of each method's training and sampling; None without a rate."""
         if self.rate is None:
             return None
-        return {name: (method.hours or 0) + (method.sampling or 0) for name, method in self.methods.items()}
+        return {
+            name: (method.training_hours or 0) + (method.sampling_hours or 0) for name, method in self.methods.items()
+        }
 
 
-def estimate(
+def estimate_cost(
     experiment: Experiment,
-    x0: Shape | None = None,
+    x0_shape: Shape | None = None,
     classes: int | None = None,
     steps_per_second: float | None = None,
     tflops: float | None = None,
     utilisation: float = 0.4,
-    text: Sequence[int] | None = None,
-    count: Callable[..., Network] = measure,
-) -> Estimate:
-    """Count what an experiment will take.
+    text_shape: Sequence[int] | None = None,
+    count_network: Callable[..., NetworkCost] = count_network_cost,
+) -> CostEstimate:
+    """Estimate the cost of an experiment without running it.
 
     Args:
         experiment: the checked experiment.
-        x0: shape of what is trained on, where it cannot be known yet.
-        classes: number of classes, likewise.
-        steps_per_second: of one training of the cheapest method; None, and no `tflops`: as measured before, if it was.
-        tflops: speed of a GPU instead, in 10^12 operations per second.
-        utilisation: share of `tflops` that is reached.
-        text: tokens and width of a text's states, where they cannot be known yet.
-        count: what counts a pass of the network.
+        x0_shape: channels, height and width of the network's input, if data and file do not give them.
+        classes: number of classes, if data and file do not give it.
+        steps_per_second: speed of a training run of the cheapest method. With neither it nor `tflops`, earlier training
+            runs of the experiment give the speed, if there are any.
+        tflops: peak speed of a GPU, 10^12 floating-point operations per second; the alternative to `steps_per_second`.
+        utilisation: fraction of `tflops` that training reaches.
+        text_shape: tokens and width of an encoded text, if data and file do not give them.
+        count_network: function that counts a pass, with the arguments of `count_network_cost`.
 
     Raises:
-        ConfigError: an argument or a field cannot be used, or a shape is not known.
+        ConfigError: an argument or a field is not allowed, or a shape is not known.
     """
     layout = Layout(experiment, Path())
     training, plain, results = experiment.training, experiment.plain(), Path(layout.results)
-    data = find_dataset_size(experiment, results, x0, classes, text)
-    share = -(-training.batch_size // training.processes)
-    samples = min(training.microbatch or share, share)
+    data = find_dataset_size(experiment, results, x0_shape, classes, text_shape)
     process, channels = build_process(plain["diffusion"], sigma_data=1.0), data.x0_shape[0]
-    outputs = process.channels(channels)
-    network = count(experiment.model, data.x0_shape, data.conditions, samples, training.precision, outputs)
-    microbatches, batch = -(-share // samples), training.batch_size
+
+    images_per_process = -(-training.batch_size // training.processes)
+    microbatch = min(training.microbatch or images_per_process, images_per_process)
+    microbatches = -(-images_per_process // microbatch)
+    output_channels = process.channels(channels)
+    network = count_network(
+        experiment.model, data.x0_shape, data.conditions, microbatch, training.precision, output_channels
+    )
+    forward_flops = network.forward_flops / microbatch  # of one image
+    training_flops = (network.forward_flops + network.backward_flops) / microbatch
+
     samplers = {name: build(SAMPLERS, method.sampler, process.schedule) for name, method in experiment.methods.items()}
-    extras = {name: sampler.cost(batch, channels) for name, sampler in samplers.items()}
-    if any(LOSSES.entry(loss["name"]).facts.get("masked") for loss in plain["diffusion"]["losses"]):  # at most twice
-        batch, network = 2 * batch, replace(network, activations=2 * network.activations, traffic=2 * network.traffic)
-    forward, both = network.forward / samples, (network.forward + network.backward) / samples
-    operations = {name: (batch + extra.gradient) * both + extra.forward * forward for name, extra in extras.items()}
-    unit = rates.unit_of(training.device)
-    rate = rates.given(operations, training.processes, steps_per_second, tflops, utilisation, unit)
-    rate = rate or rates.measured(results, operations, training.processes, unit)
-    times = {name: _times(experiment, rate, name, forward) for name in extras} if rate else {}
-    return Estimate(
+    sampler_costs = {name: sampler.cost(training.batch_size, channels) for name, sampler in samplers.items()}
+    batch = training.batch_size
+    if any(LOSSES.entry(loss["name"]).facts.get("masked") for loss in plain["diffusion"]["losses"]):
+        # a second pass with masked tokens, which costs at most as much as the first
+        batch = 2 * batch
+        doubled = {"activation_bytes": 2 * network.activation_bytes, "bytes_moved": 2 * network.bytes_moved}
+        network = replace(network, **doubled)
+    flops = {
+        name: (batch + cost.gradient) * training_flops + cost.forward * forward_flops
+        for name, cost in sampler_costs.items()
+    }
+    unit = step_rate.unit_of(training.device)
+    rate = step_rate.rate_from_options(flops, training.processes, steps_per_second, tflops, utilisation, unit)
+    rate = rate or step_rate.measured_rate(results, flops, training.processes, unit)
+    times = {name: _estimate_times(experiment, rate, name, forward_flops) for name in flops} if rate else {}
+    # Adam reads weights, gradients and two moments and writes all but the gradients: 7 values per parameter.
+    # The gradient norm and the exponential moving average read and write 6 more.
+    optimiser_bytes = 13 * network.parameters * network.bytes_per_value
+    return CostEstimate(
         experiment=experiment,
-        stages=_stages(layout),
+        stages=_count_jobs(layout),
         data=data,
         network=network,
         microbatches=microbatches,
-        operations=batch * both,
-        # Adam reads weights, gradients and two moments and writes all but the gradients; the norm and the EMA: six more
-        traffic=network.traffic * microbatches + 13 * network.parameters * network.value_bytes,
-        memory=memory(network, training.processes),
-        storage=storage(experiment, data, network, [extra.state for extra in extras.values()]),
+        flops_per_step=batch * training_flops,
+        bytes_moved_per_step=network.bytes_moved * microbatches + optimiser_bytes,
+        memory=estimate_memory(network, training.processes),
+        storage=estimate_storage(experiment, data, network, [cost.state for cost in sampler_costs.values()]),
         rate=rate,
         unit=rate.unit if rate else unit,
-        methods={name: Method(extra, operations[name], **times.get(name, {})) for name, extra in extras.items()},
+        methods={name: MethodCost(cost, flops[name], **times.get(name, {})) for name, cost in sampler_costs.items()},
     )
 
 
-def _times(experiment: Experiment, rate: Rate, name: str, forward: float) -> dict[str, float]:
-    """The times of a method."""
-    training, seconds, seeds = experiment.training, rate.seconds[name], len(experiment.seeds)
-    on_cpus = rate.unit == "CPU"  # each process computes with `threads` of them, and trainings share none
-    of_training = training.processes * training.threads if on_cpus else training.processes / training.trainings_per_gpu
-    of_sampling = training.threads if on_cpus else 1
-    guided = 2 if experiment.sampling.guidance_scale != 1 else 1
-    images = experiment.evaluation.num_samples * experiment.evaluation.sets * len(experiment.milestones)
-    ends = [0, *(segment[-1] for segment in experiment.segments)]
+def _estimate_times(experiment: Experiment, rate: StepRate, method: str, forward_flops: float) -> dict[str, float]:
+    """Return the times of a method as keyword arguments of `MethodCost`.
+
+    Args:
+        experiment: the checked experiment.
+        rate: speed of training.
+        method: name of the method.
+        forward_flops: floating-point operations of a forward pass of one image.
+    """
+    training, sampling, evaluation = experiment.training, experiment.sampling, experiment.evaluation
+    seconds_per_step, seeds = rate.seconds_per_step[method], len(experiment.seeds)
+    if rate.unit == "CPU":  # each process uses `threads` CPUs, and training runs share none of them
+        training_devices: float = training.processes * training.threads
+        sampling_devices = training.threads
+    else:
+        training_devices = training.processes / training.trainings_per_gpu
+        sampling_devices = 1
+    images = evaluation.num_samples * evaluation.sets * len(experiment.milestones)
+    passes_per_evaluation = 2 if sampling.guidance_scale != 1 else 1  # guidance needs a pass without conditions
+    forward_passes = seeds * images * sampling.nfe * passes_per_evaluation
+    sampling_seconds = forward_passes * forward_flops / rate.flops_per_second
+    job_ends = [0, *(segment[-1] for segment in experiment.segments)]
+    steps_of_longest_job = max(end - start for start, end in pairwise(job_ends))
     return {
-        "seconds": seconds,
-        "hours": seeds * experiment.milestones[-1] * seconds * of_training / 3600,
-        "sampling": seeds * images * experiment.sampling.nfe * guided * forward / rate.operations * of_sampling / 3600,
-        "longest": max(end - start for start, end in pairwise(ends)) * seconds / 3600,
-        "lost": training.checkpoint_every * seconds,
+        "seconds_per_step": seconds_per_step,
+        "training_hours": seeds * experiment.milestones[-1] * seconds_per_step * training_devices / 3600,
+        "sampling_hours": sampling_seconds * sampling_devices / 3600,
+        "longest_job_hours": steps_of_longest_job * seconds_per_step / 3600,
+        "lost_seconds": training.checkpoint_every * seconds_per_step,
     }
 
 
-def _stages(layout: Layout) -> list[Stage]:
-    """Jobs by stage; a segment's samples and their evaluation are one in the queue, report and tracking none."""
-    experiment, jobs = layout.experiment, layout.jobs()
-    training, gpu = experiment.training, gpus_per_job(experiment)
-    shared = len(layout.segments) * -(-len(layout.trainings) // training.trainings_per_gpu)
-    latent = gpu * (experiment.autoencoder.kind != "none")
-    asked = dict.fromkeys(("text", "sample", "sample_parts", "reference"), gpu)
-    asked |= dict.fromkeys(("autoencoder", "encode_parts"), latent)
-    asked |= {"encode": latent * (not layout.shards("encode")), "train": gpu * training.processes}
-    asked |= {name: gpu for name in jobs if name.startswith("measure_")}
-    queued = {**jobs, "train": shared, "evaluate": 0, "report": 0, "track": 0}
-    queued |= {name: 0 for name in jobs if name.startswith("analyse_")}
-    return [Stage(name, number, queued[name], asked.get(name, 0)) for name, number in jobs.items()]
+def _count_jobs(layout: Layout) -> list[StageJobs]:
+    """Count the jobs of each stage and the GPUs of a job.
+
+    Evaluations run in the queued jobs of sampling. Reports, tracking and analyses run outside the queue.
+    """
+    experiment, jobs = layout.experiment, layout.count_jobs()
+    training, gpus = experiment.training, gpus_per_job(experiment)
+    training_jobs = len(layout.segments) * -(-len(layout.trainings) // training.trainings_per_gpu)
+    queued_jobs = {**jobs, "train": training_jobs, "evaluate": 0, "report": 0, "track": 0}
+    queued_jobs |= {name: 0 for name in jobs if name.startswith("analyse_")}
+
+    gpus_of_latents = gpus if experiment.autoencoder.kind != "none" else 0
+    gpus_of_stage = dict.fromkeys(("text", "sample", "sample_parts", "reference"), gpus)
+    gpus_of_stage |= dict.fromkeys(("autoencoder", "encode_parts"), gpus_of_latents)
+    gpus_of_stage["encode"] = 0 if layout.shards("encode") else gpus_of_latents  # merging shards needs no GPU
+    gpus_of_stage["train"] = gpus * training.processes
+    gpus_of_stage |= {name: gpus for name in jobs if name.startswith("measure_")}
+    return [StageJobs(name, count, queued_jobs[name], gpus_of_stage.get(name, 0)) for name, count in jobs.items()]

@@ -1,8 +1,8 @@
-"""Costs of a forward and a backward pass of a backbone, counted on tensors that have a shape and no content.
+"""Cost of a forward and a backward pass of a backbone, counted on tensors that have a shape and no content.
 
-The backbone itself is built and called, so a registered backbone is counted as it is. Parameters are exact.
-Floating-point operations are those of `torch.utils.flop_counter`: 2 per multiplication with addition, of matrix
-products, convolutions and attention.
+The backbone is built and called, so every registered backbone can be counted. Numbers of parameters are exact.
+Floating-point operations are the counts of `torch.utils.flop_counter`. It counts 2 per multiplication with addition, in
+matrix products, convolutions and attention.
 """
 
 from dataclasses import dataclass
@@ -12,54 +12,56 @@ from kairos.costs.dataset_size import Shape
 
 
 @dataclass(frozen=True)
-class Network:
-    """A backbone and one pass of a batch through it.
+class NetworkCost:
+    """Size of a backbone, and cost of one forward and backward pass of a micro-batch.
 
     Attributes:
-        parameters: numbers that are trained.
-        fixed: those that published counts have beside them, such as positions.
-        weights: numbers that are kept, with fixed ones such as positions.
-        tensors: number of tensors that these are in.
-        value_bytes: bytes of a number.
-        samples: images of the pass.
-        forward: floating-point operations of the forward pass.
-        backward: of the backward pass.
-        traffic: bytes that all operations of both passes read and write, each on its own.
-        activations: bytes kept from the forward to the backward pass, with copies of weights in another precision.
+        parameters: number of trained values.
+        fixed_parameters: number of values that are parameters but not trained, such as fixed position embeddings.
+        saved_values: number of values in saved weights, fixed ones included.
+        saved_tensors: number of tensors in saved weights.
+        bytes_per_value: bytes of a weight.
+        samples: images of the micro-batch.
+        forward_flops: floating-point operations of the forward pass.
+        backward_flops: floating-point operations of the backward pass.
+        bytes_moved: bytes that all operations of both passes read and write, without fusion of operations.
+        activation_bytes: bytes kept from the forward for the backward pass, with copies of weights in lower precision.
     """
 
     parameters: int
-    fixed: int
-    weights: int
-    tensors: int
-    value_bytes: int
+    fixed_parameters: int
+    saved_values: int
+    saved_tensors: int
+    bytes_per_value: int
     samples: int
-    forward: int
-    backward: int
-    traffic: int
-    activations: int
+    forward_flops: int
+    backward_flops: int
+    bytes_moved: int
+    activation_bytes: int
 
 
-def measure(
+def count_network_cost(
     model: dict[str, Any],
-    x0: Shape,
+    x0_shape: Shape,
     conditions: dict[str, dict[str, Any]],
     samples: int,
     precision: str = "fp32",
-    outputs: int | None = None,
-) -> Network:
-    """Count a pass. In fp64 every number of fp32 takes twice the bytes.
+    output_channels: int | None = None,
+) -> NetworkCost:
+    """Count the cost of a forward and a backward pass of a backbone.
+
+    In fp64 every value of fp32 takes twice the bytes.
 
     Args:
         model: section `model` of an experiment.
-        x0: channels, height and width.
-        conditions: descriptions of the conditions that the network takes.
-        samples: images in the pass.
-        precision: as in section `training`.
-        outputs: channels of what it gives; None: those of x0.
+        x0_shape: channels, height and width of the input.
+        conditions: descriptions of the conditions that the network takes, by name.
+        samples: images of the micro-batch.
+        precision: precision of training, as in section `training`.
+        output_channels: channels of the output; None: those of the input.
 
     Raises:
-        KairosError: the model does not fit x0.
+        KairosError: the model does not fit `x0_shape`.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -70,54 +72,57 @@ def measure(
     from kairos import models
     from kairos.models.registries import MODELS
 
-    class Traffic(TorchDispatchMode):
-        """Bytes that each operation reads and writes."""
+    class ByteCounter(TorchDispatchMode):
+        """Sum the bytes that each operation reads and writes."""
 
         bytes = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if func.namespace == "aten" and not func.is_view:
-                touched = tree_leaves((args, kwargs, result))
-                self.bytes += sum(leaf.nbytes for leaf in touched if isinstance(leaf, torch.Tensor))
+                leaves = tree_leaves((args, kwargs, result))
+                self.bytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
             return result
 
-    kept: set[torch.UntypedStorage] = set()
+    saved_storages: set[torch.UntypedStorage] = set()
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.add(tensor.untyped_storage())
+    def record_saved(tensor: torch.Tensor) -> torch.Tensor:
+        saved_storages.add(tensor.untyped_storage())
         return tensor
 
-    MODELS.entry(model["name"]).load()  # imports must find torch as it is
-    traffic, forward, backward = Traffic(), FlopCounterMode(display=False), FlopCounterMode(display=False)
-    with FakeTensorMode():  # of the meta device, but said to be a processor's: there is no autocast for meta
-        network = models.build(model, x0, conditions, outputs).train()
-        if precision == "bf16":  # a GPU normalises in float32, a processor, which these tensors are said to be on, not
-            for part in network.modules():
-                if isinstance(part, torch.nn.GroupNorm):
-                    part.register_forward_pre_hook(lambda _, given: (given[0].float(),))
-        x, t = torch.empty(samples, *x0), torch.zeros(samples, dtype=torch.int64)
-        given = {
-            name: torch.zeros_like(t) if item["kind"] == "class" else torch.empty(samples, *item["shape"])
-            for name, item in conditions.items()
-        }
+    MODELS.entry(model["name"]).load()  # before FakeTensorMode: imported modules must see the usual torch
+    byte_counter = ByteCounter()
+    forward_counter, backward_counter = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with FakeTensorMode():  # tensors without content whose device is "cpu": autocast does not support "meta"
+        network = models.build(model, x0_shape, conditions, output_channels).train()
+        if precision == "bf16":
+            # On a GPU autocast normalises in float32. On the CPU, the device of these tensors, it does not.
+            for module in network.modules():
+                if isinstance(module, torch.nn.GroupNorm):
+                    module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+        x, t = torch.empty(samples, *x0_shape), torch.zeros(samples, dtype=torch.int64)
+        condition_values = {}
+        for name, description in conditions.items():
+            is_class = description["kind"] == "class"
+            condition_values[name] = torch.zeros_like(t) if is_class else torch.empty(samples, *description["shape"])
+        saved_hooks = torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
-        with forward, traffic, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
-            output = network(x, t, given)
-        with backward, traffic:
+        with forward_counter, byte_counter, saved_hooks, autocast:
+            output = network(x, t, condition_values)
+        with backward_counter, byte_counter:
             output.float().square().mean().backward()
         parameters, weights = list(network.parameters()), network.weights().values()
-        own = {value.untyped_storage() for value in (*parameters, *network.buffers())}
-    double = 2 if precision == "fp64" else 1
-    return Network(
+        network_storages = {value.untyped_storage() for value in (*parameters, *network.buffers())}
+    factor = 2 if precision == "fp64" else 1
+    return NetworkCost(
         parameters=sum(value.numel() for value in parameters if value.requires_grad),
-        fixed=sum(value.numel() for value in parameters if not value.requires_grad),
-        weights=sum(value.numel() for value in weights),
-        tensors=len(weights),
-        value_bytes=4 * double,
+        fixed_parameters=sum(value.numel() for value in parameters if not value.requires_grad),
+        saved_values=sum(value.numel() for value in weights),
+        saved_tensors=len(weights),
+        bytes_per_value=4 * factor,
         samples=samples,
-        forward=forward.get_total_flops(),
-        backward=backward.get_total_flops(),
-        traffic=traffic.bytes * double,
-        activations=sum(storage.nbytes() for storage in kept - own) * double,
+        forward_flops=forward_counter.get_total_flops(),
+        backward_flops=backward_counter.get_total_flops(),
+        bytes_moved=byte_counter.bytes * factor,
+        activation_bytes=sum(storage.nbytes() for storage in saved_storages - network_storages) * factor,
     )

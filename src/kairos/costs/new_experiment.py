@@ -1,11 +1,11 @@
-"""A first experiment for a folder of images: what the images and this machine suggest, and the time that it will take.
+"""Propose a first experiment for a folder of images, with settings that suit the images and this machine.
 
-The time is measured: the experiment itself runs in a temporary folder, all stages, methods and jobs side by side, with
-its lengths cut to some steps; what was cut is then added in proportion.
+The number of steps follows from the time that the user allows. To predict the time, a short form of the experiment runs
+in a temporary folder: all stages and methods, with fewer steps and images. The omitted steps and images are then added
+in proportion.
 """
 
 import json
-import math
 import os
 import re
 import statistics
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,145 +23,258 @@ import yaml
 
 from kairos.config import Experiment, validate
 from kairos.data.settings import DatasetConfig
-from kairos.data.source_statistics import count_images, inspect_images
+from kairos.data.source_statistics import ImageCounts, Look, count_images, inspect_images
 from kairos.evaluation.separation import ENOUGH_IMAGES
 from kairos.files import read_json, read_lines
 from kairos.progress import duration, say
 from kairos.report.formatting import template
 from kairos_timesteps.errors import KairosError, demand
 
-FEWEST = 40  # images
+FEWEST_IMAGES = 40
 _FEWEST_STEPS, _MOST_STEPS = 500, 200_000
-_LONGER = 1.1  # times the wanted minutes, from which on an experiment takes longer than wanted
-_CUT = {"steps": 120, "images": 2000, "autoencoder": 100, "extractor": 60}  # lengths of the run that is measured
+_TOLERANCE = 1.1  # the user is warned if the experiment takes this many times the wanted minutes
+_SHORT_RUN = {"steps": 120, "images": 2000, "autoencoder": 100, "extractor": 60}  # lengths of the run that is timed
+_PER_SAMPLING = ("sample", "evaluate")  # stages with a job for each training run
 
 
-def propose(folder: Path, name: str, minutes: float, schema: str) -> tuple[str, str]:
-    """The text of an experiment file for the images in `folder`, and in a line what it is and how long it takes.
+@dataclass(frozen=True)
+class Machine:
+    """Resources of this machine.
+
+    Attributes:
+        gpu: name and memory of the GPU; None without a GPU.
+        cores: number of CPUs that `make run` uses, at least 2.
+        memory: main memory, GiB.
+    """
+
+    gpu: str | None
+    cores: int
+    memory: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Properties of images and machine that determine the settings of a proposed experiment.
+
+    Attributes:
+        name: name of the experiment.
+        folder: folder of the images.
+        minutes: time that the experiment may take.
+        schema: path of the schema of experiment files, from the folder of the experiment file.
+        counts: numbers of images and classes.
+        images: sizes and colours of the images.
+        shorter_side: median of the images' shorter sides, pixels.
+        machine: resources of this machine.
+    """
+
+    name: str
+    folder: str
+    minutes: float
+    schema: str
+    counts: ImageCounts
+    images: Look
+    shorter_side: float
+    machine: Machine
+
+    @property
+    def image_count(self) -> int:
+        """Number of images, training and held out."""
+        return self.counts.count or 0
+
+
+def propose_experiment(folder: Path, name: str, minutes: float, schema: str) -> tuple[str, str]:
+    """Return the text of an experiment file for the images of a folder, and a summary for the user.
 
     Args:
-        folder: images, flat or in a folder per class.
-        name: of the experiment.
-        minutes: how long it may take on this machine.
-        schema: of experiment files, for editors: its path from the file's folder.
+        folder: folder of images, flat or with a folder per class.
+        name: name of the experiment.
+        minutes: time that the experiment may take on this machine.
+        schema: path of the schema of experiment files, from the folder of the experiment file; editors use it.
 
     Raises:
-        ConfigError: there is no such folder, or it holds too few images.
-        KairosError: images cannot be read, which are named, or the steps that are measured fail.
+        ConfigError: there is no such folder, or it contains too few images.
+        KairosError: images cannot be read, or the short run fails; the message reports the images or the output.
     """
-    facts = look_at(folder, name, minutes, schema)
-    steps, seconds = _measured(validate(yaml.safe_load(text(facts, steps=1000, seconds=0))), facts)
-    count = facts["known"].count
-    said = f"4 methods of {steps} steps on {count} images; about {duration(seconds)} on this machine, measured"
-    if seconds > _LONGER * 60 * minutes:
-        said += (
-            f"\nwarning: --minutes: got {minutes:g}, but the experiment is expected to take {duration(seconds)}: "
-            f"{steps} steps are the fewest that it proposes; remove methods or milestones to shorten it"
+    facts = collect_facts(folder, name, minutes, schema)
+    draft = validate(yaml.safe_load(render_experiment(facts, steps=1000, seconds=0)))
+    steps, seconds = _find_steps(draft, facts)
+    summary = f"4 methods of {steps} steps on {facts.image_count} images; "
+    summary += f"about {duration(seconds)} on this machine, as measured"
+    if seconds > _TOLERANCE * 60 * minutes:
+        summary += (
+            f"\nwarning: --minutes: got {minutes:g}, but the experiment is expected to take {duration(seconds)}; "
+            f"{steps} steps are the minimum; remove methods or milestones to shorten it"
         )
-    return text(facts, steps=steps, seconds=seconds), said
+    return render_experiment(facts, steps=steps, seconds=seconds), summary
 
 
-def look_at(folder: Path, name: str, minutes: float, schema: str) -> dict[str, Any]:
-    """Return the facts about images and machine that decide the experiment's settings; arguments as of `propose`."""
-    say(f"kairos new: reads the images of {folder}")
+def collect_facts(folder: Path, name: str, minutes: float, schema: str) -> Facts:
+    """Read the images of a folder and return the facts that determine the settings of an experiment.
+
+    Args:
+        folder: folder of images, flat or with a folder per class.
+        name: name of the experiment.
+        minutes: time that the experiment may take on this machine.
+        schema: path of the schema of experiment files, from the folder of the experiment file.
+
+    Raises:
+        ConfigError: there is no such folder, or it contains too few images.
+        KairosError: images cannot be read; the message reports them.
+    """
+    say(f"kairos new: reading the images of {folder}")
     dataset = DatasetConfig(source="folder", path=str(folder), heldout=0.0)
-    seen, known = inspect_images(dataset, whole=True), count_images(dataset)
-    if seen.unread:
-        names = "\n  ".join(seen.unread[:10] + ["..."] * (len(seen.unread) > 10))
-        raise KairosError(f"--data: {len(seen.unread)} images of {folder} cannot be read; remove them:\n  {names}")
-    demand((known.count or 0) >= FEWEST, "--data", f"{known.count} images in {folder}", f"{FEWEST} or more")
-    short = statistics.median(min(size) for size in seen.sizes.elements())
-    facts = {"name": name, "path": str(folder), "known": known, "seen": seen, "short": short, "minutes": minutes}
-    return facts | {"schema": schema, "enough": ENOUGH_IMAGES, **_machine()}
+    images, counts = inspect_images(dataset, whole=True), count_images(dataset)
+    if images.unread:
+        names = "\n  ".join(images.unread[:10] + ["..."] * (len(images.unread) > 10))
+        raise KairosError(f"--data: {len(images.unread)} images of {folder} cannot be read; remove them:\n  {names}")
+    has_enough = (counts.count or 0) >= FEWEST_IMAGES
+    demand(has_enough, "--data", f"{counts.count} images in {folder}", f"{FEWEST_IMAGES} or more")
+    shorter_side = statistics.median(min(size) for size in images.sizes.elements())
+    return Facts(name, str(folder), minutes, schema, counts, images, shorter_side, _inspect_machine())
 
 
-def _machine() -> dict[str, Any]:
-    """The GPU with its memory, if there is one, the processors that `make run` uses and the main memory in GiB."""
+def _inspect_machine() -> Machine:
+    """Return the GPU, the number of CPUs and the main memory of this machine."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    named = gpu and f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
-    return {"gpu": named, "cores": max(len(os.sched_getaffinity(0)), 2), "memory": memory}
+    gpu_text = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" if gpu else None
+    return Machine(gpu_text, max(len(os.sched_getaffinity(0)), 2), memory)
 
 
-def text(facts: dict[str, Any], **more: Any) -> str:
-    """Return the experiment file for the facts of `look_at`, with its number of ``steps`` and its ``seconds``."""
-    return template(Path(__file__).with_suffix(".yaml.jinja"), duration=duration).render(**facts, **more)
+def render_experiment(facts: Facts, steps: int, seconds: float) -> str:
+    """Return the text of an experiment file.
+
+    Args:
+        facts: properties of images and machine.
+        steps: number of training steps.
+        seconds: predicted duration of the experiment.
+    """
+    file = Path(__file__).with_suffix(".yaml.jinja")
+    values = {"facts": facts, "steps": steps, "seconds": seconds, "enough_images": ENOUGH_IMAGES}
+    return template(file, duration=duration).render(values)
 
 
-def _measured(experiment: Experiment, facts: dict[str, Any]) -> tuple[int, float]:
-    """The steps that the wanted minutes allow, and the seconds that the experiment then takes, all stages."""
-    snakefile, images, cores = Path("Snakefile").resolve(), min(facts["known"].count, _CUT["images"]), facts["cores"]
+def _find_steps(experiment: Experiment, facts: Facts) -> tuple[int, float]:
+    """Time a short run of an experiment; return the steps that the wanted minutes allow and the predicted seconds.
+
+    Args:
+        experiment: the proposed experiment, with any number of steps.
+        facts: properties of images and machine.
+
+    Raises:
+        ConfigError: the working directory has no Snakefile.
+        KairosError: the short run fails.
+    """
+    snakefile = Path("Snakefile").resolve()
     demand(snakefile.is_file(), "kairos new", f"no Snakefile in {Path.cwd()}", "a clone, or a folder of kairos init")
+    short_form, factors = _shorten(experiment, facts)
+    image_count = short_form["dataset"]["limit"]
+    lengths = f"{len(experiment.methods)} methods of {_SHORT_RUN['steps']} steps, {image_count} images"
+    say(f"kairos new: timing a short run of all stages: {lengths}")
+    rounds = -(-len(experiment.methods) // facts.machine.cores)  # of training runs: each occupies a CPU
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.monotonic()
+        _run_snakemake(short_form, snakefile, Path(folder), facts.machine.cores)
+        seconds = time.monotonic() - begin
+        results = Path(folder, "results", experiment.experiment)
+        for stage, factor in factors.items():
+            jobs = rounds if stage in _PER_SAMPLING else 1
+            seconds += (factor - 1) * _mean_job_seconds(results, stage) * jobs
+        half_run_seconds = []  # of the second half of the steps, which has no start-up
+        for file in results.glob("*/seed0/timing.jsonl"):
+            *_, half, end = [json.loads(line) for line in read_lines(file)]
+            half_run_seconds.append(end["seconds"] - half["seconds"])
+    seconds_per_step = rounds * statistics.mean(half_run_seconds) / (_SHORT_RUN["steps"] / 2)
+    affordable_steps = _SHORT_RUN["steps"] + (60 * facts.minutes - seconds) / seconds_per_step
+    steps = int(min(max(round(affordable_steps, -2), _FEWEST_STEPS), _MOST_STEPS))
+    return steps, seconds + (steps - _SHORT_RUN["steps"]) * seconds_per_step
+
+
+def _shorten(experiment: Experiment, facts: Facts) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return a short form of an experiment as plain values, and by which factor each stage is shortened."""
     plain = experiment.plain()
-    coder, extractor = plain["autoencoder"], plain["evaluation"]["extractor"]
-    short = {stage: min(_CUT[stage], own["steps"]) for stage, own in (("autoencoder", coder), ("extractor", extractor))}
-    ratios = {"autoencoder": coder["steps"] / short["autoencoder"]}
-    ratios |= {"extractor": extractor["steps"] / short["extractor"]}
-    ratios |= dict.fromkeys(("prepare", "encode", "reference"), facts["known"].count / images)
-    ratios |= dict.fromkeys(("sample", "evaluate"), len(experiment.milestones) / 2)  # the short run: 0 and its end
-    plain["dataset"] |= {"path": str(Path(facts["path"]).resolve()), "limit": images}
-    coder["steps"], extractor["steps"] = short["autoencoder"], short["extractor"]
-    plain["training"] |= {"milestones": [_CUT["steps"]], "checkpoint_every": _CUT["steps"] // 2}
+    autoencoder, extractor = plain["autoencoder"], plain["evaluation"]["extractor"]
+    factors = {}
+    for stage, settings in (("autoencoder", autoencoder), ("extractor", extractor)):
+        short_steps = min(_SHORT_RUN[stage], settings["steps"])
+        factors[stage] = settings["steps"] / short_steps
+        settings["steps"] = short_steps
+    image_count = min(facts.image_count, _SHORT_RUN["images"])
+    factors |= dict.fromkeys(("prepare", "encode", "reference"), facts.image_count / image_count)
+    factors |= dict.fromkeys(_PER_SAMPLING, len(experiment.milestones) / 2)  # the short run has 2: step 0 and its end
+    plain["dataset"] |= {"path": str(Path(facts.folder).resolve()), "limit": image_count}
+    plain["training"] |= {"milestones": [_SHORT_RUN["steps"]], "checkpoint_every": _SHORT_RUN["steps"] // 2}
     plain["tracking"]["uri"] = "sqlite:///mlflow.db"
-    methods = len(experiment.methods)
-    say(f"kairos new: measures a short run of all stages: {methods} methods of {_CUT['steps']} steps, {images} images")
-    with tempfile.TemporaryDirectory() as place:
-        config, results = Path(place, "short.yaml"), Path(place, "results", experiment.experiment)
-        config.write_text(yaml.safe_dump(plain), encoding="utf-8")
-        command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--directory", place]
-        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-        environment, begun = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}, time.monotonic()
-        command += ["--cores", str(cores), "--configfile", str(config)]
-        command += ["--quiet", "host", "reason"]  # `progress_lines` reads which rule runs, which a profile may hide
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        output = list[str]()
-        with subprocess.Popen(command, env=environment, **pipes) as running:
-            try:
-                for line in progress_lines(_kept(running.stdout or (), output)):
-                    say(line)
-            except BaseException:  # interrupted: Snakemake must not outlive the folder that it works in
-                running.terminate()
-                raise
-        if running.returncode:
-            raise KairosError(f"kairos new: the steps that are measured failed:\n{''.join(output)[-3000:]}")
-        seconds = time.monotonic() - begun
-        turns = -(-len(experiment.methods) // cores)  # of trainings, as many at once as there are processors
-        for stage, ratio in ratios.items():
-            per_training = stage in ("sample", "evaluate")
-            files = (results / "timing").glob(f"{stage}/*/*.json" if per_training else f"{stage}.json")
-            works = [record["wall_seconds"] - record["startup_wall_seconds"] for record in map(read_json, files)]
-            seconds += (ratio - 1) * statistics.mean(works) * (turns if per_training else 1)
-        clocks = [[*map(json.loads, read_lines(file))] for file in results.glob("*/seed0/timing.jsonl")]
-    halves = [after["seconds"] - half["seconds"] for *_, half, after in clocks]
-    step = turns * statistics.mean(halves) / (_CUT["steps"] / 2)
-    steps = round(_CUT["steps"] + (60 * facts["minutes"] - seconds) / step, -2)
-    steps = int(min(max(steps, _FEWEST_STEPS), _MOST_STEPS))
-    return steps, seconds + (steps - _CUT["steps"]) * step
+    return plain, factors
 
 
-def _kept(lines: Iterable[str], kept: list[str]) -> Iterator[str]:
-    """Yield the lines and append each to `kept`."""
+def _run_snakemake(values: dict[str, Any], snakefile: Path, folder: Path, cores: int) -> None:
+    """Run an experiment in a folder and log its progress.
+
+    Args:
+        values: the experiment as plain values.
+        snakefile: path of the Snakefile.
+        folder: working directory of the run.
+        cores: number of CPUs.
+
+    Raises:
+        KairosError: the run fails; the message contains the end of its output.
+    """
+    config = folder / "short.yaml"
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--directory", str(folder)]
+    command += ["--cores", str(cores), "--configfile", str(config)]
+    command += ["--quiet", "host", "reason"]  # shows the rules, which `progress_lines` reads and a profile may hide
+    search_path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PATH": search_path, "OMP_NUM_THREADS": "1"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    output = list[str]()
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        try:
+            for line in progress_lines(_record(process.stdout or (), output)):
+                say(line)
+        except BaseException:  # an interrupt: Snakemake must end before its folder is deleted
+            process.terminate()
+            raise
+    if process.returncode:
+        raise KairosError(f"kairos new: the short run failed:\n{''.join(output)[-3000:]}")
+
+
+def _mean_job_seconds(results: Path, stage: str) -> float:
+    """Return the mean duration of a stage's jobs, without start-up, from their timing records."""
+    pattern = f"{stage}/*/*.json" if stage in _PER_SAMPLING else f"{stage}.json"
+    records = [read_json(file) for file in (results / "timing").glob(pattern)]
+    return statistics.mean(record["wall_seconds"] - record["startup_wall_seconds"] for record in records)
+
+
+def _record(lines: Iterable[str], recorded: list[str]) -> Iterator[str]:
+    """Yield the lines and append each to `recorded`."""
     for line in lines:
-        kept.append(line)
+        recorded.append(line)
         yield line
 
 
 def progress_lines(output: Iterable[str], now: Callable[[], float] = time.monotonic) -> Iterator[str]:
-    """Yield a line for each stage that begins in the output of Snakemake: its name, jobs done, rate, remaining time.
+    """Yield a line for each stage that begins in the output of Snakemake.
+
+    The line contains the name of the stage, the number of finished jobs, jobs per second and the remaining time.
 
     Args:
-        output: lines, as Snakemake prints them.
-        now: clock in seconds.
+        output: lines of Snakemake's output.
+        now: function that returns the time in seconds.
     """
-    begun, done, total, stages = now(), 0, 0, set[str]()
+    begin, done, total = now(), 0, 0
+    started_stages = {"all"}  # rule all is no stage
     for line in output:
-        if found := re.match(r"total\s+(\d+)", line):
-            total = int(found[1])
-        elif found := re.match(r"(\d+) of (\d+) steps", line):
-            done, total = int(found[1]), int(found[2])
-        elif (found := re.match(r"(?:local)?rule (\w+):", line)) and found[1] not in stages | {"all"}:
-            stages.add(found[1])
-            rate = done / max(now() - begun, 1e-9)
-            left = (total - done) / rate if done else math.inf
-            speed = f", {rate:.2g} jobs/s, {duration(left)} left" if done else ""
-            yield f"kairos new: measures {found[1]}; {done} of {total} jobs done{speed}"
+        if match := re.match(r"total\s+(\d+)", line):
+            total = int(match[1])
+        elif match := re.match(r"(\d+) of (\d+) steps", line):
+            done, total = int(match[1]), int(match[2])
+        elif (match := re.match(r"(?:local)?rule (\w+):", line)) and match[1] not in started_stages:
+            started_stages.add(match[1])
+            jobs_per_second = done / max(now() - begin, 1e-9)
+            speed = ""
+            if done:
+                remaining = (total - done) / jobs_per_second
+                speed = f", {jobs_per_second:.2g} jobs/s, {duration(remaining)} left"
+            yield f"kairos new: measures {match[1]}; {done} of {total} jobs done{speed}"

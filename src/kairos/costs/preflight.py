@@ -1,8 +1,9 @@
-"""Checks before any job for problems that would end a run after hours: images, GPU memory, time limits of a profile."""
+"""Find problems that would end a run after hours, before any job: images, GPU memory, time limits of a cluster."""
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -13,76 +14,109 @@ from kairos.status.machine import profile_file
 from kairos.workflow.rules import gpus_per_job, training_resources
 from kairos_timesteps.errors import ConfigError, KairosError, demand
 
-_CONTEXT = 1  # GiB of a GPU for its context and the libraries' workspace
+if TYPE_CHECKING:
+    from kairos.costs.estimate import CostEstimate
+
+_CONTEXT_GIB = 1  # memory of a GPU for its context and the libraries' workspace
 
 
-def remarks(experiment: Experiment, profile: Path | None, memory: float | None, rate: float | None) -> Iterator[str]:
+def find_warnings(
+    experiment: Experiment, profile: Path | None, gpu_memory: float | None, steps_per_second: float | None
+) -> Iterator[str]:
     """Yield warnings about an experiment that could fail late.
 
     Args:
         experiment: the checked experiment.
         profile: folder of a cluster's profile; None: time limits are not checked.
-        memory: memory of a GPU, GiB; None: the memory of this machine's GPU, if there is one.
-        rate: steps per second of a training run of the cheapest method; None: the rate measured before, if any.
+        gpu_memory: memory of a GPU, GiB; None: the memory of this machine's GPU, if there is one.
+        steps_per_second: speed of a training run of the cheapest method; None: the measured speed, if there is one.
 
     Raises:
-        ConfigError: the experiment is certain to fail; the message contains field, value and allowed values.
+        ConfigError: the experiment is certain to fail; the message reports field, value and allowed values.
     """
     if experiment.dataset.source == "folder":
-        yield from _images(experiment.dataset)
-    if memory is None and Path("/dev/nvidiactl").exists():  # torch takes seconds to be imported
-        import torch
-
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
-    if not (profile or memory):
+        yield from _check_images(experiment.dataset)
+    if gpu_memory is None:
+        gpu_memory = _find_gpu_memory()
+    if not (profile or gpu_memory):
         return
-    from kairos.costs.estimate import estimate
+    from kairos.costs.estimate import estimate_cost
 
-    found = None
+    estimate = None
     try:
-        found = estimate(experiment, steps_per_second=rate)
+        estimate = estimate_cost(experiment, steps_per_second=steps_per_second)
     except ConfigError as error:
         yield f"memory and time are not known yet: {error}"
-    if memory and found and experiment.training.device != "cpu":
-        training, network = experiment.training, found.network
-        most = memory / training.trainings_per_gpu
-        needed = sum(found.memory.values()) / 2**30 + _CONTEXT
-        fitting = network.samples + math.floor((most - needed) * 2**30 / (network.activations / network.samples))
-        advice = f"training.microbatch: {fitting} keeps the batch" if fitting > 0 else "a smaller model"
-        got = f"{training.batch_size}: about {needed:.3g} GiB of {most:.3g} for each training on a GPU"
-        demand(needed <= most, "training.batch_size", got, advice)
+    if gpu_memory and estimate and experiment.training.device != "cpu":
+        _check_memory(estimate, gpu_memory)
     if profile:
-        longest_job = max(method.longest or 0 for method in found.methods.values()) if found else 0
-        _check_limits(experiment, profile, 60 * longest_job)
+        job_hours = [method.longest_job_hours or 0 for method in estimate.methods.values()] if estimate else [0]
+        _check_time_limits(experiment, profile, 60 * max(job_hours))
 
 
-def _images(dataset: DatasetConfig) -> Iterator[str]:
-    """Check the images for everything that stage prepare would reject, and yield a note on cropping or padding.
+def _find_gpu_memory() -> float | None:
+    """Return the memory of this machine's GPU in GiB; None without a GPU."""
+    if not Path("/dev/nvidiactl").exists():  # saves the seconds that importing torch takes
+        return None
+    import torch
 
-    The note is for images that are not square, or that have several sizes.
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
+
+
+def _check_memory(estimate: "CostEstimate", gpu_memory: float) -> None:
+    """Check that training fits the memory of a GPU.
+
+    Args:
+        estimate: cost of the experiment.
+        gpu_memory: memory of a GPU, GiB.
+
+    Raises:
+        ConfigError: training needs more; the message reports the micro-batch that fits.
+    """
+    training, network = estimate.experiment.training, estimate.network
+    available = gpu_memory / training.trainings_per_gpu
+    needed = sum(estimate.memory.values()) / 2**30 + _CONTEXT_GIB
+    bytes_per_sample = network.activation_bytes / network.samples
+    microbatch = network.samples + math.floor((available - needed) * 2**30 / bytes_per_sample)
+    advice = f"training.microbatch: {microbatch} keeps the batch" if microbatch > 0 else "a smaller model"
+    value = f"{training.batch_size}: about {needed:.3g} GiB of {available:.3g} for each training run on a GPU"
+    demand(needed <= available, "training.batch_size", value, advice)
+
+
+def _check_images(dataset: DatasetConfig) -> Iterator[str]:
+    """Check that stage prepare accepts the images, and yield a note on the images that it crops or pads.
 
     Raises:
         ConfigError: stage prepare would reject the images.
     """
     try:
-        seen = inspect_images(dataset)
-    except ConfigError:  # said elsewhere
+        images = inspect_images(dataset)
+    except ConfigError:  # a missing or empty folder, which the survey of the data set reports
         return
-    (cut, lost), longer, padded = seen.cut, max(map(max, seen.sizes), default=0), dataset.crop == "pad"
-    sides = {max(size) if padded else min(size) for size in seen.sizes}
-    unread = f"refuse, and cannot be read: {', '.join(seen.unread[:5])}" + ", ..." * (len(seen.unread) > 5)
-    demand(not seen.unread or dataset.broken == "skip", "dataset.broken", unread, "skip, or repair or remove them")
-    demand(not cut or dataset.crop != "none", "dataset.crop", f"none with {cut} images that are not square", "another")
-    demand(dataset.resolution or len(sides) < 2, "dataset.resolution", f"null with {len(sides)} sizes", "a number")
-    short, got = padded and (dataset.resolution or longer) < longer, f"{dataset.resolution} with crop pad"
-    demand(not short, "dataset.resolution", got, f"{longer}, the longest side, or more")
-    if len(seen.sizes) > 1 or cut:
-        less = "padded" if padded else f"{cut} are not square and lose {lost:.0%} of their area by the crop"
-        yield f"images: {sum(seen.sizes.values())} of {len(seen.sizes)} sizes; {less}"
+    unread = ", ".join(images.unread[:5]) + (", ..." if len(images.unread) > 5 else "")
+    accepts_unread = not images.unread or dataset.broken == "skip"
+    demand(accepts_unread, "dataset.broken", f"{dataset.broken}, and cannot be read: {unread}", "skip, or repair or remove them")
+
+    not_square, cropped_area = images.cut
+    value = f"none with {not_square} images that are not square"
+    demand(not not_square or dataset.crop != "none", "dataset.crop", value, "another crop")
+
+    pads = dataset.crop == "pad"
+    sides = {max(size) if pads else min(size) for size in images.sizes}
+    has_one_side = dataset.resolution or len(sides) < 2
+    demand(has_one_side, "dataset.resolution", f"null with {len(sides)} sizes", "a number")
+
+    longest_side = max(map(max, images.sizes), default=0)
+    has_room = not pads or (dataset.resolution or longest_side) >= longest_side
+    value = f"{dataset.resolution} with crop pad"
+    demand(has_room, "dataset.resolution", value, f"{longest_side}, the longest side, or more")
+    if len(images.sizes) > 1 or not_square:
+        change = f"{not_square} are not square and lose {cropped_area:.0%} of their area by the crop"
+        yield f"images: {sum(images.sizes.values())} of {len(images.sizes)} sizes; {'padded' if pads else change}"
 
 
-def _check_limits(experiment: Experiment, profile: Path, needed: float) -> None:
-    """Check the time limits of a training job: its partition's, and the sum over its attempts.
+def _check_time_limits(experiment: Experiment, profile: Path, needed: float) -> None:
+    """Check that a training job fits the time limit of its partition, and that all its attempts suffice.
 
     Args:
         experiment: the checked experiment.
@@ -90,26 +124,24 @@ def _check_limits(experiment: Experiment, profile: Path, needed: float) -> None:
         needed: duration of the longest job, minutes.
 
     Raises:
-        ConfigError: there is no profile, the partition's limit is below the job's, or all attempts together are shorter
-            than `needed`.
+        ConfigError: there is no profile, the partition allows less than the job requests, or all attempts of the job
+            are shorter than `needed`.
         KairosError: a file of the profile cannot be read.
     """
     from kairos.workflow.snakemake_private import longest  # it imports pandas
 
     file = profile_file(profile)
-    demand(file, "--profile", repr(str(profile)), "a folder that holds a profile.yaml")
+    demand(file, "--profile", repr(str(profile)), "a folder that contains a profile.yaml")
     try:
         settings = yaml.safe_load(Path(str(file)).read_text(encoding="utf-8")) or {}
-        own = (
-            (settings.get("set-resources") or {})
-            .get("train", {})
-            .get("runtime", training_resources(experiment)["runtime"])
-        )
-        listed = settings.get("kairos-partition-config")
-        limit = longest(Path(listed), bool(gpus_per_job(experiment))) if listed else math.inf
-    except Exception as error:  # YAML's, and those of the plugin's own reader
+        training_settings = (settings.get("set-resources") or {}).get("train", {})
+        runtime = training_settings.get("runtime", training_resources(experiment)["runtime"])
+        partitions = settings.get("kairos-partition-config")
+        limit = longest(Path(partitions), bool(gpus_per_job(experiment))) if partitions else math.inf
+    except Exception as error:  # errors of YAML and of the plugin's reader
         raise KairosError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
-    demand(own <= limit, f"{file}: runtime of train", f"{own} minutes", f"at most {limit:g}, as {listed} has it")
-    together = (1 + settings.get("retries", 0)) * own
-    allowed = f"at most {together} with its retries in {file}: raise these or runtime, or set training.segments"
-    demand(needed <= together, "training.milestones", f"a job of {needed:.0f} minutes", allowed)
+    where = f"{file}: runtime of train"
+    demand(runtime <= limit, where, f"{runtime} minutes", f"at most {limit:g}, the limit in {partitions}")
+    total = (1 + settings.get("retries", 0)) * runtime
+    advice = f"at most {total} with its retries in {file}: raise retries or runtime, or set training.segments"
+    demand(needed <= total, "training.milestones", f"a job of {needed:.0f} minutes", advice)

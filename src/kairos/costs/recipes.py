@@ -1,7 +1,7 @@
-"""Table of what the experiments of a folder cost, and the cheapest test of each paper's claim.
+"""Table of the costs of a folder of experiments, and the cheapest test of each paper's claim.
 
-GPU-hours are operations over a GPU's peak at the experiment's precision, times a utilisation that is stated, not
-measured.
+GPU-hours are floating-point operations over a GPU's peak speed at the experiment's precision, times a utilisation. The
+utilisation is an assumption, not a measurement.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,108 +10,157 @@ from pathlib import Path
 from typing import Any
 
 from kairos.config import Experiment, files_in, load
-from kairos.costs.estimate import Estimate, estimate
-from kairos.costs.network import Network, measure
-from kairos.costs.rendering import in_bytes
+from kairos.costs.estimate import CostEstimate, estimate_cost
+from kairos.costs.network import NetworkCost, count_network_cost
+from kairos.costs.rendering import format_bytes
 from kairos.progress import table
 from kairos.report.formatting import number
 
-# 10^12 operations per second without sparsity: NVIDIA's data sheets of the SXM forms; fp32 is outside of tensor cores
+# 10^12 operations per second without sparsity: NVIDIA's data sheets of the SXM forms; fp32 does not use tensor cores
 PEAKS = {
     "H100": {"fp32": 67.0, "tf32": 494.7, "bf16": 989.4, "fp64": 67.0},
     "A100": {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp64": 19.5},
 }
+SEEDS = 5  # number of seeds for a claim; with fewer, the report tests no differences
 _NOTE = """
-GPU-hours at {:.0%} of the peak at each experiment's precision, of the seeds in the files; memory of a training on one
-GPU (training.microbatch takes less); +: without what is not known before the data are here"""
-SEEDS = 5  # that decide a claim: from so many on the report tests
+GPU-hours: at {:.0%} of the peak at each experiment's precision, seeds of the files. Memory: one training run on one GPU;
+training.microbatch lowers it. +: plus sizes that are not known without the data"""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment file and its cost, counted for a GPU of one TFLOP/s."""
+    """An experiment file and its cost.
+
+    Attributes:
+        file: path of the experiment file.
+        experiment: the checked experiment.
+        estimate: cost on a GPU of 10^12 floating-point operations per second.
+    """
 
     file: Path
     experiment: Experiment
-    found: Estimate
+    estimate: CostEstimate
 
-    def hours(self, gpu: str, utilisation: float, shares: dict[str, tuple[float, float]] | None = None) -> float:
-        """GPU-hours of all methods, or of these shares of the trainings and samples of some."""
-        of = self.found.methods
-        train, draw = (PEAKS[gpu][its.precision] for its in (self.experiment.training, self.experiment.sampling))
-        shares = shares or dict.fromkeys(of, (1.0, 1.0))
-        each = ((of[n].hours or 0) * a / train + (of[n].sampling or 0) * b / draw for n, (a, b) in shares.items())
-        return sum(each) / utilisation
+    def gpu_hours(self, gpu: str, utilisation: float, fractions: dict[str, tuple[float, float]] | None = None) -> float:
+        """Return the GPU-hours of training and sampling.
 
-    def all_hours(self, utilisation: float) -> dict[str, float]:
-        """GPU-hours of the whole experiment by GPU."""
-        return {gpu: self.hours(gpu, utilisation) for gpu in PEAKS}
+        Args:
+            gpu: key of `PEAKS`.
+            utilisation: fraction of the peak speed that is reached.
+            fractions: fractions of training and of sampling that count, by method; None: all methods in full.
+        """
+        methods = self.estimate.methods
+        training_peak = PEAKS[gpu][self.experiment.training.precision]
+        sampling_peak = PEAKS[gpu][self.experiment.sampling.precision]
+        hours = 0.0
+        for name, (training, sampling) in (fractions or dict.fromkeys(methods, (1.0, 1.0))).items():
+            training_hours = (methods[name].training_hours or 0) * training / training_peak
+            sampling_hours = (methods[name].sampling_hours or 0) * sampling / sampling_peak
+            hours += training_hours + sampling_hours
+        return hours / utilisation
+
+    def gpu_hours_by_gpu(self, utilisation: float) -> dict[str, float]:
+        """Return the GPU-hours of the whole experiment for each GPU of `PEAKS`."""
+        return {gpu: self.gpu_hours(gpu, utilisation) for gpu in PEAKS}
 
     @property
-    def test(self) -> dict[str, int]:
-        """The steps that decide the claim, by method: all of the baseline's, and those of the method that are to do."""
-        claim, steps = self.experiment.claim, self.experiment.milestones[1:]
+    def test_steps(self) -> dict[str, int]:
+        """Training steps that test the claim, by method; empty without a claim.
+
+        The baseline trains to its end. The claimed method trains to the first snapshot at or after the claimed step.
+        """
+        claim, snapshots = self.experiment.claim, self.experiment.milestones[1:]
         if claim is None:
             return {}
-        own, base = (self.found.methods[name].operations for name in (claim.method, claim.baseline))
-        wanted = steps[-1] / claim.factor * (base / own if claim.cost == "time" else 1)
-        return {claim.baseline: steps[-1], claim.method: next((step for step in steps if step >= wanted), steps[-1])}
+        final_step = snapshots[-1]
+        claimed_step = final_step / claim.factor
+        if claim.cost == "time":
+            methods = self.estimate.methods
+            claimed_step *= methods[claim.baseline].flops_per_step / methods[claim.method].flops_per_step
+        step = next((step for step in snapshots if step >= claimed_step), final_step)
+        return {claim.baseline: final_step, claim.method: step}
 
-    def test_hours(self, gpu: str, utilisation: float) -> float:
-        """GPU-hours of that with `SEEDS` seeds: trainings, and the samples of the milestones about the steps to do."""
-        steps, seeds = self.experiment.milestones, SEEDS / len(self.experiment.seeds)
-        drawn = dict(zip(self.test, (1, 2)))  # the distance is read off between two milestones
-        share = {name: (step / steps[-1], drawn[name] / len(steps)) for name, step in self.test.items()}
-        return seeds * self.hours(gpu, utilisation, share)
+    def test_gpu_hours(self, gpu: str, utilisation: float) -> float:
+        """Return the GPU-hours of testing the claim with `SEEDS` seeds.
+
+        They count training up to `test_steps`, samples of the baseline's last snapshot, and samples of two snapshots of
+        the claimed method. Its step is interpolated between these two.
+        """
+        snapshots, seed_factor = self.experiment.milestones, SEEDS / len(self.experiment.seeds)
+        fractions = {}
+        for (method, step), sampled_snapshots in zip(self.test_steps.items(), (1, 2)):
+            fractions[method] = (step / snapshots[-1], sampled_snapshots / len(snapshots))
+        return seed_factor * self.gpu_hours(gpu, utilisation, fractions)
 
 
-def recipes(folder: Path) -> list[Recipe]:
-    """The experiments below a folder with their costs.
+def load_recipes(folder: Path) -> list[Recipe]:
+    """Load the experiment files below a folder and estimate their costs.
 
     Raises:
-        ConfigError: there is none, or one cannot be used; the message names the file.
+        ConfigError: there is no experiment file, or one is not valid; the message reports the file.
     """
-    made: dict[str, Network] = {}
+    counts: dict[str, NetworkCost] = {}  # recipes share networks, and counting one takes seconds
 
-    def once(*asked: Any) -> Network:
-        if (key := repr(asked)) not in made:
-            made[key] = measure(*asked)
-        return made[key]
+    def count_once(*arguments: Any) -> NetworkCost:
+        key = repr(arguments)
+        if key not in counts:
+            counts[key] = count_network_cost(*arguments)
+        return counts[key]
 
-    checked = {file: load(file) for file in files_in(folder)}  # all, before the first is counted
-    return [Recipe(file, its, estimate(its, tflops=1, utilisation=1, count=once)) for file, its in checked.items()]
-
-
-def cheapest(found: Sequence[Recipe]) -> list[Recipe]:
-    """Return, for each claim of a paper, the recipe that decides the claim in the fewest GPU-hours."""
-    claims: dict[Any, Recipe] = {}
-    for recipe in sorted(found, key=lambda one: one.test_hours("H100", 1.0) if one.test else 0):
-        if (claim := recipe.experiment.claim) is not None:
-            claims.setdefault((recipe.file.parent, claim.factor), recipe)
-    return list(claims.values())
+    experiments = {file: load(file) for file in files_in(folder)}  # all are checked before the first is counted
+    recipes = []
+    for file, experiment in experiments.items():
+        estimate = estimate_cost(experiment, tflops=1, utilisation=1, count_network=count_once)
+        recipes.append(Recipe(file, experiment, estimate))
+    return recipes
 
 
-def text(found: Sequence[Recipe], utilisation: float) -> str:
-    """A table of all, with their sums, and what would decide each claim."""
-    heads = ("jobs", *(f"{gpu} h" for gpu in PEAKS), "memory", "storage")
-    rows: list[tuple[Any, ...]] = [("recipe", "methods", "steps", *heads)]
-    for one in found:
-        own, sizes = one.experiment, one.found.storage.values()
-        stored = in_bytes(sum(part or 0 for part in sizes)) + "+" * (None in sizes)
-        costs = (*map(number, one.all_hours(utilisation).values()), in_bytes(sum(one.found.memory.values())), stored)
-        jobs = sum(stage.jobs for stage in one.found.stages)
-        rows.append((one.file, len(own.methods), f"{own.milestones[-1]:,}", jobs, *costs))
-    sums = (number(sum(one.hours(gpu, utilisation) for one in found)) for gpu in PEAKS)
-    rows.append(("all", sum(row[1] for row in rows[1:]), "", sum(row[3] for row in rows[1:]), *sums, "", ""))
-    whole = table(rows, lambda head, column, cell: column > 0)
-    return "\n".join([whole, _NOTE.format(utilisation), *claims(found, utilisation)])
+def select_cheapest_tests(recipes: Sequence[Recipe]) -> list[Recipe]:
+    """Return, for each claim of a paper, the recipe that tests the claim in the fewest GPU-hours."""
+    with_claim = [recipe for recipe in recipes if recipe.experiment.claim is not None]
+    cheapest: dict[Any, Recipe] = {}
+    for recipe in sorted(with_claim, key=lambda recipe: recipe.test_gpu_hours("H100", 1.0)):
+        claim: Any = recipe.experiment.claim
+        cheapest.setdefault((recipe.file.parent, claim.factor), recipe)  # the recipes of a paper share a folder
+    return list(cheapest.values())
 
 
-def claims(found: Sequence[Recipe], utilisation: float) -> Iterator[str]:
-    """Yield a paragraph per claim: the recipe that decides the claim in the fewest GPU-hours, and its cost."""
-    for one in cheapest(found):
-        claim: Any = one.experiment.claim
-        hours = (f"{number(one.test_hours(gpu, utilisation))} {gpu}-hours" for gpu in PEAKS)
-        rows = " and ".join(f"{name} at {step:,}" for name, step in one.test.items())
-        what = f"{claim.method} {claim.factor:g} times faster than {claim.baseline}, in {claim.cost}"
-        yield f"\n{what}: decided at the least by {one.file} with {SEEDS} seeds,\n  {rows} steps: {' or '.join(hours)}"
+def render_recipes(recipes: Sequence[Recipe], utilisation: float) -> str:
+    """Return a table of recipes with their costs and sums, and the cheapest test of each claim.
+
+    Args:
+        recipes: recipes with their costs.
+        utilisation: fraction of the peak speed that is reached.
+    """
+    gpu_headers = [f"{gpu} h" for gpu in PEAKS]
+    rows: list[tuple[Any, ...]] = [("recipe", "methods", "steps", "jobs", *gpu_headers, "memory", "storage")]
+    method_count = job_count = 0
+    for recipe in recipes:
+        experiment, estimate = recipe.experiment, recipe.estimate
+        jobs = sum(stage.jobs for stage in estimate.stages)
+        method_count, job_count = method_count + len(experiment.methods), job_count + jobs
+        hours = map(number, recipe.gpu_hours_by_gpu(utilisation).values())
+        memory = format_bytes(sum(estimate.memory.values()))
+        sizes = estimate.storage.values()
+        storage = format_bytes(sum(size or 0 for size in sizes)) + ("+" if None in sizes else "")
+        steps = f"{experiment.milestones[-1]:,}"
+        rows.append((recipe.file, len(experiment.methods), steps, jobs, *hours, memory, storage))
+    total_hours = [number(sum(recipe.gpu_hours(gpu, utilisation) for recipe in recipes)) for gpu in PEAKS]
+    rows.append(("all", method_count, "", job_count, *total_hours, "", ""))
+    cost_table = table(rows, lambda is_header, column, cell: column > 0)
+    return "\n".join([cost_table, _NOTE.format(utilisation), *describe_claims(recipes, utilisation)])
+
+
+def describe_claims(recipes: Sequence[Recipe], utilisation: float) -> Iterator[str]:
+    """Yield a paragraph per claim: the recipe that tests the claim in the fewest GPU-hours, and its cost.
+
+    Args:
+        recipes: recipes with their costs.
+        utilisation: fraction of the peak speed that is reached.
+    """
+    for recipe in select_cheapest_tests(recipes):
+        claim: Any = recipe.experiment.claim
+        claim_text = f"{claim.method} {claim.factor:g} times faster than {claim.baseline}, in {claim.cost}"
+        steps = " and ".join(f"{name} at {step:,}" for name, step in recipe.test_steps.items())
+        hours = " or ".join(f"{number(recipe.test_gpu_hours(gpu, utilisation))} {gpu}-hours" for gpu in PEAKS)
+        yield f"\n{claim_text}: the cheapest test is {recipe.file} with {SEEDS} seeds,\n  {steps} steps: {hours}"

@@ -1,109 +1,133 @@
-"""An estimate as text for people and as values for programs."""
+"""Render a cost estimate as tables for people and as values for programs."""
 
 import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kairos.costs.estimate import Estimate
+from kairos.costs.estimate import CostEstimate
 from kairos.costs.storage import checkpoint_bytes
 from kairos.progress import duration, table
 from kairos.report.formatting import sample_sets, template
 from kairos.workflow.rules import training_resources
 
+_ROW_NAMES = {"dataset": "prepared images"}  # of kinds of files; default: the kind
 
-def values(found: Estimate) -> dict[str, Any]:
-    """Values for scripts: bytes, and floating-point operations of a step without what strategies add to it.
 
-    `gpu_hours` and `cpu_hours` map each method to its hours of training and sampling. Only the one that matches the
-    computing device is set; both are None without a rate.
+def estimate_values(estimate: CostEstimate) -> dict[str, Any]:
+    """Return the main numbers of an estimate for scripts, as `kairos plan --format json` prints them.
+
+    `flops_per_step` does not include further passes of samplers. `gpu_hours` and `cpu_hours` map each method to its
+    hours of training and sampling. The one that matches the computing device is set; both are None without a rate.
     """
     return {
-        "parameters": found.network.parameters + found.network.fixed,
-        "flops_per_step": found.operations,
-        "jobs": {stage.name: stage.jobs for stage in found.stages},
-        "memory_bytes": sum(found.memory.values()),
-        "storage_bytes": found.storage,
-        "gpu_hours": found.hours if found.unit == "GPU" else None,
-        "cpu_hours": found.hours if found.unit == "CPU" else None,
+        "parameters": estimate.network.parameters + estimate.network.fixed_parameters,
+        "flops_per_step": estimate.flops_per_step,
+        "jobs": {stage.name: stage.jobs for stage in estimate.stages},
+        "memory_bytes": sum(estimate.memory.values()),
+        "storage_bytes": estimate.storage,
+        "gpu_hours": estimate.hours_by_method if estimate.unit == "GPU" else None,
+        "cpu_hours": estimate.hours_by_method if estimate.unit == "CPU" else None,
     }
 
 
-def text(found: Estimate) -> str:
-    """The template beside this file, filled; at most 120 columns wide."""
-    filled = template(Path(__file__).with_suffix(".txt.jinja")).render(
-        found=found,
-        jobs=_jobs(found),
-        storage=_storage(found),
-        methods=_methods(found),
-        samples=sample_sets(found.experiment.evaluation),
-        limit=training_resources(found.experiment)["runtime"] / 60,
-        size=in_bytes,
+def render_estimate(estimate: CostEstimate) -> str:
+    """Render an estimate with the template ``rendering.txt.jinja``; lines have at most 120 columns."""
+    rendered = template(Path(__file__).with_suffix(".txt.jinja")).render(
+        estimate=estimate,
+        job_table=_job_table(estimate),
+        storage_table=_storage_table(estimate),
+        method_table=_method_table(estimate),
+        sample_sets=sample_sets(estimate.experiment.evaluation),
+        time_limit=training_resources(estimate.experiment)["runtime"] / 60,
+        format_bytes=format_bytes,
         duration=duration,
     )
     wrap = partial(textwrap.wrap, width=120, subsequent_indent=" " * 12)
-    return "\n".join(part for line in filled.splitlines() for part in wrap(line) or [""])
+    return "\n".join(part for line in rendered.splitlines() for part in wrap(line) or [""])
 
 
-def _jobs(found: Estimate) -> str:
-    elsewhere = {"evaluate": "with sample", "report": "here", "track": "here"}
-    elsewhere |= {one.name: "here" for one in found.stages if one.name.startswith("analyse_")}
-    rows = []
-    for one in found.stages:
-        gpus = one.gpus if found.unit == "GPU" and one.gpus else ""
-        rows.append((one.name, one.jobs, elsewhere.get(one.name, one.queued), gpus))
-    totals = (sum(stage.jobs for stage in found.stages), sum(stage.queued for stage in found.stages))
-    return table([("stage", "jobs", "in the queue", "GPUs each"), *rows, ("all", *totals, "")], _right)
+def _job_table(estimate: CostEstimate) -> str:
+    """Return the table of stages: jobs, jobs in the queue, GPUs of a job."""
+    outside_queue = {"evaluate": "with sample", "report": "here", "track": "here"}
+    outside_queue |= {stage.name: "here" for stage in estimate.stages if stage.name.startswith("analyse_")}
+    rows: list[tuple[Any, ...]] = [("stage", "jobs", "in the queue", "GPUs each")]
+    for stage in estimate.stages:
+        gpus = stage.gpus if estimate.unit == "GPU" and stage.gpus else ""
+        rows.append((stage.name, stage.jobs, outside_queue.get(stage.name, stage.queued_jobs), gpus))
+    jobs = sum(stage.jobs for stage in estimate.stages)
+    queued_jobs = sum(stage.queued_jobs for stage in estimate.stages)
+    return table([*rows, ("all", jobs, queued_jobs, "")], _align_right)
 
 
-def _storage(found: Estimate) -> str:
-    parts, data = found.storage, found.data
-    checkpoint = checkpoint_bytes(found.network) + max(method.passes.state for method in found.methods.values())
+def _storage_table(estimate: CostEstimate) -> str:
+    """Return the table of bytes on disk by kind of file, with a note where a number is not known."""
+    storage, data = estimate.storage, estimate.data
+    state_bytes = max(method.sampler_cost.state for method in estimate.methods.values())
+    checkpoint = checkpoint_bytes(estimate.network) + state_bytes
     notes = {
-        "checkpoints": f"2 of {in_bytes(checkpoint)} per training",
-        "milestones": "raw and averaged weights",
+        "checkpoints": f"2 of {format_bytes(checkpoint)} per training run",
+        "milestones": "snapshots: raw and averaged weights",
         "latents": "" if data.latent_bytes_per_image else "pixels",
     }
+    bytes_per_item = {
+        "dataset": data.bytes_per_image,
+        "latents": data.latent_bytes_per_image,
+        "text": data.bytes_per_text,
+    }
     rows = [("storage", "bytes", "")]
-    for name, size in parts.items():
-        each = {
-            "dataset": data.bytes_per_image,
-            "latents": data.latent_bytes_per_image,
-            "text": data.bytes_per_text,
-        }.get(name)
-        shown, note = "none" if size == 0 else in_bytes(size or 0), notes.get(name, "")
-        if size is None and each:
-            shown, note = in_bytes(each), f"per {'caption' if name == 'text' else 'image'}, whose number is not known"
-        elif size is None:
-            shown, note = "?", "the size of an image is not known"
-        rows.append(("prepared images" if name == "dataset" else name, shown, note))
-    known = sum(size or 0 for size in parts.values())
-    incomplete = None in (parts["dataset"], parts["samples"])
-    return table([*rows, ("all", in_bytes(known), "without what is not known" if incomplete else "")], _right)
+    for kind, size in storage.items():
+        item_bytes = bytes_per_item.get(kind)
+        if size is not None:
+            size_text, note = format_bytes(size) if size else "none", notes.get(kind, "")
+        elif item_bytes:
+            item = "caption" if kind == "text" else "image"
+            size_text, note = format_bytes(item_bytes), f"per {item}; the number of {item}s is not known"
+        else:
+            size_text, note = "?", "the size of an image is not known"
+        rows.append((_ROW_NAMES.get(kind, kind), size_text, note))
+    total = sum(size or 0 for size in storage.values())
+    is_incomplete = None in (storage["dataset"], storage["samples"])
+    rows.append(("all", format_bytes(total), "without unknown sizes" if is_incomplete else ""))
+    return table(rows, _align_right)
 
 
-def _methods(found: Estimate) -> str:
-    least = min(method.operations for method in found.methods.values())
-    times = ("seconds", "hours", "sampling", "longest") if found.rate else ()
-    heads = ("s/step", f"training {found.unit}-h", f"sampling {found.unit}-h", "longest job h")[: len(times)]
-    rows = [("method", "passes", "TFLOP/step", "cost", *heads)]
-    for name, method in found.methods.items():
-        extra = (method.passes.forward + 3 * method.passes.gradient) / found.experiment.training.batch_size
-        own = f"{3 + extra:.3f}" + "?" * (not method.passes.known)
-        shown = (f"{getattr(method, time):.3g}" for time in times)
-        rows.append((name, own, f"{method.operations / 1e12:.4g}", f"{method.operations / least:.3f}", *shown))
-    return table(rows, _right)
+def _method_table(estimate: CostEstimate) -> str:
+    """Return the table of methods: forward passes, operations, relative cost and, with a rate, times.
+
+    The column of passes counts forward passes of a batch per step. A backward pass counts as two.
+    """
+    lowest_flops = min(method.flops_per_step for method in estimate.methods.values())
+    time_columns: dict[str, str] = {}  # attribute of `MethodCost`: header
+    if estimate.rate:
+        time_columns = {
+            "seconds_per_step": "s/step",
+            "training_hours": f"training {estimate.unit}-h",
+            "sampling_hours": f"sampling {estimate.unit}-h",
+            "longest_job_hours": "longest job h",
+        }
+    rows = [("method", "passes", "TFLOP/step", "cost", *time_columns.values())]
+    for name, method in estimate.methods.items():
+        sampler_cost = method.sampler_cost
+        further_samples = sampler_cost.forward + 3 * sampler_cost.gradient
+        passes = 3 + further_samples / estimate.experiment.training.batch_size
+        passes_text = f"{passes:.3f}" + ("" if sampler_cost.known else "?")
+        times = (f"{getattr(method, attribute):.3g}" for attribute in time_columns)
+        relative_cost = method.flops_per_step / lowest_flops
+        rows.append((name, passes_text, f"{method.flops_per_step / 1e12:.4g}", f"{relative_cost:.3f}", *times))
+    return table(rows, _align_right)
 
 
-def in_bytes(number: float) -> str:
-    """Bytes as people read them."""
+def format_bytes(size: float) -> str:
+    """Return a number of bytes with a binary unit, such as ``12.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if number < 1024 or unit == "TiB":
-            return f"{number:{'.0f' if unit == 'B' or number >= 1000 else '.3g'}} {unit}"
-        number /= 1024
+        if size < 1024 or unit == "TiB":
+            digits = ".0f" if unit == "B" or size >= 1000 else ".3g"
+            return f"{size:{digits}} {unit}"
+        size /= 1024
     raise AssertionError
 
 
-def _right(head: bool, column: int, cell: str) -> bool:
-    """All but the first column, where they are numbers, and what stands above them."""
-    return column > 0 and (head or cell[:1].isdigit())
+def _align_right(is_header: bool, column: int, cell: str) -> bool:
+    """Return True for numbers and headers, except in the first column."""
+    return column > 0 and (is_header or cell[:1].isdigit())

@@ -1,7 +1,7 @@
-"""The small form of an experiment: the same parts, with a network under a million parameters, on real images at hand.
+"""The small form of an experiment: its components with a network of under a million parameters, on available images.
 
-It shows that an experiment runs from images to its table, within minutes and on a processor; its numbers say nothing
-of the methods.
+The small form shows within minutes, on a CPU, that an experiment runs from images to its table. Its numbers do not rank
+methods.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 from kairos.config import Experiment, validate
 from kairos_timesteps.errors import demand
 
-MOST = 100  # steps
+MOST_STEPS = 100
 _UNET = {"channels": 32, "multipliers": [1, 2], "blocks": 1, "attention": [8, 4]}
 _HEADS = {"norm_groups": 8, "head_channels": 16}
 _TRANSFORMER = {"width": 96, "depth": 4, "heads": 4, "patch": 2}
@@ -18,56 +18,69 @@ _MODELS: dict[str, dict[str, Any]] = {
     "unet": _UNET | {"norm_groups": 8}, "ldm_unet": _UNET | _HEADS, "adm": _UNET | _HEADS, "ddpmpp": _UNET,
     "dit": _TRANSFORMER, "uvit": _TRANSFORMER, "vit": _TRANSFORMER, "mdt": _TRANSFORMER | {"width": 64},
 }  # fmt: skip
-_BATCH = 16
+_BATCH_SIZE = 16
 
 
-def two_methods(experiment: Experiment) -> list[str]:
-    """The two that the paper is about: those of its claim, or the first and the one of the table's last row."""
+def select_two_methods(experiment: Experiment) -> list[str]:
+    """Return the two methods that a paper compares.
+
+    They are the methods of the paper's claim, or else the first method and the method of the published table's last
+    row.
+    """
     if claim := experiment.claim:
         return [claim.baseline, claim.method]
     first, *others = experiment.methods
-    stand = [row.method for block in experiment.published[:1] for row in block.numbers() if row.method in others]
-    return [first, *(stand or others)[-1:]]
+    published = [row.method for block in experiment.published[:1] for row in block.numbers() if row.method in others]
+    return [first, *(published or others)[-1:]]
 
 
-def small(experiment: Experiment, data: Path, encoder: str | None, methods: list[str], steps: int) -> dict[str, Any]:
-    """The values of its file.
+def shrink_experiment(
+    experiment: Experiment, data: Path, encoder: str | None, methods: list[str], steps: int
+) -> dict[str, Any]:
+    """Return the small form of an experiment as the plain values of an experiment file.
 
     Args:
-        experiment: the experiment itself.
-        data: folder of ``cifar10``, ``fashion_mnist``, ``coco_mini`` and the autoencoder ``taesd``, as far as there;
-            where neither of the first two is, the embedded digits stand in.
-        encoder: a text encoder's folder; None: the experiment's own.
-        methods: which ones.
-        steps: optimiser steps, of the autoencoder and the extractor too.
+        experiment: the experiment.
+        data: folder of small data sets and of an autoencoder: ``cifar10``, ``fashion_mnist``, ``coco_mini``, ``taesd``.
+            Without ``cifar10`` and ``fashion_mnist``, the small form uses the embedded digits.
+        encoder: folder of a text encoder; None: the experiment's encoder.
+        methods: names of the methods to keep.
+        steps: optimiser steps of the methods, the autoencoder and the extractor.
 
     Raises:
-        ConfigError: an argument cannot be used, or the images that the experiment needs are not there.
+        ConfigError: an argument is not allowed, or the folder does not contain the images that the experiment needs.
     """
     unknown = [name for name in methods if name not in experiment.methods]
     demand(not unknown, "--methods", ", ".join(unknown), f"some of {', '.join(experiment.methods)}")
-    demand(2 <= steps <= MOST, "--steps", steps, f"2 to {MOST}")
+    demand(2 <= steps <= MOST_STEPS, "--steps", steps, f"2 to {MOST_STEPS}")
     plain = experiment.plain()
-    model, training, name = plain["model"], plain["training"], experiment.model["name"]
-    kept, rate = ("augment", "condition_dropout"), {"lr": 2.0e-3, "warmup_steps": steps // 5}
-    measured = {"metrics": ["frechet", "psnr"]} if "low_resolution" in experiment.conditions else {}
-    rows = (_with_rows(block, methods) for block in plain.get("published", ()))
+    training, name = plain["training"], experiment.model["name"]
+    small_options = {option: value for option, value in _MODELS[name].items() if option in plain["model"]}
+    optimizer = training["optimizer"] | {"lr": 2.0e-3, "warmup_steps": steps // 5}
+    metrics = {"metrics": ["frechet", "psnr"]} if "low_resolution" in experiment.conditions else {}
+    published = [_select_rows(block, methods) for block in plain.get("published", ())]
     values = {
-        "experiment": f"{experiment.experiment}_small", **_data(plain, data, encoder, steps),
-        "model": {**model, **{key: value for key, value in _MODELS[name].items() if key in model}},
-        "diffusion": plain["diffusion"], **({"plugins": plain["plugins"]} if plain.get("plugins") else {}),
-        "training": {key: training[key] for key in kept} | {
-            "batch_size": _BATCH, "milestones": [steps // 2, steps], "checkpoint_every": steps, "log_every": 10,
-            "optimizer": training["optimizer"] | rate, "ema": {"decay": 0.98},
+        "experiment": f"{experiment.experiment}_small",
+        **_small_data(plain, data, encoder, steps),
+        "model": plain["model"] | small_options,
+        "diffusion": plain["diffusion"],
+    }
+    if plain.get("plugins"):
+        values["plugins"] = plain["plugins"]
+    values |= {
+        "training": {
+            "augment": training["augment"], "condition_dropout": training["condition_dropout"],
+            "batch_size": _BATCH_SIZE, "milestones": [steps // 2, steps], "checkpoint_every": steps, "log_every": 10,
+            "optimizer": optimizer, "ema": {"decay": 0.98},
         },
-        "methods": {method: _shortened(plain["methods"][method], steps) for method in methods},
-        "sampling": plain["sampling"] | {"steps": 10, "batch_size": _BATCH, "grid": _BATCH},
-        "evaluation": measured | {
+        "methods": {method: _shorten(plain["methods"][method], steps) for method in methods},
+        "sampling": plain["sampling"] | {"steps": 10, "batch_size": _BATCH_SIZE, "grid": _BATCH_SIZE},
+        "evaluation": metrics | {
             "extractor": {"name": "selfsupervised", "features": 16, "steps": steps}, "num_samples": 32, "sets": 1,
             "strata": 4, "loss_images": 32,
         },
         "tracking": {"enabled": False},
-        "published": [block for block in rows if block["rows"]],
+        "published": [block for block in published if block["rows"]],
     }  # fmt: skip
     if experiment.claim and {experiment.claim.method, experiment.claim.baseline} <= {*methods}:
         values["claim"] = plain["claim"]
@@ -75,39 +88,60 @@ def small(experiment: Experiment, data: Path, encoder: str | None, methods: list
     return values
 
 
-def _shortened(method: dict[str, Any], steps: int) -> dict[str, Any]:
-    """A method whose own lengths in steps are parts of these."""
+def _shorten(method: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return a method whose options that are lengths in steps fit a training run of `steps` steps."""
     tenth = steps // 10 or 1
     lengths = {"sampler": {"frequency": tenth, "length": steps}, "weighting": {"warmup": tenth}}
-    return {
-        part: {key: lengths.get(part, {}).get(key, value) if value else value for key, value in its.items()}
-        for part, its in method.items()
-    }
+    shortened = {}
+    for part, component in method.items():
+        shortened[part] = dict(component)
+        for option, length in lengths.get(part, {}).items():
+            if component.get(option):
+                shortened[part][option] = length
+    return shortened
 
 
-def _with_rows(block: dict[str, Any], methods: list[str]) -> dict[str, Any]:
+def _select_rows(block: dict[str, Any], methods: list[str]) -> dict[str, Any]:
+    """Return a published table with only the rows of some methods."""
     rows = {row: values for row, values in block["rows"].items() if block["methods"].get(row, row) in methods}
     return {**block, "rows": rows, "missing": {}}
 
 
-def _data(plain: dict[str, Any], data: Path, encoder: str | None, steps: int) -> dict[str, Any]:
-    """Sections dataset, autoencoder and text_encoder: images of 16 pixels, or of 64 where they become latents."""
-    pixels, text = plain["autoencoder"]["kind"] == "none", plain["text_encoder"]
-    factor, taesd = plain["dataset"]["low_resolution"], data / "taesd"
-    if text or factor:
+def _small_data(plain: dict[str, Any], data: Path, encoder: str | None, steps: int) -> dict[str, Any]:
+    """Return sections dataset, autoencoder and text_encoder of a small form.
+
+    Images have 16 pixels a side, or 64 if a pretrained autoencoder encodes them.
+
+    Args:
+        plain: the experiment as plain values.
+        data: folder of small data sets and of an autoencoder.
+        encoder: folder of a text encoder; None: the experiment's encoder.
+        steps: optimiser steps of an autoencoder that is trained.
+
+    Raises:
+        ConfigError: the folder does not contain the images that the experiment needs.
+    """
+    taesd = data / "taesd"
+    pretrained = {"kind": "pretrained", "path": str(taesd)}
+    text_encoder, low_resolution = plain["text_encoder"], plain["dataset"]["low_resolution"]
+    if text_encoder or low_resolution:
         coco = data / "coco_mini"
         demand(coco.is_dir() and taesd.is_dir(), "--data", repr(str(data)), "a folder with coco_mini and taesd")
-        images: dict[str, Any] = {"source": "folder", "path": f"{coco}/train2017", "heldout": f"{coco}/val2017"}
-        images |= {"crop": "adm", "resolution": 64, "low_resolution": factor}
-        further = {"text_encoder": text | {"path": encoder or text["path"]}} if text else {}
-        if text:
-            named = (("captions", "train"), ("heldout_captions", "val"))
-            images |= {field: f"{coco}/annotations/captions_{part}2017.json" for field, part in named}
-        return {"dataset": images, "autoencoder": {"kind": "pretrained", "path": str(taesd)}, **further}
-    found = next((name for name in ("cifar10", "fashion_mnist") if (data / name).is_dir()), None)
-    large = bool(found) and taesd.is_dir() and not pixels
-    images = {"heldout": 0.2, "resolution": 64 if large else 16}
-    if found:
-        images |= {"source": "parquet", "path": f"{data}/{found}/train-*.parquet", "limit": 600}
-    ours = {"kind": "none"} if pixels else {"kind": "train", "channels": [16, 32], "steps": steps}
-    return {"dataset": images, "autoencoder": {"kind": "pretrained", "path": str(taesd)} if large else ours}
+        dataset: dict[str, Any] = {"source": "folder", "path": f"{coco}/train2017", "heldout": f"{coco}/val2017"}
+        dataset |= {"crop": "adm", "resolution": 64, "low_resolution": low_resolution}
+        sections: dict[str, Any] = {"dataset": dataset, "autoencoder": pretrained}
+        if text_encoder:
+            dataset["captions"] = f"{coco}/annotations/captions_train2017.json"
+            dataset["heldout_captions"] = f"{coco}/annotations/captions_val2017.json"
+            sections["text_encoder"] = text_encoder | {"path": encoder or text_encoder["path"]}
+        return sections
+    in_pixels = plain["autoencoder"]["kind"] == "none"
+    name = next((name for name in ("cifar10", "fashion_mnist") if (data / name).is_dir()), None)
+    uses_pretrained = name is not None and taesd.is_dir() and not in_pixels
+    dataset = {"heldout": 0.2, "resolution": 64 if uses_pretrained else 16}
+    if name is not None:
+        dataset |= {"source": "parquet", "path": f"{data}/{name}/train-*.parquet", "limit": 600}
+    if uses_pretrained:
+        return {"dataset": dataset, "autoencoder": pretrained}
+    trained = {"kind": "train", "channels": [16, 32], "steps": steps}
+    return {"dataset": dataset, "autoencoder": {"kind": "none"} if in_pixels else trained}

@@ -1,4 +1,4 @@
-"""How long a step takes: as measured in earlier trainings of the experiment, or as given."""
+"""Duration of a training step: measured in earlier training runs of the experiment, or from command-line options."""
 
 import json
 import math
@@ -12,98 +12,112 @@ from kairos_timesteps.errors import demand
 
 
 @dataclass(frozen=True)
-class Rate:
-    """Seconds of a step by method, and where they are from.
+class StepRate:
+    """Speed of training.
 
     Attributes:
-        seconds: of a step of each method.
-        operations: floating-point operations per second and GPU that this amounts to.
-        source: where the rate is from.
-        unit: ``GPU`` or ``CPU``, whose rate it is.
+        seconds_per_step: duration of a step, by method.
+        flops_per_second: floating-point operations per second of a device.
+        source: origin of the numbers, as text.
+        unit: ``GPU`` or ``CPU``, the kind of device.
     """
 
-    seconds: dict[str, float]
-    operations: float
+    seconds_per_step: dict[str, float]
+    flops_per_second: float
     source: str
     unit: str
 
 
 def unit_of(device: str) -> str:
-    """Return ``GPU`` or ``CPU``, on which trainings will run by `training.device`.
+    """Return the kind of device on which training runs compute, ``GPU`` or ``CPU``.
 
-    With ``auto`` that is a GPU where this machine has one, or a SLURM cluster, whose jobs then ask for a GPU.
+    Args:
+        device: `training.device`. With ``auto``, the result is ``GPU`` if this machine has a GPU or a SLURM cluster,
+            whose jobs then request GPUs.
     """
     has_gpu = Path("/dev/nvidiactl").exists() or shutil.which("sinfo") is not None
     return "CPU" if device == "cpu" or (device == "auto" and not has_gpu) else "GPU"
 
 
-def given(
-    operations: dict[str, float],
-    gpus: int,
+def rate_from_options(
+    flops: dict[str, float],
+    devices: int,
     steps_per_second: float | None,
     tflops: float | None,
     utilisation: float,
     unit: str = "GPU",
-) -> Rate | None:
-    """The rate that a user states: of a step without further passes, or of the hardware.
+) -> StepRate | None:
+    """Return the speed that options of the command line state; None if they state none.
 
     Args:
-        operations: floating-point operations of a step by method.
-        gpus: of one training.
-        steps_per_second: of the cheapest method.
-        tflops: 10^12 operations per second that a GPU is said to do.
-        utilisation: share of these that is reached.
-        unit: ``GPU`` or ``CPU``, for `steps_per_second`.
+        flops: floating-point operations of a step, by method.
+        devices: devices of a training run.
+        steps_per_second: steps per second of the cheapest method.
+        tflops: peak speed of a GPU, 10^12 floating-point operations per second.
+        utilisation: fraction of the peak speed that training reaches.
+        unit: ``GPU`` or ``CPU``, the kind of device that `steps_per_second` refers to.
 
     Raises:
-        ConfigError: both are given, or one is not positive.
+        ConfigError: both speeds are set, or a number is not positive and finite.
     """
     if steps_per_second is None and tflops is None:
         return None
     demand(None in (steps_per_second, tflops), "--steps-per-second and --tflops", "both", "one of them")
-    stated = {"--steps-per-second": steps_per_second, "--tflops": tflops, "--utilisation": utilisation}
-    for name, value in stated.items():
+    options = {"--steps-per-second": steps_per_second, "--tflops": tflops, "--utilisation": utilisation}
+    for name, value in options.items():
         demand(value is None or 0 < value < math.inf, name, value, "more than 0, and finite")
     if steps_per_second is not None:
-        least = min(operations.values())
-        speed, source = least * steps_per_second / gpus, f"{steps_per_second:g} steps per second, as given"
+        flops_per_second = min(flops.values()) * steps_per_second / devices
+        source = f"{steps_per_second:g} steps per second, from --steps-per-second"
     else:
-        unit, speed = "GPU", (tflops or 0) * 1e12 * utilisation
-        source = f"a GPU of {tflops:g} TFLOP/s at {utilisation:.0%}, as given"
-    return Rate({method: each / (speed * gpus) for method, each in operations.items()}, speed, source, unit)
+        unit, flops_per_second = "GPU", (tflops or 0) * 1e12 * utilisation
+        source = f"a GPU of {tflops:g} TFLOP/s at {utilisation:.0%}, from --tflops"
+    seconds_per_step = {method: count / (flops_per_second * devices) for method, count in flops.items()}
+    return StepRate(seconds_per_step, flops_per_second, source, unit)
 
 
-def measured(results: Path, operations: dict[str, float], gpus: int, unit: str = "GPU") -> Rate | None:
-    """The rate of the experiment's trainings so far; arguments as for `given`. None where none has left its time.
+def measured_rate(results: Path, flops: dict[str, float], devices: int, unit: str = "GPU") -> StepRate | None:
+    """Return the speed of the experiment's earlier training runs; None if no training run recorded its time.
 
-    `unit` counts where no training has recorded its device.
+    The duration of a step of a method without a training run is in proportion to the method's operations.
 
-    Of a method that has not been timed it is in proportion to its operations.
+    Args:
+        results: folder of results of the experiment.
+        flops: floating-point operations of a step, by method.
+        devices: devices of a training run.
+        unit: ``GPU`` or ``CPU``, the kind of device if no training run recorded it.
     """
-    found: dict[str, list[float]] = {}
-    machines = set()
-    for method in operations:
+    durations: dict[str, list[float]] = {}
+    devices_used: set[str] = set()
+    for method in flops:
         for folder in sorted((results / method).glob("seed*")):
-            files = [folder / "timing.jsonl", *sorted((folder / ".state").glob("*/timing.jsonl"))]
-            times = [time for time in map(_seconds, files) if time is not None]
-            if times:
-                found.setdefault(method, []).append(times[0])
-                record = folder / "training.json"
-                machines |= {read_json(record)["provenance"].get("device", "?")} if record.exists() else set()
-    if not found:
+            seconds = _seconds_per_step(folder)
+            if seconds is None:
+                continue
+            durations.setdefault(method, []).append(seconds)
+            record = folder / "training.json"
+            if record.exists():
+                devices_used.add(read_json(record)["provenance"].get("device", "?"))
+    if not durations:
         return None
-    own = {method: statistics.median(times) for method, times in found.items()}
-    speed = statistics.median(operations[method] / seconds / gpus for method, seconds in own.items())
-    seconds = {method: own.get(method, each / speed / gpus) for method, each in operations.items()}
-    number = sum(map(len, found.values()))
-    source = f"measured in {number} training{'s' * (number > 1)} of {results} ({', '.join(sorted(machines)) or '?'})"
-    if machines - {"?"}:
-        unit = "CPU" if machines <= {"cpu", "?"} else "GPU"
-    return Rate(seconds, speed, source, unit)
+    medians = {method: statistics.median(values) for method, values in durations.items()}
+    flops_per_second = statistics.median(flops[method] / seconds / devices for method, seconds in medians.items())
+    seconds_per_step = {
+        method: medians.get(method, count / flops_per_second / devices) for method, count in flops.items()
+    }
+    run_count = sum(map(len, durations.values()))
+    runs = f"{run_count} training run{'s' * (run_count > 1)}"
+    source = f"measured in {runs} of {results} ({', '.join(sorted(devices_used)) or '?'})"
+    if devices_used - {"?"}:
+        unit = "CPU" if devices_used <= {"cpu", "?"} else "GPU"
+    return StepRate(seconds_per_step, flops_per_second, source, unit)
 
 
-def _seconds(path: Path) -> float | None:
-    """Seconds per step by a training's timing file."""
-    lines = read_lines(path)
-    last = json.loads(lines[-1]) if lines else {"step": 0}
-    return last["seconds"] / last["step"] if last["step"] and last["seconds"] else None
+def _seconds_per_step(folder: Path) -> float | None:
+    """Return the duration of a step of a training run from its timing files; None if they contain no step."""
+    for file in [folder / "timing.jsonl", *sorted((folder / ".state").glob("*/timing.jsonl"))]:
+        lines = read_lines(file)
+        last = json.loads(lines[-1]) if lines else {"step": 0}
+        if last["step"] and last["seconds"]:
+            return float(last["seconds"] / last["step"])
+    return None
