@@ -181,7 +181,7 @@ def test_strategies_train_a_learned_variance(method, latents, tmp_path):
 
 def test_costs_count_the_further_channels():
     found = [
-        costs.estimate_cost(validate(experiment(diffusion=diffusion)), x0=(4, 8, 8), classes=10).network.parameters
+        costs.estimate_cost(validate(experiment(diffusion=diffusion)), x0_shape=(4, 8, 8), classes=10).network.parameters
         for diffusion in ({}, {"process": LEARNED, "losses": ["mse", "vb"]})
     ]
     assert found[1] - found[0] == (16 + 1) * 2 * 2 * 4
