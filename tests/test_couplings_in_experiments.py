@@ -54,7 +54,7 @@ def test_a_training_with_a_coupling_resumes_to_the_bit(method, tmp_path):
     whole, first, second, usual = training(), training(), training(), training("uniform")
     for one, end in ((whole, 8), (first, 5), (usual, 8)):
         list(train_steps(one, end))
-    second.load(first.state(), 5)
+    second.load_state_dict(first.state_dict(), 5)
     list(train_steps(second, 8))
     assert torch.equal(weights(second), weights(whole))
     assert not torch.equal(weights(usual), weights(whole)) and np.isfinite(weights(whole)).all()

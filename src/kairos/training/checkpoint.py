@@ -1,7 +1,7 @@
-"""Checkpoints: everything a training goes on from, in one file that is whole or recognised as damaged.
+"""Checkpoints: the resumable state of a training run in one file, whose damage is detected.
 
-A file is one line, ``kairos-checkpoint 1 <sha256 of the rest> <length of the rest>``, and what torch.save writes. It
-holds no clock and no path, so the same training gives the same bytes.
+A file is the line ``kairos-checkpoint 1 <sha256 of the rest> <length of the rest>``, followed by the output of
+torch.save. It contains no time and no path, so equal runs give equal bytes.
 """
 
 import hashlib
@@ -21,9 +21,14 @@ COMPONENTS = ("model", "ema", "optimizer", "strategy")
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint atomically: temporary file, fsync, rename."""
+    """Write a checkpoint atomically: temporary file, fsync, rename.
+
+    Args:
+        path: file of the checkpoint.
+        content: nested dictionaries and lists of tensors, numbers and texts.
+    """
     buffer = io.BytesIO()
-    torch.save(_alike(content), buffer)
+    torch.save(_intern_strings(content), buffer)
     payload = buffer.getbuffer()
     digest = hashlib.sha256(payload).hexdigest()
     with atomic(path) as file:
@@ -31,45 +36,56 @@ def write(path: Path, content: dict[str, Any]) -> None:
         file.write(payload)
 
 
-def _alike(value: Any) -> Any:
-    """Equal content as equal bytes: pickle tells one text twice from two equal ones, such as those that were read."""
+def _intern_strings(value: Any) -> Any:
+    """Return a nested value in which equal strings are one object, so that equal content pickles to equal bytes.
+
+    pickle writes a string object once and refers to it later, but writes two equal objects, such as restored ones,
+    twice.
+    """
     if isinstance(value, dict):
-        return {_alike(key): _alike(each) for key, each in value.items()}
+        return {_intern_strings(key): _intern_strings(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_alike(each) for each in value)
+        return type(value)(_intern_strings(item) for item in value)
     return sys.intern(value) if isinstance(value, str) else value
 
 
 def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read a checkpoint and check it.
+    """Read a checkpoint and check its length and hash.
+
+    Args:
+        path: file of the checkpoint.
+        device: device of the tensors.
 
     Raises:
         DamagedError: it is no checkpoint, ends early, or its content does not match its checksum.
     """
     with open(path, "rb") as file:
-        head = file.readline(200).decode("ascii", errors="replace").split()
+        header = file.readline(200).decode("ascii", errors="replace").split()
         payload = file.read()
-    if head[:2] != _MAGIC.split() or len(head) != 4 or not head[3].isdigit():
+    if header[:2] != _MAGIC.split() or len(header) != 4 or not header[3].isdigit():
         raise DamagedError(f"{path}: not a checkpoint of kairos")
-    if len(payload) != int(head[3]):
-        raise DamagedError(f"{path}: damaged: {len(payload)} bytes of {head[3]}")
-    if hashlib.sha256(payload).hexdigest() != head[2]:
+    _, _, digest, length = header
+    if len(payload) != int(length):
+        raise DamagedError(f"{path}: damaged: {len(payload)} bytes of {length}")
+    if hashlib.sha256(payload).hexdigest() != digest:
         raise DamagedError(f"{path}: damaged: the content does not match its checksum")
     return torch.load(io.BytesIO(payload), map_location=device, weights_only=True)
 
 
 def component_hashes(content: dict[str, Any]) -> dict[str, str]:
-    """SHA-256 of each component of a checkpoint, over names, types, shapes and bytes of all its values."""
+    """Return the SHA-256 of each component of a checkpoint, over names, types, shapes and bytes of all its values."""
     return {name: _hash_value(content[name]) for name in COMPONENTS}
 
 
 def _hash_value(value: Any) -> str:
+    """Return the SHA-256 of a nested value, independent of the order of keys."""
     digest = hashlib.sha256()
     _feed(digest, value)
     return digest.hexdigest()
 
 
 def _feed(digest: Any, value: Any) -> None:
+    """Add a nested value to a digest."""
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         array = value.detach().cpu().contiguous()

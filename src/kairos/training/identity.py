@@ -1,7 +1,7 @@
-"""The identity of a training: the hash of what decides its trajectory, and nothing else.
+"""The identity of a training run: the hash of everything that decides its trajectory, and of nothing else.
 
-Number of steps, milestones, segments, logging and paths are not in it: a longer training of the same identity
-goes on where the shorter one ended. No torch here: the workflow asks for code fingerprints too.
+The identity does not depend on the number of steps, milestones, segments, logging and paths. A longer run with an equal
+identity therefore resumes where the shorter one ended. This module imports no torch, because the workflow uses it.
 """
 
 from pathlib import Path
@@ -11,42 +11,64 @@ from kairos.files import sha256_json
 from kairos.fingerprint import fingerprint, roots_of
 from kairos.milestones import hash_start_weights
 
-# All settings count but these: one that is new and forgotten here makes another identity, not a wrong one.
-_PLACE = ("processes", "nodes", "trainings_per_gpu", "device")  # where it is computed
-_CUT = ("milestones", "segments", "checkpoint_every", "log_every")  # and in which pieces
+# Settings that do not decide the trajectory. A new setting that is missing here changes identities, which is safe:
+# runs are computed again.
+_HARDWARE_SETTINGS = ("processes", "nodes", "trainings_per_gpu", "device")
+_JOB_SETTINGS = ("milestones", "segments", "checkpoint_every", "log_every")
 
 
 def trajectory_settings(plain: dict[str, Any], method: str) -> dict[str, Any]:
-    """The part of section `training` that decides the trajectory of a method of an experiment."""
+    """Return the part of section `training` that decides the trajectory of a method.
+
+    The number of processes counts for couplings that each rank applies to its slice of the batch.
+
+    Args:
+        plain: the whole resolved experiment.
+        method: name of the method.
+    """
     from kairos_timesteps.components import COUPLINGS
 
     coupling = plain["methods"][method].get("coupling", {"name": "independent"})["name"]
-    place = _PLACE[1:] if COUPLINGS.entry(coupling).facts.get("by_rank") else _PLACE  # each rank couples its own part
-    return {key: value for key, value in plain["training"].items() if key not in place + _CUT}
+    ignored = {*_HARDWARE_SETTINGS, *_JOB_SETTINGS}
+    if COUPLINGS.entry(coupling).facts.get("by_rank"):
+        ignored.remove("processes")
+    return {key: value for key, value in plain["training"].items() if key not in ignored}
 
 
 def code_roots(plain: dict[str, Any], method: str) -> list[str]:
-    """The modules that a training of `method` starts from: the loop and the components that its configuration names."""
+    """Return the code that a training run starts from: the loop and the components that the experiment selects.
+
+    Args:
+        plain: the whole resolved experiment.
+        method: name of the method.
+
+    Returns:
+        Names of modules, and of functions as ``module:function``.
+    """
     from kairos.losses.registries import LOSSES
     from kairos.models.registries import MODELS
     from kairos.training.registries import AVERAGES, OPTIMIZERS, PROBES, SCHEDULES
     from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
     from kairos_timesteps.diffusion.registries import PROCESSES
 
-    chosen, training = plain["methods"][method], plain["training"]
+    strategy, training = plain["methods"][method], plain["training"]
     components = [
         (MODELS, plain["model"]),
         (PROCESSES, plain["diffusion"]["process"]),
-        (SAMPLERS, chosen["sampler"]),
-        (WEIGHTINGS, chosen["weighting"]),
-        *([(COUPLINGS, chosen["coupling"])] if "coupling" in chosen else []),
+        (SAMPLERS, strategy["sampler"]),
+        (WEIGHTINGS, strategy["weighting"]),
         (OPTIMIZERS, training["optimizer"]),
         (SCHEDULES, training["schedule"]),
         (AVERAGES, training["ema"]),
         *((LOSSES, loss) for loss in plain["diffusion"]["losses"]),
         *((PROBES, probe) for probe in training["probes"]),
     ]
-    return ["kairos.training.run", *(root for registry, named in components for root in roots_of(registry, named))]
+    if "coupling" in strategy:
+        components.append((COUPLINGS, strategy["coupling"]))
+    roots = ["kairos.training.run"]
+    for registry, component in components:
+        roots += roots_of(registry, component)
+    return roots
 
 
 def compute_identity(
@@ -72,6 +94,6 @@ def compute_identity(
         "device": device,
         "code": fingerprint(code_roots(plain, method)),
     }
-    if start := plain["training"]["start_from"]:  # which weights, wherever they lie
+    if start := plain["training"]["start_from"]:  # the hash of the weights replaces their path
         parts["training"]["start_from"] = hash_start_weights(Path(start), plain["model"])
     return {**parts, "identity": sha256_json(parts)}

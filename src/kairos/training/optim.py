@@ -1,11 +1,12 @@
-"""Optimisers, learning-rate schedules and averages of weights: short functions, named in `training.registries`.
+"""Optimisers, learning-rate schedules and averages of weights; `kairos.training.registries` selects them by name.
 
-A schedule gives the factor of the learning rate at a step, an average the weight of what was averaged before; steps
-count from 0.
+A schedule returns the factor of the learning rate at a step. An average returns its decay at a step: the weight of the
+previous average. Steps count from 0.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,88 +26,103 @@ from kairos_timesteps.registry import NoOptions
 
 
 def adam(options: AdamOptions, parameters: list[Any]) -> torch.optim.Optimizer:
-    """Adam."""
+    """Build Adam (Kingma and Ba 2015)."""
     return torch.optim.Adam(parameters, options.lr, options.betas, options.eps, options.weight_decay)  # type: ignore[arg-type]
 
 
 def adamw(options: AdamOptions, parameters: list[Any]) -> torch.optim.Optimizer:
-    """AdamW."""
+    """Build AdamW, Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
     return torch.optim.AdamW(parameters, options.lr, options.betas, options.eps, options.weight_decay)  # type: ignore[arg-type]
 
 
 def constant(options: NoOptions, step: int, length: int) -> float:
-    """1."""
+    """Return the factor 1: the learning rate does not change."""
     return 1.0
 
 
 def cosine(options: CosineOptions, step: int, length: int) -> float:
-    """From 1 at the first step to `final` after `length`."""
-    share = min(step / length, 1.0)
-    return options.final + (1 - options.final) * (1 + math.cos(math.pi * share)) / 2
+    """Return half a cosine from 1 at the first step to `options.final` after `length` steps."""
+    progress = min(step / length, 1.0)
+    return options.final + (1 - options.final) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def decays(options: DecaysOptions, step: int, length: int) -> float:
-    """Linear from 1 to 0 over the last `share` of the steps before each end (Hägele et al. 2024, section 3), else 1.
+    """Return a factor that decays linearly from 1 to 0 before each step in `options.at`, and is 1 elsewhere.
 
-    The rate at a step does not depend on later ends, so one training gives what a training of each length would, but
-    for the shorter decays on its way.
+    The decay before step `end` takes the last ``share * end`` steps (Hägele et al. 2024, section 3). The factor does
+    not depend on later ends: up to each end, one run is close to a run of that length.
     """
-    end = next((end for end in options.at if step < end), math.inf)
-    return min(1.0, (end - step) / (options.share * end)) if end < math.inf else 1.0
+    later_ends = [end for end in options.at if step < end]
+    if not later_ends:
+        return 1.0
+    end = later_ends[0]
+    return min(1.0, (end - step) / (options.share * end))
 
 
 def inverse_sqrt(options: InverseSqrtOptions, step: int, length: int) -> float:
-    """1/sqrt(max(step/reference, 1)) (Karras et al. 2024, appendix B)."""
+    """Return 1/sqrt(max(step/reference, 1)) (Karras et al. 2024, appendix B)."""
     return max(step / options.reference, 1.0) ** -0.5
 
 
 def decay(options: DecayOptions, step: int, batch_size: int) -> float:
-    """The decay, smaller in the first steps."""
+    """Return the constant decay, with warm-up at most (1 + n)/(10 + n) at step n."""
     n = step + options.count_from
     return min(options.decay, (1 + n) / (10 + n)) if options.warmup else options.decay
 
 
 def half_life(options: HalfLifeOptions, step: int, batch_size: int) -> float:
-    """0.5^(batch/half-life), the half-life growing with the images seen before the step until it is reached."""
-    seen = options.images if options.rampup is None else min(options.images, step * batch_size * options.rampup)
-    return float(0.5 ** (batch_size / max(seen, 1e-8)))
+    """Return 0.5^(batch_size/half-life); with ramp-up the half-life grows with the images seen before the step."""
+    half_life_images = options.images
+    if options.rampup is not None:
+        half_life_images = min(options.images, step * batch_size * options.rampup)
+    return float(0.5 ** (batch_size / max(half_life_images, 1e-8)))
 
 
 def power(options: PowerOptions, step: int, batch_size: int) -> float:
-    """(1 - 1/t)^(gamma + 1) (Karras et al. 2024, section 3.1)."""
-    return float((1 - 1 / (step + 1)) ** (_gamma(options.width) + 1))
+    """Return (1 - 1/t)^(gamma + 1) at t = step + 1 (Karras et al. 2024, section 3.1)."""
+    return float((1 - 1 / (step + 1)) ** (_power_exponent(options.width) + 1))
 
 
 @functools.cache
-def _gamma(width: float) -> float:
-    """The exponent of a profile of relative width sigma_rel (Karras et al. 2024, section 3.1)."""
-    inverse = width**-2
-    return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
+def _power_exponent(width: float) -> float:
+    """Return gamma of the power-function profile with relative width sigma_rel (Karras et al. 2024, section 3.1)."""
+    inverse_square = width**-2
+    return float(np.roots([1, 7, 16 - inverse_square, 12 - inverse_square]).real.max())
 
 
 class Average:
-    """An average of a model's weights, under the names that its file has.
+    """Average of a model's weights over training.
 
     Args:
-        weights: the live ones, which are changed in place; those that are not real numbers are kept as they are.
-        share: gives the weight of what was averaged before, at a step.
+        weights: the model's weights by name, which the optimiser changes in place.
+        decay_at: returns the weight of the previous average at a step.
+
+    Attributes:
+        weights: the averaged weights by name. Integers and booleans are not averaged but copied.
     """
 
-    def __init__(self, weights: dict[str, Tensor], share: Any):
+    def __init__(self, weights: dict[str, Tensor], decay_at: Callable[[int], float]):
         self.weights = {name: value.detach().clone() for name, value in weights.items()}
-        self._share = share
-        pairs = [(self.weights[name], value.detach()) for name, value in weights.items()]  # as the optimiser moves them
-        self._real = [list(part) for part in zip(*(pair for pair in pairs if pair[0].is_floating_point()))]
-        self._other = [pair for pair in pairs if not pair[0].is_floating_point()]
+        self._decay_at = decay_at
+        self._averages: list[Tensor] = []
+        self._averaged_weights: list[Tensor] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []  # copy and model's weight
+        for name, model_weight in weights.items():
+            average = self.weights[name]
+            if average.is_floating_point():
+                self._averages.append(average)
+                self._averaged_weights.append(model_weight.detach())
+            else:
+                self._copies.append((average, model_weight.detach()))
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after a step."""
-        torch._foreach_lerp_(*self._real, 1 - self._share(step))
-        for mine, live in self._other:
-            mine.copy_(live)
+        """Include the model's weights after a step, counted from 0."""
+        torch._foreach_lerp_(self._averages, self._averaged_weights, 1 - self._decay_at(step))
+        for copy, model_weight in self._copies:
+            copy.copy_(model_weight)
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Go on from another average."""
+        """Replace the average by saved weights."""
         for name, value in weights.items():
             self.weights[name].copy_(value)
