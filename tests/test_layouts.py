@@ -213,7 +213,7 @@ def test_lists_of_files(tmp_path):
     lists = {"files": str(tmp_path / "train.txt"), "heldout": str(tmp_path / "validation.txt")}
     source = open_source(folder_config(tmp_path / "hq", **lists))
     assert [source.name(k) for k in range(source.count)] == ["003.png", "000.png", "005.png", "001.png"]
-    assert source.heldout == 1
+    assert source.heldout_count == 1
     write_zip(tmp_path / "hq.zip", {f"{k:03d}.png": png(picture(k)) for k in range(6)})
     source = open_source(zip_config(tmp_path / "hq.zip", **lists))
     assert np.array_equal(np.asarray(source.read(0)), np.asarray(picture(3))) and source.count == 4
@@ -241,7 +241,7 @@ def test_lists_that_cannot_be_used(tmp_path):
         opened("list.txt")
     with pytest.raises(ConfigError, match=r"dataset\.heldout: .*list\.txt lists 2 of 3 files"):
         opened("good.txt", heldout=str(tmp_path / "list.txt"))
-    with pytest.raises(ConfigError, match=r"good\.txt and dataset\.files both name '000\.png' \(2 such files\)"):
+    with pytest.raises(ConfigError, match=r"good\.txt and dataset\.files both list '000\.png' \(2 such files\)"):
         opened("good.txt", heldout=str(tmp_path / "good.txt"))
     for name in ("gone.txt", "binary.txt"):
         with pytest.raises(ConfigError, match=rf"{name} cannot be read.*allowed: a text file with a name in each line"):

@@ -64,7 +64,7 @@ def test_images_and_labels_of_parquet_files_are_read_in_order(tmp_path, hub_cach
 
 
 def test_a_table_is_opened_anew_now_and_then(tmp_path, hub_cache, monkeypatch):
-    monkeypatch.setattr("kairos.data.sources._REOPENED", 3)
+    monkeypatch.setattr("kairos.data.sources._READS_BEFORE_REOPENING", 3)
     path = write_parquet(tmp_path / "one.parquet", 10)
     source = open_source(config(source="parquet", path=str(path)))
     for seed in (*range(10), 4, 0):

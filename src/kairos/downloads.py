@@ -1,8 +1,8 @@
 """Downloads of everything that jobs would need a network for, before they start: compute nodes mostly have none.
 
 Everything goes where the jobs look for it with hub access off (``HF_HUB_OFFLINE=1``): the caches of the Hugging Face
-hub and of torch. Each download is whole or not there: the hub's own client, `datasets` and `evaluation.inception_weights` write
-under other names and rename.
+hub and of torch. Each download is whole or not there: the hub's own client, `datasets` and
+`evaluation.inception_weights` write under other names and rename.
 """
 
 import glob
@@ -66,7 +66,7 @@ class Need:
 
 def needs(experiment: Experiment) -> list[Need]:
     """Return what an experiment's jobs read from outside its results folder, in the order in which they read it."""
-    found = [_dataset(part) for part in experiment.dataset.parts if part.source != "digits"] + _further(experiment)
+    found = [_dataset(part) for part in experiment.dataset.sections if part.source != "digits"] + _further(experiment)
     extractor = experiment.evaluation.extractor
     if extractor["name"] == "inception":
         found.append(_inception(extractor["path"]))
@@ -80,7 +80,7 @@ def lacking(experiment: Experiment) -> list[str]:
 
     Networks of gigabytes are not read for that.
     """
-    parts = [_dataset(part) for part in experiment.dataset.parts[1:] if part.source not in ("digits", "hub")]
+    parts = [_dataset(part) for part in experiment.dataset.sections[1:] if part.source not in ("digits", "hub")]
     looked = parts + _further(experiment)
     return [f"warning: {need.what}: {need.lack()}" for need in looked if not (need.there or need.find)()]
 

@@ -1,7 +1,7 @@
-"""Captions of images: where they come from, and how a prepared data set holds them.
+"""Captions of images: how they are read, and how a prepared data set stores them.
 
-All texts lie in one array of UTF-8 bytes, in the order of the images; a second array says where each text ends, a third
-which is the first of each image.
+A prepared data set contains three arrays. The first holds all texts one after another as UTF-8 bytes, in the order of
+the images. The others hold the end of each text, and the index of each image's first caption.
 """
 
 import json
@@ -18,21 +18,21 @@ from kairos_timesteps.errors import ConfigError, KairosError
 
 if TYPE_CHECKING:
     from kairos.data.dataset import PreparedDataset
-    from kairos.data.settings import DatasetConfig  # pydantic, which a training on latents needs not
+    from kairos.data.settings import DatasetConfig  # imports pydantic, which training on latents does not need
     from kairos.data.sources import Source
 
 ARRAYS = ("captions", "caption_ends", "caption_firsts")
-UnmatchedCaptions = frozenset[tuple[str, int]]  # captions without an image: their file, and their place in it
+UnmatchedCaptions = frozenset[tuple[str, int]]  # captions without an image: file, and position in the file
 
 
 @dataclass(frozen=True)
 class Captions:
-    """The captions of a prepared data set.
+    """Captions of a prepared data set. Each image has one or more, and they are numbered over all images.
 
     Args:
-        content: uint8 (bytes,), all texts one after another.
-        ends: int64 (captions,), the byte after each.
-        firsts: int64 (images + 1,), number of each image's first caption.
+        content: UTF-8 bytes of all texts one after another, uint8 (bytes,).
+        ends: byte after the end of each caption, int64 (captions,).
+        firsts: index of each image's first caption, and the number of captions, int64 (images + 1,).
     """
 
     content: ArrayFile
@@ -44,56 +44,70 @@ class Captions:
 
     @property
     def longest_bytes(self) -> int:
-        """Bytes of the longest one."""
+        """Size of the longest caption in bytes."""
         return int(np.diff(self.ends, prepend=0).max())
 
-    def caption_indices(self, images: np.ndarray, which: np.ndarray | None = None) -> np.ndarray:
-        """Numbers of one caption of each image, int64 (n,): number `which` of its own, going round; None: the first."""
-        firsts, counts = self.firsts[images], self.firsts[images + 1] - self.firsts[images]
-        return firsts if which is None else firsts + which % counts
+    def caption_indices(self, images: np.ndarray, caption_numbers: np.ndarray | None = None) -> np.ndarray:
+        """Return the index of one caption of each image, int64 (n,).
 
-    def texts(self, numbers: Any) -> list[str]:
-        """The texts with these numbers."""
-        starts = (self.ends[number - 1] if number else 0 for number in numbers)
-        pairs = zip(starts, self.ends[np.asarray(numbers)])
-        return [self.content[int(start) : int(end)].tobytes().decode() for start, end in pairs]
+        Args:
+            images: indices of the images, (n,).
+            caption_numbers: which of an image's captions to select, modulo their number, (n,); None: the first.
+        """
+        firsts = self.firsts[images]
+        if caption_numbers is None:
+            return firsts
+        counts = self.firsts[images + 1] - firsts
+        return firsts + caption_numbers % counts
+
+    def texts(self, indices: Any) -> list[str]:
+        """Return the captions with the given indices, a sequence (n,), as text."""
+        texts = []
+        for index in indices:
+            start = self.ends[index - 1] if index else 0
+            texts.append(self.content[int(start) : int(self.ends[index])].tobytes().decode())
+        return texts
 
 
 def open_captions(folder: Path, command: str) -> Captions:
-    """The captions in a prepared data set's folder."""
+    """Open the captions in the folder of a prepared data set; `command` writes the folder, for error messages."""
     content, ends, firsts = (open_array(folder / f"{name}.npy", command) for name in ARRAYS)
     return Captions(content, ends[:], firsts[:])
 
 
 def pack_captions(captions: list[list[str]]) -> dict[str, np.ndarray]:
-    """The arrays that hold the captions of some images."""
-    texts = [text.encode("utf-8", "replace") for own in captions for text in own]
+    """Convert the captions of each image to the three arrays that store them, by name."""
+    texts = [text.encode("utf-8", "replace") for image_captions in captions for text in image_captions]
     content = np.frombuffer(b"".join(texts), np.uint8)
-    ends, firsts = np.cumsum([len(text) for text in texts]), np.cumsum([0, *map(len, captions)])
+    ends = np.cumsum([len(text) for text in texts])
+    firsts = np.cumsum([0, *map(len, captions)])
     return dict(zip(ARRAYS, (content, ends.astype(np.int64), firsts.astype(np.int64))))
 
 
 def add_captions(source: "Source", config: "DatasetConfig") -> "Source":
-    """A source with what `dataset.captions` names: COCO's JSON, or files beside the images; tables bring their own.
+    """Return a source with the captions that `dataset.captions` selects: a JSON file of COCO, or a text file per image.
+
+    Sources that are tables already have their captions.
 
     Raises:
-        ConfigError: the file cannot be read, or is none of COCO's captions.
+        ConfigError: a file of captions cannot be read, or has another format.
     """
     if config.captions is None or source.captions is not None:
         return source
-    names = [source.name(number) for number in range(source.count)]
+    names = [source.name(index) for index in range(source.count)]
     if config.captions == "sidecar":
-        return replace(source, captions=[_beside(Path(str(config.path)) / name) for name in names])
-    captions, missing = read_coco_captions(config.captions, names)
-    return replace(source, captions=captions, missing=missing)
+        return replace(source, captions=[_read_sidecar(Path(str(config.path)) / name) for name in names])
+    captions, unmatched = read_coco_captions(config.captions, names)
+    return replace(source, captions=captions, unmatched_captions=unmatched)
 
 
 def clean_texts(texts: list[Any]) -> list[str]:
-    """Texts without blanks around them, and none that is empty."""
+    """Strip blanks around texts, and drop empty texts and values that are not texts."""
     return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
 
 
-def _beside(image: Path) -> list[str]:
+def _read_sidecar(image: Path) -> list[str]:
+    """Return the captions of an image: the lines of the .txt file with the image's name, if there is one."""
     file = image.with_suffix(".txt")
     try:
         return clean_texts(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else []
@@ -102,81 +116,100 @@ def _beside(image: Path) -> list[str]:
 
 
 def read_coco_captions(path: str, names: list[str]) -> tuple[list[list[str]], UnmatchedCaptions]:
-    """The captions of images from a JSON file in COCO's form, and those of no image.
+    """Read captions from a JSON file in COCO's format.
 
     Args:
-        path: of the file.
-        names: of the images; the file may name them by the last part alone.
+        path: the JSON file.
+        names: paths of the images; the file may contain them without folders.
+
+    Returns:
+        The captions of each image, and the captions that belong to no image.
 
     Raises:
-        ConfigError: there is no such file, it has another form, or one of its names means several images.
+        ConfigError: the file is missing or has another format, or a name in it matches several images.
     """
+    captions: list[list[str]] = [[] for _ in names]
+    images_by_name: dict[str, list[int]] = {}
+    for image, name in enumerate(names):
+        images_by_name.setdefault(PurePosixPath(name).name, []).append(image)
+    images_by_name |= {name: [image] for image, name in enumerate(names)}  # full paths take precedence
+    unmatched = set()
+    for position, (name, text) in enumerate(_parse_coco(path)):
+        images = images_by_name.get(name, [])
+        if len(images) > 1:
+            raise ConfigError(f"dataset.captions: {path!r} contains {name!r}, the name of {len(images)} images")
+        if images:
+            captions[images[0]] += clean_texts([text])
+        else:
+            unmatched.add((path, position))
+    return captions, frozenset(unmatched)
+
+
+def _parse_coco(path: str) -> list[tuple[str, Any]]:
+    """Return file name and caption of each annotation; the name is empty if the annotation's image is not listed."""
     try:
         content = json.loads(Path(path).read_bytes())
-        files = {item["id"]: str(item["file_name"]) for item in content["images"]}
-        texts = [(files.get(item["image_id"], ""), item["caption"]) for item in content["annotations"]]
+        names = {item["id"]: str(item["file_name"]) for item in content["images"]}
+        return [(names.get(item["image_id"], ""), item["caption"]) for item in content["annotations"]]
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        form = "JSON with `images` (id, file_name) and `annotations` (image_id, caption)"
-        raise ConfigError(f"dataset.captions: {path!r} cannot be read ({error!r}), allowed: {form}") from None
-    places: dict[str, list[int]] = {}
-    for number, name in enumerate(names):
-        places.setdefault(PurePosixPath(name).name, []).append(number)
-    places |= {name: [number] for number, name in enumerate(names)}
-    found: list[list[str]] = [[] for _ in names]
-    missing = set()
-    for place, (name, text) in enumerate(texts):
-        numbers = places.get(name, [])
-        if len(numbers) > 1:
-            raise ConfigError(f"dataset.captions: {path!r} says {name!r}, which {len(numbers)} images are named")
-        if numbers:
-            found[numbers[0]] += clean_texts([text])
-        else:
-            missing.add((path, place))
-    return found, frozenset(missing)
+        allowed = "JSON with `images` (id, file_name) and `annotations` (image_id, caption)"
+        raise ConfigError(f"dataset.captions: {path!r} cannot be read ({error!r}), allowed: {allowed}") from None
 
 
 def captions_from_column(name: str, cells: list[Any]) -> list[list[str]]:
-    """The captions in a table's column of texts or of lists of texts.
+    """Return the captions of each row of a table.
+
+    Args:
+        name: name of the column, for the error message.
+        cells: content of the column: a text or a list of texts per row.
 
     Raises:
-        ConfigError: it holds something else.
+        ConfigError: a cell contains something else.
     """
     lists = [cell if isinstance(cell, list) else [cell] for cell in cells]
-    odd = [text for cell in lists for text in cell if not isinstance(text, str | None)]
-    if odd:
-        raise ConfigError(f"dataset.captions: {name!r} holds {str(odd[0])[:40]}, allowed: texts or lists of texts")
-    return [clean_texts(cell) for cell in lists]
+    invalid = [text for texts in lists for text in texts if not isinstance(text, str | None)]
+    if invalid:
+        raise ConfigError(f"dataset.captions: {name!r} holds {str(invalid[0])[:40]}, allowed: texts or lists of texts")
+    return [clean_texts(texts) for texts in lists]
 
 
 def select_captioned(source: "Source", config: "DatasetConfig") -> tuple[list[int], dict[str, int]]:
-    """Numbers of the images that can be used, which are all where there are no captions; and how many cannot.
+    """Select the images that have a caption; all images if the data set has no captions.
+
+    Returns:
+        Indices of the selected images, and the numbers of images without captions and of captions without images.
 
     Raises:
-        KairosError: no image has a caption; or some have none, or captions no image, where that is refused.
+        KairosError: no image has a caption; or some have none, or captions have no image, and `dataset.unmatched` is
+            ``refuse``.
     """
     if source.captions is None:
         return list(range(source.count)), {}
-    have = [number for number, own in enumerate(source.captions) if own]
-    without = [source.name(number) for number, own in enumerate(source.captions) if not own]
-    missing, named = len(source.missing), f" (the first: {without[0]})" if without else ""
-    facts = f"{len(without)} of {source.count} images have no caption{named}, {missing} captions no image"
-    if not have:
+    selected, without = [], []
+    for index, image_captions in enumerate(source.captions):
+        (selected if image_captions else without).append(index)
+    unmatched = len(source.unmatched_captions)
+    example = f" (the first: {source.name(without[0])})" if without else ""
+    facts = f"{len(without)} of {source.count} images have no caption{example}, {unmatched} captions no image"
+    if not selected:
         raise KairosError(f"dataset.captions: {config.captions!r} has none of the images: {facts}")
-    if without or missing:
+    if without or unmatched:
         if config.unmatched == "refuse":
-            raise KairosError(f"dataset.unmatched: got refuse, but {facts}; allowed: count, which leaves them out")
+            raise KairosError(
+                f"dataset.unmatched: got {config.unmatched}, but {facts}; allowed: count, which leaves them out"
+            )
         say(f"prepare: {facts}; they are left out")
-    return have, {"images_without": len(without), "captions_without": missing}
+    return selected, {"images_without": len(without), "captions_without": unmatched}
 
 
 @dataclass(frozen=True)
 class EncodedCaptions:
-    """Captions of a data set, encoded by stage text.
+    """Captions of a data set as states of a text encoder, as stage text stores them.
 
     Attributes:
         manifest: record of stage text; ``condition`` describes the states.
         states: encoded captions, (captions, *shape), float32 or float16.
-        empty: the state of the caption "", float32 (*shape).
+        empty: state of the empty caption "", float32 (*shape).
     """
 
     manifest: dict[str, Any]
@@ -188,7 +221,7 @@ def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCa
     """Open the folder that stage text wrote.
 
     Raises:
-        KairosError: it is missing, not complete, or of another data set.
+        KairosError: the folder is missing, not complete, or belongs to another data set.
     """
     command = f"text --config F --dataset {dataset.folder} --out {folder}"
     manifest = open_record(folder, command)
@@ -196,5 +229,6 @@ def open_encoded_captions(folder: Path, dataset: "PreparedDataset") -> EncodedCa
         raise KairosError(
             f"{folder}: was made from another version of {dataset.folder}; make it with: kairos {command}"
         )
-    states, empty = (open_array(folder / f"{name}.npy", command) for name in ("states", "empty"))
+    states = open_array(folder / "states.npy", command)
+    empty = open_array(folder / "empty.npy", command)
     return EncodedCaptions(manifest, states, empty[0])

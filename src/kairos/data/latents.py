@@ -125,19 +125,19 @@ class Latents:
         return self.compute_x0(self.read_rows(indices, flips), noise)
 
     def load_conditions(
-        self, indices: Any, flips: np.ndarray | None = None, which: np.ndarray | None = None
+        self, indices: Any, flips: np.ndarray | None = None, caption_numbers: np.ndarray | None = None
     ) -> dict[str, Tensor]:
         """The conditions of some images by name, row i for indices[i]; those that are images flip with the image.
 
         `which` of its captions an image is told of: any int64 (n,), going round; None: the first.
         """
-        found = self.load_stored_conditions(indices, flips, which)
+        found = self.load_stored_conditions(indices, flips, caption_numbers)
         if "low_resolution" in self.condition_kinds:
             found["low_resolution"] = self.compute_low_resolution(self.read_rows(indices, flips))
         return found
 
     def load_stored_conditions(
-        self, indices: Any, flips: np.ndarray | None = None, which: np.ndarray | None = None
+        self, indices: Any, flips: np.ndarray | None = None, caption_numbers: np.ndarray | None = None
     ) -> dict[str, Tensor]:
         """Read the conditions that are stored in files, as opposed to those computed from the images."""
         indices, found = np.asarray(indices), {}
@@ -147,7 +147,7 @@ class Latents:
                 rows[flips] = rows[flips][..., ::-1]
             found[name] = torch.from_numpy(rows)
         if self.text is not None and self.dataset.captions is not None:
-            numbers = self.dataset.captions.caption_indices(indices, which)
+            numbers = self.dataset.captions.caption_indices(indices, caption_numbers)
             found["text"] = torch.from_numpy(self.text.states[numbers].astype(np.float32, copy=False))
         return found
 

@@ -1,11 +1,13 @@
-"""Stage prepare: a data set becomes one uniform folder with a manifest and a fixed split.
+"""Stage prepare: convert a data set to a folder of uniform arrays, with a manifest and a fixed split.
 
-Images are decoded one by one and written into a file, or only looked at where they stay where they are (`linked_images`), so
-memory does not grow with the data set. Arrays get their names when they are whole and the manifest comes last; a folder
-without a manifest is no data set.
+Images are decoded one at a time, so that memory does not grow with the data set. They are copied into an array file, or
+stay in their source and are read again when needed (`linked_images`). The manifest is written last: a folder without a
+manifest is incomplete.
 """
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,113 +28,182 @@ _ARRAYS = ("images", "train", "heldout", "numbers", "checksums", "names", *capti
 _TEMPORARY = ".tmp-images.npy"
 
 
+@dataclass(frozen=True)
+class _DecodedImages:
+    """Properties of the usable images of a source, after all of them have been decoded.
+
+    Attributes:
+        indices: index of each image in the source, int64 (n,).
+        skipped: names of the broken images.
+        checksums: checksum of each image that is not copied, uint8 (n, 16).
+        sums: sum of the pixels and of their squares, by image and channel, int64 (n, 2, channels).
+        shape: height, width and channels of the images.
+    """
+
+    indices: np.ndarray
+    skipped: list[str]
+    checksums: np.ndarray
+    sums: np.ndarray
+    shape: tuple[int, ...]
+
+
 def prepare(config: DatasetConfig, out: Path) -> dict[str, Any]:
-    """Write the data set's folder and return its manifest.
+    """Write the folder of a data set, and return its manifest.
 
     Raises:
         ConfigError: the source cannot be used as configured.
-        KairosError: a broken image where those are refused, or images of different sizes without a resolution.
+        KairosError: an image is broken and `dataset.broken` is ``refuse``, or images differ in size and no resolution
+            is configured.
     """
     return write_dataset(config, open_source(config), out)
 
 
 def write_dataset(config: DatasetConfig, source: Source, out: Path) -> dict[str, Any]:
-    """Write the images of an opened source, or what refers to them; see `prepare`."""
+    """Write the folder of a data set from a source that is already open, and return its manifest; see `prepare`."""
     (out / "conditions").mkdir(parents=True, exist_ok=True)
     (out / "manifest.json").unlink(missing_ok=True)
     for old in (*(out / f"{name}.npy" for name in _ARRAYS), *out.glob("conditions/*.npy")):
         old.unlink(missing_ok=True)
 
-    first_heldout = source.count - source.heldout
-    usable, unmatched = captioning.select_captioned(source, config)
-    ours, theirs = ([n for n in usable if n < first_heldout], [n for n in usable if n >= first_heldout])
-    if source.heldout and not theirs:
-        named = config.heldout_captions or config.captions
-        raise KairosError(f"dataset.heldout_captions: {named!r} has none of the {source.heldout} held-out images")
-    chosen = [*_lowest(ours, config.limit or first_heldout, config.split_seed, "limit"), *theirs]
-    kept, skipped, checksums, sums, shape = _look_at(config, source, chosen, out)
-    is_heldout = kept >= first_heldout
-    if not source.heldout:
-        is_heldout = np.isin(
-            kept, _lowest(kept.tolist(), config.heldout_count(len(kept)), config.split_seed, "heldout")
-        )
-    train, heldout = np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout)
-    if len(kept) < 2 or not len(train):
-        found = f"{len(kept)} usable image, {len(heldout)} held out"
-        raise KairosError(f"dataset: {found}, allowed: at least 2, one to train on")
-    if config.train_images not in (None, len(train)):
-        raise ConfigError(f"dataset.train_images: got {config.train_images}, allowed: {len(train)} (or null)")
+    selected, unmatched_counts = _select_images(config, source)
+    decoded = _decode_images(config, source, selected, out)
+    train, heldout = _split(config, source, decoded.indices)
 
-    arrays = {"train": train, "heldout": heldout}
-    if config.store == "refer":
-        arrays |= {"numbers": kept, "checksums": checksums}
-        arrays["names"] = np.array([os.fsencode(source.name(number)) for number in kept.tolist()])
-    else:
-        os.replace(out / _TEMPORARY, out / "images.npy")
     conditions: dict[str, dict[str, Any]] = {}
-    for name, (description, values) in source.conditions.items():
+    for name, (description, _) in source.conditions.items():
         conditions[name] = {**description, "file": f"conditions/{name}.npy"}
-        arrays[f"conditions/{name}"] = values[kept]
-    if source.captions is not None:
-        arrays |= captioning.pack_captions([source.captions[number] for number in kept.tolist()])
+    arrays = {"train": train, "heldout": heldout, **_collect_arrays(config, source, decoded)}
+    names = [f"{name}.npy" for name in arrays]
+    if config.store != "refer":
+        os.replace(out / _TEMPORARY, out / "images.npy")
+        names.insert(0, "images.npy")
     for name, values in arrays.items():
         np.save(out / f"{name}.npy", values)
-    names = [*(["images.npy"] if config.store != "refer" else []), *(f"{name}.npy" for name in arrays)]
     for name in (*names, "."):
         sync_folder(out / name)
 
-    mean, square = sums[train].sum(axis=0) / (len(train) * shape[0] * shape[1])
-    std = np.sqrt(np.maximum(square - mean**2, 0.0))
+    height, width, channels = decoded.shape
+    mean, mean_square = decoded.sums[train].sum(axis=0) / (len(train) * height * width)
+    std = np.sqrt(np.maximum(mean_square - mean**2, 0.0))
     files = {name: sha256_file(out / name) for name in names}
     manifest = {
         "source": config.source,
-        "count": len(kept),
-        **dict(zip(("height", "width", "channels"), shape)),
+        "count": len(decoded.indices),
+        "height": height,
+        "width": width,
+        "channels": channels,
         "classes": source.classes,
         "train_count": len(train),
         "heldout_count": len(heldout),
         "channel_mean": (mean / 255).tolist(),
         "channel_std": (std / 255).tolist(),
         "conditions": conditions,
-        "skipped": skipped,
+        "skipped": decoded.skipped,
         "content_sha256": sha256_json({"files": files, "conditions": conditions}),
         "files": files,
     }
     if source.captions is not None:
-        manifest["captions"] = {"count": len(arrays["caption_ends"]), **unmatched}
-    if config.store == "refer":  # captions are in the folder
+        manifest["captions"] = {"count": len(arrays["caption_ends"]), **unmatched_counts}
+    if config.store == "refer":  # without captions, which are stored in the folder
         manifest["refers"] = {**config.model_dump(mode="json"), "captions": None, "heldout_captions": None}
     write_json(out / "manifest.json", manifest)
     return manifest
 
 
-def _lowest(numbers: Any, count: int, seed: int, stream: str) -> list[int]:
-    """`count` of `numbers` in their order, chosen by a hash of each: more images change few choices."""
-    if count >= len(numbers):
-        return list(numbers)
-    return sorted(sorted(numbers, key=lambda number: derived_seed(seed, stream, number))[:count])
-
-
-def _look_at(
-    config: DatasetConfig, source: Source, chosen: list[int], out: Path
-) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Decode the images `chosen`, and write the usable ones where they are to be copied.
+def _select_images(config: DatasetConfig, source: Source) -> tuple[list[int], dict[str, int]]:
+    """Select the images to decode: those with captions, if there are captions, and at most `dataset.limit` of them.
 
     Returns:
-        Numbers of the n usable images and names of the others; checksums (n, 16) where the images are not copied; sums
-        of each one's pixels and of their squares by channel, int64 (n, 2, channels); height, width and channels.
+        Indices of the images in the source, and numbers of images and captions that do not match.
+
+    Raises:
+        KairosError: no image, or no held-out image of another path, has a caption.
     """
-    kept, checksums = np.empty(len(chosen), np.int64), np.empty((len(chosen), 16), np.uint8)
+    usable, unmatched_counts = captioning.select_captioned(source, config)
+    first_heldout = source.count - source.heldout_count
+    train = [index for index in usable if index < first_heldout]
+    heldout = [index for index in usable if index >= first_heldout]
+    if source.heldout_count and not heldout:
+        captions = config.heldout_captions or config.captions
+        raise KairosError(
+            f"dataset.heldout_captions: {captions!r} has none of the {source.heldout_count} held-out images"
+        )
+    limited = _random_subset(train, config.limit or first_heldout, config.split_seed, "limit")
+    return [*limited, *heldout], unmatched_counts
+
+
+def _split(config: DatasetConfig, source: Source, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split the prepared images into training and held-out images.
+
+    Args:
+        config: section `dataset`.
+        source: the source; its last images may be held out.
+        indices: index of each prepared image in the source, (n,).
+
+    Returns:
+        Positions of the training images and of the held-out images in `indices`, int64.
+
+    Raises:
+        KairosError: fewer than two images are usable, or none is left for training.
+        ConfigError: the number of training images is not `dataset.train_images`.
+    """
+    is_heldout = indices >= source.count - source.heldout_count
+    if not source.heldout_count:
+        count = config.heldout_count(len(indices))
+        is_heldout = np.isin(indices, _random_subset(indices.tolist(), count, config.split_seed, "heldout"))
+    train, heldout = np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout)
+    if len(indices) < 2 or not len(train):
+        counts = f"{len(indices)} usable image, {len(heldout)} held out"
+        raise KairosError(f"dataset: {counts}, allowed: at least 2, one to train on")
+    if config.train_images not in (None, len(train)):
+        raise ConfigError(f"dataset.train_images: got {config.train_images}, allowed: {len(train)} (or null)")
+    return train, heldout
+
+
+def _random_subset(indices: Sequence[int], count: int, seed: int, stream: str) -> list[int]:
+    """Return a random subset of `count` indices, in their order.
+
+    The indices with the lowest hashes are selected, so that further images change few of the selected ones.
+    """
+    if count >= len(indices):
+        return list(indices)
+    by_hash = sorted(indices, key=lambda index: derived_seed(seed, stream, index))
+    return sorted(by_hash[:count])
+
+
+def _collect_arrays(config: DatasetConfig, source: Source, decoded: _DecodedImages) -> dict[str, np.ndarray]:
+    """Return the arrays to store, by name, other than the images and the split."""
+    indices = decoded.indices.tolist()
+    arrays: dict[str, np.ndarray] = {}
+    if config.store == "refer":
+        names = np.array([os.fsencode(source.name(index)) for index in indices])
+        arrays |= {"numbers": decoded.indices, "checksums": decoded.checksums, "names": names}
+    for name, (_, values) in source.conditions.items():
+        arrays[f"conditions/{name}"] = values[decoded.indices]
+    if source.captions is not None:
+        arrays |= captioning.pack_captions([source.captions[index] for index in indices])
+    return arrays
+
+
+def _decode_images(config: DatasetConfig, source: Source, selected: list[int], out: Path) -> _DecodedImages:
+    """Decode the selected images, and copy the usable ones into a temporary array file unless they are linked.
+
+    Raises:
+        KairosError: no image is usable, or one is broken and `dataset.broken` is ``refuse``.
+        ConfigError: images differ in size and no resolution is configured.
+    """
+    indices = np.empty(len(selected), np.int64)
+    checksums = np.empty((len(selected), 16), np.uint8)
     skipped: list[str] = []
-    images: Any = None
+    images: Any = None  # the array file, and `sums`, are created when the first image shows the shape
     sums: Any = None
     count = 0
-    progress = Progress(len(chosen), f"prepare {config.source}", "image")
-    for number in chosen:
-        name = source.name(number)
+    progress = Progress(len(selected), f"prepare {config.source}", "image")
+    for index in selected:
+        name = source.name(index)
         progress.advance()
         try:
-            image = source.read(number)
+            image = source.read(index)
         except ValueError as error:
             if config.broken == "refuse":
                 raise KairosError(
@@ -143,9 +214,10 @@ def _look_at(
             continue
         pixels = to_pixels(image, config.color, config.crop, config.resolution, name, config.resample)
         if sums is None:
-            shape, sums = pixels.shape, np.empty((len(chosen), 2, pixels.shape[2]), np.int64)
+            shape = pixels.shape
+            sums = np.empty((len(selected), 2, shape[2]), np.int64)
             if config.store != "refer":
-                images = create_array(out / _TEMPORARY, (len(chosen), *shape), np.uint8)
+                images = create_array(out / _TEMPORARY, (len(selected), *shape), np.uint8)
         elif pixels.shape != shape:
             raise ConfigError(
                 f"dataset.resolution: got null, but {name} has {pixels.shape[1]}×{pixels.shape[0]} pixels and those "
@@ -156,13 +228,14 @@ def _look_at(
         else:
             images.write(count, pixels)
         wide = pixels.astype(np.int64)
-        kept[count], sums[count] = number, (wide.sum(axis=(0, 1)), (wide**2).sum(axis=(0, 1)))
+        indices[count] = index
+        sums[count] = wide.sum(axis=(0, 1)), (wide**2).sum(axis=(0, 1))
         count += 1
     progress.close()
     if not count:
-        raise KairosError(f"dataset: none of the {len(chosen)} images is usable; the first is {skipped[0]}")
+        raise KairosError(f"dataset: none of the {len(selected)} images is usable; the first is {skipped[0]}")
     if images is not None:
         images.flush()
         if skipped:
             truncate_array(out / _TEMPORARY, count)
-    return kept[:count], skipped, checksums[:count], sums[:count], shape
+    return _DecodedImages(indices[:count], skipped, checksums[:count], sums[:count], shape)

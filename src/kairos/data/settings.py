@@ -1,4 +1,4 @@
-"""Section `dataset`."""
+"""Section `dataset` of an experiment file."""
 
 from collections.abc import Collection
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from kairos_timesteps.errors import ConfigError, demand
 
 
 class DatasetConfig(Section):
-    """Settings of the images, and of the uniform form that they are converted to."""
+    """Section `dataset`: the images, and the uniform format that they are converted to."""
 
     source: Literal["digits", "folder", "zip", "parquet", "hub"] = field(
         "digits", "where the images come from; zip: EDM's and StyleGAN's, with dataset.json"
@@ -16,21 +16,21 @@ class DatasetConfig(Section):
     path: str | None = field(None, "folder, zip, parquet file(s) (glob allowed) or hub id; not for digits")
     files: str | None = field(
         None,
-        "folder and zip: a list of the files that are used, a name in a line; LIST:N: of its lines those "
-        "that end in N (CelebA's partition); heldout may name another list then",
+        "folder and zip: a list of the files to use, one name per line; LIST:N uses the lines that end in N "
+        "(CelebA's partition); heldout may then be another list",
     )
     images: int | None = field(
-        None, "number of images the source must hold (held-out ones with a place of their own not counted)", ge=1
+        None, "number of images the source must hold (without held-out images from another path)", ge=1
     )
     split: str = field("train", "split of a hub data set")
     image_column: str | None = field(None, "column of the images; null: the only image column")
     label_column: str | None = field(None, "column of the classes; null: `label` where there is one")
     captions: str | None = field(
-        None, "COCO's captions (*.json), a column (parquet, hub), or sidecar: a .txt beside each image"
+        None, "COCO's captions (*.json), a column (parquet, hub), or sidecar: a .txt file per image"
     )
-    heldout_captions: str | None = field(None, "those of held-out images of their own; null: as captions")
+    heldout_captions: str | None = field(None, "captions of held-out images from another path; null: as captions")
     unmatched: Literal["count", "refuse"] = field(
-        "count", "images without captions and captions without images are left out, or end the job"
+        "count", "images without captions and captions without images: count leaves them out, refuse ends the job"
     )
     resolution: int | None = field(None, "side in pixels; null: the images' own, all equal", ge=4, le=2048)
     crop: Literal["center", "adm", "pad", "none"] = field(
@@ -42,17 +42,17 @@ class DatasetConfig(Section):
     color: Literal["rgb", "grey"] = field("rgb", "colour channels kept")
     heldout: float | str = field(
         0.1,
-        "held out for evaluation: a share from 0, below 1; a split (hub), folder, zip or parquet file(s), "
-        "or a list of files where `files` is one",
+        "held out for evaluation: a share from 0, below 1; or a split (hub), folder, zip or parquet file(s), "
+        "or another list of files if `files` is set",
     )
     split_seed: int = field(0, "seed of the split into training and held-out images", ge=0)
     limit: int | None = field(
-        None, "use a random subset of that many images (held-out ones with a path of their own not counted)", ge=2
+        None, "use a random subset of this many images (without held-out images from another path)", ge=2
     )
     store: Literal["auto", "copy", "refer"] = field(
-        "auto", "pixels are copied, or read again where they are; auto: refer for pretrained autoencoders"
+        "auto", "copy the pixels, or refer to the original files; auto: refer for pretrained autoencoders"
     )
-    broken: Literal["refuse", "skip"] = field("refuse", "a broken image ends the job, or is counted")
+    broken: Literal["refuse", "skip"] = field("refuse", "a broken image ends the job, or is skipped and counted")
     flips: bool = field(False, "train on horizontally flipped images too (never for digits or text)")
     low_resolution: int | None = field(
         None, "condition low_resolution: the images made smaller by this factor (area), then enlarged", ge=2
@@ -61,54 +61,75 @@ class DatasetConfig(Section):
 
     def model_post_init(self, context: Any) -> None:
         """Check that the settings of the data set fit its source and each other."""
-        source, digits = self.source, self.source == "digits"
-        demand(digits or self.path, "dataset.path", "null", f"the path or hub id of source {source}")
+        self._check_source()
+        self._check_sizes()
+        self._check_captions()
+
+    def _check_source(self) -> None:
+        """Check path, list of files, flips and held-out images against the kind of source."""
+        digits = self.source == "digits"
+        demand(digits or self.path, "dataset.path", "null", f"the path or hub id of source {self.source}")
         demand(not (digits and self.flips), "dataset.flips", "true", "false for digits (a flipped digit is no digit)")
-        good = not digits if isinstance(self.heldout, str) else 0 <= self.heldout < 1
-        further = "" if digits else ", or where the images to hold out are"
-        demand(good, "dataset.heldout", repr(self.heldout), f"a share from 0, below 1{further}")
-        good = not self.files or source in ("folder", "zip")
-        demand(good, "dataset.files", repr(self.files), f"null with source {source}")
+        valid = not digits if isinstance(self.heldout, str) else 0 <= self.heldout < 1
+        alternative = "" if digits else ", or where the images to hold out are"
+        demand(valid, "dataset.heldout", repr(self.heldout), f"a share from 0, below 1{alternative}")
+        valid = not self.files or self.source in ("folder", "zip")
+        demand(valid, "dataset.files", repr(self.files), f"null with source {self.source}")
+
+    def _check_sizes(self) -> None:
+        """Check the resolution, and the factor of the low-resolution condition."""
         allowed = "a number with crop adm, which resizes before it cuts"
         demand(self.crop != "adm" or self.resolution, "dataset.resolution", "null", allowed)
-        side = self.resolution or 8 * digits  # of other sources it is known when they are prepared
-        good = side % (self.low_resolution or 1) == 0
-        demand(good, "dataset.low_resolution", self.low_resolution, f"a divisor of the images' side, {side}")
-        tables = source in ("parquet", "hub")
-        allowed = "a column" if tables else "null" if digits else "a path *.json, or sidecar"
+        side = self.resolution or 8 * (self.source == "digits")  # 0: unknown before the images are prepared
+        valid = side % (self.low_resolution or 1) == 0
+        demand(valid, "dataset.low_resolution", self.low_resolution, f"a divisor of the images' side, {side}")
+
+    def _check_captions(self) -> None:
+        """Check that the captions have the form that the source has: a column of a table, or files."""
+        digits, is_table = self.source == "digits", self.source in ("parquet", "hub")
+        allowed = "a column" if is_table else "null" if digits else "a path *.json, or sidecar"
         for name in ("captions", "heldout_captions"):
-            if (value := getattr(self, name)) is not None:
-                good = not digits and tables == (value != "sidecar" and not value.endswith(".json"))
-                demand(good, f"dataset.{name}", repr(value), f"{allowed} with source {source}")
-        allowed = "null without captions, or where dataset.heldout is no place of its own"
-        good = not self.heldout_captions or (bool(self.captions) and isinstance(self.heldout, str))
-        demand(good, "dataset.heldout_captions", repr(self.heldout_captions), allowed)
+            value = getattr(self, name)
+            if value is not None:
+                is_column = value != "sidecar" and not value.endswith(".json")
+                valid = not digits and is_table == is_column
+                demand(valid, f"dataset.{name}", repr(value), f"{allowed} with source {self.source}")
+        allowed = "null without captions, or if dataset.heldout is a share"
+        valid = not self.heldout_captions or (bool(self.captions) and isinstance(self.heldout, str))
+        demand(valid, "dataset.heldout_captions", repr(self.heldout_captions), allowed)
 
     @property
-    def parts(self) -> "tuple[DatasetConfig, ...]":
-        """The section itself and, where held-out images have a place of their own, the section that names it."""
+    def heldout_section(self) -> "DatasetConfig | None":
+        """The section that describes the held-out images alone, if they come from another path, split or list."""
         if not isinstance(self.heldout, str):
-            return (self,)
+            return None
         field = "split" if self.source == "hub" else "files" if self.files else "path"
-        own = {"captions": self.heldout_captions or self.captions, "heldout_captions": None}
-        return self, self.model_copy(update={field: self.heldout, "heldout": 0.0, "images": None, **own})
+        captions = self.heldout_captions or self.captions
+        update = {"heldout": 0.0, "images": None, "captions": captions, "heldout_captions": None}
+        return self.model_copy(update={field: self.heldout, **update})
+
+    @property
+    def sections(self) -> "tuple[DatasetConfig, ...]":
+        """The section itself, and `heldout_section` if there is one."""
+        heldout = self.heldout_section
+        return (self,) if heldout is None else (self, heldout)
 
     @property
     def caption_files(self) -> list[str]:
-        """The files of captions."""
-        return [str(part.captions) for part in self.parts if str(part.captions).endswith(".json")]
+        """Paths of the JSON files of captions."""
+        return [str(section.captions) for section in self.sections if str(section.captions).endswith(".json")]
 
     def check_count(self, count: int) -> None:
-        """Compare the number of images that the source holds with the one it must hold.
+        """Compare the number of images of the source with `dataset.images`.
 
         Raises:
-            ConfigError: they differ.
+            ConfigError: the numbers differ.
         """
         if self.images not in (None, count):
             raise ConfigError(f"dataset.images: got {self.images}, but {self.path or self.source} holds {count} images")
 
     def find_label_column(self, columns: Collection[str]) -> str | None:
-        """The column of the classes in a table with some columns, or None."""
+        """Return the column of the classes in a table with the given columns; None without classes."""
         return self.label_column or ("label" if "label" in columns else None)
 
     def heldout_count(self, count: int) -> int:

@@ -1,7 +1,7 @@
-"""Where images come from: scikit-learn's digits, a folder, a zip, parquet files, the Hugging Face hub.
+"""Sources of images: scikit-learn's digits, a folder, a zip, parquet files, the Hugging Face hub.
 
-A source knows how many images it has and reads one by its number, so that a random subset reads no other. Images are
-decoded by us, not by the library that stores them, so that a broken one can be named.
+A source reads single images by index, so that a random subset costs no other reads. Images are decoded by kairos, not
+by the library that stores them, so that an error message contains the name of a broken image.
 """
 
 import glob
@@ -22,17 +22,24 @@ from kairos.data.decode import read_image
 from kairos.data.settings import DatasetConfig
 from kairos_timesteps.errors import ConfigError, KairosError
 
-_REOPENED = 512  # images that are read before a table is opened anew
+_READS_BEFORE_REOPENING = 512  # of a table, which is memory-mapped
 
 
 @dataclass(frozen=True)
 class Source:
-    """Images by number.
+    """Images that are read by index, with their labels, conditions and captions.
 
-    `read` raises ValueError with the reason where an image is broken; `name` says which file or row it is; `labels` is
-    int64 (count,) with values below len(classes), or None. `further` holds conditions of other kinds by name: what
-    `conditions.CONDITIONS` needs to know of each, ``{"kind": ...}``, and an array with a row per image. The last
-    `heldout` images are held out, whatever the share. `captions` are those of each image; `missing` have no image.
+    Attributes:
+        count: number of images.
+        read: function that reads the image with an index; it raises ValueError, with the reason, for a broken image.
+        name: function that returns the file or row of the image with an index.
+        labels: class of each image, int64 (count,), below len(classes); None without classes.
+        classes: names of the classes; None without classes.
+        other_conditions: conditions other than the class, by name: a description ``{"kind": ...}``, see
+            `conditions.CONDITIONS`, and an array with a row per image.
+        heldout_count: number of held-out images, which are the last ones; 0: prepare splits the images.
+        captions: captions of each image; None without captions.
+        unmatched_captions: captions that belong to no image.
     """
 
     count: int
@@ -40,115 +47,149 @@ class Source:
     name: Callable[[int], str]
     labels: np.ndarray | None = None
     classes: list[str] | None = None
-    further: dict[str, tuple[dict[str, Any], np.ndarray]] = field(default_factory=dict)
-    heldout: int = 0
+    other_conditions: dict[str, tuple[dict[str, Any], np.ndarray]] = field(default_factory=dict)
+    heldout_count: int = 0
     captions: list[list[str]] | None = None
-    missing: UnmatchedCaptions = frozenset()
+    unmatched_captions: UnmatchedCaptions = frozenset()
 
     @property
     def conditions(self) -> dict[str, tuple[dict[str, Any], np.ndarray]]:
-        """All conditions of the images, the class among them where there are classes."""
+        """All conditions of the images by name, including the class if there are classes."""
         if self.labels is None or self.classes is None:
-            return self.further
-        return {"class": ({"kind": "class", "num_classes": len(self.classes)}, self.labels), **self.further}
+            return self.other_conditions
+        description = {"kind": "class", "num_classes": len(self.classes)}
+        return {"class": (description, self.labels), **self.other_conditions}
 
 
 def open_source(config: DatasetConfig) -> Source:
-    """The source that an experiment's section `dataset` names.
+    """Open the images of section `dataset`, with their captions and the held-out images.
 
     Raises:
-        ConfigError: the folder, file, data set or column does not exist, or holds no image, or another number of them
-            than `dataset.images`; or the classes of held-out images with a place of their own are no classes of the
-            others; or a list names images that are trained on.
+        ConfigError: the folder, file, data set or column does not exist, or contains no image. Also if the number of
+            images is not `dataset.images`, or if held-out images have classes or files that do not fit the others.
     """
     opener = OPENERS[config.source]
-    source, *heldout = config.parts
-    opened = add_captions(opener(source), source)
-    config.check_count(opened.count)
+    source = add_captions(opener(config), config)
+    config.check_count(source.count)
+    if config.heldout_section is None:
+        return source
     try:
-        held = add_captions(opener(heldout[0]), heldout[0]) if heldout else None
-    except KairosError as error:
-        said = re.sub(r"dataset\.(path|files)", "dataset.heldout", str(error), count=1)
-        raise type(error)(said.replace("dataset.captions", "dataset.heldout_captions", 1)) from None
-    if held is None:
-        return opened
-    if config.files:  # names in one folder or zip
-        names = [set(map(part.name, range(part.count))) for part in (opened, held)]
-        if both := sorted(names[0] & names[1]):
-            raise ConfigError(
-                f"dataset.heldout: {config.heldout} and dataset.files both name {both[0]!r} ({len(both)} such files), "
-                "allowed: images that are not trained on"
-            )
-    return _with_heldout(opened, held, config.heldout_captions is None)
+        heldout = add_captions(opener(config.heldout_section), config.heldout_section)
+    except KairosError as error:  # report the field of the experiment file that the section was made from
+        message = re.sub(r"dataset\.(path|files)", "dataset.heldout", str(error), count=1)
+        raise type(error)(message.replace("dataset.captions", "dataset.heldout_captions", 1)) from None
+    if config.files:
+        _check_disjoint(config, source, heldout)
+    return _append_heldout(source, heldout, one_caption_file=config.heldout_captions is None)
 
 
-def _with_heldout(one: Source, other: Source, same: bool) -> Source:
-    """The images of one source, and those of another one that are all held out; `same`: with captions in one file."""
-    if (unknown := set(other.classes or ()) - set(one.classes or ())) or (one.labels is None) != (other.labels is None):
+def _check_disjoint(config: DatasetConfig, train: Source, heldout: Source) -> None:
+    """Raise ConfigError if the two lists of files, of one folder or zip, have a file in common."""
+    train_names = {train.name(index) for index in range(train.count)}
+    heldout_names = {heldout.name(index) for index in range(heldout.count)}
+    common = sorted(train_names & heldout_names)
+    if common:
         raise ConfigError(
-            f"dataset.heldout: its images have the classes {other.classes}, allowed: classes of the training images "
-            f"({one.classes})" + (f"; theirs are not: {', '.join(sorted(unknown))}" if unknown else "")
+            f"dataset.heldout: {config.heldout} and dataset.files both list {common[0]!r} ({len(common)} such files), "
+            "allowed: images that are not trained on"
         )
-    labels = one.labels
-    if one.classes is not None and other.classes is not None and labels is not None:
-        numbers = np.array([one.classes.index(name) for name in other.classes], np.int64)
-        labels = np.concatenate([labels, numbers[other.labels]])
-
-    def either(first: Callable[[int], Any], second: Callable[[int], Any]) -> Callable[[int], Any]:
-        return lambda index: first(index) if index < one.count else second(index - one.count)
-
-    read, name = either(one.read, other.read), either(one.name, other.name)
-    captions = None if one.captions is None or other.captions is None else one.captions + other.captions
-    missing = one.missing & other.missing if same else one.missing | other.missing
-    count = one.count + other.count
-    return Source(count, read, name, labels, one.classes, {}, other.count, captions, missing)
 
 
-def _digits(config: DatasetConfig) -> Source:
+def _append_heldout(train: Source, heldout: Source, one_caption_file: bool) -> Source:
+    """Return a source with the training images followed by the held-out images.
+
+    Args:
+        train: the training images.
+        heldout: the held-out images.
+        one_caption_file: both have their captions from one file; a caption is unmatched if neither has its image.
+
+    Raises:
+        ConfigError: the held-out images have classes that the training images do not have.
+    """
+    unknown = set(heldout.classes or ()) - set(train.classes or ())
+    if unknown or (train.labels is None) != (heldout.labels is None):
+        detail = f"; unknown: {', '.join(sorted(unknown))}" if unknown else ""
+        raise ConfigError(
+            f"dataset.heldout: its images have the classes {heldout.classes}, allowed: classes of the training images "
+            f"({train.classes}){detail}"
+        )
+    labels = train.labels
+    if train.classes is not None and heldout.classes is not None and labels is not None:
+        train_class = np.array([train.classes.index(name) for name in heldout.classes], np.int64)
+        labels = np.concatenate([labels, train_class[heldout.labels]])
+
+    def concatenate(of_train: Callable[[int], Any], of_heldout: Callable[[int], Any]) -> Callable[[int], Any]:
+        return lambda index: of_train(index) if index < train.count else of_heldout(index - train.count)
+
+    captions = None
+    if train.captions is not None and heldout.captions is not None:
+        captions = train.captions + heldout.captions
+    if one_caption_file:
+        unmatched = train.unmatched_captions & heldout.unmatched_captions
+    else:
+        unmatched = train.unmatched_captions | heldout.unmatched_captions
+    return Source(
+        count=train.count + heldout.count,
+        read=concatenate(train.read, heldout.read),
+        name=concatenate(train.name, heldout.name),
+        labels=labels,
+        classes=train.classes,
+        heldout_count=heldout.count,
+        captions=captions,
+        unmatched_captions=unmatched,
+    )
+
+
+def _open_digits(config: DatasetConfig) -> Source:
+    """Open the 8×8 images of digits in scikit-learn."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     pixels = (digits.images * (255 / 16)).round().astype(np.uint8)  # the scans have values 0..16
-    labels, classes = digits.target.astype(np.int64), [str(name) for name in digits.target_names]
+    labels = digits.target.astype(np.int64)
+    classes = [str(name) for name in digits.target_names]
     return Source(len(pixels), lambda index: Image.fromarray(pixels[index]), "digit {}".format, labels, classes)
 
 
-def _folder(config: DatasetConfig) -> Source:
-    """All images below a folder; where all lie in two or more subfolders, those are the classes."""
+def _open_folder(config: DatasetConfig) -> Source:
+    """Open all images below a folder; if all are in two or more subfolders, the subfolders are the classes."""
     root = Path(str(config.path))
     if not root.is_dir():
         raise ConfigError(f"dataset.path: got {config.path!r}, allowed: a folder that exists")
-    found = glob.iglob("**/*", root_dir=root, recursive=True)
-    names = sorted(name for name in found if name.lower().endswith(SUFFIXES) and not (root / name).is_dir())
+    files = glob.iglob("**/*", root_dir=root, recursive=True)
+    names = sorted(name for name in files if name.lower().endswith(SUFFIXES) and not (root / name).is_dir())
     if not names:
         raise ConfigError(f"dataset.path: folder {config.path!r} holds no image ({', '.join(SUFFIXES)})")
-    kinds = [name.split("/")[0] for name in names]
-    kinds = kinds if all("/" in name for name in names) and len(set(kinds)) > 1 else []
-    names, kinds = select_listed_files(config, names, kinds)
-    labels, classes = _numbered(kinds) if kinds else (None, None)
+    class_names = [name.split("/")[0] for name in names]
+    if not all("/" in name for name in names) or len(set(class_names)) < 2:
+        class_names = []
+    names, class_names = select_listed_files(config, names, class_names)
+    labels, classes = _number_classes(class_names) if class_names else (None, None)
     return Source(len(names), lambda index: read_image(root / names[index]), names.__getitem__, labels, classes)
 
 
-def _zip(config: DatasetConfig) -> Source:
-    """The images in a zip, read where they lie in it; their classes are those of its dataset.json."""
+def _open_zip(config: DatasetConfig) -> Source:
+    """Open the images in a zip, which is not unpacked; their classes are in its dataset.json."""
     archive = ZipArchive(config)
-    names, labels = select_listed_files(config, *archive.list_images())
-    classes = list(map(str, range(max(labels) + 1))) if labels else None
-    numbers = np.array(labels, np.int64) if labels else None
-    return Source(len(names), lambda index: read_image(archive.read(names[index])), names.__getitem__, numbers, classes)
+    names, class_numbers = select_listed_files(config, *archive.list_images())
+    labels, classes = None, None
+    if class_numbers:
+        labels = np.array(class_numbers, np.int64)
+        classes = [str(number) for number in range(max(class_numbers) + 1)]
+    return Source(len(names), lambda index: read_image(archive.read(names[index])), names.__getitem__, labels, classes)
 
 
-def _numbered(names: list[str]) -> tuple[np.ndarray, list[str]]:
-    """The class of each, int64, and the classes' names in their order."""
+def _number_classes(names: list[str]) -> tuple[np.ndarray, list[str]]:
+    """Return the number of each image's class, int64 (n,), and the sorted names of the classes."""
     classes, labels = np.unique(names, return_inverse=True)
     return labels.astype(np.int64), classes.tolist()
 
 
 def parquet_files(config: DatasetConfig) -> list[str]:
-    """The files that `dataset.path` names: one, a glob or a folder.
+    """Return the parquet files of `dataset.path`, which is a file, a glob pattern or a folder.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no such files.
     """
     path = str(config.path)
     files = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
@@ -159,24 +200,26 @@ def parquet_files(config: DatasetConfig) -> list[str]:
     return files
 
 
-def _parquet(config: DatasetConfig) -> Source:
+def _open_parquet(config: DatasetConfig) -> Source:
+    """Open the images in the rows of parquet files."""
     path, files = str(config.path), parquet_files(config)
     from datasets.exceptions import DatasetGenerationError
 
-    starts = np.cumsum([0, *(_rows(file) for file in files)])
+    first_rows = np.cumsum([0, *(_count_rows(file) for file in files)])
     try:
-        table = _loaded("parquet", data_files=files, split="train")
+        table = _load_dataset("parquet", data_files=files, split="train")
     except (DatasetGenerationError, OSError, ValueError) as error:
         raise KairosError(f"dataset.path: {path!r} cannot be read as parquet ({error.__cause__ or error})") from None
 
     def name(index: int) -> str:
-        file = int(np.searchsorted(starts, index, side="right")) - 1
-        return f"row {index - starts[file]} of {os.path.basename(files[file])}"
+        file = int(np.searchsorted(first_rows, index, side="right")) - 1
+        return f"row {index - first_rows[file]} of {os.path.basename(files[file])}"
 
-    return _table(table, config, name)
+    return _open_table(table, config, name)
 
 
-def _rows(file: str) -> int:
+def _count_rows(file: str) -> int:
+    """Return the number of rows of a parquet file; raise ConfigError if it is not one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -186,97 +229,126 @@ def _rows(file: str) -> int:
         raise ConfigError(f"dataset.path: {file!r} is not a parquet file ({' '.join(str(error).split())})") from None
 
 
-def _hub(config: DatasetConfig) -> Source:
+def _open_hub(config: DatasetConfig) -> Source:
+    """Open the images of a data set on the Hugging Face hub, or in its cache on this machine."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        table = _loaded(str(config.path), split=config.split)
+        table = _load_dataset(str(config.path), split=config.split)
     except (DatasetGenerationError, OSError, ValueError, RuntimeError) as error:
         raise KairosError(
             f"dataset.path: hub data set {config.path!r} (split {config.split!r}) cannot be loaded: "
-            f"{' '.join(str(error).split())}. `kairos fetch` brings it where there is a network; or put a copy into "
-            "the Hugging Face cache (HF_HOME), or fetch its parquet files and set dataset.source: parquet and "
+            f"{' '.join(str(error).split())}. Run `kairos fetch` where there is a network; or put a copy into the "
+            "Hugging Face cache (HF_HOME), or download its parquet files and set dataset.source: parquet and "
             "dataset.path to them"
         ) from None
-    return _table(table, config, lambda index: f"row {index} of {config.path} ({config.split})")
+    return _open_table(table, config, lambda index: f"row {index} of {config.path} ({config.split})")
 
 
-def _loaded(source: str, **named: Any) -> Any:
+def _load_dataset(source: str, **options: Any) -> Any:
+    """Load a `datasets.Dataset` without progress bars: kairos shows its progress in images."""
     from datasets import disable_progress_bars, load_dataset
 
-    disable_progress_bars()  # our own progress counts images
-    return load_dataset(source, **named)
+    disable_progress_bars()
+    return load_dataset(source, **options)
 
 
-def _table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Source:
-    """A source from a `datasets.Dataset`."""
+def _open_table(table: Any, config: DatasetConfig, name: Callable[[int], str]) -> Source:
+    """Return a source for the rows of a `datasets.Dataset`.
+
+    Raises:
+        ConfigError: the table is empty, or lacks a column of images, labels or captions.
+    """
     from datasets import Image as ImageFeature
 
-    column = _image_column(table.features, config)
+    column = _find_image_column(table.features, config)
     if isinstance(table.features[column], ImageFeature):
         table = table.cast_column(column, ImageFeature(decode=False))
-    labels, classes = _labels(table, config)
+    labels, classes = _read_labels(table, config)
     cells = table.select_columns(column)
-    closed, reads = pickle.dumps(cells), 0
+    pickled_cells, reads = pickle.dumps(cells), 0
     if len(table) == 0:
         raise ConfigError(f"dataset.path: {config.path!r} holds no rows")
 
     def read(index: int) -> Image.Image:
         nonlocal cells, reads
         reads += 1
-        if reads % _REOPENED == 0:  # it is mapped: what was read of it would stay in this process's memory
-            cells = pickle.loads(closed)
+        if (
+            reads % _READS_BEFORE_REOPENING == 0
+        ):  # pages of the memory map that were read count as this process's memory
+            cells = pickle.loads(pickled_cells)
         cell = cells[index][column]
-        if isinstance(cell, dict):  # Image(decode=False): the file's bytes, or where it lies
+        if isinstance(cell, dict):  # of Image(decode=False): the bytes of the image file, or its path
             cell = cell["bytes"] if cell.get("bytes") is not None else cell.get("path")
         if not cell:
             raise ValueError("the cell is empty")
         return read_image(Path(cell) if isinstance(cell, str) else bytes(cell))
 
-    told = config.captions
-    captions = None if told is None else captions_from_column(told, _column(table, told, "captions"))
+    captions = None
+    if config.captions is not None:
+        captions = captions_from_column(config.captions, _read_column(table, config.captions, "captions"))
     return Source(len(table), read, name, labels, classes, captions=captions)
 
 
-def _image_column(features: Any, config: DatasetConfig) -> str:
+def _find_image_column(features: Any, config: DatasetConfig) -> str:
+    """Return the column of the images: `dataset.image_column`, or else the only column that contains images.
+
+    Raises:
+        ConfigError: there is no such column, or there are several.
+    """
     from datasets import Image as ImageFeature
 
     def holds_images(feature: Any) -> bool:
-        in_bytes = getattr(feature, "dtype", None) in ("binary", "large_binary")
-        return in_bytes or isinstance(feature, ImageFeature) or (isinstance(feature, dict) and "bytes" in feature)
+        is_binary = getattr(feature, "dtype", None) in ("binary", "large_binary")
+        return is_binary or isinstance(feature, ImageFeature) or (isinstance(feature, dict) and "bytes" in feature)
 
-    found = [name for name, feature in features.items() if holds_images(feature)]
-    columns = f"columns: {', '.join(features)}; of images: {', '.join(found) or 'none'}"
-    wanted = config.image_column
-    if wanted is not None and wanted not in found:
-        raise ConfigError(f"dataset.image_column: got {wanted!r}, allowed: a column of images ({columns})")
-    if wanted is None and len(found) != 1:
-        raise ConfigError(f"dataset.image_column: {config.path!r} has {len(found)} image columns, name one ({columns})")
-    return wanted or found[0]
+    image_columns = [name for name, feature in features.items() if holds_images(feature)]
+    columns = f"columns: {', '.join(features)}; of images: {', '.join(image_columns) or 'none'}"
+    selected = config.image_column
+    if selected is not None and selected not in image_columns:
+        raise ConfigError(f"dataset.image_column: got {selected!r}, allowed: a column of images ({columns})")
+    if selected is None and len(image_columns) != 1:
+        raise ConfigError(
+            f"dataset.image_column: got null, but {config.path!r} has {len(image_columns)} image columns, name one "
+            f"({columns})"
+        )
+    return selected or image_columns[0]
 
 
-def _column(table: Any, name: str, field: str) -> list[Any]:
+def _read_column(table: Any, name: str, field: str) -> list[Any]:
+    """Return the values of a column; raise ConfigError, about a field of section `dataset`, if it does not exist."""
     if name not in table.features:
         raise ConfigError(f"dataset.{field}: got {name!r}, allowed: one of {', '.join(table.features)}")
     values: list[Any] = table.select_columns(name).with_format("arrow")[:][name].to_pylist()
     return values
 
 
-def _labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[str] | None]:
+def _read_labels(table: Any, config: DatasetConfig) -> tuple[np.ndarray | None, list[str] | None]:
+    """Return the class of each row, int64 (rows,), and the names of the classes; None, None without a label column.
+
+    Raises:
+        ConfigError: the column contains a value that is no class.
+    """
     column = config.find_label_column(table.features)
     if column is None:
         return None, None
-    values = _column(table, column, "label_column")
+    values = _read_column(table, column, "label_column")
     if all(isinstance(value, str) for value in values):
-        return _numbered(values)
-    odd = [value for value in values if not isinstance(value, int) or value < 0]
-    if odd:
-        raise ConfigError(f"dataset.label_column: {column!r} holds {odd[0]!r}, allowed: integers from 0 or texts")
-    named = getattr(table.features[column], "names", None)
-    classes = list(named or map(str, range(max(values) + 1)))
+        return _number_classes(values)
+    invalid = [value for value in values if not isinstance(value, int) or value < 0]
+    if invalid:
+        raise ConfigError(f"dataset.label_column: {column!r} holds {invalid[0]!r}, allowed: integers from 0 or texts")
+    class_names = getattr(table.features[column], "names", None)
+    classes = list(class_names or map(str, range(max(values) + 1)))
     if max(values) >= len(classes):
         raise ConfigError(f"dataset.label_column: {column!r} holds {max(values)}, allowed: below {len(classes)}")
     return np.array(values, dtype=np.int64), classes
 
 
-OPENERS = {"digits": _digits, "folder": _folder, "zip": _zip, "parquet": _parquet, "hub": _hub}
+OPENERS = {
+    "digits": _open_digits,
+    "folder": _open_folder,
+    "zip": _open_zip,
+    "parquet": _open_parquet,
+    "hub": _open_hub,
+}
