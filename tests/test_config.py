@@ -219,7 +219,7 @@ def test_missing_and_broken_files(tmp_path):
     with pytest.raises(ConfigError, match="not YAML"):
         load(tmp_path / "a.yaml")
     (tmp_path / "c.yaml").write_text("a: 1\nmethods: {}\nmethods: {}\n")
-    with pytest.raises(ConfigError, match="key given twice: methods"):
+    with pytest.raises(ConfigError, match="repeated key: methods"):
         load(tmp_path / "c.yaml")
     (tmp_path / "b.yaml").write_text("just text")
     with pytest.raises(ConfigError, match="a mapping with the fields"):

@@ -11,7 +11,7 @@ import yaml
 
 from kairos.cli import main
 from kairos.config import load, validate
-from kairos.config.reading import read
+from kairos.config.reading import read_experiment_file
 from kairos.costs.estimate import estimate_cost
 from kairos.costs.recipes import PEAKS, SEEDS, load_recipes, select_cheapest_tests
 from kairos_timesteps.components import SAMPLERS
@@ -109,8 +109,8 @@ def test_a_file_is_laid_over_the_one_that_it_extends(tmp_path):
         tmp_path, "c.yaml", extends="in/b.yaml", training=own, methods={"c": {}},
         diffusion={"process": {"name": "edm", "sigma_data": 1.0}},
     )  # fmt: skip
-    assert read(tmp_path / "in/b.yaml")["training"]["optimizer"] == {"name": "adamw", "lr": 2.0}
-    found = read(last)
+    assert read_experiment_file(tmp_path / "in/b.yaml")["training"]["optimizer"] == {"name": "adamw", "lr": 2.0}
+    found = read_experiment_file(last)
     assert found["experiment"] == "b" and found["methods"] == {"c": {}}
     assert found["training"] == {"batch_size": 4, "milestones": [3], "optimizer": {"name": "adam"}}
     assert found["diffusion"] == {"process": {"name": "edm", "sigma_data": 1.0}}
@@ -121,7 +121,7 @@ def test_a_file_is_laid_over_the_one_that_it_extends(tmp_path):
     ("base", "message"),
     [
         (3, r"c.yaml: extends: got 3, allowed: the path of an experiment file"),
-        ("none.yaml", r"c.yaml: extends: got 'none.yaml', allowed: .*; there is none at /"),
+        ("none.yaml", r"c.yaml: extends: got 'none.yaml', allowed: .*; /.* does not exist"),
         ("c.yaml", r"c.yaml: extends: got 'c.yaml', allowed: .* which does not extend this one"),
         ("list.yaml", r"c.yaml: extends: got 'list.yaml', allowed: a file that is a mapping"),
         ("round.yaml", r"round.yaml: extends: got 'c.yaml', allowed: .* which does not extend this one"),
@@ -180,7 +180,7 @@ def test_all_are_checked_in_one_go(capsys, tmp_path):
     assert f"{tmp_path}/c.yaml: evaluation.extractor: got classifier, but" in said.err and "a.yaml" in said.out
     (tmp_path / "none").mkdir()
     assert main(["check", str(tmp_path / "none")]) == 2
-    assert "allowed: an experiment file, or a folder of some" in capsys.readouterr().err
+    assert "allowed: an experiment file, or a folder with some" in capsys.readouterr().err
 
 
 def test_a_folder_is_planned_as_one_table(capsys, tmp_path):
@@ -283,7 +283,7 @@ def test_the_page_of_a_paper_has_every_recipe_and_number(monkeypatch):
     text = paper_pages._numbers(block)
     assert "| bs | none: its density is not published" in text and "| `b_ttdm` | 157.4 | 150.9 | 140.5 |" in text
     few = [ROOT / f"recipes/adaptive/{name}.yaml" for name in ("table4", "table1_cosine")]
-    monkeypatch.setattr("kairos.costs.recipes.files_in", lambda folder: few)
+    monkeypatch.setattr("kairos.costs.recipes.find_experiment_files", lambda folder: few)
     page = paper_pages.paper("adaptive")
     assert page.count("\n## ") == 2 and "| [table4](#table4) | 5 numbers |" in page and "| – | – |" not in page
     ran = paper_pages._ran()["recipes/adaptive/table4.yaml"]

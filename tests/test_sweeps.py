@@ -9,7 +9,7 @@ import yaml
 import results_tree
 from kairos.cli import main
 from kairos.config import load, validate
-from kairos.config.sweeps import taken_apart
+from kairos.config.sweeps import parse_sweep_name
 from kairos.report.sweeps import swept
 from kairos_timesteps.errors import ConfigError
 from test_dvc import LIST_STAGES
@@ -39,8 +39,8 @@ def test_several_keys_are_their_product():
     assert found["a-sampler=speed-gamma=1-tau=500"].weighting == {"name": "p2", "k": 2.0, "gamma": 1.0}
     two = {"sampler": "edm_log_normal", "weighting": "p2", "grid": {"sampler.floor": [0.1], "weighting.k": [1, 2]}}
     assert list(methods(a=two)) == ["a-floor=0.1-k=1", "a-floor=0.1-k=2"]
-    assert taken_apart("my-own-m=-1-s=2e-05") == [("m", "-1"), ("s", "2e-05")]
-    assert taken_apart("speed_v1") == []
+    assert parse_sweep_name("my-own-m=-1-s=2e-05") == [("m", "-1"), ("s", "2e-05")]
+    assert parse_sweep_name("speed_v1") == []
 
 
 @pytest.mark.parametrize(

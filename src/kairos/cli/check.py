@@ -91,12 +91,12 @@ def _folder(folder: Path) -> None:
     Raises:
         ConfigError: some cannot be used: all of these, with the reasons.
     """
-    from kairos.config import files_in, load
+    from kairos.config import find_experiment_files, load
     from kairos.workflow.layout import Layout
     from kairos_timesteps.errors import ConfigError
 
     rows, faults = list[tuple[str, ...]]([("file", "methods", "trainings", "milestones", "jobs")]), []
-    for file in files_in(folder):
+    for file in find_experiment_files(folder):
         try:
             experiment, _ = load(file).settled()
         except ConfigError as error:

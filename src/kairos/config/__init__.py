@@ -1,6 +1,6 @@
 """Experiment files: what may be configured, its defaults, and clear refusals (see `experiment.Experiment`)."""
 
 from kairos.config.experiment import REFERENCE_ROWS, Experiment, freeze, load, validate
-from kairos.config.reading import extended, files_in
+from kairos.config.reading import apply_extends, find_experiment_files
 
-__all__ = ["REFERENCE_ROWS", "Experiment", "extended", "files_in", "freeze", "load", "validate"]
+__all__ = ["REFERENCE_ROWS", "Experiment", "apply_extends", "find_experiment_files", "freeze", "load", "validate"]

@@ -24,9 +24,9 @@ from kairos.autoencoders.settings import AutoencoderConfig
 from kairos.config.consistency import check_fits
 from kairos.config.plugins import check_listed, codes_file, load_plugins, method_codes
 from kairos.config.published_results import ClaimConfig, KnownConfig, PublishedConfig
-from kairos.config.reading import read
+from kairos.config.reading import read_experiment_file
 from kairos.config.strategies import DiffusionConfig, MethodConfig
-from kairos.config.sweeps import written_out
+from kairos.config.sweeps import expand_grids
 from kairos.config.tracking import TrackingConfig
 from kairos.data.settings import DatasetConfig
 from kairos.evaluation.extractor_choice import choose_extractor
@@ -102,7 +102,7 @@ class Experiment(Section):
     @field_validator("methods", mode="before")
     @classmethod
     def _without_grids(cls, methods: Any) -> Any:
-        return written_out(methods) if isinstance(methods, dict) else methods
+        return expand_grids(methods) if isinstance(methods, dict) else methods
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_said(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def load(path: Path | str) -> Experiment:
     Raises:
         ConfigError: the file is missing, is not YAML, or what it says cannot be used.
     """
-    return validate(read(Path(path)), str(path))
+    return validate(read_experiment_file(Path(path)), str(path))
 
 
 def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Path:

@@ -1,8 +1,9 @@
-"""Experiment files as plain values, those that extend another one laid over it.
+"""Read experiment files as plain values, with ``extends`` applied.
 
-``extends: ../systems/dit_coco.yaml`` names that file, from the folder of the one that says it. Mappings are laid over
-each other key by key, to any depth. All else replaces what was there: lists, `methods`, and a component that is named
-anew (``name:``). What is published is of the file that says it, and not handed on.
+``extends: ../systems/dit_coco.yaml`` names a base file, relative to the folder of the file that extends it. Mappings
+are merged key by key, to any depth. Everything else replaces the value of the base file: lists, `methods`, and a
+component with another ``name``. Sections `published` and `claim` of the base file are dropped, since they describe that file
+alone.
 """
 
 import re
@@ -13,31 +14,32 @@ import yaml
 
 from kairos_timesteps.errors import ConfigError, demand
 
-_ALONE = ("published", "claim")
-_FILE = "the path of an experiment file, from the folder of this one"
-_Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast, where it was built
+_NOT_INHERITED = ("published", "claim")
+_EXPECTED = "the path of an experiment file, from the folder of this one"
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # CSafeLoader is ten times as fast
 
 
-class _Loader(_Safe):  # type: ignore[misc]
-    """Safe YAML in which a key given twice is a mistake; YAML itself would quietly keep the last."""
+class _Loader(_SafeLoader):  # type: ignore[misc]
+    """Loader of safe YAML that rejects a key that occurs twice, where YAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
-        if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"key given twice: {', '.join(twice)}", node.start_mark)
+        repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if repeated:
+            problem = f"repeated key: {', '.join(repeated)}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return dict(super().construct_mapping(node, deep))
 
 
-def read(path: Path, above: tuple[Path, ...] = ()) -> Any:
-    """Read an experiment file together with the files that it extends, without further checks.
+def read_experiment_file(path: Path, extending: tuple[Path, ...] = ()) -> Any:
+    """Read an experiment file and the files that it extends, without checking fields.
 
     Args:
-        path: the file.
-        above: files that extend this one.
+        path: path of the file.
+        extending: files that extend this one, to detect cycles.
 
     Raises:
-        ConfigError: a file is missing, is not YAML, or extends what cannot be extended.
+        ConfigError: a file is missing, is not YAML, or has an invalid ``extends``.
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
@@ -46,46 +48,56 @@ def read(path: Path, above: tuple[Path, ...] = ()) -> Any:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not YAML in UTF-8: {' '.join(str(error).split())}") from None
-    return extended(values, path, above)
+    return apply_extends(values, path, extending)
 
 
-def extended(values: Any, path: Path, above: tuple[Path, ...] = ()) -> Any:
-    """The values of the file at `path` laid over those of the file that they extend, if they do."""
+def apply_extends(values: Any, path: Path, extending: tuple[Path, ...] = ()) -> Any:
+    """Merge the values of an experiment file into those of the file that it extends; without one, return them.
+
+    Args:
+        values: content of the experiment file.
+        path: path of the experiment file.
+        extending: files that extend this one, to detect cycles.
+
+    Raises:
+        ConfigError: the file that is extended is missing or invalid, or extends this one.
+    """
     if not isinstance(values, dict) or "extends" not in values:
         return values
-    own = {key: value for key, value in values.items() if key != "extends"}
-    base, where, files = values["extends"], f"{path}: extends", (*above, path.resolve())
-    demand(isinstance(base, str), where, repr(base), _FILE)
-    place = (path.parent / base).resolve()
-    demand(place not in files, where, repr(base), f"{_FILE}, which does not extend this one")
-    demand(place.is_file(), where, repr(base), f"{_FILE}; there is none at {place}")
-    below = read(place, files)
-    demand(isinstance(below, dict), where, repr(base), "a file that is a mapping")
-    return laid_over({key: value for key, value in below.items() if key not in _ALONE}, own)
+    base, where = values["extends"], f"{path}: extends"
+    demand(isinstance(base, str), where, repr(base), _EXPECTED)
+    base_path, extending = (path.parent / base).resolve(), (*extending, path.resolve())
+    demand(base_path not in extending, where, repr(base), f"{_EXPECTED}, which does not extend this one")
+    demand(base_path.is_file(), where, repr(base), f"{_EXPECTED}; {base_path} does not exist")
+    base_values = read_experiment_file(base_path, extending)
+    demand(isinstance(base_values, dict), where, repr(base), "a file that is a mapping")
+    inherited = {key: value for key, value in base_values.items() if key not in _NOT_INHERITED}
+    return _merge(inherited, {key: value for key, value in values.items() if key != "extends"})
 
 
-def laid_over(below: Any, own: Any) -> Any:
-    """`own` over `below`, see the head of this file; a component that is but its name is one without options."""
-    if isinstance(below, str) and isinstance(own, dict):
-        below = {"name": below}
-    if not (isinstance(below, dict) and isinstance(own, dict)):
-        return own
-    if (name := below.get("name")) != own.get("name", name):
-        return own
-    both = below.keys() & own.keys() - {"methods"}
-    return below | own | {key: laid_over(below[key], own[key]) for key in both}
+def _merge(base: Any, values: Any) -> Any:
+    """Merge values into base values by the rules of ``extends``; a component as text is a name without options."""
+    if isinstance(base, str) and isinstance(values, dict):
+        base = {"name": base}
+    if not (isinstance(base, dict) and isinstance(values, dict)):
+        return values
+    base_name = base.get("name")
+    if values.get("name", base_name) != base_name:
+        return values
+    shared_keys = base.keys() & values.keys() - {"methods"}
+    return base | values | {key: _merge(base[key], values[key]) for key in shared_keys}
 
 
-def files_in(folder: Path) -> list[Path]:
-    """The experiment files below a folder, numbers in their names as such.
+def find_experiment_files(folder: Path) -> list[Path]:
+    """Return the experiment files below a folder, sorted by name, with table2 before table10.
 
     Raises:
         ConfigError: there is none.
     """
 
-    def by_number(path: Path) -> Any:  # table2 before table10
+    def natural_order(path: Path) -> Any:
         return path.parent, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.stem)]
 
-    found = sorted(folder.rglob("*.yaml"), key=by_number)
-    demand(found, "FILE", repr(str(folder)), "an experiment file, or a folder of some (*.yaml)")
-    return found
+    files = sorted(folder.rglob("*.yaml"), key=natural_order)
+    demand(files, "FILE", repr(str(folder)), "an experiment file, or a folder with some (*.yaml)")
+    return files

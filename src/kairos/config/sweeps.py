@@ -1,7 +1,7 @@
-"""Sweeps: a method's ``grid: {sampler.k: [1, 2, 5]}`` becomes methods of their own, ``speed-k=1`` ... ``speed-k=5``.
+"""Sweeps: expand a method's ``grid: {sampler.k: [1, 2, 5]}`` into methods ``speed-k=1``, ``speed-k=2``, ``speed-k=5``.
 
-They are written out before the file is checked, so that whatever reads an experiment, Snakemake and DVC too, sees
-methods like any others. Several keys make their product.
+Grids are expanded before an experiment is checked. Everything that reads an experiment, including Snakemake and DVC,
+therefore reads ordinary methods. Several keys of a grid result in a method for each combination of their values.
 """
 
 import json
@@ -15,65 +15,91 @@ from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
 from kairos_timesteps.errors import demand
 from kairos_timesteps.registry import split
 
-MOST = 1000  # methods of an experiment
+MOST_METHODS = 1000  # of an experiment
 PARTS = {"sampler": (SAMPLERS, "uniform"), "weighting": (WEIGHTINGS, "none"), "coupling": (COUPLINGS, "independent")}
-_FORM = "lists of different numbers, texts, true, false or null: {sampler.k: [1, 2, 5], ...}"
+_GRID_FORM = "lists of different numbers, texts, true, false or null: {sampler.k: [1, 2, 5], ...}"
 
 
-def written_out(methods: dict[Any, Any]) -> dict[Any, Any]:
-    """Methods, as an experiment file has them, without a grid; what else is wrong in them is left to be refused.
+def expand_grids(methods: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the methods of an experiment file with each method that has a grid replaced by the methods of its grid.
+
+    Other errors in the methods are left to the checks that follow.
+
+    Args:
+        methods: section `methods` as plain values, not checked yet.
 
     Raises:
-        ConfigError: a grid names what a method does not have, or a value twice, or there are too many methods.
+        ConfigError: a grid is malformed, contains an unknown option or a value twice, or there are too many methods.
     """
-    grids = {name: its["grid"] for name, its in methods.items() if isinstance(its, dict) and "grid" in its}
-    for name, grid in grids.items():
-        lists = list(grid.items()) if isinstance(grid, dict) else []
-        demand(lists and all(_usable(*one) for one in lists), f"methods.{name}.grid", repr(grid), _FORM)
-    count = sum(math.prod(map(len, grids.get(name, {}).values())) for name in methods)
-    demand(count <= MOST, "methods", f"{count:,}, with those of grids", f"at most {MOST:,}")
-    found: dict[Any, Any] = {}
+    grids = {}
     for name, method in methods.items():
-        for new, values in _members(name, method, grids[name]) if name in grids else [(name, method)]:
-            demand(new not in found, f"methods.{name}", f"a second {new}", "each name once")
-            found[new] = values
-    return found
+        if isinstance(method, dict) and "grid" in method:
+            grid = grids[name] = method["grid"]
+            is_valid = isinstance(grid, dict) and grid and all(map(_is_valid_axis, grid.keys(), grid.values()))
+            demand(is_valid, f"methods.{name}.grid", repr(grid), _GRID_FORM)
+    count = sum(math.prod(map(len, grids.get(name, {}).values())) for name in methods)
+    demand(count <= MOST_METHODS, "methods", f"{count:,}, with those of grids", f"at most {MOST_METHODS:,}")
+    expanded: dict[Any, Any] = {}
+    for name, method in methods.items():
+        members = _grid_methods(name, method, grids[name]) if name in grids else [(name, method)]
+        for member_name, member in members:
+            demand(member_name not in expanded, f"methods.{name}", f"a second {member_name}", "each name once")
+            expanded[member_name] = member
+    return expanded
 
 
-def taken_apart(name: str) -> list[tuple[str, str]]:
-    """The options of a sweep and their values, as a method's name has them; none of other methods."""
+def parse_sweep_name(name: str) -> list[tuple[str, str]]:
+    """Return the swept options and their values, as text, from a method's name; empty for other methods."""
     return re.findall(r"-([A-Za-z][\w.]*)=(.*?)(?=-[A-Za-z][\w.]*=|$)", name)
 
 
-def _usable(key: Any, values: Any) -> bool:
-    good = isinstance(key, str) and isinstance(values, list) and bool(values)
-    plain = good and all(value is None or isinstance(value, str | int | float) for value in values)
-    return plain and len(set(map(_text, values))) == len(values)
+def _is_valid_axis(key: Any, values: Any) -> bool:
+    """Return True if a key of a grid is text and its values are a list of different scalars."""
+    if not isinstance(key, str) or not isinstance(values, list) or not values:
+        return False
+    if not all(value is None or isinstance(value, str | int | float) for value in values):
+        return False
+    return len({_value_text(value) for value in values}) == len(values)
 
 
-def _members(name: str, method: dict[str, Any], grid: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
-    """The methods of a grid; an option goes by the last part of its key where that is of one key alone."""
-    last = [key.rpartition(".")[2] for key in grid]
-    shown = [short if last.count(short) == 1 else key for key, short in zip(grid, last)]
-    for chosen in product(*grid.values()):
-        new = {part: value for part, value in method.items() if part != "grid"}
-        for key, value in sorted(zip(grid, chosen), key=lambda pair: "." in pair[0]):  # whole parts before options
-            new = _with(new, key, value, f"methods.{name}.grid")
-        yield name + "".join(f"-{key}={_text(value)}" for key, value in zip(shown, chosen)), new
+def _grid_methods(name: str, method: dict[str, Any], grid: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield name and values of each method of a grid.
+
+    In names, an option is the last part of its key, or the whole key if two keys share their last part.
+    """
+    last_parts = [key.rpartition(".")[2] for key in grid]
+    labels = [part if last_parts.count(part) == 1 else key for key, part in zip(grid, last_parts)]
+    for values in product(*grid.values()):
+        member = {part: value for part, value in method.items() if part != "grid"}
+        for key, value in sorted(zip(grid, values), key=lambda pair: "." in pair[0]):  # components before their options
+            member = _replace(member, key, value, f"methods.{name}.grid")
+        suffix = "".join(f"-{label}={_value_text(value)}" for label, value in zip(labels, values))
+        yield name + suffix, member
 
 
-def _with(method: dict[str, Any], key: str, value: Any, where: str) -> dict[str, Any]:
-    """A method with another sampler, weighting or coupling, or with another value of one of its options."""
+def _replace(method: dict[str, Any], key: str, value: Any, where: str) -> dict[str, Any]:
+    """Return a method with another component or another value of an option.
+
+    Args:
+        method: the method as plain values.
+        key: ``sampler``, ``weighting`` or ``coupling``, or one of these with an option, such as ``sampler.k``.
+        value: the component or the value of the option.
+        where: field for the error message.
+
+    Raises:
+        ConfigError: there is no such component or option, or the value is not allowed.
+    """
     part, _, option = key.partition(".")
     demand(part in PARTS, where, key, "sampler, weighting, coupling or one of their options, such as sampler.k")
     if option:
         registry, default = PARTS[part]
-        given = method.get(part, default)
-        value = {"name": "", **(given if isinstance(given, dict) else {"name": given}), option: value}
+        component = method.get(part, default)
+        options = component if isinstance(component, dict) else {"name": component}
+        value = {"name": "", **options, option: value}
         registry.parse(*split(value), f"{where}: {part} {value['name']}")
     return {**method, part: value}
 
 
-def _text(value: Any) -> str:
-    """A value as a method's name has it: 5, not 5.0."""
+def _value_text(value: Any) -> str:
+    """Return a value as it is written in the name of a method, such as 5 for 5.0."""
     return value if isinstance(value, str) else json.dumps(value).removesuffix(".0")

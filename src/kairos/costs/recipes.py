@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kairos.config import Experiment, files_in, load
+from kairos.config import Experiment, find_experiment_files, load
 from kairos.costs.estimate import CostEstimate, estimate_cost
 from kairos.costs.network import NetworkCost, count_network_cost
 from kairos.costs.rendering import format_bytes
@@ -23,7 +23,7 @@ PEAKS = {
 }
 SEEDS = 5  # number of seeds for a claim; with fewer, the report tests no differences
 _NOTE = """
-GPU-hours: at {:.0%} of the peak at each experiment's precision, seeds of the files. Memory: one training run on one GPU;
+GPU-hours: at {:.0%} of the peak at each experiment's precision, seeds of the files. Memory: one training run on a GPU;
 training.microbatch lowers it. +: plus sizes that are not known without the data"""
 
 
@@ -107,7 +107,8 @@ def load_recipes(folder: Path) -> list[Recipe]:
             counts[key] = count_network_cost(*arguments)
         return counts[key]
 
-    experiments = {file: load(file) for file in files_in(folder)}  # all are checked before the first is counted
+    # all files are checked before the first network is counted
+    experiments = {file: load(file) for file in find_experiment_files(folder)}
     recipes = []
     for file, experiment in experiments.items():
         estimate = estimate_cost(experiment, tflops=1, utilisation=1, count_network=count_once)

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kairos.config.sweeps import taken_apart
+from kairos.config.sweeps import parse_sweep_name
 from kairos.report.collect import Results
 from kairos.report.plot_style import MUTED, Label, Look, figure, label_lines, plain_log
 from kairos.report.ranking import curve
@@ -17,7 +17,7 @@ def swept(methods: Sequence[str]) -> dict[str, dict[str, dict[str, str]]]:
     """Group the methods of a sweep: option, then name without the option, then value of the option to method."""
     found: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
     for method in methods:
-        for option, value in taken_apart(method):
+        for option, value in parse_sweep_name(method):
             found[option][method.replace(f"-{option}={value}", "", 1)][value] = method
     return found
 
@@ -36,7 +36,7 @@ def metric(results: Results, looks: dict[str, Look]) -> Figure:
             x, y = [places[value] for value in ordered], [float(end.mean[-1]) for end in ends]
             axes.errorbar(x, y, np.nan_to_num([end.spread[-1] for end in ends]), **look, markersize=4.5, capsize=2)
             labels.append(Label(y[-1], name, look["color"], bold=True, x=x[-1]))
-        if baseline is not None and not taken_apart(baseline):
+        if baseline is not None and not parse_sweep_name(baseline):
             labels.append(Label(float(curve(results.measured, baseline).mean[-1]), baseline, MUTED))
             axes.axhline(labels[-1].y, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         wide = 0 < 20 * min(places.values()) < max(places.values())

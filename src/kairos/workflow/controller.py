@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import yaml
 
-from kairos.config import extended, load, validate
+from kairos.config import apply_extends, load, validate
 from kairos.files import locked, read_json, sha256_json
 from kairos.progress import duration, say
 from kairos.slurm import books
@@ -53,7 +53,7 @@ def _experiment(workflow: Any, config: dict[str, Any]) -> Any:
     if len(files) < 2 and not workflow.config_settings.config:
         return load(files[0] if files else _DEFAULT)
     if files:
-        return validate(extended(dict(config), Path(files[-1])), " + ".join(map(str, files)))
+        return validate(apply_extends(dict(config), Path(files[-1])), " + ".join(map(str, files)))
     load(_DEFAULT)
     values = yaml.safe_load(Path(_DEFAULT).read_text(encoding="utf-8"))
     return validate({**values, **config}, f"{_DEFAULT} with --config")
