@@ -103,7 +103,7 @@ def _folder(folder: Path) -> None:
             faults.append(str(error) if str(file) in str(error) else f"{file}: {error}")
             continue
         its = Layout(experiment, file)
-        numbers = (len(its.methods), len(its.trainings), len(its.steps), sum(its.jobs().values()))
+        numbers = (len(its.methods), len(its.trainings), len(its.snapshots), sum(its.count_jobs().values()))
         rows.append((str(file), *map(str, numbers)))
     print(table(rows, lambda head, column, cell: column > 0))
     if faults:

@@ -2,8 +2,8 @@
 
 ``extends: ../systems/dit_coco.yaml`` names a base file, relative to the folder of the file that extends it. Mappings
 are merged key by key, to any depth. Everything else replaces the value of the base file: lists, `methods`, and a
-component with another ``name``. Sections `published` and `claim` of the base file are dropped, since they describe that file
-alone.
+component with another ``name``. Sections `published` and `claim` of the base file are dropped, since they describe that
+file alone.
 """
 
 import re

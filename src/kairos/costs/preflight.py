@@ -95,7 +95,8 @@ def _check_images(dataset: DatasetConfig) -> Iterator[str]:
         return
     unread = ", ".join(images.unread[:5]) + (", ..." if len(images.unread) > 5 else "")
     accepts_unread = not images.unread or dataset.broken == "skip"
-    demand(accepts_unread, "dataset.broken", f"{dataset.broken}, and cannot be read: {unread}", "skip, or repair or remove them")
+    value = f"{dataset.broken}, and cannot be read: {unread}"
+    demand(accepts_unread, "dataset.broken", value, "skip, or repair or remove them")
 
     not_square, cropped_area = images.cut
     value = f"none with {not_square} images that are not square"
@@ -128,7 +129,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed: float) -> 
             are shorter than `needed`.
         KairosError: a file of the profile cannot be read.
     """
-    from kairos.workflow.snakemake_private import longest  # it imports pandas
+    from kairos.workflow.snakemake_private import read_longest_limit
 
     file = profile_file(profile)
     demand(file, "--profile", repr(str(profile)), "a folder that contains a profile.yaml")
@@ -137,7 +138,7 @@ def _check_time_limits(experiment: Experiment, profile: Path, needed: float) -> 
         training_settings = (settings.get("set-resources") or {}).get("train", {})
         runtime = training_settings.get("runtime", training_resources(experiment)["runtime"])
         partitions = settings.get("kairos-partition-config")
-        limit = longest(Path(partitions), bool(gpus_per_job(experiment))) if partitions else math.inf
+        limit = read_longest_limit(Path(partitions), bool(gpus_per_job(experiment))) if partitions else math.inf
     except Exception as error:  # errors of YAML and of the plugin's reader
         raise KairosError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     where = f"{file}: runtime of train"
