@@ -1,4 +1,4 @@
-"""Published weights as a milestone: it samples, is evaluated, and a training can start from it."""
+"""Import of published weights as a snapshot, from which kairos samples, evaluates or starts a training run."""
 
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,23 @@ from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.strategy import Strategy
 
 
-def _hybrid(schedule: str = "linear") -> dict[str, Any]:
+def _learned_variance(schedule: str = "linear") -> dict[str, Any]:
+    """Return section `diffusion` of a discrete process whose network also predicts the variance."""
     process = {"name": "discrete", "schedule": schedule, "variance": "learned_range"}
     return {"process": process, "losses": ["mse", "vb"]}
 
 
-def _scaled_linear(start: float, end: float, **further: int) -> dict[str, Any]:
-    ends = {"schedule": "scaled_linear", "beta_start": start, "beta_end": end}
-    return {"process": {"name": "discrete", **ends, **further}}
+def _scaled_linear(beta_start: float, beta_end: float, **options: int) -> dict[str, Any]:
+    """Return section `diffusion` of a discrete process whose square root of beta is linear, as in latent diffusion."""
+    betas = {"schedule": "scaled_linear", "beta_start": beta_start, "beta_end": beta_end}
+    return {"process": {"name": "discrete", **betas, **options}}
 
 
-# section `diffusion` that files of a backbone, of one of its sizes or told of text were trained with
+# Section `diffusion` that published weights were trained with. Keys are the backbone, the backbone with its size, or
+# the backbone with "text" if it is conditioned on text.
 PUBLISHED: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("dit", "mdt", "adm", "unet speed"), _hybrid()),
-    "adm 64": _hybrid("cosine"),
+    **dict.fromkeys(("dit", "mdt", "adm", "unet speed"), _learned_variance()),
+    "adm 64": _learned_variance("cosine"),
     "uvit": {"process": "vp"},
     **dict.fromkeys(("uvit h/2", "uvit text"), _scaled_linear(0.00085, 0.012, first_index=1)),
     "ldm_unet": _scaled_linear(0.0015, 0.0195),
@@ -39,12 +42,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def published_diffusion(model: Any) -> dict[str, Any]:
-    """Section `diffusion` that the published files of a `model` section were trained with; empty: the default."""
+    """Return section `diffusion` that published weights of a `model` section were trained with.
+
+    Empty if kairos has no such weights on record; the section's defaults then apply.
+
+    Args:
+        model: section `model` of an experiment, unchecked.
+    """
     if not isinstance(model, dict):
         return {}
-    name, told = model.get("name"), model.get("conditions")
-    kinds = ["text"] * (isinstance(told, list) and "text" in told) + [model.get("size")]
-    return next((PUBLISHED[key] for key in (*(f"{name} {kind}" for kind in kinds), str(name)) if key in PUBLISHED), {})
+    name, conditions = model.get("name"), model.get("conditions")
+    keys = [f"{name} {model.get('size')}", str(name)]
+    if isinstance(conditions, list) and "text" in conditions:
+        keys.insert(0, f"{name} text")
+    for key in keys:
+        if key in PUBLISHED:
+            return PUBLISHED[key]
+    return {}
 
 
 def import_weights(
@@ -57,57 +71,88 @@ def import_weights(
     classes: int | None = None,
     step: int = 0,
 ) -> dict[str, Any]:
-    """Write a milestone of published weights and return its record.
+    """Write a snapshot of published weights and return its record.
+
+    The shape of x0 comes from `latents`, else from `autoencoder`, else from `shape`.
 
     Args:
-        file: see `models.published_weights.read_published`.
-        plain: a whole experiment, whose model, diffusion and sampling are those of the weights.
-        out: folder of the milestone.
-        latents: what the weights go with: shape of x0, conditions, autoencoder; or else
-        autoencoder: the folder of the autoencoder that they go with; or else
-        shape: of x0; sampling then takes any autoencoder with such latents.
-        classes: of a model that is told classes, where there are no latents.
-        step: number of steps that the weights were trained for, if it is known.
+        file: weights, see `models.published_weights.read_published`.
+        plain: a whole experiment, with model, diffusion and sampling of the weights.
+        out: folder of the snapshot.
+        latents: folder of latents that the weights fit; provides shape, conditions and autoencoder.
+        autoencoder: folder of the autoencoder that the weights fit; provides the shape.
+        shape: shape of x0, (c, h, w); sampling then accepts any autoencoder with such latents.
+        classes: number of classes of a class-conditional model; needed without `latents`.
+        step: number of steps that the weights were trained for; 0: unknown.
 
     Raises:
-        ConfigError: the shape of x0 or the number of classes is not known.
-        KairosError: the file cannot be used, or its weights are not those of the model.
+        ConfigError: the shape of x0, the number of classes or another condition is unknown.
+        KairosError: the file cannot be read, or its weights do not fit the model.
     """
-    facts: dict[str, Any] = dict.fromkeys(("autoencoder_sha256", "dataset_sha256", "sigma_data"))
+    sources: dict[str, Any] = {"autoencoder_sha256": None, "dataset_sha256": None, "sigma_data": None}
     conditions = {} if classes is None else {"class": {"kind": "class", "num_classes": classes}}
     if latents is not None:
-        opened = open_latents(latents)
-        facts |= {name: opened.manifest[name] for name in ("autoencoder_sha256", "dataset_sha256")}
-        facts["sigma_data"], shape, conditions = opened.sigma_data(), opened.shape, opened.condition_kinds
+        data = open_latents(latents)
+        sources = {
+            "autoencoder_sha256": data.manifest["autoencoder_sha256"],
+            "dataset_sha256": data.manifest["dataset_sha256"],
+            "sigma_data": data.measure_sigma_data(),
+        }
+        shape, conditions = data.shape, data.condition_kinds
     elif autoencoder is not None:
         manifest = open_record(autoencoder, "autoencoder --config F")
-        facts["autoencoder_sha256"], shape = manifest["sha256"], tuple(manifest["latent_shape"])
-    wanted = plain["model"].get("conditions") or []
+        sources["autoencoder_sha256"] = manifest["sha256"]
+        shape = tuple(manifest["latent_shape"])
+    condition_names = plain["model"].get("conditions") or []
     if shape is None:
-        raise ConfigError("--shape: got none, allowed: C,H,W of x0, or --autoencoder DIR or --latents DIR that say it")
-    if "class" in wanted and "class" not in conditions:
-        raise ConfigError("--classes: got none with a model that is told classes, allowed: their number")
-    if lacking := [name for name in wanted if name not in conditions]:
-        raise ConfigError(f"--latents: got none that say what {lacking} is like, allowed: those of such a data set")
-    process = build_process(plain["diffusion"], facts["sigma_data"])
+        raise ConfigError("--shape: got none; pass C,H,W of x0, or --autoencoder DIR or --latents DIR that contain it")
+    _check_conditions(condition_names, conditions)
+
+    process = build_process(plain["diffusion"], sources["sigma_data"])
     model = models.build(plain["model"], shape, conditions, process.channels(shape[0]))
     average, raw = read_published(file)
     try:
         model.load_published(average)
-        averaged = {name: value.clone() for name, value in model.weights().items()}
+        averaged_weights = {name: value.clone() for name, value in model.weights().items()}
         model.load_published(raw)
     except KairosError as error:
         raise KairosError(f"{file}: {error}") from None
-    came = {"file": file.name, "sha256": sha256_file(file)}
-    kept = {name: {k: v for k, v in conditions[name].items() if k != "empty"} for name in wanted}
-    about = {"config": plain, "shape": list(shape), "conditions": kept, **facts, "imported": came}
+
+    condition_records = {}
+    for name in condition_names:
+        condition_records[name] = {key: value for key, value in conditions[name].items() if key != "empty"}
+    identity_parts = {
+        "config": plain,
+        "shape": list(shape),
+        "conditions": condition_records,
+        **sources,
+        "imported": {"file": file.name, "sha256": sha256_file(file)},
+    }
     record = {
-        "identity": sha256_json(about), "method": "imported", "seed": 0, "step": step, "images_seen": 0, **about,
+        "identity": sha256_json(identity_parts), "method": "imported", "seed": 0, "step": step, "images_seen": 0,
+        **identity_parts,
         "learned": False, "strategy": {"updates": None, "a": None, "b": None, "tv_from_start": 0.0},
         "provenance": build_provenance(plain, torch.device("cpu"), library_versions(), []),
     }  # fmt: skip
     columns = Strategy("uniform", process).table()
-    clip = facts["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3)
-    scheduler = scheduler_config(process, clip)
-    write_milestone(out, model, averaged, record, columns=columns, scheduler=scheduler)
+    has_pixels = sources["autoencoder_sha256"] in (None, "pixels") and shape[0] in (1, 3)
+    scheduler = scheduler_config(process, has_pixels)
+    write_milestone(out, model, averaged_weights, record, columns=columns, scheduler=scheduler)
     return record
+
+
+def _check_conditions(names: list[str], known: dict[str, Any]) -> None:
+    """Check that the kind of every condition of a model is known.
+
+    Args:
+        names: conditions of the model.
+        known: kind of each known condition.
+
+    Raises:
+        ConfigError: a kind is unknown.
+    """
+    if "class" in names and "class" not in known:
+        raise ConfigError("--classes: got none, but the model is conditioned on classes; pass their number")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"--latents: got none, but the model has the conditions {unknown}; pass latents with them")
