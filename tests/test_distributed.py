@@ -200,7 +200,7 @@ def test_a_killed_process_ends_all_and_the_launcher_says_so(folder, tmp_path):
     begun = time.monotonic()
     said = process.communicate(timeout=600)[1]
     assert process.returncode == 1 and time.monotonic() - begun < 60
-    assert "process 1 of the training was killed by SIGKILL" in said and "Traceback" not in said, said
+    assert "process 1 of the training run was killed by SIGKILL" in said and "Traceback" not in said, said
     assert not Path(f"/proc/{first}").exists()
 
 

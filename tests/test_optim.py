@@ -33,7 +33,7 @@ def test_a_decay_before_each_judged_step():
     rates = [factor("decays", step, at=[100, 200], share=0.2) for step in (0, 80, 90, 99, 100, 160, 180, 199, 200, 900)]
     assert rates == pytest.approx([1, 1, 0.5, 0.05, 1, 1, 0.5, 0.025, 1, 1])
     for wrong in ([], [0, 5], [5, 5], [6, 5]):
-        with pytest.raises(KairosError, match=r"at: got .*, allowed: steps, 1 or more, rising"):
+        with pytest.raises(KairosError, match=r"at: got .*, allowed: steps, 1 or more, increasing"):
             SCHEDULES.parse("decays", {"at": wrong})
 
 

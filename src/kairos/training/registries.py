@@ -8,7 +8,7 @@ from kairos_timesteps.registry import NoOptions, Registry
 class AdamOptions(Options):
     """Adam, or AdamW with decoupled weight decay; with linear warm-up and gradient clipping.
 
-    A gradient that is not finite ends the training; EDM's code puts 0 and 1e5 in its place.
+    A gradient that is not finite ends the training run; EDM's code replaces its values by 0 and 1e5.
     """
 
     lr: float = option(2e-4, "learning rate after warm-up", gt=0)
@@ -20,8 +20,8 @@ class AdamOptions(Options):
     grad_clip: float | None = option(1.0, "largest gradient norm; null: no clipping", gt=0)
 
     def __post_init__(self) -> None:
-        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        demand(good, "betas", list(self.betas), "two numbers, each in [0, 1)")
+        valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        demand(valid, "betas", list(self.betas), "two numbers, each in [0, 1)")
 
 
 OPTIMIZERS = Registry("optimizer")
@@ -30,31 +30,31 @@ OPTIMIZERS.add("adamw", "kairos.training.optim:adamw", AdamOptions, "AdamW (Losh
 
 
 class CosineOptions(Options):
-    """Half a cosine, from the learning rate to a share of it."""
+    """Half a cosine, from the learning rate to a fraction of it."""
 
     length: int | None = option(None, "steps until the end is reached; null: the last milestone", ge=1)
-    final: float = option(0.0, "share of the learning rate at the end", ge=0, le=1)
+    final: float = option(0.0, "fraction of the learning rate at the end", ge=0, le=1)
 
 
 class InverseSqrtOptions(Options):
-    """Constant, then falling with the root of the step."""
+    """Constant, then falling with the square root of the step."""
 
     reference: int = option(70_000, "step from which the rate falls", ge=1)
 
 
 class DecaysOptions(Options):
-    """Constant but for a short decay to 0 before each of some steps, so that weights can be judged there."""
+    """Constant except for a short decay to 0 before each of some steps, so that their weights can be evaluated."""
 
-    at: list[float] = option([100_000], "steps that the rate has decayed by; it is whole again after each, rising")
-    share: float = option(0.2, "length of a decay, as a share of the steps before its end", gt=0, le=1)
+    at: list[float] = option([100_000], "steps at which a decay ends, increasing; after each the rate is full again")
+    share: float = option(0.2, "length of a decay, as a fraction of the steps before its end", gt=0, le=1)
 
     def __post_init__(self) -> None:
-        good = self.at and self.at[0] >= 1 and self.at == sorted({*self.at})
-        demand(good, "at", self.at, "steps, 1 or more, rising")
+        valid = self.at and self.at[0] >= 1 and self.at == sorted({*self.at})
+        demand(valid, "at", self.at, "steps, 1 or more, increasing")
 
 
 SCHEDULES = Registry("learning-rate schedule")
-SCHEDULES.add("constant", "kairos.training.optim:constant", NoOptions, "the learning rate as it is")
+SCHEDULES.add("constant", "kairos.training.optim:constant", NoOptions, "constant learning rate")
 SCHEDULES.add("cosine", "kairos.training.optim:cosine", CosineOptions, "half a cosine (Loshchilov and Hutter 2017)")
 SCHEDULES.add("decays", "kairos.training.optim:decays", DecaysOptions, "linear to 0 before each of some steps")
 SCHEDULES.add("inverse_sqrt", "kairos.training.optim:inverse_sqrt", InverseSqrtOptions, "EDM2's (Karras et al. 2024)")
@@ -69,14 +69,14 @@ class DecayOptions(Options):
 
 
 class HalfLifeOptions(Options):
-    """An exponential moving average whose memory is stated in images."""
+    """An exponential moving average whose half-life is given in images."""
 
-    images: float = option(500_000.0, "images after which a weight counts half", gt=0)
-    rampup: float | None = option(0.05, "half-life at most this share of the images seen; null: none", gt=0)
+    images: float = option(500_000.0, "half-life of the average, in images", gt=0)
+    rampup: float | None = option(0.05, "largest half-life, as a fraction of the images seen; null: no limit", gt=0)
 
 
 class PowerOptions(Options):
-    """An average whose memory grows with the length of the training."""
+    """An average whose half-life grows with the length of the training run."""
 
     width: float = option(0.05, "relative width sigma_rel of the averaging profile", gt=0, lt=0.289)
 
@@ -86,4 +86,4 @@ AVERAGES.add("decay", "kairos.training.optim:decay", DecayOptions, "exponential,
 AVERAGES.add("half_life", "kairos.training.optim:half_life", HalfLifeOptions, "EDM's, by images (Karras et al. 2022)")
 AVERAGES.add("power", "kairos.training.optim:power", PowerOptions, "EDM2's power function (Karras et al. 2024)")
 
-PROBES = Registry("probe")  # measurements, called at every step, written to metrics.jsonl
+PROBES = Registry("probe")  # measurements in steps that log, see `kairos.training.loop.StepResult`
