@@ -305,4 +305,4 @@ def test_sigma_data_is_the_spread_of_what_is_trained_on(results, latents):
     assert latents.measure_sigma_data() == pytest.approx(float(drawn.std()), rel=0.02)
     encode_into(results, "for_sigma", codec="none")
     pixels = open_latents(results / "for_sigma")
-    assert pixels.sigma_data() == pytest.approx(float(pixels.batch(pixels.train).std(correction=0)), rel=1e-3)
+    assert pixels.measure_sigma_data() == pytest.approx(float(pixels.load_x0(pixels.train).std(correction=0)), rel=1e-3)

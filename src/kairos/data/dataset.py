@@ -1,4 +1,4 @@
-"""The prepared data set: images, their conditions and the split, as stage prepare wrote them."""
+"""Prepared data sets: images, their conditions and the split into training and held-out images."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +13,23 @@ from kairos.files import open_record
 if TYPE_CHECKING:
     import torch
 
-    from kairos.data.linked_images import LinkedImages  # decodes images, which a training on latents needs not
+    from kairos.data.linked_images import (
+        LinkedImages,
+    )  # imports pydantic and PIL, which training on latents does not need
 
 
 @dataclass(frozen=True)
 class PreparedDataset:
-    """A prepared data set.
+    """A data set in the folder that stage prepare wrote.
 
     Attributes:
-        images: uint8 (count, height, width, channels), read when they are asked for.
+        folder: the folder.
+        images: all images, uint8 (count, height, width, channels), read from the disk by indexing.
         train: int64 indices of the training images.
         heldout: int64 indices of the held-out images.
-        conditions: an array file per condition, row i for image i.
-        manifest: the record of stage prepare.
-        captions: those of the images, where there are any.
+        conditions: array file of each condition by name, with a row per image.
+        manifest: record of stage prepare.
+        captions: captions of the images; None without captions.
     """
 
     folder: Path
@@ -39,7 +42,7 @@ class PreparedDataset:
 
     @property
     def labels(self) -> np.ndarray | None:
-        """Class of each image, int64 (count,), or None where the data set has no classes."""
+        """Class of each image, int64 (count,); None if the data set has no classes."""
         return self.conditions["class"][:] if "class" in self.conditions else None
 
     @property
@@ -49,26 +52,29 @@ class PreparedDataset:
         return channels, height, width
 
     def load_tensor(self, indices: Any) -> "torch.Tensor":
-        """Images as float32 (n, channels, height, width) in [-1, 1]."""
+        """Read the images with the given indices (n,), as float32 (n, channels, height, width) in [-1, 1]."""
         import torch
 
         return to_float(torch.from_numpy(self.images[np.asarray(indices)]))
 
 
 def to_float(images: "torch.Tensor") -> "torch.Tensor":
-    """uint8 (n, height, width, channels) to float32 (n, channels, height, width) in [-1, 1]."""
+    """Convert uint8 images (n, height, width, channels) to float32 (n, channels, height, width) in [-1, 1]."""
     return images.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1
 
 
 def reduce_resolution(images: "torch.Tensor", factor: int) -> "torch.Tensor":
-    """Images (n, channels, height, width) made smaller by area and enlarged again, bilinearly (ADM's SuperResModel)."""
+    """Downsample images (n, channels, height, width) by averaging, then upsample them bilinearly to their old size.
+
+    The low-resolution condition of ADM's SuperResModel is computed so.
+    """
     from torch.nn.functional import avg_pool2d, interpolate
 
     return interpolate(avg_pool2d(images, factor), size=images.shape[2:], mode="bilinear")
 
 
 def to_uint8(images: "torch.Tensor") -> np.ndarray:
-    """Float (n, channels, height, width) in [-1, 1], clipped, to uint8 (n, height, width, channels)."""
+    """Convert float images (n, channels, height, width) in [-1, 1] to uint8 (n, height, width, channels), clipped."""
     pixels = ((images.float() + 1) * 127.5).round().clamp(0, 255).byte()
     return pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
@@ -83,13 +89,17 @@ def open_dataset(folder: Path | str) -> PreparedDataset:
     command = f"prepare --config F --out {folder}"
     manifest = open_record(folder, command)
     conditions = {name: open_array(folder / item["file"], command) for name, item in manifest["conditions"].items()}
-    train, heldout = (open_array(folder / f"{name}.npy", command)[:] for name in ("train", "heldout"))
+    train = open_array(folder / "train.npy", command)[:]
+    heldout = open_array(folder / "heldout.npy", command)[:]
     captions = open_captions(folder, command) if "captions" in manifest else None
-    images: Any
+    images = _open_images(folder, manifest, command)
+    return PreparedDataset(folder, images, train, heldout, conditions, manifest, captions)
+
+
+def _open_images(folder: Path, manifest: dict[str, Any], command: str) -> "ArrayFile | LinkedImages":
+    """Open the images of a prepared data set, which are in its folder or in the source that they came from."""
     if "refers" in manifest:
         from kairos.data.linked_images import LinkedImages
 
-        images = LinkedImages(folder, manifest, command)
-    else:
-        images = open_array(folder / "images.npy", command)
-    return PreparedDataset(folder, images, train, heldout, conditions, manifest, captions)
+        return LinkedImages(folder, manifest, command)
+    return open_array(folder / "images.npy", command)

@@ -1,4 +1,4 @@
-"""An image file's content becomes pixels of one form: 8 bits, grey or RGB, square, of the resolution asked for."""
+"""Conversion of image files to arrays of one format: 8 bits, grey or RGB, square, with the configured resolution."""
 
 import io
 from pathlib import Path
@@ -12,10 +12,13 @@ RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.L
 
 
 def read_image(data: bytes | Path) -> Image.Image:
-    """Decode an image file completely, upright as its EXIF orientation says.
+    """Decode an image file completely, and rotate it as its EXIF orientation requires.
+
+    Args:
+        data: content or path of the file.
 
     Raises:
-        ValueError: it cannot be decoded; the text says why.
+        ValueError: the image cannot be decoded; the message contains the reason.
     """
     try:
         with Image.open(io.BytesIO(data) if isinstance(data, bytes) else data) as image:
@@ -28,27 +31,31 @@ def read_image(data: bytes | Path) -> Image.Image:
 def to_pixels(
     image: Image.Image, color: str, crop: str, resolution: int | None, name: str, resample: str = "bicubic"
 ) -> np.ndarray:
-    """Bring a decoded image into the data set's form: uint8 (height, width, channels).
+    """Convert a decoded image to the format of the data set, uint8 (height, width, channels).
+
+    Values of `crop`:
+
+    * ``center``: cut out the largest centred square.
+    * ``pad``: centre the image on a black square with side `resolution`, or with the image's longer side.
+    * ``none``: accept square images only.
+    * ``adm``: the cropping of ADM, DiT, U-ViT and SpeeD. Halve the image by averaging while its short side is at least
+      twice the resolution, resize it, then cut out the centre.
 
     Args:
+        image: the decoded image.
         color: ``grey`` (1 channel) or ``rgb`` (3 channels).
-        crop: ``center`` cuts the largest centred square out; ``pad`` sets the image in the middle of a black square of
-            side `resolution`, or of its own longer side; ``none`` wants square images; ``adm`` is ADM's (also DiT's,
-            U-ViT's and SpeeD's): halved by box while the short side has twice the resolution, resized, then cut.
-        resolution: side in pixels after resizing (with antialiasing), or None to keep the size.
-        name: what messages call the image.
-        resample: the filter, of `RESAMPLING`.
+        crop: how the image becomes square.
+        resolution: side in pixels after resizing (with antialiasing); None: the image is not resized.
+        name: name of the image in error messages.
+        resample: filter for resizing, a key of `RESAMPLING`.
 
     Raises:
-        KairosError: the image is not square and nothing says to cut it, or too large to be padded.
+        KairosError: the image is not square and `crop` is ``none``, or it is too large for padding.
     """
-    image = _eight_bit(image).convert("L" if color == "grey" else "RGB")
+    image = _to_eight_bit(image).convert("L" if color == "grey" else "RGB")
     if crop == "adm":
-        assert resolution is not None  # the section's own check
-        while min(image.size) >= 2 * resolution:
-            image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-        scale = resolution / min(image.size)  # image_datasets.py, center_crop_arr
-        image = image.resize((round(image.width * scale), round(image.height * scale)), RESAMPLING[resample])
+        assert resolution is not None  # DatasetConfig checks that
+        image = _resize_short_side(image, resolution, RESAMPLING[resample])
     width, height = image.size
     if crop == "none" and width != height:
         raise KairosError(f"dataset.crop: {name} is {width}×{height} pixels, crop none takes square images only")
@@ -58,15 +65,27 @@ def to_pixels(
             f"dataset.resolution: got {resolution} with crop pad, but {name} is {width}×{height} pixels; "
             "allowed: its longer side or more"
         )
-    left, top = int((width - side) / 2), int((height - side) / 2)  # adm: never negative, so as its own // 2
-    image = image.crop((left, top, left + side, top + side))  # black where that is beyond its edges
+    left, top = int((width - side) / 2), int((height - side) / 2)  # not //: negative with pad, and rounded to 0
+    image = image.crop((left, top, left + side, top + side))  # black beyond the edges of the image
     if resolution is not None and image.size != (resolution, resolution):
         image = image.resize((resolution, resolution), RESAMPLING[resample])
     return np.atleast_3d(np.asarray(image))
 
 
-def _eight_bit(image: Image.Image) -> Image.Image:
-    """Opaque, at most 8 bits per channel: transparency over white, 16 bits scaled by 1/257, floats of [0, 1] by 255."""
+def _resize_short_side(image: Image.Image, resolution: int, resample: Image.Resampling) -> Image.Image:
+    """Resize an image so that its short side is `resolution`, as `center_crop_arr` in ADM's image_datasets.py does."""
+    while min(image.size) >= 2 * resolution:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = resolution / min(image.size)
+    return image.resize((round(image.width * scale), round(image.height * scale)), resample)
+
+
+def _to_eight_bit(image: Image.Image) -> Image.Image:
+    """Convert an image to an opaque one with 8 bits per channel, grey or RGB.
+
+    Transparency is composed over white. Values of 16 bits are divided by 257. Floats in [0, 1] are multiplied by 255;
+    floats in a larger range are clipped to [0, 255].
+    """
     if image.mode.startswith("I"):
         wide = np.asarray(image).astype(np.int64).clip(0, 65535)  # PIL has no 16-bit colour: these are grey
         return Image.fromarray(((wide + 128) // 257).astype(np.uint8))

@@ -1,4 +1,4 @@
-"""A picture of many images, large enough to look at."""
+"""Pictures that show many images in a grid."""
 
 import io
 import math
@@ -10,12 +10,21 @@ from PIL import Image
 
 from kairos.files import atomic
 
-SIDE = 48  # pixels an image is at least enlarged to
-GAP = 2
+SIDE = 48  # least side in pixels to which an image is enlarged
+GAP = 2  # width in pixels of the white lines between images
 
 
 def tile_images(images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> NDArray[np.uint8]:
-    """Images (n, height, width, channels) in rows, enlarged by a whole factor, thin white lines between."""
+    """Arrange images in a grid with white lines between them.
+
+    Args:
+        images: (n, height, width, channels).
+        columns: images per row; None: as many as rows.
+        side: each image is enlarged, by an integer factor, until its longer side has this many pixels.
+
+    Returns:
+        The picture, uint8 (height, width, channels).
+    """
     count, height, width, channels = images.shape
     factor = max(1, math.ceil(side / max(height, width)))
     images = images.repeat(factor, axis=1).repeat(factor, axis=2)
@@ -28,7 +37,7 @@ def tile_images(images: NDArray[np.uint8], columns: int | None = None, side: int
 
 
 def write_image_grid(path: Path, images: NDArray[np.uint8], columns: int | None = None, side: int = SIDE) -> None:
-    """Write the grid picture as PNG, atomically; one channel is grey."""
+    """Write a grid of images, see `tile_images`, as a PNG file, atomically; images with one channel are grey."""
     picture = tile_images(images, columns, side)
     content = io.BytesIO()
     Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(content, format="png")

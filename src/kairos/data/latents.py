@@ -1,6 +1,6 @@
-"""Training data in model space: latent moments, or pixels where there is no autoencoder.
+"""Training data in model space: moments of latents, or pixels if there is no autoencoder.
 
-Model space is x0 = (z − shift) · scale, of mean 0 and standard deviation 1 over the training images.
+Model space is x0 = (z − shift) · scale, with mean 0 and standard deviation 1 over the training images.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from kairos_timesteps.errors import KairosError
 
 @dataclass(frozen=True)
 class Latents:
-    """Moments or pixels of all images of a data set, with its split and conditions.
+    """Latents or pixels of all images of a data set, with their split and conditions.
 
     Attributes:
-        manifest: the record of stage encode.
+        manifest: record of stage encode.
         dataset: the data set that was encoded.
-        moments: array files of float32 (count, c, h, w) by name (mean, logvar; low_mean of images in low resolution;
-            each of the flipped images, mean_flipped ...); empty for pixels.
-        text: states of the captions, where they were encoded.
+        moments: array files of float32 (count, c, h, w) by name: ``mean``, ``logvar``, ``low_mean`` (of the images in
+            low resolution), and for flipped images ``mean_flipped`` and so on. Empty for pixels.
+        text: encoded captions; None if captions were not encoded.
     """
 
     manifest: dict[str, Any]
@@ -43,27 +43,30 @@ class Latents:
 
     @property
     def train(self) -> np.ndarray:
-        """int64 indices of the training images."""
+        """Indices of the training images, int64."""
         return self.dataset.train
 
     @property
     def heldout(self) -> np.ndarray:
-        """int64 indices of the held-out images."""
+        """Indices of the held-out images, int64."""
         return self.dataset.heldout
 
     @property
     def can_flip(self) -> bool:
-        """True if the flipped images were encoded, so that `rows` accepts flips."""
+        """True if flipped images are allowed and were encoded, so that `read_rows` accepts flips."""
         return self.manifest["flips"]
 
     @property
     def stochastic(self) -> bool:
-        """True if x0 is a sample from a distribution per image, so that `batch` uses noise."""
+        """True if x0 is a sample from a distribution per image, so that `compute_x0` uses noise."""
         return "logvar" in self.moments
 
     @property
     def condition_kinds(self) -> dict[str, dict[str, Any]]:
-        """Descriptions of the conditions by name, as in the manifests; with that of a text ``empty``, its null."""
+        """Descriptions of the conditions by name, as in the manifest.
+
+        The description of encoded captions also contains ``empty``, the state of an empty caption.
+        """
         kinds: dict[str, dict[str, Any]] = dict(self.manifest["conditions"])
         if self.text is not None:
             kinds["text"] = {**kinds["text"], "empty": self.text.empty}
@@ -90,7 +93,9 @@ class Latents:
             pixels[flips] = pixels[flips, :, ::-1]
             return {"pixels": torch.from_numpy(pixels)}
         rows = {}
-        for name in filter(self.moments.__contains__, ("mean", "logvar", "low_mean")):
+        for name in ("mean", "logvar", "low_mean"):
+            if name not in self.moments:
+                continue
             values = np.empty((len(indices), *self.shape), np.float32)
             values[~flips] = self.moments[name][indices[~flips]]
             if flips.any():
@@ -99,12 +104,12 @@ class Latents:
         return rows
 
     def compute_x0(self, rows: dict[str, Tensor], noise: Tensor | None = None) -> Tensor:
-        """Images in model space, float32 (n, c, h, w), from their rows on any device.
+        """Compute images in model space, float32 (n, c, h, w), on the device of their rows.
 
         Args:
-            rows: as `rows` gives them, as tensors.
-            noise: standard normal (n, c, h, w) for a sample of the moments; None: their mean. Moments without a
-                variance and pixels do not use it.
+            rows: result of `read_rows`, on any device.
+            noise: standard normal noise (n, c, h, w), for a sample from the moments; None: their mean. Ignored for
+                pixels and for moments without a variance.
         """
         z = to_float(rows["pixels"]) if "pixels" in rows else rows["mean"]
         if noise is not None and self.stochastic:
@@ -112,51 +117,67 @@ class Latents:
         return self._in_model_space(z)
 
     def compute_low_resolution(self, rows: dict[str, Tensor]) -> Tensor:
-        """The images in low resolution, in the space and size of x0, float32 (n, c, h, w); arguments as of `x0`."""
+        """Compute the condition ``low_resolution``, float32 (n, c, h, w), in model space.
+
+        Args:
+            rows: result of `read_rows`, on any device.
+        """
         if "low_mean" in rows:
             return self._in_model_space(rows["low_mean"])
         return reduce_resolution(to_float(rows["pixels"]), self.condition_kinds["low_resolution"]["factor"])
 
     def _in_model_space(self, z: Tensor) -> Tensor:
+        """Return (z − shift) · scale."""
         return (z - self.manifest["shift_factor"]) * self.manifest["scaling_factor"]
 
     def load_x0(self, indices: Any, flips: np.ndarray | None = None, noise: Tensor | None = None) -> Tensor:
-        """x0 of some images on the CPU, see `rows` and `x0`."""
+        """Read images and compute their x0 on the CPU, float32 (n, c, h, w); see `read_rows` and `compute_x0`."""
         return self.compute_x0(self.read_rows(indices, flips), noise)
 
     def load_conditions(
         self, indices: Any, flips: np.ndarray | None = None, caption_numbers: np.ndarray | None = None
     ) -> dict[str, Tensor]:
-        """The conditions of some images by name, row i for indices[i]; those that are images flip with the image.
+        """Load all conditions of some images by name, each with a row per image.
 
-        `which` of its captions an image is told of: any int64 (n,), going round; None: the first.
+        Args:
+            indices: indices of the images, (n,).
+            flips: True for each image to flip, with its conditions that are images, bool (n,); None: none.
+            caption_numbers: which of an image's captions to use, modulo their number, int64 (n,); None: the first.
         """
-        found = self.load_stored_conditions(indices, flips, caption_numbers)
+        conditions = self.load_stored_conditions(indices, flips, caption_numbers)
         if "low_resolution" in self.condition_kinds:
-            found["low_resolution"] = self.compute_low_resolution(self.read_rows(indices, flips))
-        return found
+            conditions["low_resolution"] = self.compute_low_resolution(self.read_rows(indices, flips))
+        return conditions
 
     def load_stored_conditions(
         self, indices: Any, flips: np.ndarray | None = None, caption_numbers: np.ndarray | None = None
     ) -> dict[str, Tensor]:
-        """Read the conditions that are stored in files, as opposed to those computed from the images."""
-        indices, found = np.asarray(indices), {}
+        """Load the conditions that are stored in files, as opposed to those that are computed from the images.
+
+        The arguments are those of `load_conditions`.
+        """
+        indices = np.asarray(indices)
+        conditions = {}
         for name, values in self.dataset.conditions.items():
             rows = values[indices]
             if flips is not None and self.condition_kinds[name]["kind"] == "image":
                 rows[flips] = rows[flips][..., ::-1]
-            found[name] = torch.from_numpy(rows)
+            conditions[name] = torch.from_numpy(rows)
         if self.text is not None and self.dataset.captions is not None:
-            numbers = self.dataset.captions.caption_indices(indices, caption_numbers)
-            found["text"] = torch.from_numpy(self.text.states[numbers].astype(np.float32, copy=False))
-        return found
+            captions = self.dataset.captions.caption_indices(indices, caption_numbers)
+            conditions["text"] = torch.from_numpy(self.text.states[captions].astype(np.float32, copy=False))
+        return conditions
 
     def measure_sigma_data(self) -> float:
-        """Standard deviation of x0 over training images, at most 2,000 evenly spread ones; four significant digits."""
-        chosen = self.train[np.linspace(0, len(self.train) - 1, min(len(self.train), 2000)).astype(np.int64)]
-        rows = {name: values.double() for name, values in self.read_rows(chosen).items()}
-        own = rows["logvar"].exp().mean() if "logvar" in rows else torch.zeros(())
-        total = self.compute_x0(rows).var(correction=0) + own * self.manifest["scaling_factor"] ** 2
+        """Measure the standard deviation of x0 over the training images, to four significant digits.
+
+        At most 2,000 training images are read, evenly spaced.
+        """
+        selected = self.train[np.linspace(0, len(self.train) - 1, min(len(self.train), 2000)).astype(np.int64)]
+        rows = {name: values.double() for name, values in self.read_rows(selected).items()}
+        # law of total variance: the variance of the means plus the mean of the variances
+        within = rows["logvar"].exp().mean() if "logvar" in rows else torch.zeros(())
+        total = self.compute_x0(rows).var(correction=0) + within * self.manifest["scaling_factor"] ** 2
         return float(f"{float(total.sqrt()):.4g}")
 
 
@@ -164,7 +185,8 @@ def open_latents(folder: Path | str) -> Latents:
     """Open the folder that stage encode wrote.
 
     Raises:
-        KairosError: the folder or the data set beside it is missing, not complete, or they do not belong together.
+        KairosError: the folder, its data set or its encoded captions are missing or incomplete, or do not belong
+            together.
     """
     folder = Path(folder)
     command = f"encode --config F --out {folder}"
