@@ -119,7 +119,7 @@ def test_the_workflow_reads_them_too(tmp_path):
         (tmp_path / f"{name}.parquet").touch()
     paths = {"path": str(tmp_path / "train-*.parquet"), "heldout": str(tmp_path / "test-*.parquet")}
     found = layout(source="parquet", **paths)
-    assert [file.rsplit("/")[-1] for file in controller.data_files(found)] == [
+    assert [file.rsplit("/")[-1] for file in controller.list_data_files(found)] == [
         *("train-0.parquet", "train-1.parquet", "test-0.parquet")
     ]
     assert [need.what.rsplit("/")[-1] for need in needs(found.experiment)[:2]] == ["train-*.parquet", "test-*.parquet"]
@@ -127,10 +127,13 @@ def test_the_workflow_reads_them_too(tmp_path):
     write_pictures(tmp_path / "in", 2)
     write_pictures(tmp_path / "held", 2)
     whole = layout(source="folder", path=str(tmp_path / "in"), heldout=str(tmp_path / "held"))
-    before, alone = controller.listing(whole), controller.listing(layout(source="folder", path=str(tmp_path / "in")))
+    before, alone = (
+        controller.fingerprint_dataset(whole),
+        controller.fingerprint_dataset(layout(source="folder", path=str(tmp_path / "in"))),
+    )
     write_pictures(tmp_path / "held", 3)
-    assert controller.listing(whole) != before
-    assert controller.listing(layout(source="folder", path=str(tmp_path / "in"))) == alone
+    assert controller.fingerprint_dataset(whole) != before
+    assert controller.fingerprint_dataset(layout(source="folder", path=str(tmp_path / "in"))) == alone
 
 
 def test_splits_of_a_hub_data_set_are_both_fetched():

@@ -110,7 +110,7 @@ def interrupted(copy: Copy, way: str) -> str:
             process.kill()
     said = path.read_text()
     assert snakemake.wait() not in (0, 2)
-    assert said.count("interrupted: 2 trainings have written their state; the same command goes on") == 1, said
+    assert said.count("interrupted: 2 training runs wrote a checkpoint; run the same command again to resume") == 1, said
     assert "Traceback" not in said and "Error in rule" not in said
     words = {method: word(copy, method) for method in methods}
     assert sorted(each["state"] for each in words.values()) == ["never begun", "stopped", "stopped"], way

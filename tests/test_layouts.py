@@ -118,10 +118,10 @@ def test_a_zip_is_what_the_workflow_reads(tmp_path):
         return SimpleNamespace(experiment=validate({"experiment": "e", "dataset": dataset, "methods": {"u": {}}}))
 
     found = layout(source="zip", **paths)
-    assert controller.data_files(found) == [paths["path"], paths["heldout"]]
+    assert controller.list_data_files(found) == [paths["path"], paths["heldout"]]
     assert [need.find() for need in needs(found.experiment)[:2]] == [paths["path"], paths["heldout"]]
     listed = layout(source="folder", path="in", files=f"{tmp_path}/list.txt:0", heldout=f"{tmp_path}/list.txt:1")
-    assert controller.data_files(listed) == [str(tmp_path / "list.txt")]
+    assert controller.list_data_files(listed) == [str(tmp_path / "list.txt")]
     assert validate(
         {
             "experiment": "e",
@@ -264,7 +264,7 @@ def test_number_of_images(tmp_path):
         prepare(wrong, tmp_path / "out")
     experiment = {"experiment": "e", "dataset": wrong.model_dump(), "methods": {"u": {}}}
     with pytest.raises(ConfigError, match=r"dataset\.images: got 202599"):  # what kairos check asks
-        validate(experiment).settled()
+        validate(experiment).resolve()
 
 
 def adm(image: Image.Image, side: int) -> np.ndarray:

@@ -197,7 +197,7 @@ def test_a_failed_import_is_tried_again(done):
 @pytest.mark.long
 def test_a_second_controller_is_rejected_while_one_works(done, monkeypatch):
     monkeypatch.chdir(done.folder)
-    with closing(controller._lock(Path("results/tiny"))):
+    with closing(controller._lock_results(Path("results/tiny"))):
         ended = done.snakemake("--forcerun", "report")
         assert ended.returncode == 2
         assert f"pid {os.getpid()} on {socket.gethostname()}" in ended.stderr

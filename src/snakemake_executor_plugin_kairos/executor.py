@@ -34,7 +34,7 @@ from kairos.slurm import WAITING, ask, books, job_name, plain_environment, queue
 from kairos.training.job import read_progress
 from kairos.workflow import batch_script
 from kairos.workflow.layout import load_frozen_layout
-from kairos.workflow.snakemake_private import no_further_attempt
+from kairos.workflow.snakemake_private import prevent_retry
 
 _PATIENCE = 5  # seconds between looks at the queue
 _ENDING = 300  # seconds that a job may take to end
@@ -110,7 +110,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
                 self._send(job)
         except Exception as error:
             say(f"{job.name}: {error}")  # of Snakemake, `quiet` in the profile hides it
-            no_further_attempt(job)
+            prevent_retry(job)
             super().report_job_error(SubmittedJobInfo(job), msg=str(error))
 
     def _send(self, job: Any) -> None:
@@ -170,7 +170,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
             return
         self._forget(self._book(job_info))
         if self._exact and _in_vain(job_info):
-            no_further_attempt(job_info.job)
+            prevent_retry(job_info.job)
         super().report_job_error(job_info, msg=msg, **keywords)
 
     def handle_job_error(self, job: Any) -> None:

@@ -3,7 +3,7 @@
 
 rule prepare:
     input:
-        lambda wildcards: controller.data_files(layout),
+        lambda wildcards: controller.list_data_files(layout),
     output:
         record=f"{RESULTS}/dataset/manifest.json",
     log:
@@ -15,7 +15,7 @@ rule prepare:
         runtime=scaled_by_attempt(120),
     params:
         **layout.rule_params("prepare"),
-        files=lambda wildcards: controller.listing(layout),
+        files=lambda wildcards: controller.fingerprint_dataset(layout),
         out=folder_of("record"),
     shell:
         "kairos prepare --config {params.config} --out {params.out} --timing {params.timing} 2>&1 | tee {log}"

@@ -18,7 +18,7 @@ for segment in layout.segments:
         log:
             f"{RESULTS}/logs/train_{{method}}_seed{{seed}}{segment.suffix}.log",
         group:
-            controller.sharing(workflow, layout, segment)
+            controller.training_group(workflow, layout, segment)
         conda:
             "../../envs/environment.yml"
         threads: layout.experiment.training.threads * processes_per_node(layout.experiment)

@@ -1,67 +1,92 @@
-"""Functions of the Snakefile other than its rules: they read the experiment, and begin and end a run.
+"""Start and end of a run of the workflow: functions that the Snakefile calls before, between and after its rules.
 
-Only the controller writes here. The processes that it starts for single jobs parse the Snakefile too, and read the copy
-of the experiment that the controller froze.
+The controller is the Snakemake process that the user starts. It freezes the experiment, locks the results, marks
+training runs that start over, and ends the run on a signal. The Snakemake processes that it starts for single jobs
+parse the Snakefile too, but only read the frozen experiment.
+
+Training runs that start over: a training run keeps what it has computed, and returns it again when a job requests it
+again. So a controller that is killed before it records a completed job loses nothing. But a user who forces a job or
+deletes its outputs wants a new computation. The controller marks the requests of these jobs ``start_over`` before they
+start, and their training runs begin at step 0 (see `kairos.training.store`). Deleted outputs count only if all jobs of
+the training run have been completed before. DVC deletes all outputs of a training run also if only its last segment is
+new, such as after a later milestone was added. Then the earlier segments are returned again.
 """
 
 import glob
+import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any
 
+import psutil
 import yaml
 
 from kairos.config import apply_extends, load, validate
-from kairos.files import locked, read_json, sha256_json
+from kairos.files import locked, read_json, sha256_json, write_text
 from kairos.progress import duration, say
 from kairos.slurm import books
 from kairos.tracking.store import tracking_uri, without_credentials
 from kairos.training.job import read_progress
-from kairos.workflow import fork_server, interrupts, start_over
+from kairos.workflow import fork_server
 from kairos.workflow.layout import FROZEN_VARIABLE, Layout, Segment, create_layout, load_frozen_layout
-from kairos.workflow.snakemake_private import together
+from kairos.workflow.snakemake_private import is_recorded_as_complete, set_jobs_per_group
 from kairos_timesteps.errors import KairosError, rejection
 
-_DEFAULT = "params.yaml"
-_held: list[IO[str]] = []  # the lock file, open as long as this process lives
-_began = time.time()
+_DEFAULT_EXPERIMENT = "params.yaml"
+_SECONDS_TO_END = 45.0  # after a signal, jobs are killed after this time
+_lock_files: list[IO[str]] = []  # open, and so locked, as long as this process lives
+_interruption_times: list[float] = []  # Unix time of the signal that ended this run, if one did
+_start_time = time.time()
+
+Request = tuple[str, tuple[int, ...]]  # folder of a training run, and the milestones that a job requests
+
+
+# --------------------------------------------------------------------------------------------------- the experiment
 
 
 def open_layout(workflow: Any, config: dict[str, Any]) -> Layout:
-    """The experiment that Snakemake was called for, checked and frozen; ends the process where it cannot be used."""
-    with _ending():
+    """Return the layout of the experiment that Snakemake was called for, checked and frozen.
+
+    An invalid experiment ends the process with one message.
+    """
+    with _exit_on_error():
         if FROZEN_VARIABLE in os.environ:
             return load_frozen_layout()
-        found = create_layout(_experiment(workflow, config))
-        os.environ[FROZEN_VARIABLE] = str(found.config_file.resolve())
+        layout = create_layout(_load_experiment(workflow, config))
+        os.environ[FROZEN_VARIABLE] = str(layout.config_file.resolve())
         if not workflow.output_settings.dryrun:
-            _tidy(found)
-        for line in found.notes:
-            say(line)
-        return found
+            _remove_leftovers(layout)
+        for note in layout.notes:
+            say(note)
+        return layout
 
 
-def _experiment(workflow: Any, config: dict[str, Any]) -> Any:
+def _load_experiment(workflow: Any, config: dict[str, Any]) -> Any:
+    """Return the checked experiment of ``--configfile`` and ``--config``, or else of params.yaml."""
     files = workflow.config_settings.configfiles
     if len(files) < 2 and not workflow.config_settings.config:
-        return load(files[0] if files else _DEFAULT)
+        return load(files[0] if files else _DEFAULT_EXPERIMENT)
     if files:
         return validate(apply_extends(dict(config), Path(files[-1])), " + ".join(map(str, files)))
-    load(_DEFAULT)
-    values = yaml.safe_load(Path(_DEFAULT).read_text(encoding="utf-8"))
-    return validate({**values, **config}, f"{_DEFAULT} with --config")
+    load(_DEFAULT_EXPERIMENT)  # reports its errors without those of --config
+    values = yaml.safe_load(Path(_DEFAULT_EXPERIMENT).read_text(encoding="utf-8"))
+    return validate({**values, **config}, f"{_DEFAULT_EXPERIMENT} with --config")
 
 
 @contextmanager
-def _ending() -> Iterator[None]:
-    """End with one message where something is wrong; Snakemake would add a traceback to an exception."""
+def _exit_on_error() -> Iterator[None]:
+    """Print an error of kairos or a file as one message and exit; Snakemake would print a traceback."""
     try:
         yield
     except (KairosError, OSError) as error:
@@ -69,112 +94,234 @@ def _ending() -> Iterator[None]:
         sys.exit(2)
 
 
-def _lock(results: Path) -> IO[str]:
-    """Hold the experiment while the file that is returned is open; locks of Snakemake's would outlive its process.
+def _lock_results(results: Path) -> IO[str]:
+    """Lock an experiment's results until the returned file is closed; Snakemake's own locks outlive its process.
 
     Raises:
-        KairosError: another Snakemake works on these results.
+        KairosError: another run of the workflow holds the lock.
     """
     path = Path(".kairos") / f"{results.name}.lock"
     path.parent.mkdir(exist_ok=True)
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     if not locked(file, 0, "runs from working at once; put this folder on"):
         file.seek(0)
-        raise KairosError(f"{results}: another run ({file.read().strip()}) is at work there; wait for it")
+        raise KairosError(f"{results}: another run ({file.read().strip()}) computes these results; wait for its end")
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
 
 
-def _tidy(layout: Layout) -> None:
-    """Clear what the last run left, before Snakemake reads it; do nothing while another run is at work.
+def _remove_leftovers(layout: Layout) -> None:
+    """Remove records that an earlier run has left and that this run must not trust; not while another run works.
 
-    An import into MLflow that failed is tried again; so is one into elsewhere. A job that has ended well without its
-    controller is on Snakemake's books.
+    The record of an import into MLflow that failed, or went to another server, is removed, so that the import is
+    repeated. The record of a SLURM job is removed if the job succeeded without its controller: Snakemake's metadata
+    contain the job.
     """
     results = Path(layout.results)
-    with suppress(KairosError), _lock(results):
-        record = results / "tracking.json"
-        if record.exists():
-            done, uri = read_json(record), tracking_uri(layout.experiment.tracking.uri)
-            if not done.get("imported") or done.get("uri") != without_credentials(uri):
-                record.unlink()
-        for note in books(results).glob("*.done"):
-            note.with_suffix(".json").unlink(missing_ok=True)
-            note.unlink()
+    with suppress(KairosError), _lock_results(results):
+        tracking_file = results / "tracking.json"
+        if tracking_file.exists():
+            tracking = read_json(tracking_file)
+            uri = without_credentials(tracking_uri(layout.experiment.tracking.uri))
+            if not tracking.get("imported") or tracking.get("uri") != uri:
+                tracking_file.unlink()
+        for success in books(results).glob("*.done"):
+            success.with_suffix(".json").unlink(missing_ok=True)
+            success.unlink()
 
 
-def sharing(workflow: Any, layout: Layout, segment: Segment) -> Callable[[Any], str] | None:
-    """`Layout.sharing`, as one job for each group."""
-    group = layout.training_group(segment)
-    number = layout.experiment.training.trainings_per_gpu
-    return group and (lambda wildcards: together(workflow, group(wildcards), number))
+# ------------------------------------------------------------------------------------------- inputs, params and groups
 
 
-def data_files(layout: Layout) -> list[str]:
-    """The files of a data set that are not images, as far as they exist; `kairos prepare` says what is missing."""
+def list_data_files(layout: Layout) -> list[str]:
+    """Return the existing files of a data set other than single images; `kairos prepare` reports missing files."""
     dataset = layout.experiment.dataset
-    lists = [re.sub(r":\d+$", "", part.files) for part in dataset.sections if part.files]
-    found = sorted({path for path in (*lists, *dataset.caption_files) if os.path.isfile(path)})
-    for part in dataset.sections if dataset.source in ("parquet", "zip") else ():
-        path = str(part.path)
-        inside = os.path.isdir(path)
-        found += sorted(map(str, Path(path).rglob("*.parquet")) if inside else glob.glob(path, recursive=True))
-    return found
+    lists = [re.sub(r":\d+$", "", section.files) for section in dataset.sections if section.files]
+    files = sorted({path for path in (*lists, *dataset.caption_files) if os.path.isfile(path)})
+    if dataset.source not in ("parquet", "zip"):
+        return files
+    for section in dataset.sections:
+        path = str(section.path)
+        if os.path.isdir(path):
+            files += sorted(str(file) for file in Path(path).rglob("*.parquet"))
+        else:
+            files += sorted(glob.glob(path, recursive=True))
+    return files
 
 
-def listing(layout: Layout) -> str | list[str] | None:
-    """Names of a data set's files; of folders of images, too many files to be inputs each, a hash with their sizes."""
+def fingerprint_dataset(layout: Layout) -> str | list[str] | None:
+    """Return what identifies a data set's files, for the ``params:`` of rule prepare.
+
+    For folders of images, which are too many to be inputs, this is a hash of all names and sizes. For other data sets
+    it is the list of file names, or None if there are none.
+    """
     dataset = layout.experiment.dataset
     if dataset.source != "folder":
-        return data_files(layout) or None
-    roots = [Path(str(part.path)) for part in dataset.sections]
-    found = [
-        sorted((file.relative_to(root).as_posix(), file.stat().st_size) for file in root.rglob("*") if file.is_file())
-        for root in roots
-    ]
-    return sha256_json(found)
+        return list_data_files(layout) or None
+    names_and_sizes = []
+    for section in dataset.sections:
+        root = Path(str(section.path))
+        files = [file for file in root.rglob("*") if file.is_file()]
+        names_and_sizes.append(sorted((file.relative_to(root).as_posix(), file.stat().st_size) for file in files))
+    return sha256_json(names_and_sizes)
+
+
+def training_group(workflow: Any, layout: Layout, segment: Segment) -> Callable[[Any], str] | None:
+    """Return a function from wildcards to the group of training runs that share a GPU, which run as one job.
+
+    The function also sets the size of the group in Snakemake. Without ``trainings_per_gpu`` there is no group.
+    """
+    name_group = layout.training_group(segment)
+    if name_group is None:
+        return None
+    number = layout.experiment.training.trainings_per_gpu
+    return lambda wildcards: set_jobs_per_group(workflow, name_group(wildcards), number)
+
+
+# ------------------------------------------------------------------------------------------------- start of the jobs
 
 
 def starts(workflow: Any, layout: Layout) -> None:
-    """Before the first job: hold the results; see `start_over` and `interrupts`."""
-    with _ending():
+    """Prepare a run before its first job: lock the results, mark training runs that start over, start the fork server.
+
+    The process ends with a message if another run works on the results, or for ``--executor slurm``.
+    """
+    with _exit_on_error():
         if workflow.executor_plugin.name == "slurm":
             raise rejection("executor", "'slurm'", "'kairos', whose settings are kairos-… instead of slurm-…")
-        _held.append(_lock(Path(layout.results)))
+        _lock_files.append(_lock_results(Path(layout.results)))
     if not workflow.touch:
-        start_over.mark(workflow, Path(layout.results))
+        _mark_trainings_to_start_over(workflow, Path(layout.results))
     if workflow.local_exec:
-        interrupts.obey(workflow.scheduler)
+        _end_on_signals(workflow.scheduler)
         stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]
         fork_server.start(layout.config_file, layout.experiment.training.threads, stages)
 
 
+def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:
+    """Mark the completed requests of jobs that are forced or whose outputs were deleted; unmark all other requests."""
+    completed: dict[Path, Request] = {}
+    for path in results.glob("*/seed*/.state/*/complete/*.json"):
+        training_folder = path.parents[3].as_posix()
+        completed[path] = training_folder, tuple(read_json(path)["milestones"])
+    jobs_by_training: dict[str, list[Any]] = defaultdict(list)
+    for job in workflow.dag.needrun_jobs():
+        if job.rule.name.startswith("train"):
+            jobs_by_training[job.params.out].append(job)
+    starting_over: set[Request] = set()
+    for jobs in jobs_by_training.values():
+        completed_jobs = [
+            job for job in jobs if is_recorded_as_complete(workflow, job) and _request_of(job) in completed.values()
+        ]
+        all_completed = len(completed_jobs) == len(jobs)
+        for job in completed_jobs:
+            if _is_forced(workflow, job) or (all_completed and _has_missing_output(job)):
+                starting_over.add(_request_of(job))
+    for path, request in completed.items():
+        mark = path.with_suffix(".start_over")
+        if request in starting_over:
+            write_text(mark, "asked for again\n")
+        else:
+            mark.unlink(missing_ok=True)
+
+
+def _request_of(job: Any) -> Request:
+    """Return the request of a training job: the folder of its training run and its milestones."""
+    return job.params.out, tuple(job.params.steps)
+
+
+def _is_forced(workflow: Any, job: Any) -> bool:
+    return job.rule in workflow.dag.forcerules or not workflow.dag.forcefiles.isdisjoint(job.output)
+
+
+def _has_missing_output(job: Any) -> bool:
+    return not all(Path(str(output)).exists() for output in job.output)
+
+
+# ----------------------------------------------------------------------------------------------------------- signals
+
+
+def _end_on_signals(scheduler: Any) -> None:
+    """End the run on SIGINT, SIGTERM and, unless it is ignored as with nohup, on SIGHUP.
+
+    On SIGTERM, Snakemake itself waits until its jobs are done. It relies on a terminal to send SIGINT to the jobs too,
+    and ignores SIGINT if a script has started it in the background. With this function every signal ends the run in
+    the same way. No further job starts. The running jobs get SIGTERM, on which training runs write a checkpoint. The
+    processes that remain after `_SECONDS_TO_END` are killed.
+    """
+    received: SimpleQueue[int] = SimpleQueue()  # its `put` may interrupt any code of the main thread
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: received.put(number))
+    threading.Thread(target=_end_after_signal, args=(scheduler, received), daemon=True).start()
+
+
+def _end_after_signal(scheduler: Any, received: "SimpleQueue[int]") -> None:
+    """Wait for a signal; then stop the scheduler, and terminate and later kill the jobs' processes."""
+    received.get()
+    _interruption_times.append(time.time())
+    logging.disable()  # Snakemake would report each of its jobs as failed
+    scheduler.exit_gracefully()
+    terminated: set[psutil.Process] = set()
+    while True:  # until this process ends
+        is_late = time.time() - _interruption_times[0] > _SECONDS_TO_END
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if is_late:
+                    process.kill()
+                elif process not in terminated:
+                    terminated.add(process)
+                    process.terminate()
+        time.sleep(0.2)
+
+
+# --------------------------------------------------------------------------------------------------------------- end
+
+
 def succeeded(workflow: Any, layout: Layout) -> None:
-    """After the last job: parts whose joining ended without a controller go too."""
+    """Finish a successful run: delete leftover shards of finished merges, and print the path of the report."""
     if workflow.touch:
         return
-    for path in {path for job in workflow.dag.jobs for path in job.input.get("parts", ())}:
-        shutil.rmtree(path) if os.path.isdir(path) else Path(path).unlink(missing_ok=True)
-    made = any(job.rule.name == "report" for job in workflow.dag.jobs)
-    report = f"; the report is {layout.results}/report.html" if made else ""
-    say(f"{layout.experiment.experiment}: done in {duration(time.time() - _began)}{report}")
+    shards = {path for job in workflow.dag.jobs for path in job.input.get("parts", ())}
+    for path in shards:
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        else:
+            Path(path).unlink(missing_ok=True)
+    has_report = any(job.rule.name == "report" for job in workflow.dag.jobs)
+    report = f"; the report is {layout.results}/report.html" if has_report else ""
+    say(f"{layout.experiment.experiment}: done in {duration(time.time() - _start_time)}{report}")
 
 
 def failed(workflow: Any, layout: Layout) -> None:
-    """Name the failed jobs' log files with what they say last, or say that the run was told to end."""
-    for job in workflow.scheduler.failed:  # Snakemake books its deleted outputs as made: as if a user had deleted them
+    """Finish a failed or interrupted run: print how many training runs wrote a checkpoint, or the failed jobs' logs."""
+    for job in workflow.scheduler.failed:
+        # Snakemake's metadata contain outputs that it has deleted itself, as if the user had deleted them
         workflow.persistence.cleanup(job)
-    if interrupts.told_at:
-        words = [read_progress(Path(layout.training_folder(*training))) for training in layout.trainings]
-        written = sum(word.get("state") == "stopped" and word["updated"] > interrupts.told_at[0] for word in words)
-        whose = "training has written its" if written == 1 else "trainings have written their"
-        say(f"interrupted: {written} {whose} state; the same command goes on")
-        return
-    say("Not everything could be computed; what is complete stays, and the same command goes on from there.")
+    if _interruption_times:
+        _report_interruption(layout)
+    else:
+        _report_failed_jobs(workflow)
+
+
+def _report_interruption(layout: Layout) -> None:
+    """Print how many training runs have written a checkpoint since the signal."""
+    stopped = 0
+    for method, seed in layout.trainings:
+        progress = read_progress(Path(layout.training_folder(method, seed)))
+        if progress.get("state") == "stopped" and progress["updated"] > _interruption_times[0]:
+            stopped += 1
+    trainings = "training run" if stopped == 1 else "training runs"
+    say(f"interrupted: {stopped} {trainings} wrote a checkpoint; run the same command again to resume")
+
+
+def _report_failed_jobs(workflow: Any) -> None:
+    """Print the log file and its last line of each job that has failed in this run."""
+    say("Some jobs failed. Complete results are kept; run the same command again to continue.")
     for job in workflow.dag.needrun_jobs():
         log = Path(str(job.log[0])) if job.log else None
-        if log and not workflow.dag.finished(job) and log.exists() and log.stat().st_mtime >= _began:
+        if log and not workflow.dag.finished(job) and log.exists() and log.stat().st_mtime >= _start_time:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             say(f"  {log}: {lines[-1] if lines else 'no message'}")

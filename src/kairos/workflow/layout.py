@@ -298,7 +298,7 @@ def name_snapshots(steps: tuple[int, ...]) -> list[str]:
 
 def create_layout(experiment: Experiment) -> Layout:
     """Return the layout of an experiment, after choosing what the experiment leaves open and freezing it in a file."""
-    settled, notes = experiment.settled()
+    settled, notes = experiment.resolve()
     return Layout(settled, freeze(settled), notes + lacking(settled))
 
 

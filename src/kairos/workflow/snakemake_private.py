@@ -1,54 +1,68 @@
-"""All that kairos uses of Snakemake and its SLURM plugin without their promise to keep it, and what breaks without it.
+"""Private names of Snakemake and its SLURM plugin that kairos uses, and what breaks if a release removes them.
 
-``tests/test_private_names.py`` looks for each attribute, in the newest releases too; pyproject.toml caps the versions.
-Four habits of theirs have no name to look for; the tests on SLURM, ``tests/cluster``, rely on them:
+``tests/test_private_names.py`` looks for each name, also in the newest releases; ``pyproject.toml`` caps the versions.
+This module imports nothing of kairos, so that the test runs with only Snakemake and the plugin installed.
 
-- Snakemake records a job as finished in the mode ``ExecMode.DEFAULT`` alone.
+kairos also relies on four habits that have no name. The tests on SLURM, ``tests/cluster``, check them:
+
+- Snakemake records a job as finished only in the mode ``ExecMode.DEFAULT``.
 - The plugin names jobs after ``run_uuid``, by which the next controller finds them.
-- The plugin reports what sbatch says after the words ``sbatch call:``.
-- The plugin calls ``report_job_error`` for a job that SLURM cannot take now; it would use up the job's attempts.
+- The plugin reports the output of sbatch after the words ``sbatch call:``.
+- The plugin calls ``report_job_error`` for a job that SLURM cannot accept now, which would use up the job's attempts.
 """
 
 from pathlib import Path
 from typing import Any
 
-_RECORDS, _JOBS = "snakemake.persistence:PersistenceBase", "snakemake.jobs"
-_GROUPS, _SLURM = "snakemake.settings.types:GroupSettings", "snakemake_executor_plugin_slurm"
-NAMES = [  # module and class, attribute, what would happen without it
-    (_RECORDS, "_filter_incomplete_keys", "outputs that a killed job has deleted would make its training start over"),
-    (f"{_JOBS}:Job", "_attempt", "what fails again in the same way would be tried `retries` times"),
-    (f"{_JOBS}:GroupJob", "_attempt", "trainings that share a job would be tried again, too"),
-    (f"{_JOBS}:Job", "non_derived_params", "an earlier job that does other work could be waited for"),
-    (_GROUPS, "group_components", "each of the trainings that share a GPU would be a job of its own"),
-    (f"{_SLURM}:Executor", "report_job_error", "a job that SLURM cannot take now would use up its attempts"),
-    (f"{_SLURM}.partitions:PartitionLimits", "max_runtime", "kairos check would know no longest time of a job"),
+_PERSISTENCE = "snakemake.persistence:PersistenceBase"
+_JOB, _GROUP_JOB = "snakemake.jobs:Job", "snakemake.jobs:GroupJob"
+_GROUP_SETTINGS = "snakemake.settings.types:GroupSettings"
+_SLURM_EXECUTOR = "snakemake_executor_plugin_slurm:Executor"
+_PARTITION_LIMITS = "snakemake_executor_plugin_slurm.partitions:PartitionLimits"
+NAMES = [  # module and class, attribute, what would happen without the attribute
+    (_PERSISTENCE, "_filter_incomplete_keys", "a killed job's deleted outputs would make its training run start over"),
+    (_JOB, "_attempt", "a job that fails again in the same way would be retried `retries` times"),
+    (_GROUP_JOB, "_attempt", "training runs that share a job would be retried, too"),
+    (_JOB, "non_derived_params", "the controller could wait for an earlier job that does other work"),
+    (_GROUP_SETTINGS, "group_components", "each of the training runs that share a GPU would be a separate job"),
+    (_SLURM_EXECUTOR, "report_job_error", "a job that SLURM cannot accept now would use up its attempts"),
+    (_PARTITION_LIMITS, "max_runtime", "kairos check could not compare a job's duration with the limits of partitions"),
 ]
 
 
-def on_the_books(workflow: Any, job: Any) -> bool:
-    """Return True if Snakemake has recorded a job as finished, and not as begun since."""
-    records = workflow.persistence
-    return records.has_metadata(job) and not records._filter_incomplete_keys([str(output) for output in job.output])
+def is_recorded_as_complete(workflow: Any, job: Any) -> bool:
+    """Return True if Snakemake's metadata record a job as finished, and not as started again since."""
+    persistence = workflow.persistence
+    outputs = [str(output) for output in job.output]
+    return persistence.has_metadata(job) and not persistence._filter_incomplete_keys(outputs)
 
 
-def no_further_attempt(job: Any) -> None:
-    """Let a job that fails not be tried again. (By the public setter it would give back more than it has taken.)"""
+def prevent_retry(job: Any) -> None:
+    """Prevent another attempt of a job that fails.
+
+    The public setter of the attempt would return more resources to the scheduler than the job has taken.
+    """
     job._attempt = job.restart_times + 1
 
 
-def together(workflow: Any, group: str, number: int) -> str:
-    """The name of a group of which up to so many jobs become one, although nothing connects them.
+def set_jobs_per_group(workflow: Any, group: str, number: int) -> str:
+    """Let Snakemake combine up to `number` jobs of a group that do not depend on each other; return the group.
 
-    Called when Snakemake asks a rule for its group: its settings come after the Snakefile is read.
+    Rules call this function when Snakemake evaluates their group: the settings do not exist before.
     """
-    if settings := workflow.group_settings:  # none where nothing is executed, such as for a summary
+    if settings := workflow.group_settings:  # None if nothing is executed, such as for a summary
         settings.group_components = {group: number, **settings.group_components}
     return group
 
 
-def longest(partitions: Path, gpu: bool) -> float:
-    """Minutes that the longest partition of a partition file allows; with `gpu` of those that take jobs with one."""
-    from snakemake_executor_plugin_slurm.partitions import read_partition_file
+def read_longest_limit(partition_file: Path, gpu: bool) -> float:
+    """Return the time limit, in minutes, of the longest partition in a partition file; 0 if there is no partition.
 
-    limits = [partition.limits for partition in read_partition_file(partitions)]
-    return max((one.max_runtime for one in limits if one.max_gpu or not gpu), default=0.0)
+    Args:
+        partition_file: the SLURM plugin's description of a cluster's partitions.
+        gpu: consider only partitions with GPUs.
+    """
+    from snakemake_executor_plugin_slurm.partitions import read_partition_file  # imports pandas
+
+    limits = [partition.limits for partition in read_partition_file(partition_file)]
+    return max((limit.max_runtime for limit in limits if limit.max_gpu or not gpu), default=0.0)
