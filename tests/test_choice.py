@@ -118,7 +118,7 @@ def test_auto(tmp_path):
             "dataset: got 75 training images, allowed: more than 75",
         ),
         ({"extractor": "inception"}, r"evaluation.num_samples: got 450 .*2048(.|\n)*dataset: got 75"),
-        ({"extractor": {"name": "inception", "path": "none.pth"}}, "weights none.pth, but there is no such file"),
+        ({"extractor": {"name": "inception", "path": "none.pth"}}, "weights none.pth, but the file does not exist"),
     ],
 )
 def test_refusals(tmp_path, changes, message):

@@ -52,7 +52,7 @@ def test_features_are_the_class_token_of_what_is_published(network, tmp_path):
 
 def test_a_missing_network_says_what_goes_where(tmp_path):
     with pytest.raises(
-        KairosError, match=r"dinov2 needs the network .*nowhere .*name it as evaluation\.extractor\.path"
+        KairosError, match=r"dinov2 needs the network .*nowhere .*evaluation\.extractor\.path"
     ):
         extractors.build_extractor({"name": "dinov2", "path": str(tmp_path / "nowhere")}, None, tmp_path / "x")
     other = transformers.BertModel(
@@ -81,5 +81,5 @@ def test_a_missing_network_is_refused_before_any_job(tmp_path, network, monkeypa
         )
         said[path, offline] = main(["check", str(file)]), "".join(capsys.readouterr())
     (code, text), (offline, cached), (hub, warned), (here, _) = said.values()
-    assert code == offline == 2 and "there is no such folder" in text and "HF_HUB_OFFLINE is set" in cached
+    assert code == offline == 2 and "the folder does not exist" in text and "HF_HUB_OFFLINE is set" in cached
     assert hub == here == 0 and "will download facebook/dinov2-large" in warned

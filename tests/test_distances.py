@@ -131,7 +131,7 @@ def test_features_on_disk():
     assert np.array_equal(kept(np.array([5, 9]))[:], features[[5, 9]])
     assert (
         len(metrics.indices_to_store(10)) == 10
-        and len(metrics.indices_to_store(10**6)) == metrics.KEPT
+        and len(metrics.indices_to_store(10**6)) == metrics.MAX_STORED
         and metrics.indices_to_store(10**6)[-1] == 10**6 - 1
     )
 
@@ -211,10 +211,10 @@ class Latents:
     heldout = np.arange(64)
     shape = (1, 2, 2)
 
-    def batch(self, indices, flips=None, noise=None):
+    def load_x0(self, indices, flips=None, noise=None):
         return torch.zeros(len(indices), *self.shape)
 
-    def conditions(self, indices):
+    def load_conditions(self, indices):
         return {}
 
 

@@ -250,7 +250,7 @@ def test_a_comment_and_a_message_leave_dvc_lock_as_it_is(own):
     with (
         own.edited("src/kairos/training/loop.py", "\n\n\n", "\n\n\n# a comment\n\n"),
         own.edited("library/src/kairos_timesteps/samplers/adaptive.py", '"""', '"""Reworded: '),
-        own.edited("src/kairos/evaluation/evaluate.py", "drawn from another", "drawn, it seems, from another"),
+        own.edited("src/kairos/evaluation/evaluate.py", "generated from another", "generated, it seems, from another"),
         own.edited("params.yaml", "experiment:", "# a comment\nexperiment:"),
     ):
         assert reproduced(own) == [FIRST]

@@ -335,7 +335,7 @@ def test_the_reference_is_a_choice(chain, tmp_path, monkeypatch):
         ({"mu": np.zeros(8), "sigma": np.eye(8)}, r"sigma in x\.npz has shape \(8, 8\), allowed: \(32, 32\)"),
         (
             {"mu": np.zeros(32), "sigma": np.eye(32)},
-            r"x\.npz holds mu, sigma; the metrics need features of real images",
+            r"x\.npz contains mu, sigma; the metrics need features of real images",
         ),
         ({"arr_0": np.zeros((40, 9, 9, 1), np.uint8)}, r"got \(9, 9, 1\).*allowed: \(8, 8, 1\)"),
         ({"arr_0": np.zeros((20, 8, 8, 1), np.uint8)}, r"x\.npz: got 20 images, allowed: more than 32"),
@@ -392,7 +392,7 @@ def test_samples_of_another_milestone_are_refused(chain, tmp_path):
     images, protocol = read_samples(chain / "0.npz")
     write_samples(tmp_path / "x.npz", images, {**protocol, "identity": record["identity"], "step": 0})
     job = evaluate.EvaluationJob(tmp_path / "x.npz", tmp_path / "x.json", chain / "uniform/seed0/milestones/0000002")
-    with pytest.raises(KairosError, match="another milestone"):
+    with pytest.raises(KairosError, match="another snapshot"):
         evaluate.run([job], chain / "reference")
 
 

@@ -138,20 +138,20 @@ def test_inception(server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     assert inception_weights.URL == URL_INCEPTION_V3
     file = write(evaluation={"extractor": "inception"})
-    monkeypatch.setattr(weights, "NAME", NAME)
-    monkeypatch.setattr(weights, "URL", f"{server}/nowhere/{NAME}")
+    monkeypatch.setattr(inception_weights, "NAME", NAME)
+    monkeypatch.setattr(inception_weights, "URL", f"{server}/nowhere/{NAME}")
     assert main(["fetch", "--config", file]) == 1
     said = capsys.readouterr().err
     assert "Inception weights: Not Found" in said
     assert f"there: {inception_weights.default_path()}" in said
 
-    monkeypatch.setattr(weights, "URL", f"{server}/whole/{NAME}")
+    monkeypatch.setattr(inception_weights, "URL", f"{server}/whole/{NAME}")
     assert main(["fetch", "--config", file]) == 0
     assert inception_weights.default_path().read_bytes() == CONTENT
     said = capsys.readouterr()
     assert f"fetch {NAME}: MiB 4/4" in said.err
     assert f"Inception weights: {inception_weights.default_path()}" in said.out
-    monkeypatch.setattr(weights, "URL", f"{server}/nowhere/{NAME}")
+    monkeypatch.setattr(inception_weights, "URL", f"{server}/nowhere/{NAME}")
     assert main(["fetch", "--config", file]) == 0  # nothing is asked for again
     inception_weights.default_path().write_bytes(CONTENT[:-1])
     assert main(["fetch", "--config", file]) == 1  # damaged, and not to be had

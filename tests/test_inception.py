@@ -11,7 +11,7 @@ from kairos_timesteps.errors import DamagedError, KairosError
 
 
 def test_missing_inception_weights(tmp_path):
-    with pytest.raises(KairosError, match=r"nowhere\.pth.*classifier needs none"):
+    with pytest.raises(KairosError, match=r"nowhere\.pth.*classifier and selfsupervised need no weights"):
         extractors.build_extractor({"name": "inception", "path": str(tmp_path / "nowhere.pth")}, None, tmp_path / "x")
 
 
@@ -51,7 +51,7 @@ def test_a_damaged_extractor_in_the_cache_is_replaced_at_once(cached_extractor, 
         seen.append((cached_extractor / "manifest.json").is_file())
         return find(path)
 
-    monkeypatch.setattr(weights, "find", observed)
+    monkeypatch.setattr(inception_weights, "find_weights", observed)
     cache_published_extractor("inception")
     assert damaged.read_bytes() == b"weights" and seen == [True]
     assert sorted(file.name for file in cached_extractor.iterdir()) == ["manifest.json", inception_weights.NAME]

@@ -171,9 +171,9 @@ def test_captions_of_no_image_or_of_two_are_refused(tmp_path):
             "allowed: a column with source parquet",
         ),
         ({"dataset": {"source": "parquet", "path": "x", "heldout_captions": "c"}}, "dataset.heldout_captions: got 'c'"),
-        ({"text_encoder": None}, "text_encoder: got null, allowed: what it needs"),
-        ({"dataset": {"source": "folder", "path": "x"}}, "dataset.captions: got null, allowed: what it needs"),
-        ({"model": "unet"}, "text_encoder: got x, allowed: where model.conditions names text"),
+        ({"text_encoder": None}, "text_encoder: got null, allowed: a value"),
+        ({"dataset": {"source": "folder", "path": "x"}}, "dataset.captions: got null, allowed: a value"),
+        ({"model": "unet"}, "text_encoder: got x, allowed: null, unless model.conditions contains text"),
         ({"model": {"name": "unet", "conditions": ["text"]}}, "model.conditions: got ['text'], allowed with unet"),
         (
             {"model": {"name": "unet", "conditions": ["text"]}, "dataset": {}, "text_encoder": None},
@@ -182,7 +182,7 @@ def test_captions_of_no_image_or_of_two_are_refused(tmp_path):
         ({"text_encoder": {"path": "x", "output": "pooled"}}, "text_encoder.output: got pooled, allowed with this"),
         (
             {"model": "unet", "text_encoder": None, "evaluation": {"metrics": ["frechet", "clip"]}},
-            "evaluation.metrics: got clip, allowed: where model.conditions names text",
+            "evaluation.metrics: got clip, allowed: other metrics, unless model.conditions contains text",
         ),
     ],
 )
@@ -457,7 +457,7 @@ def test_from_photographs_with_captions_to_a_clip_score(
     assert np.isfinite(found["validation"]["loss"])
     np.savez("foreign.npz", arr_0=samples.images[:])
     assert main(["evaluate", "--samples", "foreign.npz", "--reference", str(results / "reference"), "--out", "f"]) == 1
-    assert "foreign.npz: holds no captions, which metric clip needs" in capsys.readouterr().err
+    assert "foreign.npz: contains no captions, which metric clip needs" in capsys.readouterr().err
 
 
 def test_a_caption_per_visit_is_drawn_by_the_seed(encoder, captioned, tmp_path, monkeypatch):

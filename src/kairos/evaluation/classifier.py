@@ -1,7 +1,7 @@
 """A small classifier of the data set's images as feature extractor, for data where Inception is absent or unsuitable.
 
-It is trained on the labelled training split, or without labels on a self-supervised task: predict by how many quarter
-turns an image was rotated (Gidaris et al. 2018, "Unsupervised representation learning by predicting image rotations").
+It is trained on the labelled training split, or without labels to predict by how many quarter turns an image was
+rotated. Gidaris et al. 2018, "Unsupervised representation learning by predicting image rotations", proposed this task.
 `benchmarks/extractors.py` compares the two tasks, and others. The features are the layer before the classes. Training
 is deterministic on one machine and takes seconds on small images.
 """

@@ -1,4 +1,4 @@
-"""Stage `evaluate`: distances of samples from the real images, and the validation loss, each with its protocol."""
+"""Stage `evaluate`: distances of samples from real images, and the validation loss, with the evaluation protocol."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -24,17 +24,17 @@ from kairos.sampling.settings import GUIDANCE
 from kairos_timesteps.errors import ConfigError, KairosError
 from kairos_timesteps.options import but_name
 
-PUBLISHED = ("inception", "dinov2")  # extractors that no data set is needed for
+PUBLISHED = ("inception", "dinov2")  # extractors that need no data set
 
 
 @dataclass(frozen=True)
 class EvaluationJob:
     """Samples to evaluate.
 
-    Args:
+    Attributes:
         samples: npz file.
-        out: the JSON record that is written.
-        milestone: folder, for the validation loss; None: distances alone.
+        out: JSON record to write.
+        milestone: folder of the snapshot, for the validation loss and paired metrics; None: other metrics alone.
     """
 
     samples: Path
@@ -50,31 +50,27 @@ def run(
     sets: int = 1,
     wanted: list[str] | None = None,
 ) -> None:
-    """Evaluate every job.
+    """Evaluate every job, write its record, and print the warnings about numbers of images once.
 
     Args:
-        jobs: what is evaluated.
+        jobs: samples to evaluate.
         reference: folder or reference.json of stage reference, or an npz file of real images.
-        extractor: its folder, ``inception`` or ``dinov2``; None: ``../extractor``, seen from the reference's folder, or
-            with an npz reference the one that the metrics are defined for.
-        latents: folder for the validation loss; None: ``../../../../latents``, seen from the milestone.
-        sets: with an npz reference: sets that the samples are split into.
-        wanted: with an npz reference: names of metrics; None: those usual for the extractor.
+        extractor: folder of the extractor, ``inception`` or ``dinov2``; None: ``../extractor``, relative to the
+            reference's folder, or with an npz reference the extractor that the metrics are defined for.
+        latents: folder of the latents for the validation loss; None: ``../../../../latents``, relative to the snapshot.
+        sets: with an npz reference: number of sets that the samples are split into.
+        wanted: with an npz reference: names of metrics; None: the default metrics of the extractor.
 
     Raises:
-        KairosError: a file is missing, damaged, or does not belong to the others.
+        KairosError: a file is missing or damaged, or files do not belong together.
     """
-    outside = reference.suffix == ".npz"
-    if wanted and not outside:
-        raise ConfigError(f"--metrics: got {','.join(wanted)}, allowed with an npz reference; {reference} has its own")
-    if outside and extractor is None:
-        needed = {METRICS.entry(name).facts.get("extractor", "") for name in wanted or ()} - {""}
-        if len(needed) != 1:
-            raise ConfigError(
-                "--extractor: got none, allowed where --reference is an npz: a folder, inception or dinov2; or metrics "
-                "that are defined for one of them, such as --metrics fid"
-            )
-        extractor = Path(needed.pop())
+    is_external = reference.suffix == ".npz"
+    if wanted and not is_external:
+        raise ConfigError(
+            f"--metrics: got {','.join(wanted)}, allowed with an npz reference only; {reference} fixes its metrics"
+        )
+    if is_external and extractor is None:
+        extractor = Path(_extractor_of_metrics(wanted or []))
     if str(extractor) in PUBLISHED and not Path(str(extractor)).exists():
         extractor = cache_published_extractor(str(extractor))
     milestone = next((job.milestone for job in jobs if job.milestone), None)
@@ -82,24 +78,51 @@ def run(
     folder = reference if reference.is_dir() else reference.parent
     opened = open_extractor(extractor or folder / "../extractor", device)
     resource_usage.end_startup()
-    known = open_external_reference(reference, opened, wanted) if outside else open_reference(reference, opened)
-    opened = replace(opened, precision=known[0]["precision"])
-    files: dict[str, list[str]] = {}  # by the warning about their numbers of images
+    if is_external:
+        opened_reference = open_external_reference(reference, opened, wanted)
+    else:
+        opened_reference = open_reference(reference, opened)
+    opened = replace(opened, precision=opened_reference.record["precision"])
+    files_by_warning: dict[str, list[str]] = {}
     for job in jobs:
-        for warning in evaluate(job, known, opened, sets, latents):
-            files.setdefault(warning, []).append(str(job.samples))
-    printed = known[0].get("warnings", [])  # by stage reference, each with what it is about
-    for warning, (first, *others) in files.items():
-        if not any(line == warning or line.endswith(f": {warning}") for line in printed):
-            more = f" (and {len(others)} other file{'s' * (len(others) > 1)})" if others else ""
-            metrics.warn(first + more, warning)
+        for warning in evaluate(job, opened_reference, opened, sets, latents):
+            files_by_warning.setdefault(warning, []).append(str(job.samples))
+    _print_warnings(files_by_warning, opened_reference.record.get("warnings", []))
+
+
+def _extractor_of_metrics(names: list[str]) -> str:
+    """Return the one extractor that metrics are defined for.
+
+    Raises:
+        ConfigError: the metrics are defined for any extractor, or for several ones.
+    """
+    extractors = {METRICS.entry(name).facts.get("extractor", "") for name in names} - {""}
+    if len(extractors) != 1:
+        raise ConfigError(
+            "--extractor: got none, required with an npz as --reference: pass a folder, inception or dinov2, or "
+            "metrics that are defined for one of them, such as --metrics fid"
+        )
+    return extractors.pop()
+
+
+def _print_warnings(files_by_warning: dict[str, list[str]], printed: list[str]) -> None:
+    """Print each warning once, with the first of its files and the number of the others.
+
+    Args:
+        files_by_warning: samples files by warning.
+        printed: warnings that stage reference has printed, maybe with a prefix; they are not repeated.
+    """
+    for warning, (first, *others) in files_by_warning.items():
+        if any(line == warning or line.endswith(f": {warning}") for line in printed):
+            continue
+        more = f" (and {len(others)} other file{'s' * (len(others) > 1)})" if others else ""
+        metrics.warn(first + more, warning)
 
 
 def cache_published_extractor(name: str) -> Path:
-    """Return the folder of a published extractor in the cache.
+    """Return the folder of a published extractor in `metrics.CACHE`, after building it if it is missing or damaged.
 
-    Evaluations that run at the same time read the folder, so it is made only where it is missing or damaged, and then
-    replaced as a whole.
+    The folder is replaced as a whole, because other evaluations may read it at the same time.
     """
     folder = metrics.CACHE / name
     try:
@@ -114,89 +137,115 @@ def cache_published_extractor(name: str) -> Path:
 def evaluate(
     job: EvaluationJob, reference: Reference, extractor: Extractor, sets: int, latents: Path | None
 ) -> list[str]:
-    """Evaluate one samples file, write its record, and return the warnings about its number of images."""
-    samples, (fixed, target) = open_samples(job.samples), reference
-    protocol, needs, where = samples.protocol, target.needs, str(job.samples)
-    parts, warnings = split_into_sets(len(samples.images), fixed["num_samples"], sets, where)
-    few_images = metrics.check_image_count(len(parts[0]), extractor.width, where)
-    trained_on = None
+    """Evaluate one samples file, write its record, and return the warnings about its number of images.
+
+    Args:
+        job: the samples and the record to write.
+        reference: statistics of real images, metrics and fixed settings.
+        extractor: the opened feature extractor.
+        sets: number of sets, if the reference does not fix the number of images per set.
+        latents: folder of the latents; None: ``../../../../latents``, relative to the snapshot.
+
+    Raises:
+        KairosError: too few images, or the samples lack something that a metric needs.
+    """
+    samples = open_samples(job.samples)
+    needs = reference.target.needs
+    file = str(job.samples)
+    parts, warnings = split_into_sets(len(samples.images), reference.record["num_samples"], sets, file)
+    few_images = metrics.check_image_count(len(parts[0]), extractor.width, file)
+    training_latents = None
     if job.milestone is not None and needs & {"pairs", "milestone"}:
-        milestone = read_json(job.milestone / "milestone.json")
-        trained_on = _open_training_latents(job, protocol, milestone, latents)
+        snapshot_record = read_json(job.milestone / "milestone.json")
+        training_latents = _open_training_latents(job, samples.protocol, snapshot_record, latents)
     scores = []
     for part in parts:
         measured = measure(extractor, iterate_rows(samples.images, part), needs)
         if "captions" in needs:
-            measured = replace(measured, captioned=_pair_with_captions(where, samples, part))
-        if "pairs" in needs and trained_on is not None:
-            measured = replace(
-                measured, pairs=pair_with_real_images(samples, part, trained_on, milestone["conditions"])
-            )
-        scores.append(target.score(measured))
-    found = metrics.summarise(scores)
+            measured = replace(measured, captioned=_pair_with_captions(file, samples, part))
+        if "pairs" in needs and training_latents is not None:
+            pairs = pair_with_real_images(samples, part, training_latents, snapshot_record["conditions"])
+            measured = replace(measured, pairs=pairs)
+        scores.append(reference.target.score(measured))
+    columns = metrics.summarise(scores)
     record = {
-        "step": protocol.get("step"),
-        "metrics": found,
-        "protocol": _protocol(protocol, fixed, extractor, parts),
+        "step": samples.protocol.get("step"),
+        "metrics": columns,
+        "protocol": _evaluation_protocol(samples.protocol, reference.record, extractor, parts),
         "warnings": warnings + few_images,
     }
-    if "milestone" in needs and trained_on is not None and job.milestone is not None:
-        from kairos.milestones import open_milestone
-
-        # the weights that were sampled, or the average where that is unknown
-        opened = open_milestone(job.milestone, protocol.get("weights") or "ema", extractor.device)
-        loss, record["validation"] = LossSettings(**fixed["validation"], precision=extractor.precision), {}
-        for named in target.metrics:
-            if "milestone" in needs_of([named]):
-                code = METRICS.entry(named["name"]).load()
-                record["validation"] |= code(opened, trained_on, loss, extractor.device)
+    if "milestone" in needs and training_latents is not None:
+        record["validation"] = _compute_losses(job, samples.protocol, reference, training_latents, extractor)
     write_json(job.out, record)
-    say(f"evaluate {where}: {metrics.format_metric(found, target.metric)}")
+    say(f"evaluate {file}: {metrics.format_metric(columns, reference.target.metric)}")
     return few_images
 
 
-def _pair_with_captions(where: str, samples: SamplesFile, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:
-    """A set of images with the captions that they were drawn of, in batches.
+def _compute_losses(
+    job: EvaluationJob, protocol: dict[str, Any], reference: Reference, latents: Latents, extractor: Extractor
+) -> dict[str, Any]:
+    """Return the results of all metrics that evaluate the snapshot's network on held-out images."""
+    from kairos.milestones import open_milestone
+
+    assert job.milestone is not None
+    weights = protocol.get("weights") or "ema"  # the weights that were sampled, or the average if they are unknown
+    snapshot = open_milestone(job.milestone, weights, extractor.device)
+    settings = LossSettings(**reference.record["validation"], precision=extractor.precision)
+    results: dict[str, Any] = {}
+    for metric in reference.target.metrics:
+        if "milestone" in needs_of([metric]):
+            compute_loss = METRICS.entry(metric["name"]).load()
+            results |= compute_loss(snapshot, latents, settings, extractor.device)
+    return results
+
+
+def _pair_with_captions(file: str, samples: SamplesFile, part: range) -> Iterable[tuple[np.ndarray, list[str]]]:
+    """Return batches of the images `part` with the captions that they were generated from.
 
     Raises:
-        KairosError: the file has none.
+        KairosError: the samples file contains no captions.
     """
-    told = samples.conditions.get("text")
-    if told is None or told.dtype.kind != "S":
-        raise KairosError(f"{where}: holds no captions, which metric clip needs; only a model told of text has them")
-    texts = ([text.decode("utf-8", "replace") for text in batch.tolist()] for batch in iterate_rows(told, part))
+    captions = samples.conditions.get("text")
+    if captions is None or captions.dtype.kind != "S":
+        raise KairosError(
+            f"{file}: contains no captions, which metric clip needs; evaluate samples of a model with condition text"
+        )
+    texts = ([text.decode("utf-8", "replace") for text in batch.tolist()] for batch in iterate_rows(captions, part))
     return zip(iterate_rows(samples.images, part), texts)
 
 
 def pair_with_real_images(
     samples: SamplesFile, part: range, latents: Latents, conditions: dict[str, dict[str, Any]]
 ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """A set of images with the real images that their conditions come from, batches of uint8 (n, h, w, channels).
+    """Return generated images with the real images of their conditions, in batches of uint8 (n, h, w, channels).
 
     Args:
-        samples: all images, and how their conditions were chosen.
-        part: numbers of the set's images.
-        latents: what the model was trained on.
-        conditions: descriptions of those that it takes.
+        samples: the samples file.
+        part: indices of the images.
+        latents: latents that the model was trained on.
+        conditions: descriptions of the model's conditions.
 
     Raises:
-        KairosError: the samples do not say how their conditions were chosen.
+        KairosError: the samples file has no field ``labels``, which decides the conditions of an image.
     """
     protocol = samples.protocol
     if "labels" not in protocol:
-        raise KairosError("evaluation.metrics: psnr needs samples whose file says what they show: kairos sample's")
-    origin = select_condition_sources(latents, part, conditions, protocol["labels"], protocol["seed"])
-    return zip(iterate_rows(samples.images, part), iterate_rows(latents.dataset.images, origin))
+        raise KairosError(
+            "evaluation.metrics: psnr needs samples with their conditions; got a file without `labels` in its "
+            "protocol; generate the samples with kairos sample"
+        )
+    sources = select_condition_sources(latents, part, conditions, protocol["labels"], protocol["seed"])
+    return zip(iterate_rows(samples.images, part), iterate_rows(latents.dataset.images, sources))
 
 
-def split_into_sets(images: int, num_samples: int | None, sets: int, where: str) -> tuple[list[range], list[str]]:
-    """Sets of equal size in the order of the images, and the warnings that are said.
+def split_into_sets(images: int, num_samples: int | None, sets: int, file: str) -> tuple[list[range], list[str]]:
+    """Split images into consecutive sets of equal size; print and return a warning about images that are left over.
 
     Args:
-        images: how many there are.
-        num_samples: images per set, as the reference fixes it; None: `sets` sets.
-        sets: number of sets where the size is not fixed.
-        where: the file, for the error.
+        images: number of images.
+        num_samples: images per set, fixed by the reference; None: `sets` sets.
+        sets: number of sets if their size is not fixed.
+        file: the samples file, for messages.
 
     Raises:
         KairosError: fewer images than one set has.
@@ -204,22 +253,29 @@ def split_into_sets(images: int, num_samples: int | None, sets: int, where: str)
     size = num_samples or images // sets
     count = images // size if size else 0
     if count == 0:
-        raise KairosError(f"{where}: got {images} images, allowed: at least {num_samples or sets}, one full set")
+        raise KairosError(f"{file}: got {images} images, allowed: at least {num_samples or sets}, one full set")
     rest = images - count * size
     warnings = [f"the last {rest} images fill no set of {size} and are not used"] if rest else []
     for warning in warnings:
-        metrics.warn(where, warning)
-    return [range(k * size, (k + 1) * size) for k in range(count)], warnings
+        metrics.warn(file, warning)
+    return [range(number * size, (number + 1) * size) for number in range(count)], warnings
 
 
-def _protocol(
-    sampled: dict[str, Any], fixed: dict[str, Any], extractor: Extractor, parts: list[range]
+def _evaluation_protocol(
+    sampling: dict[str, Any], reference: dict[str, Any], extractor: Extractor, parts: list[range]
 ) -> dict[str, Any]:
-    """How the numbers came about; what images from outside do not say is null."""
-    scheduler = sampled.get("scheduler") or {}
+    """Return all settings that decide the metrics; those that an external samples file lacks are null.
+
+    Args:
+        sampling: sampling protocol of the samples file.
+        reference: record of the reference.
+        extractor: the feature extractor.
+        parts: sets of images.
+    """
+    scheduler = sampling.get("scheduler") or {}
     return {
-        **{name: sampled.get(name) for name in ("steps", "nfe", *GUIDANCE, "weights", "identity")},
-        **dict.fromkeys(("spacing", "clip", "eta", "variance")),
+        **{name: sampling.get(name) for name in ("steps", "nfe", *GUIDANCE, "weights", "identity")},
+        **dict.fromkeys(("spacing", "clip", "eta", "variance")),  # null unless the solver has them
         **but_name(scheduler),
         "extractor": extractor.name,
         "extractor_hash": extractor.hash,
@@ -227,10 +283,10 @@ def _protocol(
         "n_samples": len(parts[0]),
         "sets": len(parts),
         "scheduler": scheduler.get("name"),
-        "sample_seed": sampled.get("seed"),
-        "sample_precision": sampled.get("precision"),
-        "reference_hash": fixed["reference_hash"],
-        "eval_seed": fixed["eval_seed"],
+        "sample_seed": sampling.get("seed"),
+        "sample_precision": sampling.get("precision"),
+        "reference_hash": reference["reference_hash"],
+        "eval_seed": reference["eval_seed"],
         "eval_precision": extractor.precision,
     }
 
@@ -238,21 +294,31 @@ def _protocol(
 def _open_training_latents(
     job: EvaluationJob, protocol: dict[str, Any], record: dict[str, Any], latents: Path | None
 ) -> Latents:
-    """The latents that a milestone with this record was trained on.
+    """Open the latents that a snapshot was trained on.
+
+    Args:
+        job: samples and snapshot.
+        protocol: sampling protocol of the samples.
+        record: record of the snapshot.
+        latents: folder of the latents; None: ``../../../../latents``, relative to the snapshot.
 
     Raises:
-        KairosError: the samples were drawn from another milestone, or the latents are others.
+        KairosError: the samples were generated from another snapshot, or the latents are not the snapshot's.
     """
     assert job.milestone is not None
-    drawn = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
-    if drawn != (record["identity"], record["step"]):
-        raise KairosError(f"{job.samples}: drawn from another milestone than {job.milestone}; draw the samples again")
+    sampled = (protocol.get("identity", record["identity"]), protocol.get("step", record["step"]))
+    if sampled != (record["identity"], record["step"]):
+        raise KairosError(
+            f"{job.samples}: generated from another snapshot than {job.milestone}; generate the samples again"
+        )
     folder = latents or job.milestone / "../../../../latents"
     opened = open_latents(folder)
     for name in ("autoencoder_sha256", "dataset_sha256"):
-        if record[name] not in (None, opened.manifest[name]):  # None: of imported weights it is not known
+        # imported weights have None: the data that they were trained on is unknown
+        if record[name] not in (None, opened.manifest[name]):
             raise KairosError(
-                f"{folder}: {name} is not that of {job.milestone}; pass the latents it was trained on as --latents DIR"
+                f"{folder}: {name} differs from {job.milestone}; pass the latents that the snapshot was trained on as "
+                "--latents DIR"
             )
     check_conditions(opened, record["conditions"], folder)
     return opened

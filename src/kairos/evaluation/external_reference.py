@@ -1,7 +1,7 @@
-"""Real images from outside: an npz of images, or of the mean and covariance of features, as others publish them.
+"""External references: published npz files of real images, or of mean and covariance of their features.
 
-EDM's and U-ViT's files hold `mu` and `sigma`; ADM's hold them too, of the whole data set, with `mu_s` and `sigma_s` of
-the spatial features and, as `arr_0`, 10,000 images for precision and recall.
+Files of EDM and U-ViT contain `mu` and `sigma`. Files of ADM contain `mu` and `sigma` of the whole data set, `mu_s` and
+`sigma_s` of the spatial features, and as `arr_0` 10,000 images for precision and recall.
 """
 
 import zipfile
@@ -12,40 +12,54 @@ import numpy as np
 from kairos_timesteps.errors import KairosError
 
 _IMAGES = {"images", "arr_0"}
-PUBLISHED = {"moments": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # by what metrics need
+PUBLISHED = {"moments": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # arrays by the measurement that metrics need
 
 
 def read_moments(
     path: Path, width: int | None, needs: set[str], where: str
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Those published moments in a file that metrics need; the file has what else they need.
+    """Read published moments from an npz file, and check that the file contains everything that metrics need.
 
     Args:
-        path: of the file.
-        width: number of features; None where it is not known yet.
-        needs: what is measured of real images, see `moments.measure`.
-        where: what messages call the file.
+        path: the npz file.
+        width: number of features; None if it is unknown.
+        needs: measurements of real images that the metrics need, see `moments.measure`.
+        where: the experiment's field or the option that sets the file, for messages.
+
+    Returns:
+        Mean (d,) and covariance (d, d) by measurement, ``moments`` or ``spatial``. Other measurements are to be taken
+        of the images in the file.
 
     Raises:
-        KairosError: no npz, features of another width, or something that a metric needs is not in it.
+        KairosError: the file is not an npz, has features of another width, or lacks a measurement and images.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
             names = set(file.files)
-            published = [need for need in PUBLISHED if need in needs and names.issuperset(PUBLISHED[need])]
-            found = {need: tuple(file[name].astype(float) for name in PUBLISHED[need]) for need in published}
+            moments = {}
+            for need, (mean, covariance) in PUBLISHED.items():
+                if need in needs and {mean, covariance} <= names:
+                    moments[need] = (file[mean].astype(float), file[covariance].astype(float))
     except FileNotFoundError:
         raise KairosError(f"{where}: {path}: no such file; allowed: an npz of images, or of mu and sigma") from None
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:  # not only npz are loaded
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        AttributeError,
+        zipfile.BadZipFile,
+    ) as error:  # numpy also loads other formats
         raise KairosError(f"{where}: {path}: cannot be read as npz ({error})") from None
-    if "moments" in found and width is not None and found["moments"][1].shape != (width, width):
+    if "moments" in moments and width is not None:
+        shape = moments["moments"][1].shape
+        if shape != (width, width):
+            raise KairosError(
+                f"{where}: sigma in {path} has shape {shape}, allowed: {(width, width)}, the extractor's features"
+            )
+    missing = needs - moments.keys()
+    if missing and not _IMAGES & names:
         raise KairosError(
-            f"{where}: sigma in {path} has shape {found['moments'][1].shape}, allowed: {(width, width)}, the "
-            "extractor's features"
+            f"{where}: {path} contains {', '.join(sorted(names)) or 'nothing'}; the metrics need "
+            f"{', '.join(sorted(missing))} of real images; pass an npz with images (or arr_0), or select other metrics"
         )
-    if (missing := needs - found.keys()) and not _IMAGES & names:
-        raise KairosError(
-            f"{where}: {path} holds {', '.join(sorted(names)) or 'nothing'}; the metrics need "
-            f"{', '.join(sorted(missing))} of real images; allowed: an npz with images (or arr_0), or other metrics"
-        )
-    return found
+    return moments

@@ -9,7 +9,7 @@ from pathlib import Path
 from kairos.data.settings import DatasetConfig
 from kairos.data.source_statistics import ImageCounts, count_images
 from kairos.evaluation import external_reference, inception_weights
-from kairos.evaluation.registries import UNREAL, needs_of
+from kairos.evaluation.registries import SAMPLES_ONLY, needs_of
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.section import check
 from kairos_timesteps.errors import ConfigError, KairosError
@@ -32,9 +32,8 @@ def choose_extractor(
         The section with a definite extractor, and messages for the user: the reason for the choice, and warnings.
 
     Raises:
-        ConfigError: `conditions` contain classes and the images have no labels; the images are too few for the
-            extractor or lack labels; its weights are missing and cannot be downloaded; or a metric or the reference
-            lacks something that it needs. The message contains all problems.
+        ConfigError: the images are too few or lack labels that extractor or conditions need. The weights are missing
+            and cannot be downloaded. A metric or the reference lacks something. The message contains all problems.
     """
     counts = count_images(dataset)
     messages: list[str] = []
@@ -58,7 +57,7 @@ def choose_extractor(
         metrics = evaluation.metrics_for(name, dataset.heldout != 0)
         if evaluation.reference not in ("train", "all"):
             width = evaluation.extractor.get("features", WIDTHS.get(name))
-            needs = needs_of(metrics) - UNREAL
+            needs = needs_of(metrics) - SAMPLES_ONLY
             external_reference.read_moments(Path(evaluation.reference), width, needs, "evaluation.reference")
     except KairosError as error:
         problems.append(str(error))
@@ -114,6 +113,7 @@ def _check_weights(evaluation: EvaluationConfig) -> list[str]:
         KairosError: the weights are missing and cannot be downloaded.
     """
     name = evaluation.extractor["name"]
+    source: Path | str
     if name == "inception":
         source, is_present = inception_weights.find_weights(evaluation.extractor["path"])
     elif name == "dinov2":

@@ -1,4 +1,4 @@
-"""Inception-v3 as torch-fidelity has it: FID, Inception score and KID proper, where its weights are present."""
+"""torch-fidelity's Inception-v3 as feature extractor, for FID, Inception score and KID as published."""
 
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ WEIGHTS = inception_weights.NAME
 
 
 def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: Path) -> dict[str, Any]:
-    """Put the weights into the folder, downloaded if need be, and return what the manifest says of the extractor.
+    """Put the weights into `folder`, after downloading them if they are missing, and return the manifest fields.
 
     Raises:
-        KairosError: there are no weights; the message says which file goes where.
+        KairosError: the weights are missing and cannot be downloaded; the message contains their URL and path.
     """
-    path, here = inception_weights.find_weights(options.path)
-    if not here:
+    path, is_present = inception_weights.find_weights(options.path)
+    if not is_present:
         try:
             inception_weights.download(URL_INCEPTION_V3, path)
         except (KairosError, OSError) as error:
@@ -36,9 +36,9 @@ def prepare(options: InceptionOptions, dataset: PreparedDataset | None, folder: 
 
 
 class Inception(FeatureExtractorInceptionV3):
-    """torch-fidelity's Inception, which takes grey images too, as RGB, and has the layer ``spatial``.
+    """torch-fidelity's Inception-v3 that also takes grey images, as RGB, and also returns the layer ``spatial``.
 
-    That layer is what ADM's evaluator takes sFID of: the first 7 channels of the convolution that mixed_6 begins with.
+    ADM's evaluator computes sFID of this layer: the first 7 channels of the first convolution of mixed_6.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any):
@@ -49,15 +49,15 @@ class Inception(FeatureExtractorInceptionV3):
         self.spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1)  # (batch, 17 * 17 * 7)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The requested layers of uint8 (batch, 1 or 3, height, width), the spatial one last."""
+        """Return the requested layers of uint8 images (batch, 1 or 3, height, width), ``spatial`` last."""
         return (*super().forward(images.expand(-1, 3, -1, -1)), self.spatial)
 
 
 def load(folder: Path, manifest: dict[str, Any]) -> Extractor:
-    """Open the folder.
+    """Open the extractor in a folder that `prepare` filled.
 
     Raises:
-        KairosError: the file holds no Inception weights.
+        KairosError: the file contains no Inception weights.
     """
     layers, path = ["2048", "logits_unbiased"], str(folder / WEIGHTS)
     try:

@@ -1,4 +1,4 @@
-"""The weights of torch-fidelity's Inception network: where they lie and how they are brought there. No torch here."""
+"""Published weights of extractors: the path of torch-fidelity's Inception weights, and downloads. No torch here."""
 
 import http.client
 import os
@@ -15,11 +15,11 @@ from kairos_timesteps.errors import KairosError
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 NAME = URL.rsplit("/", 1)[1]
 _CHUNK = 2**18
-_SECONDS = 60.0  # without a byte, until a download is given up
+_SECONDS = 60.0  # without a byte until a download fails
 
 
 def default_path() -> Path:
-    """Return the path of torch-fidelity's download, in `torch.hub`'s folder, by its environment variables."""
+    """Return the path to which torch-fidelity downloads the weights: in `torch.hub`'s folder."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(os.environ.get("TORCH_HOME", f"{cache}/torch")).expanduser()
     return home / "hub" / "checkpoints" / NAME
@@ -36,7 +36,7 @@ def find_weights(configured: str | None) -> tuple[Path, bool]:
     path = Path(configured) if configured else default_path()
     if path.is_file() or not (configured or _offline()):
         return path, path.is_file()
-    why = "there is no such file" if configured else "it is not there, and HF_HUB_OFFLINE says that there is no network"
+    why = "the file does not exist" if configured else "the file does not exist, and HF_HUB_OFFLINE is set"
     raise KairosError(missing_weights_message(path, why))
 
 
@@ -44,60 +44,63 @@ def find_network(path: str) -> tuple[str, bool]:
     """Return the path or hub id of a network of transformers, and True if its files are in the folder or hub cache.
 
     Raises:
-        KairosError: files are missing and cannot be downloaded; the message contains them and the folder's setting.
+        KairosError: files are missing and cannot be downloaded; the message contains the expected files.
     """
     if is_available(path, "config.json" if Path(path).is_dir() else "model.safetensors"):
         return path, True
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
     if not on_hub or _offline():
-        why = "it is not in the Hugging Face cache, and HF_HUB_OFFLINE is set" if on_hub else "there is no such folder"
+        why = (
+            "it is not in the Hugging Face cache, and HF_HUB_OFFLINE is set" if on_hub else "the folder does not exist"
+        )
         raise KairosError(missing_network_message(path, why))
     return path, False
 
 
 def _offline() -> bool:
+    """Return True if HF_HUB_OFFLINE forbids downloads."""
     return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
 
 
 def missing_network_message(path: str, why: str) -> str:
     """Return the error message for a user without the DINOv2 network."""
     return (
-        f"evaluation.extractor: dinov2 needs the network {path} (config.json, model.safetensors), but {why}. `kairos "
-        "fetch` brings it where there is a network; or put the files of facebook/dinov2-large into a folder and name "
-        "it as evaluation.extractor.path"
+        f"evaluation.extractor: dinov2 needs the network {path} (config.json, model.safetensors), but {why}. Run "
+        "`kairos fetch` on a machine with a network, or put the files of facebook/dinov2-large into a folder and set "
+        "evaluation.extractor.path to it"
     )
 
 
 def missing_weights_message(path: Path, why: str) -> str:
     """Return the error message for a user without the weights of Inception."""
     return (
-        f"evaluation.extractor: inception needs the weights {path}, but {why}. `kairos fetch` brings it where there is "
-        f"a network; or put the file from {URL} there, or name it as evaluation.extractor.path; "
-        "evaluation.extractor: classifier needs none, nor does selfsupervised"
+        f"evaluation.extractor: inception needs the weights {path}, but {why}. Run `kairos fetch` on a machine with "
+        f"a network; or put the file from {URL} there, or set evaluation.extractor.path to it; extractors classifier "
+        "and selfsupervised need no weights"
     )
 
 
 def matches_hash_in_name(path: Path, name: str = "") -> bool:
-    """Return True if the SHA-256 of a file begins with the hex digits at the end of its name, or of `name`.
+    """Return True if the SHA-256 of a file begins with the hex digits in its name, or in `name`.
 
-    A name has such digits in the form ``-6726825d.pth``; without them the file counts as whole.
+    A name contains the digits in the form ``-6726825d.pth``. A name without them matches every file.
     """
     digest = re.search(r"-([0-9a-f]{8,})\.", name or path.name)
     return digest is None or sha256_file(path).startswith(digest[1])
 
 
 def download(url: str, path: Path) -> None:
-    """Bring a file, whole or not at all, checked against the hash in the URL's last part.
+    """Download a file atomically and check it against the hash in its name, the URL's last part.
 
     Raises:
-        KairosError: no answer, an answer that is no file, or a file that ends early or is another one.
+        KairosError: the server does not answer or has no such file, or the file is incomplete or has another hash.
     """
     name = url.rsplit("/", 1)[1]
     try:
-        with urllib.request.urlopen(url, timeout=_SECONDS) as answer, atomic(path) as file:
-            size = int(answer.headers.get("Content-Length") or 0)
+        with urllib.request.urlopen(url, timeout=_SECONDS) as response, atomic(path) as file:
+            size = int(response.headers.get("Content-Length") or 0)
             progress = Progress(_megabytes(size), f"fetch {name}", "MiB")
-            while chunk := answer.read(_CHUNK):
+            while chunk := response.read(_CHUNK):
                 file.write(chunk)
                 progress.advance(_megabytes(file.tell()) - progress.done)
             progress.close()
@@ -111,5 +114,5 @@ def download(url: str, path: Path) -> None:
 
 
 def _megabytes(number: int) -> int:
-    """Bytes in MiB, rounded up."""
+    """Return a number of bytes in MiB, rounded up."""
     return -(-number // 2**20)

@@ -1,6 +1,7 @@
-"""The formulas of all metrics of a set of images, each called as ``metric(options, measured, target)``.
+"""Formulas of the metrics of a set of images, each called as ``metric(options, measured, target)``.
 
-Each gives columns: a dictionary of numbers. What they need to be measured stands beside their names, in `registries`.
+A metric returns columns: a dictionary from column name to number. Module `registries` lists the measurements that each
+metric needs.
 """
 
 import functools
@@ -27,13 +28,15 @@ from kairos.section import build
 from kairos_timesteps.errors import KairosError
 
 CACHE = Path(".kairos/cache")
-ROWS = 1024  # feature vectors looked at a time
-SPLIT = 5000  # images of a split of the Inception score, in order, as in ADM's evaluator
-KEPT = 10_000  # real images whose features are kept, as many as ADM's reference has for precision and recall
+ROWS = 1024  # feature vectors processed at a time
+SPLIT = 5000  # consecutive images in a split of the Inception score, as in ADM's evaluator
+MAX_STORED = 10_000  # feature vectors to store, the number of images in ADM's reference for precision and recall
 
-_NAMES = {layer: external_reference.PUBLISHED[need] for need, layer in LAYERS.items()}  # of arrays in npz files
+_ARRAY_NAMES = {
+    layer: external_reference.PUBLISHED[need] for need, layer in LAYERS.items()
+}  # names of mean and covariance in npz files
 
-Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]
+Gaussian = tuple[NDArray[np.float64], NDArray[np.float64]]  # mean (d,) and covariance (d, d)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class RealStatistics:
 
     Attributes:
         moments: mean (d,) and covariance (d, d) by layer.
-        features: features of at most `KEPT` evenly spread images, float32 (n, d); empty if no metric needs them.
+        features: features of at most `MAX_STORED` evenly spread images, float32 (n, d); empty if no metric needs them.
         count: number of images; 0 if the moments came from a file without that number.
     """
 
@@ -58,20 +61,26 @@ class RealStatistics:
 
     @functools.cached_property
     def roots(self) -> dict[str, NDArray[np.float64]]:
-        """The symmetric root of each covariance."""
+        """Symmetric root of the covariance of each layer."""
         return {name: _root(covariance) for name, (_, covariance) in self.moments.items()}
 
     def save(self, path: Path) -> None:
-        """Write an npz file atomically; `mu` and `sigma`, `mu_s` and `sigma_s` are named as in published files."""
-        arrays: Any = {name: part for layer, pair in self.moments.items() for name, part in zip(_NAMES[layer], pair)}
+        """Write the statistics to an npz file atomically; the names of the moments are those of published files."""
+        arrays: Any = {}
+        for layer, (mean, covariance) in self.moments.items():
+            mean_name, covariance_name = _ARRAY_NAMES[layer]
+            arrays |= {mean_name: mean, covariance_name: covariance}
         with atomic(path) as file:
             np.savez(file, **arrays, features=self.features, count=np.array(self.count))
 
     @staticmethod
     def load(path: Path) -> "RealStatistics":
-        """Read the npz file."""
+        """Read statistics from an npz file that `save` wrote."""
         with np.load(path, allow_pickle=False) as file:
-            moments = {layer: (file[mean], file[sigma]) for layer, (mean, sigma) in _NAMES.items() if mean in file}
+            moments = {}
+            for layer, (mean_name, covariance_name) in _ARRAY_NAMES.items():
+                if mean_name in file:
+                    moments[layer] = (file[mean_name], file[covariance_name])
             return RealStatistics(moments, file["features"], int(file["count"]))
 
 
@@ -95,40 +104,40 @@ class Target:
         return needs_of(self.metrics)
 
     def score(self, measured: ImageStatistics) -> dict[str, float]:
-        """All columns of one set of images."""
+        """Return the columns of all metrics for one set of images, except those that evaluate a snapshot's network."""
         columns: dict[str, float] = {}
-        for named in self.metrics:
-            if "milestone" not in needs_of([named]):
-                columns |= build(METRICS, named, measured, self)
+        for metric in self.metrics:
+            if "milestone" not in needs_of([metric]):
+                columns |= build(METRICS, metric, measured, self)
         return columns
 
 
 def statistics_to_store(measured: ImageStatistics) -> RealStatistics:
-    """Return the statistics of real images to store, from what was measured of the images."""
+    """Return the statistics to store, given the measurements of real images."""
     features = np.zeros((0, 0), np.float32) if measured.features is None else measured.features[:]
     return RealStatistics(measured.moments, features, measured.count)
 
 
 def indices_to_store(count: int) -> NDArray[np.int64]:
-    """Return the indices of at most `KEPT` of `count` vectors, evenly spread."""
-    return np.unique(np.linspace(0, count - 1, min(count, KEPT)).astype(np.int64))
+    """Return the indices of at most `MAX_STORED` of `count` feature vectors, evenly spread, int64 (n,)."""
+    return np.unique(np.linspace(0, count - 1, min(count, MAX_STORED)).astype(np.int64))
 
 
-def load_or_compute(parts: Any, compute: Callable[[], RealStatistics]) -> RealStatistics:
-    """Statistics by content hash: computed once, then read from `.kairos/cache`.
+def load_or_compute(key: Any, compute: Callable[[], RealStatistics]) -> RealStatistics:
+    """Return statistics from the cache `.kairos/cache`, after computing and storing them if they are not there.
 
-    Two processes at once compute the same and the later rename wins, so neither sees half a file.
+    Two processes may compute one file at the same time. The later rename replaces the file as a whole.
 
     Args:
-        parts: JSON value that decides the statistics: hashes of the images and of the extractor, and what is needed.
-        compute: what to do where there is no whole file yet.
+        key: JSON value that identifies the statistics: hashes of images and extractor, and the measurements.
+        compute: computes the statistics.
     """
-    path = CACHE / f"statistics-{sha256_json(parts)[:32]}.npz"
+    path = CACHE / f"statistics-{sha256_json(key)[:32]}.npz"
     try:
         return RealStatistics.load(path)
     except FileNotFoundError:
         pass
-    except Exception:  # damaged: numpy and zipfile raise many kinds
+    except Exception:  # numpy and zipfile raise many kinds for a damaged file
         say(f"{path}: damaged, computed again")
     result = compute()
     result.save(path)
@@ -136,10 +145,15 @@ def load_or_compute(parts: Any, compute: Callable[[], RealStatistics]) -> RealSt
 
 
 def check_image_count(count: int, width: int, what: str) -> list[str]:
-    """Check that `what`, `count` images, are enough for the covariance of `width` features, and return the warnings.
+    """Check that a number of images is large enough for the covariance of the features, and return the warnings.
+
+    Args:
+        count: number of images.
+        width: number of features.
+        what: the images, for the message.
 
     Raises:
-        KairosError: as many images as features or fewer: the covariance has no full rank and the distance means little.
+        KairosError: `count` is at most `width`: the covariance has no full rank, and the distance means little.
     """
     if count <= width:
         raise KairosError(
@@ -152,12 +166,12 @@ def check_image_count(count: int, width: int, what: str) -> list[str]:
 
 
 def warn(what: str, warning: str) -> None:
-    """Print a warning about `what`."""
+    """Print a warning about `what`, such as a file or a field."""
     say(f"warning: {what}: {warning}")
 
 
 def frechet(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
-    """Fréchet distance of Gaussians fitted to the features (Heusel et al. 2017)."""
+    """Compute the Fréchet distance of Gaussians fitted to the features (Heusel et al. 2017)."""
     return {target.metric: frechet_distance(measured.moments["features"], target.statistics, "features")}
 
 
@@ -166,107 +180,137 @@ def sfid(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[
     return {"sfid": frechet_distance(measured.moments["spatial"], target.statistics, "spatial")}
 
 
-def frechet_distance(own: Gaussian, real: RealStatistics, layer: str) -> float:
-    """|m1 - m2|² + tr(C1 + C2 - 2 (C1 C2)^½).
+def frechet_distance(samples: Gaussian, real: RealStatistics, layer: str) -> float:
+    """Return |m1 - m2|² + tr(C1 + C2 - 2 (C1 C2)^½), the Fréchet distance of two Gaussians.
 
-    The trace of the root is that of the symmetric (R C1 R)^½ with R = C2^½, which needs no complex eigenvalues.
+    The trace of the root is the trace of the symmetric (R C1 R)^½ with R = C2^½, which has no complex eigenvalues.
+
+    Args:
+        samples: mean and covariance of the samples' features.
+        real: statistics of the real images.
+        layer: layer of the features.
     """
-    (mean, covariance), (real_mean, real_covariance) = own, real.moments[layer]
+    mean, covariance = samples
+    real_mean, real_covariance = real.moments[layer]
     root = real.roots[layer]
-    values = np.linalg.eigvalsh(root @ covariance @ root)
+    eigenvalues = np.linalg.eigvalsh(root @ covariance @ root)
     difference = mean - real_mean
-    trace = np.trace(covariance) + np.trace(real_covariance) - 2 * np.sqrt(values.clip(0)).sum()
+    trace = np.trace(covariance) + np.trace(real_covariance) - 2 * np.sqrt(eigenvalues.clip(0)).sum()
     return float(difference @ difference + trace)
 
 
 def _root(covariance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the symmetric root of a covariance (d, d)."""
     values, vectors = np.linalg.eigh(covariance)
     return np.asarray((vectors * np.sqrt(values.clip(0))) @ vectors.T)
 
 
 def kid(options: KidOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
-    """Unbiased kernel distance (Bińkowski et al. 2018), mean over subsets of at most half the images.
+    """Compute the unbiased kernel distance (Bińkowski et al. 2018), mean over subsets of at most half the images.
 
-    The kernel is (gamma x·y + 1)³. For Inception gamma is the published 1/d. Features of an extractor of our own have
-    any scale, so that gamma = 1 / mean |x|² of the real features takes its place: the distance is free of their scale.
+    The kernel is (gamma x·y + 1)³. For Inception, gamma is the published 1/d. Features of an extractor that kairos
+    trains have an arbitrary scale. For them gamma is 1 / mean |x|² of the real features, which makes the distance
+    independent of the scale.
     """
     assert measured.features is not None
     real = torch.from_numpy(target.statistics.features).double()
-    own = torch.from_numpy(measured.features[indices_to_store(len(measured.features))]).double()
-    size = min(options.subset_size, len(own) // 2, len(real) // 2)
+    samples = torch.from_numpy(measured.features[indices_to_store(len(measured.features))]).double()
+    size = min(options.subset_size, len(samples) // 2, len(real) // 2)
     if size < 2:
         return {}
     gamma = None if target.metric == "fid" else 1 / float(real.square().sum(1).mean())
     result = kid_features_to_metric(
-        own, real, kid_subsets=options.subsets, kid_subset_size=size, kid_kernel_poly_gamma=gamma, verbose=False
+        samples, real, kid_subsets=options.subsets, kid_subset_size=size, kid_kernel_poly_gamma=gamma, verbose=False
     )
     return {"kid": result[KEY_METRIC_KID_MEAN]}
 
 
 def isc(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
-    """Inception score (Salimans et al. 2016), mean over splits, the last of what is left."""
+    """Compute the Inception score (Salimans et al. 2016), mean over splits of at most `SPLIT` images."""
     assert measured.logits is not None
-    scores = [isc_features_to_metric(part, splits=1, shuffle=False) for part in _parts(measured.logits, SPLIT)]
+    splits = _iterate_vectors(measured.logits, SPLIT)
+    scores = [isc_features_to_metric(logits, splits=1, shuffle=False) for logits in splits]
     return {"isc": stats.fmean(score[KEY_METRIC_ISC_MEAN] for score in scores)}
 
 
 def psnr(options: NoOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
-    """Mean over images of the peak signal-to-noise ratio in dB; no column where they have no pairs."""
+    """Compute the mean peak signal-to-noise ratio in dB of image pairs; no column if the images have no pairs."""
     if measured.pairs is None:
         return {}
-    errors = [np.square(one.astype(float) - other).mean((1, 2, 3)) for one, other in measured.pairs]  # each (n,)
+    errors = [np.square(samples.astype(float) - real).mean((1, 2, 3)) for samples, real in measured.pairs]  # each (n,)
     return {"psnr": float(np.mean(10 * np.log10(255**2 / np.concatenate(errors).clip(1e-12))))}
 
 
 def precision(options: ManifoldOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
-    """Share of the samples inside the manifold of the real images (Kynkäänniemi et al. 2019)."""
+    """Compute the share of samples inside the manifold of the real images (Kynkäänniemi et al. 2019)."""
     return {"precision": share_inside(measured.features, target.statistics.features, options.neighbours)}
 
 
 def recall(options: ManifoldOptions, measured: ImageStatistics, target: Target) -> dict[str, float]:
-    """Share of the real images inside the manifold of the samples."""
+    """Compute the share of real images inside the manifold of the samples (Kynkäänniemi et al. 2019)."""
     return {"recall": share_inside(target.statistics.features, measured.features, options.neighbours)}
 
 
 def share_inside(points: Any, manifold: Any, neighbours: int) -> float:
-    """Share of points (n, d) in a ball around one of `manifold` (m, d) that reaches to its `neighbours`-th neighbour.
+    """Return the share of points that are inside a manifold: in a ball around one of its vectors.
 
-    In blocks: neither all pairs nor all vectors are ever held.
+    The ball of a vector reaches to its `neighbours`-th nearest neighbour in the manifold. Distances are computed in
+    blocks, so memory holds neither all pairs nor all vectors.
+
+    Args:
+        points: feature vectors, float32 (n, d).
+        manifold: feature vectors, float32 (m, d).
+        neighbours: number of the nearest neighbour.
     """
-    radii = torch.full((len(manifold), neighbours + 1), torch.inf)  # itself is one of them
-    for own, nearest in zip(_parts(manifold), radii.split(ROWS)):
-        for other in _parts(manifold):
-            both = torch.cat([nearest, torch.cdist(own, other)], 1)
-            nearest[:] = both.topk(neighbours + 1, largest=False).values
-    found = 0
-    for part in _parts(points):
-        hit = torch.zeros(len(part), dtype=torch.bool)
-        for block, radius in zip(_parts(manifold), radii.max(1).values.split(ROWS)):
-            hit |= (torch.cdist(part, block) <= radius).any(1)
-        found += int(hit.sum())
-    return found / len(points)
+    # distances to the nearest vectors, (m, neighbours + 1); the nearest one is the vector itself
+    nearest_distances = torch.full((len(manifold), neighbours + 1), torch.inf)
+    for vectors, nearest in zip(_iterate_vectors(manifold), nearest_distances.split(ROWS)):
+        for others in _iterate_vectors(manifold):
+            candidates = torch.cat([nearest, torch.cdist(vectors, others)], 1)
+            nearest[:] = candidates.topk(neighbours + 1, largest=False).values
+    radii = nearest_distances.max(1).values
+    count = 0
+    for block in _iterate_vectors(points):
+        is_inside = torch.zeros(len(block), dtype=torch.bool)
+        for centres, radius in zip(_iterate_vectors(manifold), radii.split(ROWS)):
+            is_inside |= (torch.cdist(block, centres) <= radius).any(1)
+        count += int(is_inside.sum())
+    return count / len(points)
 
 
-def _parts(vectors: Any, size: int = ROWS) -> Iterator[Tensor]:
-    """All of some vectors (n, d), at most `size` at a time."""
+def _iterate_vectors(vectors: Any, size: int = ROWS) -> Iterator[Tensor]:
+    """Yield all vectors (n, d) in blocks of at most `size`."""
     return map(torch.from_numpy, iterate_blocks([vectors], size))
 
 
 def bootstrap(measured: ImageStatistics, target: Target, resamples: int, seed: int) -> float:
-    """Standard deviation of the Fréchet distance over resamples of one set's images, with replacement."""
+    """Return the standard deviation of the Fréchet distance over bootstrap resamples of one set of images.
+
+    Args:
+        measured: measurements of the set, with features.
+        target: statistics of the real images.
+        resamples: number of resamples, drawn with replacement.
+        seed: seed of the resamples.
+    """
     assert measured.features is not None
-    random, values = np.random.default_rng(seed), []
+    random = np.random.default_rng(seed)
+    distances = []
     for _ in range(resamples):
-        drawn, moments = random.integers(0, measured.count, measured.count), Moments()
-        weights = np.bincount(drawn, minlength=measured.count)
-        for part, weight in zip(_parts(measured.features), _parts(weights)):
-            moments.add(part, weight)
-        values.append(frechet_distance(moments.mean_and_covariance, target.statistics, "features"))
-    return stats.stdev(values)
+        indices = random.integers(0, measured.count, measured.count)
+        multiplicities = np.bincount(indices, minlength=measured.count)
+        moments = Moments()
+        for features, weights in zip(_iterate_vectors(measured.features), _iterate_vectors(multiplicities)):
+            moments.add(features, weights)
+        distances.append(frechet_distance(moments.mean_and_covariance, target.statistics, "features"))
+    return stats.stdev(distances)
 
 
 def summarise(scores: list[dict[str, float]]) -> dict[str, Any]:
-    """Mean over sets of each column, its spread (standard deviation over sets, null for one) and the sets' values."""
+    """Return means, standard deviations and values over sets of images, by column.
+
+    For a column ``x`` of every set's `scores` there are ``x`` (mean), ``x_spread`` (standard deviation, None for one
+    set) and ``x_sets`` (values).
+    """
     result: dict[str, Any] = {}
     for name in scores[0]:
         values = [float(score[name]) for score in scores]
@@ -276,7 +320,7 @@ def summarise(scores: list[dict[str, float]]) -> dict[str, Any]:
     return result
 
 
-def format_metric(found: dict[str, Any], name: str) -> str:
-    """A metric for the terminal, its spread where there is one."""
-    spread = found[f"{name}_spread"]
-    return f"{name} {found[name]:.4g}" + ("" if spread is None else f" ± {spread:.2g}")
+def format_metric(columns: dict[str, Any], name: str) -> str:
+    """Return a metric for the terminal, with its standard deviation if there is one."""
+    deviation = columns[f"{name}_spread"]
+    return f"{name} {columns[name]:.4g}" + ("" if deviation is None else f" ± {deviation:.2g}")

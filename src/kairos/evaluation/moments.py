@@ -1,6 +1,6 @@
 """Measurements of a set of images, taken batch by batch: moments summed in float64, features and logits on disk.
 
-No set of images and no set of features is ever held in memory, so a set may be of any size.
+Memory never holds all images or all features, so a set may have any size.
 """
 
 import tempfile
@@ -17,20 +17,20 @@ from torch import Tensor
 from kairos.data.arrays import ArrayFile, write_npy_header
 
 BATCH = 64  # images whose features are computed at a time
-LAYERS = {"moments": "features", "spatial": "spatial"}  # what a metric needs, and the layer whose moments that is
+LAYERS = {"moments": "features", "spatial": "spatial"}  # layers whose moments are computed, by measurement
 
 
 class Moments:
-    """Mean and covariance of vectors that come in batches, summed up in float64.
+    """Mean and covariance of vectors that are added in batches, summed in float64.
 
-    What is summed are differences from the first batch's mean, so that a large mean costs no digits.
+    The sums are of differences from the first batch's mean, so that a large mean costs no digits.
     """
 
     def __init__(self) -> None:
         self.count = 0.0
 
     def add(self, values: Tensor, weights: Tensor | None = None) -> None:
-        """Add vectors (n, d), each as often as its weight (n,) says."""
+        """Add vectors (n, d), each `weights` times if they are given, (n,)."""
         values = values.double()
         if not self.count:
             self._shift = values.mean(0)
@@ -44,17 +44,18 @@ class Moments:
 
     @property
     def mean_and_covariance(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean (d,) and unbiased covariance (d, d), as numpy.cov has it."""
+        """Mean (d,) and unbiased covariance (d, d), as by numpy.cov, of all added vectors."""
         mean = self._sum / self.count
         covariance = (self._products - self.count * torch.outer(mean, mean)) / (self.count - 1)
         return (self._shift + mean).numpy(), covariance.numpy()
 
 
 class Spool:
-    """Vectors that come in batches, in a file without a name; read when all are there."""
+    """Vectors that are added in batches, in a temporary file; `rows` reads them once all are added."""
 
     def __init__(self) -> None:
-        self._file, self._shape = tempfile.NamedTemporaryFile(), (0, 0)  # noqa: SIM115  (lives as long as its rows)
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115  (deleted with the rows)
+        self._shape = (0, 0)
 
     def add(self, values: Tensor) -> None:
         """Append vectors, float32 (n, d)."""
@@ -64,13 +65,14 @@ class Spool:
         self._file.write(values.numpy().tobytes())
 
     def rows(self) -> ArrayFile:
-        """All of them, float32 (n, d)."""
+        """Return all added vectors, float32 (n, d), which are read from the file on access."""
         self._file.seek(0)
-        self._write_header()  # as long as that of the first vectors alone
+        self._write_header()  # has the length of the first header, which `write_npy_header` pads
         self._file.flush()
         return ArrayFile(Path(self._file.name))
 
     def _write_header(self) -> None:
+        """Write the .npy header for the current number of vectors at the position of the file."""
         write_npy_header(self._file, self._shape, np.dtype(np.float32))
 
 
@@ -100,32 +102,35 @@ class ImageStatistics:
 def measure(
     extractor: Any, images: Iterable[NDArray[np.uint8]], needs: set[str], only: NDArray[np.int64] | None = None
 ) -> ImageStatistics:
-    """Look at every image once.
+    """Measure a set of images in one pass.
 
     Args:
         extractor: an opened extractor.
         images: batches of uint8 (n, height, width, channels).
-        needs: of ``moments``, ``spatial``, ``features`` (all of them) and ``logits``.
-        only: numbers of the images whose features are kept; None: all.
+        needs: measurements to take, of ``moments``, ``spatial``, ``features`` and ``logits``; others are ignored.
+        only: indices of the images whose features and logits are stored; None: all.
     """
     moments = {LAYERS[need]: Moments() for need in LAYERS if need in needs}
     spools = {name: Spool() for name in ("features", "logits") if name in needs}
     count = 0
     for batch in images:
         layers = extractor.compute_layers(batch)
-        for name, sums in moments.items():
-            sums.add(layers[name])
+        for name, layer_moments in moments.items():
+            layer_moments.add(layers[name])
         for name, spool in spools.items():
-            kept = slice(None) if only is None else np.isin(np.arange(count, count + len(batch)), only)
-            spool.add(layers[name][kept])
+            stored = slice(None) if only is None else np.isin(np.arange(count, count + len(batch)), only)
+            spool.add(layers[name][stored])
         count += len(batch)
-    found = {name: sums.mean_and_covariance for name, sums in moments.items()}
+    gaussians = {name: layer_moments.mean_and_covariance for name, layer_moments in moments.items()}
     rows = {name: spool.rows() for name, spool in spools.items()}
-    return ImageStatistics(count, found, rows.get("features"), rows.get("logits"), device=extractor.device)
+    return ImageStatistics(count, gaussians, rows.get("features"), rows.get("logits"), device=extractor.device)
 
 
 def iterate_rows(images: Any, indices: NDArray[np.int64] | range, size: int = BATCH) -> Iterator[Any]:
-    """Rows of `images` in the order of `indices`, at most `size` at a time."""
+    """Yield rows of `images` (or another sequence) in the order of `indices`, in batches of at most `size`."""
     for start in range(0, len(indices), size):
-        part = indices[start : start + size]
-        yield images[slice(part.start, part.stop) if isinstance(part, range) else part]
+        batch = indices[start : start + size]
+        if isinstance(batch, range):
+            yield images[batch.start : batch.stop]
+        else:
+            yield images[batch]

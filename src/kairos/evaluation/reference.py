@@ -1,17 +1,17 @@
-"""Stage `reference`: statistics of the real images, and rows that say what a distance means.
+"""Stage `reference`: statistics of the real images, and reference rows that put a distance into context.
 
-Each row is compared with the same reference as the samples:
+A reference row contains the metrics of images that no model has generated, compared with the real images:
 
-* ``floor``: held-out images; no model can be expected below it.
-* ``reconstruction``: the same held-out images through the autoencoder.
-* ``gaussian``: a Gaussian with mean and covariance of the training latents, sampled and decoded.
+* ``floor``: real held-out images; no model can be expected to score below them.
+* ``reconstruction``: the held-out images through the autoencoder.
+* ``gaussian``: samples of a Gaussian with mean and covariance of the training latents, decoded.
 * ``noise``: uniformly random pixels.
 
-All have as many images per set as the samples, the first two as many as are held out where those are fewer.
+Rows have ``evaluation.num_samples`` images per set. The first two have fewer if fewer images are held out.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from kairos.evaluation import external_reference, metrics
 from kairos.evaluation.extractors import Extractor, open_extractor
 from kairos.evaluation.metrics import RealStatistics, Target
 from kairos.evaluation.moments import LAYERS, iterate_rows, measure
-from kairos.evaluation.registries import UNREAL, default_metrics, needs_of
+from kairos.evaluation.registries import SAMPLES_ONLY, default_metrics, needs_of
 from kairos.evaluation.settings import EvaluationConfig, check_metrics, metrics_with_options
 from kairos.files import check_files, open_record, sha256_file, sha256_json, write_json
 from kairos.progress import Progress, say
@@ -39,9 +39,21 @@ GAUSSIAN_IMAGES = 10_000
 GAUSSIAN_VALUES = 2**27  # 512 MB of float32
 _HELD_OUT = f"standard deviation over {RESAMPLES} bootstrap resamples of the one set of held-out images"
 _GENERATED = "standard deviation over sets of fresh draws"
-Reference = tuple[dict[str, Any], Target]  # reference.json, or the same fields for images from outside; and the target
 ImageSource = Callable[[int], Iterator[np.ndarray]]  # from the number of a set to batches of its images
 SPREADS = {"floor": _HELD_OUT, "reconstruction": _HELD_OUT, "gaussian": _GENERATED, "noise": _GENERATED}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Reference that samples are compared with.
+
+    Attributes:
+        record: content of reference.json, or for external images its fields that evaluations use.
+        target: statistics of the real images, and the metrics to compute.
+    """
+
+    record: dict[str, Any]
+    target: Target
 
 
 def build_reference(
@@ -53,25 +65,30 @@ def build_reference(
     extractor: Path,
     out: Path,
 ) -> dict[str, Any]:
-    """Write the reference's folder and return its record.
+    """Write the folder of stage `reference` and return its record.
+
+    Args:
+        evaluation: section `evaluation`.
+        device: device of the extractor and the autoencoder.
+        dataset, autoencoder, latents, extractor: folders of the stages before.
+        out: folder to write.
 
     Raises:
-        KairosError: too few images for the extractor's features, or a file from outside that does not fit.
+        KairosError: too few images for the extractor's features, or an external file that lacks something.
     """
-    images, opened = open_dataset(dataset), open_extractor(extractor, device, evaluation.precision)
-    codec, encoded = load_codec(autoencoder, device), open_latents(latents)
+    images = open_dataset(dataset)
+    opened = open_extractor(extractor, device, evaluation.precision)
+    codec = load_codec(autoencoder, device)
+    training_latents = open_latents(latents)
     resource_usage.end_startup()
     wanted = tuple(evaluation.metrics_for(opened.manifest["kind"], len(images.heldout) > 0))
-    target = Target(opened.manifest["metric"], _real(evaluation.reference, images, opened, wanted), wanted)
-    num, seed, warnings = evaluation.num_samples, evaluation.seed, []
-    for what, number in {"evaluation.num_samples": num, "real images": target.statistics.count}.items():
-        if number:  # published moments do not tell of how many images they are
-            for warning in metrics.check_image_count(number, opened.width, what):
-                metrics.warn(what, warning)
-                warnings.append(f"{what}: {warning}")
-    fitted, gaussian = _gaussian(encoded, codec, num, seed)
-    drawn = {"gaussian": gaussian, "noise": _noise(images.images.shape[1:], num, seed)}
-    rows = _rows(evaluation, images, codec, drawn, opened, target)
+    target = Target(opened.manifest["metric"], _real_statistics(evaluation.reference, images, opened, wanted), wanted)
+    num = evaluation.num_samples
+    warnings = _check_image_counts(num, target.statistics.count, opened.width)
+    fitted, gaussian = _gaussian_source(training_latents, codec, num, evaluation.seed)
+    noise = _noise_source(images.images.shape[1:], num, evaluation.seed)
+    generated = {"gaussian": gaussian, "noise": noise}
+    rows = _compute_rows(evaluation, images, codec, generated, opened, target)
 
     target.statistics.save(out / "statistics.npz")
     record = {
@@ -87,7 +104,7 @@ def build_reference(
         "real_images": target.statistics.count,
         "num_samples": num,
         "sets": evaluation.sets,
-        **_fixed(evaluation, target.statistics, opened),
+        **_fixed_settings(evaluation, target.statistics, opened),
         "rows": rows,
         "spread_of": {name: SPREADS[name] for name in rows},
         "gaussian": f"mean and sample covariance of {fitted} training latents",
@@ -100,42 +117,66 @@ def build_reference(
     return record
 
 
-def open_reference(path: Path, extractor: Extractor) -> Reference:
-    """Open what stage `reference` wrote, given as folder or as reference.json: its record, and what it compares with.
+def _check_image_counts(num_samples: int, real_images: int, width: int) -> list[str]:
+    """Check the sizes of the sets against the number of features; print and return the warnings.
+
+    Args:
+        num_samples: images per set.
+        real_images: number of real images; 0 if it is unknown, as for published moments.
+        width: number of features.
 
     Raises:
-        KairosError: it is missing, or was made with another extractor.
-        DamagedError: the statistics have changed.
+        KairosError: too few images.
+    """
+    warnings = []
+    for name, count in {"evaluation.num_samples": num_samples, "real images": real_images}.items():
+        if count == 0:
+            continue
+        for warning in metrics.check_image_count(count, width, name):
+            metrics.warn(name, warning)
+            warnings.append(f"{name}: {warning}")
+    return warnings
+
+
+def open_reference(path: Path, extractor: Extractor) -> Reference:
+    """Open the output of stage `reference`, given as its folder or its reference.json.
+
+    Raises:
+        KairosError: the reference is missing, or was computed with another extractor.
+        DamagedError: the file of statistics has changed.
     """
     path = path / "reference.json" if path.is_dir() else path
     record = open_record(path.parent, "reference", path.name)
     check_files(path.parent, record["files"], "make it again with: kairos reference")
     if record["extractor_hash"] != extractor.hash:
         raise KairosError(
-            f"{path}: made with extractor {record['extractor']} {record['extractor_hash'][:12]}, "
-            f"got {extractor.name} {extractor.hash[:12]}; pass that one as --extractor DIR"
+            f"{path}: got extractor {extractor.name} {extractor.hash[:12]}, expected {record['extractor']} "
+            f"{record['extractor_hash'][:12]}, with which the reference was computed; pass it as --extractor DIR"
         )
     real = RealStatistics.load(path.parent / "statistics.npz")
-    return record, Target(record["metric"], real, tuple(record["metrics"]))
+    return Reference(record, Target(record["metric"], real, tuple(record["metrics"])))
 
 
 def open_external_reference(path: Path, extractor: Extractor, wanted: list[str] | None) -> Reference:
-    """Return record and target of a reference from an npz file of real images or published moments.
+    """Open an npz file of real images or published moments as reference; the statistics are cached by its content.
 
-    The statistics are cached by the content of the file.
+    Args:
+        path: the npz file.
+        extractor: the feature extractor.
+        wanted: names of metrics; None: the default metrics of the extractor.
 
     Raises:
         KairosError: the file lacks something that the metrics need, or contains too few images for the extractor.
     """
     kind = extractor.manifest["kind"]
-    named = metrics_with_options(wanted or default_metrics(kind, True))
-    check_metrics(named, kind)
-    statistics = load_external_statistics(path, extractor, needs_of(named) - UNREAL)
-    record = {"num_samples": None, **_fixed(EvaluationConfig(), statistics, extractor)}
-    return record, Target(extractor.manifest["metric"], statistics, tuple(named))
+    selected = metrics_with_options(wanted or default_metrics(kind, True))
+    check_metrics(selected, kind)
+    statistics = load_external_statistics(path, extractor, needs_of(selected) - SAMPLES_ONLY)
+    record = {"num_samples": None, **_fixed_settings(EvaluationConfig(), statistics, extractor)}
+    return Reference(record, Target(extractor.manifest["metric"], statistics, tuple(selected)))
 
 
-def _fixed(evaluation: EvaluationConfig, real: RealStatistics, extractor: Extractor) -> dict[str, Any]:
+def _fixed_settings(evaluation: EvaluationConfig, real: RealStatistics, extractor: Extractor) -> dict[str, Any]:
     """Return the settings that a reference's record fixes for all its evaluations, and the hash of the reference."""
     return {
         "reference_hash": sha256_json({"statistics": real.hash, "extractor": extractor.hash}),
@@ -145,127 +186,196 @@ def _fixed(evaluation: EvaluationConfig, real: RealStatistics, extractor: Extrac
     }
 
 
-def _real(
+def _real_statistics(
     which: str, dataset: PreparedDataset, extractor: Extractor, wanted: tuple[dict[str, Any], ...]
 ) -> RealStatistics:
-    """Statistics of the training images, of all, or of a file from outside; cached by content."""
-    needs = needs_of(wanted) - UNREAL
+    """Return the statistics of the real images, cached by content.
+
+    Args:
+        which: ``train``, ``all`` (with the held-out images) or the path of an npz file.
+        dataset: the prepared data set.
+        extractor: the feature extractor.
+        wanted: the metrics, which decide what is measured.
+    """
+    needs = needs_of(wanted) - SAMPLES_ONLY
     if which not in ("train", "all"):
         return load_external_statistics(Path(which), extractor, needs)
     indices = dataset.train if which == "train" else np.arange(len(dataset.images))
-    parts = {"dataset": dataset.manifest["content_sha256"], "split": which}
-    return _of_images(dataset.images, indices, extractor, needs, parts)
+    cache_key = {"dataset": dataset.manifest["content_sha256"], "split": which}
+    return _measure_cached(dataset.images, indices, extractor, needs, cache_key)
 
 
 def load_external_statistics(path: Path, extractor: Extractor, needs: set[str]) -> RealStatistics:
-    """Statistics of a file, cached by its content: published moments where it holds them, else those of its images.
+    """Return the statistics of an npz file: published moments if it contains them, the rest measured on its images.
+
+    Measurements are cached by the content of the file.
+
+    Args:
+        path: the npz file.
+        extractor: the feature extractor.
+        needs: measurements of real images that the metrics need, see `moments.measure`.
 
     Raises:
-        KairosError: see `external_reference.read_moments`; or too few images for the extractor.
+        KairosError: the file lacks a measurement, see `external_reference.read_moments`; or too few images.
     """
-    found = external_reference.read_moments(path, extractor.width, needs, "reference")
-    moments = {LAYERS[need]: pair for need, pair in found.items()}
-    rest = needs - found.keys()
-    if not rest:
+    published = external_reference.read_moments(path, extractor.width, needs, "reference")
+    moments = {LAYERS[need]: pair for need, pair in published.items()}
+    missing = needs - published.keys()
+    if not missing:
         return RealStatistics(moments)
     images = open_samples(path).images
-    if "moments" in rest:
+    if "moments" in missing:
         for warning in metrics.check_image_count(len(images), extractor.width, str(path)):
             metrics.warn(str(path), warning)
-    own = _of_images(images, range(len(images)), extractor, rest, {"images": sha256_file(path)})
-    return RealStatistics({**own.moments, **moments}, own.features, 0 if moments else own.count)
+    measured = _measure_cached(images, range(len(images)), extractor, missing, {"images": sha256_file(path)})
+    # published moments may be of more images than the file has, so their number is unknown
+    count = 0 if moments else measured.count
+    return RealStatistics({**measured.moments, **moments}, measured.features, count)
 
 
-def _of_images(
-    images: Any, indices: Any, extractor: Extractor, needs: set[str], parts: dict[str, Any]
+def _measure_cached(
+    images: Any, indices: Any, extractor: Extractor, needs: set[str], cache_key: dict[str, Any]
 ) -> RealStatistics:
-    """Statistics of some images; `parts` decides which they are."""
-    parts = {**parts, "extractor": extractor.hash, "precision": extractor.precision, "needs": sorted(needs)}
-    batches, kept = iterate_rows(images, indices), metrics.indices_to_store(len(indices))
-    return metrics.load_or_compute(parts, lambda: metrics.statistics_to_store(measure(extractor, batches, needs, kept)))
+    """Return the statistics of the images `indices`, from the cache if they are there.
+
+    Args:
+        images: uint8 (N, height, width, channels).
+        indices: indices of the images to measure, (n,).
+        extractor: the feature extractor.
+        needs: measurements, see `moments.measure`.
+        cache_key: JSON values that identify the images.
+    """
+    cache_key = {**cache_key, "extractor": extractor.hash, "precision": extractor.precision, "needs": sorted(needs)}
+
+    def compute() -> RealStatistics:
+        stored = metrics.indices_to_store(len(indices))
+        measured = measure(extractor, iterate_rows(images, indices), needs, stored)
+        return metrics.statistics_to_store(measured)
+
+    return metrics.load_or_compute(cache_key, compute)
 
 
-def _rows(
+def _compute_rows(
     evaluation: EvaluationConfig,
     dataset: PreparedDataset,
     codec: Codec,
-    drawn: dict[str, ImageSource],
+    generated: dict[str, ImageSource],
     extractor: Extractor,
     target: Target,
 ) -> dict[str, dict[str, Any]]:
-    """The rows that can be made, by name, each with its number of images per set and the columns of the metrics."""
-    heldout, num, seed = dataset.heldout[: evaluation.num_samples], evaluation.num_samples, evaluation.seed
-    numbers = range(len(heldout))
-    one_set = {
-        "floor": lambda: iterate_rows(dataset.images, heldout),
-        "reconstruction": lambda: map(codec.reconstructed, map(dataset.load_tensor, iterate_rows(heldout, numbers))),
-    }
-    if len(heldout) <= extractor.width:
-        say(
-            f"reference: rows floor and reconstruction are left out: {len(heldout)} images are held out, and "
-            f"{extractor.width} features need more"
-        )
-        one_set = {}
-    elif len(heldout) < num:
-        say(f"warning: rows floor and reconstruction are of {len(heldout)} images, all that are held out")
-    rows, captions = {}, dataset.captions if "captions" in target.needs else None
-    progress = Progress(len(one_set) + len(drawn), "reference", "row")
+    """Return the reference rows by name, each with its number of images per set and the columns of the metrics.
+
+    Args:
+        evaluation: section `evaluation`.
+        dataset: data set with the held-out images.
+        codec: the autoencoder.
+        generated: sources of the rows that have several sets of images, by name.
+        extractor: the feature extractor.
+        target: statistics of the real images, and the metrics.
+    """
+    heldout = dataset.heldout[: evaluation.num_samples]
+    heldout_sources = _heldout_sources(heldout, dataset, codec, evaluation.num_samples, extractor.width)
+    captions = None
+    if heldout_sources and dataset.captions is not None and "captions" in target.needs:
+        captions = dataset.captions.texts(dataset.captions.caption_indices(heldout))
+    progress = Progress(len(heldout_sources) + len(generated), "reference", "row")
+    rows = {}
     with torch.inference_mode():
-        for name, images in one_set.items():
-            measured = measure(extractor, images(), target.needs | {"features"})
+        for name, heldout_images in heldout_sources.items():
+            measured = measure(extractor, heldout_images(), target.needs | {"features"})
             if captions is not None:
-                texts = captions.texts(captions.caption_indices(heldout))
-                measured = replace(measured, captioned=zip(images(), iterate_rows(texts, numbers)))
+                batches = zip(heldout_images(), iterate_rows(captions, range(len(heldout))))
+                measured = replace(measured, captioned=batches)
             scores = target.score(measured)
-            spread = metrics.bootstrap(measured, target, RESAMPLES, derived_seed(seed, "bootstrap"))
-            spreads = {f"{column}_spread": spread if column == target.metric else None for column in scores}
-            rows[name] = {"n_samples": len(heldout), **scores, **spreads}
+            deviation = metrics.bootstrap(measured, target, RESAMPLES, derived_seed(evaluation.seed, "bootstrap"))
+            deviations = {f"{column}_spread": deviation if column == target.metric else None for column in scores}
+            rows[name] = {"n_samples": len(heldout), **scores, **deviations}
             progress.advance()
-        for name, set_of in drawn.items():
-            sets = (measure(extractor, set_of(number), target.needs) for number in range(evaluation.sets))
-            rows[name] = {"n_samples": num, **metrics.summarise([target.score(one) for one in sets])}
+        for name, images_of_set in generated.items():
+            set_scores = []
+            for number in range(evaluation.sets):
+                measured = measure(extractor, images_of_set(number), target.needs)
+                set_scores.append(target.score(measured))
+            rows[name] = {"n_samples": evaluation.num_samples, **metrics.summarise(set_scores)}
             progress.advance()
     progress.close()
     return rows
 
 
-def _gaussian(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[int, ImageSource]:
-    """A Gaussian with mean and sample covariance of the training latents, whatever their dimension.
+def _heldout_sources(
+    heldout: np.ndarray, dataset: PreparedDataset, codec: Codec, num_samples: int, width: int
+) -> dict[str, Callable[[], Iterator[np.ndarray]]]:
+    """Return functions that yield the images of the rows ``floor`` and ``reconstruction``, in uint8 batches.
 
-    Of training latents as a training sees them, at most `GAUSSIAN_IMAGES`, fewer where they are large. Draws are
-    mean + z rows / sqrt(n-1) with z ~ N(0, I_n) and the centred latents as rows: exactly that covariance, full where
-    there are more latents than dimensions, of rank n-1 otherwise, without ever forming it.
+    Without more held-out images than features there are no such rows; a message reports that.
 
-    Returns:
-        Number of latents, and what gives a numbered set of `count` decoded draws.
+    Args:
+        heldout: dataset indices of the held-out images, (n,).
+        dataset: the prepared data set.
+        codec: the autoencoder.
+        num_samples: images per set of the other rows.
+        width: number of features.
+    """
+    if len(heldout) <= width:
+        say(
+            f"reference: rows floor and reconstruction are left out: {len(heldout)} images are held out, and "
+            f"{width} features need more"
+        )
+        return {}
+    if len(heldout) < num_samples:
+        say(f"warning: rows floor and reconstruction are of {len(heldout)} images, all that are held out")
+
+    def real_images() -> Iterator[np.ndarray]:
+        return iterate_rows(dataset.images, heldout)
+
+    def reconstructions() -> Iterator[np.ndarray]:
+        for indices in iterate_rows(heldout, range(len(heldout))):
+            yield codec.reconstructed(dataset.load_tensor(indices))
+
+    return {"floor": real_images, "reconstruction": reconstructions}
+
+
+def _gaussian_source(latents: Latents, codec: Codec, count: int, seed: int) -> tuple[int, ImageSource]:
+    """Fit a Gaussian to the training latents and return the number of fitted latents and a source of its images.
+
+    At most `GAUSSIAN_IMAGES` latents are fitted, fewer if they are large; the encoder's noise is drawn as in training.
+    A sample is mean + z rows / sqrt(n - 1), with z ~ N(0, I_n) and the centred latents as rows. Its covariance is the
+    sample covariance of the latents, which is never formed: of full rank if there are more latents than dimensions,
+    of rank n - 1 otherwise.
+
+    Args:
+        latents: latents of the data set.
+        codec: decoder of the samples.
+        count: images per set.
+        seed: seed of the choice of latents and of the samples.
     """
     dimension = int(np.prod(latents.shape))
     fitted = min(len(latents.train), GAUSSIAN_IMAGES, max(2, GAUSSIAN_VALUES // dimension))
     order = Stream(seed, "gaussian images").permutation(len(latents.train))
-    chosen = latents.train[order[:fitted].sort().values.numpy()]
-    parts = []
-    for part in iterate_rows(chosen, range(fitted)):
-        noise = Stream(seed, "gaussian latents").normal(0, torch.from_numpy(part), latents.shape)
-        parts.append(latents.load_x0(part, noise=noise).flatten(1))
-    rows = torch.cat(parts)  # (n, d)
+    selected = latents.train[order[:fitted].sort().values.numpy()]
+    batches = []
+    for indices in iterate_rows(selected, range(fitted)):
+        noise = Stream(seed, "gaussian latents").normal(0, torch.from_numpy(indices), latents.shape)
+        batches.append(latents.load_x0(indices, noise=noise).flatten(1))
+    rows = torch.cat(batches)  # (n, d)
     mean = rows.mean(0)
     rows -= mean
 
-    def drawn(number: int) -> Iterator[np.ndarray]:
-        for part in iterate_rows(range(count), range(count)):
-            z = Stream(seed, "gaussian draws").normal(number, part, (fitted,))
+    def images_of_set(number: int) -> Iterator[np.ndarray]:
+        for image_indices in iterate_rows(range(count), range(count)):
+            z = Stream(seed, "gaussian draws").normal(number, image_indices, (fitted,))
             x0 = mean + z @ rows / (fitted - 1) ** 0.5
             yield to_uint8(codec.decode(x0.view(-1, *latents.shape)))
 
-    return fitted, drawn
+    return fitted, images_of_set
 
 
-def _noise(shape: tuple[int, ...], count: int, seed: int) -> ImageSource:
-    """Return a function that yields a numbered set of `count` uniformly random images, in uint8 batches (n, *shape)."""
+def _noise_source(shape: tuple[int, ...], count: int, seed: int) -> ImageSource:
+    """Return a source of sets of `count` uniformly random images, in uint8 batches (n, *shape)."""
 
-    def drawn(number: int) -> Iterator[np.ndarray]:
+    def images_of_set(number: int) -> Iterator[np.ndarray]:
         random = np.random.default_rng(derived_seed(seed, "noise images", number))
-        for part in iterate_rows(range(count), range(count)):
-            yield random.integers(0, 256, (len(part), *shape), dtype=np.uint8)
+        for image_indices in iterate_rows(range(count), range(count)):
+            yield random.integers(0, 256, (len(image_indices), *shape), dtype=np.uint8)
 
-    return drawn
+    return images_of_set

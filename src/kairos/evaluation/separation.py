@@ -14,7 +14,7 @@ from kairos.data.source_statistics import count_images
 from kairos.evaluation.settings import EvaluationConfig
 from kairos.files import glance
 
-CLEAR = 2.0  # standard deviations of the difference between both rows, from which on it counts
+CLEAR = 2.0  # standard deviations by which the rows must differ
 ENOUGH_IMAGES = 1000  # training images; benchmarks/metric_can_rank.py measures 80, 320 and 1,600
 TRAINED = ("classifier", "selfsupervised")  # extractors that are trained on the experiment's images
 ADVICE = (
@@ -28,7 +28,7 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
 
     Args:
         reference: content of reference.json; rows ``floor`` and ``gaussian`` are used. The standard deviation of a
-            Gaussian row with one set of samples is unknown; that of the real images, which are as many, replaces it.
+            Gaussian row with one set of samples is unknown; the deviation of the real images replaces it.
     """
     metric, rows = reference["metric"], reference["rows"]
     real, gaussian = rows.get("floor", {}), rows.get("gaussian", {})
@@ -48,7 +48,9 @@ def cannot_rank(reference: Mapping[str, Any]) -> str | None:
 
 
 def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, results: Path) -> str | None:
-    """Return a warning if the distance is unlikely to rank methods, else None: from existing reference rows or counts.
+    """Return a warning if the distance is unlikely to rank methods, else None.
+
+    The warning is based on existing reference rows, or on the number of images if there are none.
 
     Args:
         evaluation, dataset: sections of the experiment, with a definite extractor.
@@ -61,7 +63,7 @@ def warning_before_run(evaluation: EvaluationConfig, dataset: DatasetConfig, res
     recorded = (manifest.get("options"), record.get("num_samples"), record.get("reference"))
     if record and recorded == (evaluation.extractor, evaluation.num_samples, evaluation.reference):
         reason = cannot_rank(record)
-        return reason and f"{reason} {ADVICE}"
+        return f"{reason} {ADVICE}" if reason else None
     name, images = evaluation.extractor["name"], count_images(dataset).train
     if name not in TRAINED or images is None or images >= ENOUGH_IMAGES:
         return None

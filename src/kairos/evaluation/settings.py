@@ -1,11 +1,11 @@
-"""Section `evaluation`, and what the reference fixes for every evaluation that uses it."""
+"""Section `evaluation`, and the settings of the validation loss."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
-from kairos.evaluation.registries import EXTRACTORS, FRECHET, METRICS, default_metrics, needs_of
+from kairos.evaluation.registries import EXTRACTORS, FRECHET_METRICS, METRICS, default_metrics, needs_of
 from kairos.section import Section, component, field
 from kairos_timesteps import options
 from kairos_timesteps.errors import ConfigError, ValueRejected, demand
@@ -14,21 +14,21 @@ from kairos_timesteps.errors import ConfigError, ValueRejected, demand
 class EvaluationConfig(Section):
     """Settings of the comparison of samples with real images."""
 
-    extractor: component(EXTRACTORS) = field("auto", "features of images")
+    extractor: component(EXTRACTORS) = field("auto", "extractor of image features")
     reference: str = field("train", "real images: train, all (with the held-out ones), or an npz's path")
-    metrics: list[component(METRICS)] | None = field(None, "metrics; null: those usual for the extractor")
+    metrics: list[component(METRICS)] | None = field(None, "metrics; null: the defaults of the extractor")
     primary_metric: Literal["distance", "validation"] = field(
         "distance", "metric that methods are ranked by: the Fréchet distance or the validation loss"
     )
     num_samples: int = field(450, "images per set", ge=2)
-    sets: int = field(3, "sets of samples; their spread is the uncertainty of a distance", ge=1)
-    strata: int = field(32, "validation loss: strata of times between the two end points", ge=1)
-    loss_images: int = field(256, "validation loss: held-out images, fixed", ge=1)
-    precision: Literal["fp32", "tf32", "bf16"] = field("fp32", "of the extractor and the validation loss")
+    sets: int = field(3, "sets of samples; their standard deviation is the uncertainty of a distance", ge=1)
+    strata: int = field(32, "validation loss: strata of times between the first and the last timestep", ge=1)
+    loss_images: int = field(256, "validation loss: number of held-out images", ge=1)
+    precision: Literal["fp32", "tf32", "bf16"] = field("fp32", "precision of the extractor and the validation loss")
     seed: int = field(0, "seed of validation noise and reference rows", ge=0)
 
     def model_post_init(self, context: Any) -> None:
-        """Check the reference, and that the metrics can be computed, as far as this section alone determines it."""
+        """Check the reference and the metrics, as far as this section alone determines them."""
         if self.metrics is not None:
             check_metrics(self.metrics, self.extractor["name"])
         good = self.reference in ("train", "all") or self.reference.endswith(".npz")
@@ -43,16 +43,19 @@ class EvaluationConfig(Section):
         return values
 
     def metrics_for(self, extractor: str, heldout: bool) -> list[dict[str, Any]]:
-        """The metrics that are computed.
+        """Return the metrics to compute, with their options.
 
         Args:
-            extractor: the kind that is used, which `extractor` may leave open.
-            heldout: whether images are held out, which the validation loss needs.
+            extractor: the extractor in use, which `self.extractor` may leave open as ``auto``.
+            heldout: True if images are held out, which the validation loss needs.
 
         Raises:
-            ConfigError: a metric is asked for that has not what it needs.
+            ConfigError: a metric lacks something that it needs.
         """
-        names = default_metrics(extractor, heldout) if self.metrics is None else [one["name"] for one in self.metrics]
+        if self.metrics is None:
+            names = default_metrics(extractor, heldout)
+        else:
+            names = [metric["name"] for metric in self.metrics]
         if self.primary_metric == "validation" and "validation" not in names:
             raise ConfigError(
                 f"evaluation.primary_metric: got validation, which is not among the metrics {', '.join(names)}; "
@@ -61,14 +64,14 @@ class EvaluationConfig(Section):
         if self.metrics is None:
             return metrics_with_options(names)
         check_metrics(self.metrics, extractor)
-        losses = [named["name"] for named in self.metrics if "milestone" in needs_of([named])]
+        losses = [metric["name"] for metric in self.metrics if "milestone" in needs_of([metric])]
         if losses and not heldout:
             raise ConfigError(f"evaluation.metrics: {losses[0]} needs held-out images, and dataset.heldout is 0")
         return self.metrics
 
 
 def metrics_with_options(names: list[str]) -> list[dict[str, Any]]:
-    """Metrics by name, with their options."""
+    """Return metrics given by name, each with the default values of its options."""
     return [{"name": name, **options.dump(METRICS.parse(name))} for name in names]
 
 
@@ -78,20 +81,27 @@ def check_metrics(metrics: list[dict[str, Any]], extractor: str) -> None:
     Raises:
         ConfigError: a metric is listed twice or defined for another extractor, or not exactly one metric ranks methods.
     """
-    names = [named["name"] for named in metrics]
+    names = [metric["name"] for metric in metrics]
     for name in names:
-        needed = METRICS.entry(name).facts.get("extractor")
-        if needed and extractor not in (needed, "auto"):
-            raise ValueRejected(f"evaluation.metrics: {name} needs evaluation.extractor {needed}, got {extractor}")
+        required = METRICS.entry(name).facts.get("extractor")
+        if required and extractor not in (required, "auto"):
+            raise ValueRejected(f"evaluation.metrics: {name} needs evaluation.extractor {required}, got {extractor}")
         demand(names.count(name) == 1, "evaluation.metrics", f"{name} twice", "each once")
-    allowed = f"exactly one of {', '.join(FRECHET)}, by which methods are ranked, and any others"
-    ranked = len(set(names) & set(FRECHET)) == 1
-    demand(ranked, "evaluation.metrics", ", ".join(names) or "none", allowed)
+    ranking = set(names) & set(FRECHET_METRICS)
+    allowed = f"exactly one of {', '.join(FRECHET_METRICS)}, by which methods are ranked, and any others"
+    demand(len(ranking) == 1, "evaluation.metrics", ", ".join(names) or "none", allowed)
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The validation loss: number of held-out images, of strata between the end points, seed and precision."""
+    """Settings of the validation loss.
+
+    Attributes:
+        images: number of held-out images; all, if there are fewer.
+        strata: number of strata of times between the first and the last cell, see `validation.build_strata`.
+        seed: seed of images, noise and times.
+        precision: precision of the network, see `compute.precision`.
+    """
 
     images: int
     strata: int
