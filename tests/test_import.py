@@ -197,7 +197,7 @@ def test_a_start_of_another_size_is_refused(tmp_path):
     out, _ = import_(tmp_path, tmp_path / "a.pt", wanted, "--shape", "4,8,8", "--classes", 10)
     start = {"training__start_from": str(out)}
     with pytest.raises(ConfigError, match=r"training.start_from: got one with model.width: 16 .* allowed: one with 32"):
-        validate(experiment(model={**wanted, "width": 32}, **start)).settled()
+        validate(experiment(model={**wanted, "width": 32}, **start)).resolve()
     plain = experiment({"uniform": {}}, model=wanted, **start)
     with pytest.raises(
         KairosError, match=r"training.start_from: .* do not fit the model; .*pos_embed \(1, 16, 16\) for \(1, 4, 16\)"
@@ -230,7 +230,7 @@ def test_models_that_one_option_cannot_describe(model, said, tmp_path, capsys):
 
 def test_a_start_that_is_none_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(ConfigError, match=r"training.start_from: got .*nowhere.* allowed: the folder of a milestone"):
-        validate(experiment(training__start_from=str(tmp_path / "nowhere"))).settled()
+        validate(experiment(training__start_from=str(tmp_path / "nowhere"))).resolve()
 
 
 def test_a_start_counts_by_its_weights_and_must_be_of_the_same_model(tmp_path):

@@ -12,8 +12,8 @@ from kairos.evaluation.separation import cannot_rank
 from kairos.files import read_json, write_json
 from kairos.report import findings
 from kairos.report.collect import collect
-from kairos.report.compare import join
-from kairos.report.ranking import compare
+from kairos.report.compare import join_experiments
+from kairos.report.ranking import compare_methods
 from kairos_timesteps.errors import ConfigError, KairosError
 from report_page import page_of
 
@@ -72,11 +72,11 @@ def poor(tmp_path, monkeypatch):
 def test_findings_lead_with_it(poor):
     config, folder = poor
     results = collect(load(config), folder)
-    verdict = findings.verdict(results, compare(results))
+    verdict = findings.summarise_outcome(results, compare_methods(results))
     assert METRIC in verdict[0] and "652" in verdict[0] and "367" in verdict[0] and "primary_metric" in verdict[0]
     good = results_tree.write(folder.parent.parent / "good", methods=("uniform", "min_snr"))
     results = collect(load(good[0]), good[1])
-    assert "cannot rank" not in " ".join(findings.verdict(results, compare(results)))
+    assert "cannot rank" not in " ".join(findings.summarise_outcome(results, compare_methods(results)))
 
 
 def test_compare_leads_with_it(poor, capsys):
@@ -133,15 +133,17 @@ def test_validation_loss_ranks_methods(poor, capsys):
     by_distance = validate(yaml.safe_load(config.read_text())).plain()
     with_validation(config)
     results = collect(load(config), folder)
-    rows = compare(results)
-    losses = {method: results.measured.values(method, "val_loss").iloc[:, -1].mean() for method in results.methods}
+    rows = compare_methods(results)
+    losses = {
+        method: results.measurements.values_of(method, "val_loss").iloc[:, -1].mean() for method in results.methods
+    }
     assert [row.method for row in rows] == sorted(losses, key=losses.get)
     assert [row.curve.mean[-1] for row in rows] == pytest.approx(sorted(losses.values()))
-    told = findings.verdict(results, rows)
+    told = findings.summarise_outcome(results, rows)
     assert not any("Fréchet" in sentence for sentence in told) and any(
         "alidation loss" in sentence for sentence in told
     )
-    assert any("652" in warning for warning in findings.warnings(results))
+    assert any("652" in warning for warning in findings.find_warnings(results))
     assert main(["compare", str(config), "--format", "json"]) == 0
     table = json.loads(capsys.readouterr().out)
     assert {row["metric"] for row in table} == {"val_loss"}
@@ -156,7 +158,7 @@ def test_validation_losses_of_two_autoencoders_are_not_compared(poor, tmp_path):
 
     def joined():
         found = collect(load(config), folder), collect(load(other_config), other)
-        return join([(results, results.methods) for results in found])
+        return join_experiments([(results, results.methods) for results in found])
 
     assert len(joined().methods) == 4
     manifest = read_json(other / "autoencoder/manifest.json") | {"sha256": "b" * 64}
@@ -178,8 +180,8 @@ def test_a_primary_metric_that_is_not_measured_is_rejected(tmp_path):
     values = results_tree.experiment()
     values["evaluation"] |= {"primary_metric": "validation", "metrics": ["frechet", "kid"]}
     with pytest.raises(ConfigError, match=r"primary_metric.*validation"):
-        validate(values).settled()
+        validate(values).resolve()
     del values["evaluation"]["metrics"]
     values["dataset"] = {"heldout": 0}
     with pytest.raises(ConfigError, match=r"primary_metric.*validation"):
-        validate(values).settled()
+        validate(values).resolve()

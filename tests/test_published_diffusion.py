@@ -137,7 +137,7 @@ def test_vb_against_torchs_own_divergence():
         ({"process": LEARNED}, r"diffusion.losses: got mse with variance learned_range, allowed: .*: vb, masked_vb"),
         ({"losses": ["mse", "vb"]}, r"diffusion.losses: got vb with process discrete and variance fixed_large"),
         ({"process": "edm", "losses": ["mse", "vb"]}, r"diffusion.losses: got vb with process edm"),
-        (MASKED, r"diffusion.losses: got masked_mse, masked_vb with model unet, allowed: with a model that hides"),
+        (MASKED, r"diffusion.losses: got masked_mse, masked_vb with model unet, allowed: with a model that masks"),
         ({"process": {"name": "discrete", "schedule": "cosine", "beta_end": 0.1}}, r"beta_end: got None and 0.1 with"),
         ({"process": {"name": "discrete", "beta_start": 0.1}}, r"beta_start: got 0.1, allowed: less than beta_end = 0"),
         ({"process": {"name": "discrete", "first_index": 2}}, r"first_index: got 2, allowed: one of 0, 1"),

@@ -237,7 +237,7 @@ def test_small_forms_are_the_same_experiment(tmp_path, capsys, file):
         pytest.skip(f"{data} is not here")
     assert main(["small", str(file), str(made), "--data", str(data if needs else tmp_path)]) == 0
     small = load(made)
-    small.settled()
+    small.resolve()
     assert small.experiment == f"{recipe.experiment}_small" and small.milestones == (0, 50, 100)
     assert len(small.methods) == 2 and {*small.methods} <= {*recipe.methods}
     assert small.diffusion == recipe.diffusion and small.model["name"] == recipe.model["name"]

@@ -159,7 +159,7 @@ def test_a_shard_that_is_none(milestones, tmp_path, text, capsys):
 def test_more_shards_than_batches(milestones, tmp_path, capsys):
     assert draw(milestones, tmp_path / "x.npz", "--shard", "1of6") == 2
     assert "the number of batches" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"sampling.shards: got 6, allowed: at most 5, the batches"):
+    with pytest.raises(ConfigError, match=r"sampling.shards: got 6, allowed: at most 5, the number of batches"):
         validate({**EXPERIMENT, "sampling": {"batch_size": 32, "shards": 6}})
 
 

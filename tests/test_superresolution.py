@@ -226,7 +226,7 @@ def sections(**changes):
          r"got 3, allowed: a divisor of the images' side, 8"),
         ({"dataset": {"low_resolution": 1}}, "greater than or equal to 2"),
         ({"dataset": {"low_resolution": None}, "model": {"conditions": []}, "sampling": {"guidance_scale": 1.0}},
-         r"evaluation\.metrics: got psnr, allowed where model\.conditions has low_resolution"),
+         r"evaluation\.metrics: got psnr, allowed: other metrics, unless model\.conditions contains low_resolution"),
     ],
     ids=str,
 )  # fmt: skip

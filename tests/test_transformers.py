@@ -495,7 +495,7 @@ def test_autocast_changes_little_and_dynamo_finds_one_graph(name):
         ({"name": "vit", "width": 10, "heads": 3}, "width: got 10, allowed: a multiple of heads = 3"),
         ({"name": "mdt", "depth": 2, "decoder_depth": 3}, "decoder_depth: got 3, allowed: at most depth = 2"),
         ({"name": "mdt", "ratio": 1.0}, "ratio: got 1.0, allowed: number >= 0 and < 1"),
-        ({"name": "vit", "timesteps": 99}, r"model.timesteps: got 99, allowed: at least the indices.*\(100\)"),
+        ({"name": "vit", "timesteps": 99}, r"model.timesteps: got 99, allowed: at least 100,"),
     ],
 )
 def test_refusals(model, message):
@@ -508,7 +508,7 @@ def test_refusals(model, message):
 
 def test_a_learned_table_of_times_needs_a_discrete_process():
     values = {"experiment": "x", "model": "vit", "methods": {"uniform": {}}, "diffusion": {"process": "flow"}}
-    with pytest.raises(ConfigError, match=r"model.timesteps: got 1000, allowed: .*\(flow is continuous\)"):
+    with pytest.raises(ConfigError, match=r"model.timesteps: got 1000, allowed: .* flow is continuous"):
         validate(values)
     with pytest.raises(ConfigError, match=r"model.conditions: got \['text'\], allowed with vit: class, low_resolution"):
         build({"name": "vit", "conditions": ["text"]}, (4, 8, 8), text(12))

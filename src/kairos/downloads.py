@@ -76,7 +76,7 @@ def needs(experiment: Experiment) -> list[Need]:
 
 
 def lacking(experiment: Experiment) -> list[str]:
-    """Return a warning for each missing network or file that `Experiment.settled` does not check.
+    """Return a warning for each missing network or file that `Experiment.resolve` does not check.
 
     Networks of gigabytes are not read for that.
     """

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos.downloads import lacking
     from kairos.evaluation.registries import EXTRACTORS
     from kairos.evaluation.separation import warning_before_run
-    from kairos.report.formatting import sample_sets
+    from kairos.report.formatting import describe_sample_sets
     from kairos.workflow.layout import Layout
     from kairos_timesteps.components import COUPLINGS, SAMPLERS, WEIGHTINGS
     from kairos_timesteps.diffusion.registries import PROCESSES
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     from kairos.costs.preflight import find_warnings
 
-    experiment, said = given.settled()
+    experiment, said = given.resolve()
     layout = Layout(experiment, arguments.file)
     print(f"{arguments.file}: experiment {experiment.experiment}, results in {layout.results}/\n")
     if warning := warning_before_run(experiment.evaluation, experiment.dataset, Path(layout.results)):
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
         "process": _component(PROCESSES, experiment.diffusion.process, arguments.all_options) + prediction,
         "seeds": ", ".join(map(str, experiment.seeds)),
         "milestones": f"{steps} (of {experiment.training.batch_size} images a step){segments}",
-        "samples": f"{sample_sets(experiment.evaluation)} at each milestone",
+        "samples": f"{describe_sample_sets(experiment.evaluation)} at each milestone",
     }
     if given == experiment:
         facts["extractor"] = _component(EXTRACTORS, experiment.evaluation.extractor, arguments.all_options)
@@ -98,7 +98,7 @@ def _folder(folder: Path) -> None:
     rows, faults = list[tuple[str, ...]]([("file", "methods", "trainings", "milestones", "jobs")]), []
     for file in find_experiment_files(folder):
         try:
-            experiment, _ = load(file).settled()
+            experiment, _ = load(file).resolve()
         except ConfigError as error:
             faults.append(str(error) if str(file) in str(error) else f"{file}: {error}")
             continue

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _extractor(arguments: argparse.Namespace) -> dict[str, int]:
     from kairos.config import load
 
-    experiment, _ = load(arguments.config).settled()
+    experiment, _ = load(arguments.config).resolve()
     from kairos import resource_usage
     from kairos.data.dataset import open_dataset
     from kairos.evaluation import extractors

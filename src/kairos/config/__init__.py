@@ -1,4 +1,4 @@
-"""Experiment files: what may be configured, its defaults, and clear refusals (see `experiment.Experiment`)."""
+"""Experiment files: fields, defaults and validation errors (see `experiment.Experiment`)."""
 
 from kairos.config.experiment import REFERENCE_ROWS, Experiment, freeze, load, validate
 from kairos.config.reading import apply_extends, find_experiment_files

@@ -1,4 +1,4 @@
-"""Checks that the sections of an experiment fit together: a function each; all run before any job."""
+"""Checks of fields that depend on other sections of an experiment; all run before any job."""
 
 import math
 from typing import TYPE_CHECKING
@@ -8,104 +8,132 @@ from kairos.models import check_conditions_accepted
 from kairos.models.registries import MODELS
 from kairos_timesteps.components import SAMPLERS, WEIGHTINGS, checked
 from kairos_timesteps.diffusion.schedule import CELLS
-from kairos_timesteps.errors import ValueRejected, demand
+from kairos_timesteps.errors import demand
 from kairos_timesteps.registry import split
 
 if TYPE_CHECKING:
     from kairos.config.experiment import Experiment
 
 
-def check_fits(experiment: "Experiment") -> None:
-    """Ask all of them.
+def check_consistency(experiment: "Experiment") -> None:
+    """Check that the sections of an experiment are consistent.
 
     Raises:
-        ConfigError: the first field that does not fit, its value and what is allowed.
+        ConfigError: two fields contradict each other; the message reports the first such field, its value and what is
+            allowed.
     """
-    for check in (_jobs, _conditions, _texts, _low_resolution, _shapes, _augment, _losses, _process):
-        check(experiment)
+    _check_job_counts(experiment)
+    _check_conditions(experiment)
+    _check_text(experiment)
+    _check_low_resolution(experiment)
+    _check_shapes(experiment)
+    _check_augmentation(experiment)
+    _check_losses(experiment)
+    _check_timesteps(experiment)
     for published in experiment.published:
-        published.check_fits(experiment.methods)
+        published.check_methods(experiment.methods)
     if experiment.claim is not None:
-        experiment.claim.check_fits(experiment.methods)
-    diffusion, dropout = experiment.diffusion.model_dump(), experiment.training.condition_dropout
-    experiment.sampling.check_fits(diffusion, experiment.conditions, dropout)
+        experiment.claim.check_methods(experiment.methods)
+    dropout = experiment.training.condition_dropout
+    experiment.sampling.check_fits(experiment.diffusion.model_dump(), experiment.conditions, dropout)
 
 
-def _jobs(experiment: "Experiment") -> None:
+def _check_job_counts(experiment: "Experiment") -> None:
+    """Check that snapshots increase, and that there are no more jobs than snapshots or batches of samples."""
     training, sampling, steps = experiment.training, experiment.sampling, list(experiment.milestones)
     demand(steps == sorted(set(steps)), "training.milestones", training.milestones, "increasing lengths")
-    most, segments = len(steps) - 1, training.segments
-    demand(segments <= most, "training.segments", segments, f"at most the number of milestones ({most})")
+    snapshots = len(steps) - 1
+    allowed = f"at most {snapshots}, the number of training.milestones"
+    demand(training.segments <= snapshots, "training.segments", training.segments, allowed)
     images = experiment.evaluation.num_samples * experiment.evaluation.sets
-    most = -(-images // sampling.batch_size)
-    batches = f"the batches (sampling.batch_size {sampling.batch_size}) that the {images} images of a milestone"
-    demand(sampling.shards <= most, "sampling.shards", sampling.shards, f"at most {most}, {batches} are drawn in")
+    batches = -(-images // sampling.batch_size)
+    allowed = f"at most {batches}, the number of batches of {sampling.batch_size} in the {images} images of a snapshot"
+    demand(sampling.shards <= batches, "sampling.shards", sampling.shards, allowed)
 
 
-def _conditions(experiment: "Experiment") -> None:
+def _check_conditions(experiment: "Experiment") -> None:
+    """Check that the model accepts its conditions, and that it has an embedding for dropped classes."""
     check_conditions_accepted(experiment.model)
-    dropout, lost = experiment.training.condition_dropout, experiment.model.get("null_class") is False
-    got = f"{dropout} with model.null_class: false"
-    allowed = "0, and no guidance (as published: there is no row for no class)"
-    demand(not (dropout and lost and "class" in experiment.conditions), "training.condition_dropout", got, allowed)
+    dropout = experiment.training.condition_dropout
+    has_no_null_class = experiment.model.get("null_class") is False
+    drops_class = dropout and "class" in experiment.conditions
+    value = f"{dropout} with model.null_class: false"
+    allowed = "0, and no guidance (as published: the model has no embedding for a dropped class)"
+    demand(not (drops_class and has_no_null_class), "training.condition_dropout", value, allowed)
 
 
-def _texts(experiment: "Experiment") -> None:
-    told, encoder, dataset = "text" in experiment.conditions, experiment.text_encoder, experiment.dataset
-    scored = "clip" if "clip" in experiment.metrics else None
-    where = "where model.conditions names text"
-    for field, value in (("dataset.captions", dataset.captions), ("text_encoder", encoder)):
-        demand(not told or value is not None, field, "null", f"what it needs {where}")
-    for field, got in (("text_encoder", encoder and encoder.path), ("evaluation.metrics", scored)):
-        demand(told or got is None, field, got, where)
+def _check_text(experiment: "Experiment") -> None:
+    """Check that captions and text encoder are set if the model takes texts, and that nothing needs texts if not."""
+    captions, encoder = experiment.dataset.captions, experiment.text_encoder
+    if "text" in experiment.conditions:
+        for field, value in (("dataset.captions", captions), ("text_encoder", encoder)):
+            demand(value is not None, field, "null", "a value, since model.conditions contains text")
+        return
+    condition = "unless model.conditions contains text"
+    demand(encoder is None, "text_encoder", encoder and encoder.path, f"null, {condition}")
+    demand("clip" not in experiment.metrics, "evaluation.metrics", "clip", f"other metrics, {condition}")
 
 
-def _low_resolution(experiment: "Experiment") -> None:
-    told, factor = "low_resolution" in experiment.conditions, experiment.dataset.low_resolution
-    allowed = "a number, since model.conditions has" if told else "null, since model.conditions has no"
-    demand(told == (factor is not None), "dataset.low_resolution", factor, f"{allowed} low_resolution")
-    if not told and "psnr" in experiment.metrics:
-        raise ValueRejected("evaluation.metrics: got psnr, allowed where model.conditions has low_resolution")
+def _check_low_resolution(experiment: "Experiment") -> None:
+    """Check that images of low resolution are prepared if and only if the model takes them."""
+    is_condition, factor = "low_resolution" in experiment.conditions, experiment.dataset.low_resolution
+    if is_condition:
+        allowed = "a number, since model.conditions contains low_resolution"
+    else:
+        allowed = "null, unless model.conditions contains low_resolution"
+    demand(is_condition == (factor is not None), "dataset.low_resolution", factor, allowed)
+    allowed = "other metrics, unless model.conditions contains low_resolution"
+    demand(is_condition or "psnr" not in experiment.metrics, "evaluation.metrics", "psnr", allowed)
 
 
-def _shapes(experiment: "Experiment") -> None:
-    channels, side = experiment.x0 or (math.inf, 0)
-    patch, guided = experiment.model.get("patch") or 1, experiment.sampling.guidance_channels or 1
-    demand(side % patch == 0, "model.patch", patch, f"a divisor of x0's side, {side}")
-    demand(guided <= channels, "sampling.guidance_channels", guided, f"at most {channels}, those of x0")
+def _check_shapes(experiment: "Experiment") -> None:
+    """Check that patches divide the network's input and that guided channels exist."""
+    channels, side = experiment.x0_size or (math.inf, 0)
+    patch, guided_channels = experiment.model.get("patch") or 1, experiment.sampling.guidance_channels or 1
+    demand(side % patch == 0, "model.patch", patch, f"a divisor of the input's side, {side}")
+    allowed = f"at most {channels}, the channels of the network's input"
+    demand(guided_channels <= channels, "sampling.guidance_channels", guided_channels, allowed)
 
 
-def _augment(experiment: "Experiment") -> None:
+def _check_augmentation(experiment: "Experiment") -> None:
+    """Check that augmentation transforms pixels, is the only flip, and is a condition of the model."""
     augment, kind, model = experiment.training.augment, experiment.autoencoder.kind, experiment.model
     if augment is None:
         return
-    beside = "with training.augment"
-    demand(kind == "none", "autoencoder.kind", f"{kind} {beside}", "none (it moves pixels)")
-    demand(not experiment.dataset.flips, "dataset.flips", f"true {beside}", "false (it flips by itself)")
-    allowed = "null, or a model that is told of it: ddpmpp with augment: 9"
+    demand(kind == "none", "autoencoder.kind", f"{kind} with training.augment", "none, since it transforms pixels")
+    allowed = "false, since training.augment flips images"
+    demand(not experiment.dataset.flips, "dataset.flips", "true with training.augment", allowed)
+    allowed = "null, or a model that is conditioned on the augmentation: ddpmpp with augment: 9"
     demand(model.get("augment"), "training.augment", f"{augment} with model {model['name']}", allowed)
 
 
-def _losses(experiment: "Experiment") -> None:
-    name, losses = experiment.model["name"], [loss["name"] for loss in experiment.diffusion.losses]
-    masked = [loss for loss in losses if LOSSES.entry(loss).facts.get("masked")]
-    able = [other for other, entry in MODELS.items() if entry.facts.get("masks")]
-    allowed = f"with a model that hides tokens: {', '.join(able) or 'none is known'}"
-    demand(not masked or name in able, "diffusion.losses", f"{', '.join(masked)} with model {name}", allowed)
+def _check_losses(experiment: "Experiment") -> None:
+    """Check that a masked loss has a model that can mask tokens."""
+    model, losses = experiment.model["name"], [loss["name"] for loss in experiment.diffusion.losses]
+    masked_losses = [loss for loss in losses if LOSSES.entry(loss).facts.get("masked")]
+    masking_models = [name for name, entry in MODELS.items() if entry.facts.get("masks")]
+    allowed = f"with a model that masks tokens: {', '.join(masking_models) or 'none is known'}"
+    value = f"{', '.join(masked_losses)} with model {model}"
+    demand(not masked_losses or model in masking_models, "diffusion.losses", value, allowed)
 
 
-def _process(experiment: "Experiment") -> None:
-    """A learned table of times has a row for each that the process shows, and the strategies go with its times."""
+def _check_timesteps(experiment: "Experiment") -> None:
+    """Check that model and strategies support the timesteps of the process.
+
+    A learned table of timesteps needs a row for each timestep of a discrete process. Samplers must not need context.
+    """
     process, rows = experiment.diffusion.process, experiment.model.get("timesteps", math.inf)
-    shown, of = math.inf, f"{process['name']} is continuous"
     if "timesteps" in process:
-        shown = of = process["timesteps"] + process.get("first_index", 0)
-    demand(rows >= shown, "model.timesteps", rows, f"at least the indices that a discrete process shows ({of})")
+        count = process["timesteps"] + process.get("first_index", 0)
+        demand(rows >= count, "model.timesteps", rows, f"at least {count}, the timesteps of the process")
+    else:
+        allowed = f"a model without this option, since process {process['name']} is continuous"
+        demand(rows == math.inf, "model.timesteps", rows, allowed)
     timesteps, schedule = process.get("timesteps", CELLS), process.get("schedule", process["name"])
     for name, method in experiment.methods.items():
         sampler, options = split(method.sampler)
         required = SAMPLERS[sampler].load().required_context(SAMPLERS.parse(sampler, options))
-        got = f"{sampler}, which requires {', '.join(sorted(required))}"
-        demand(not required, f"methods.{name}.sampler", got, "samplers that need nothing but the step")
+        value = f"{sampler}, which requires {', '.join(sorted(required))}"
+        demand(not required, f"methods.{name}.sampler", value, "samplers that require no context")
         for part, registry in (("sampler", SAMPLERS), ("weighting", WEIGHTINGS)):
             checked(registry, *split(getattr(method, part)), timesteps, schedule, f"methods.{name}.{part}")

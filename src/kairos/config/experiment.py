@@ -1,7 +1,6 @@
-"""An experiment file as a whole: its sections, the checks between them, and how it is read.
+"""The experiment: sections of an experiment file, checks between them, and functions that load and freeze one.
 
-An experiment file stands alone: what it does not say has the default stated here, or the value of the file that it
-names under `extends` (see `reading`).
+A field that an experiment file omits has its default, or the value of the file that `extends` names (see `reading`).
 """
 
 import re
@@ -21,7 +20,7 @@ from pydantic import (
 
 from kairos.analyses.registries import ANALYSES, check_analyses
 from kairos.autoencoders.settings import AutoencoderConfig
-from kairos.config.consistency import check_fits
+from kairos.config.consistency import check_consistency
 from kairos.config.plugins import check_listed, codes_file, load_plugins, method_codes
 from kairos.config.published_results import ClaimConfig, KnownConfig, PublishedConfig
 from kairos.config.reading import read_experiment_file
@@ -47,35 +46,53 @@ RESERVED = (*REFERENCE_ROWS, *_FOLDERS, "analyses")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
-def _folder_name(value: str) -> str:
+def _check_folder_name(value: str) -> str:
+    """Return a name unchanged.
+
+    Raises:
+        ValueError: it cannot name a folder.
+    """
     if not _NAME.fullmatch(value):
         raise ValueError("letters, digits and _ . + - only (it names a folder)")
     return value
 
 
-def _distinct(seeds: list[int]) -> list[int]:
+def _check_seeds(seeds: list[int]) -> list[int]:
+    """Return seeds unchanged.
+
+    Raises:
+        ValueError: a seed is negative or occurs twice.
+    """
     if len(set(seeds)) != len(seeds) or min(seeds, default=0) < 0:
         raise ValueError("distinct seeds, each 0 or more")
     return seeds
 
 
-def _method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
+def _check_method_names(methods: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
+    """Return methods unchanged.
+
+    Raises:
+        ValueError: a name cannot name a folder, or names another folder of results or a row of the report.
+    """
     for name in methods:
-        if not _NAME.fullmatch(name.replace("=", "")) or name in RESERVED:  # = is a sweep's
+        if not _NAME.fullmatch(name.replace("=", "")) or name in RESERVED:  # names of sweeps contain =
             reserved = ", ".join(RESERVED)
             raise ValueError(f"method name {name!r}: letters, digits and _ . + - only, and none of {reserved}")
     return methods
 
 
-_Name = Annotated[str, AfterValidator(_folder_name)]
-_Seeds = Annotated[list[int], AfterValidator(_distinct)]
+_Name = Annotated[str, AfterValidator(_check_folder_name)]
+_Seeds = Annotated[list[int], AfterValidator(_check_seeds)]
 _Plugins = Annotated[list[str], BeforeValidator(load_plugins)]
-_Methods = Annotated[dict[str, MethodConfig], AfterValidator(_method_names)]
-_EXTENDS = {"type": "string", "description": "experiment file that this one is laid over, from its own folder"}
+_Methods = Annotated[dict[str, MethodConfig], AfterValidator(_check_method_names)]
+_EXTENDS = {
+    "type": "string",
+    "description": "experiment file whose values this one overrides; path from the folder of this file",
+}
 
 
 class Experiment(Section):
-    """An experiment: one data set, one model, several methods and seeds, compared."""
+    """An experiment: a comparison of methods on one data set and one model, with one or more seeds."""
 
     model_config = ConfigDict(json_schema_extra=lambda schema: schema["properties"].update(extends=_EXTENDS))
 
@@ -83,7 +100,7 @@ class Experiment(Section):
     seeds: _Seeds = field([0], "seeds; all methods of a seed share data order and noise", min_length=1)
     dataset: DatasetConfig = DatasetConfig()
     autoencoder: AutoencoderConfig = AutoencoderConfig()
-    text_encoder: TextEncoderConfig | None = field(None, "of captions, for a model that is told of texts")
+    text_encoder: TextEncoderConfig | None = field(None, "encoder of captions, for a text-conditional model")
     model: component(MODELS) = field("unet", "backbone")
     diffusion: DiffusionConfig = DiffusionConfig()
     training: TrainingConfig = TrainingConfig()
@@ -93,33 +110,33 @@ class Experiment(Section):
     methods: _Methods = field(..., "timestep strategies by name", min_length=1)
     sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    analyses: list[component(ANALYSES)] = field([], "measurements of their own, each a table and a figure")
+    analyses: list[component(ANALYSES)] = field([], "further measurements, each with a table and a figure")
     tracking: TrackingConfig = TrackingConfig()
-    published: list[PublishedConfig] = field([], "numbers of a paper, which the report puts beside ours")
-    claim: ClaimConfig | None = field(None, "what a paper claims of two of the methods")
-    known: KnownConfig | None = field(None, "what plans take for known of data that are not here")
+    published: list[PublishedConfig] = field([], "numbers of a paper, for comparison in the report")
+    claim: ClaimConfig | None = field(None, "a paper's claim about two of the methods")
+    known: KnownConfig | None = field(None, "properties that kairos plan assumes for missing data")
 
     @field_validator("methods", mode="before")
     @classmethod
-    def _without_grids(cls, methods: Any) -> Any:
+    def _expand_grids(cls, methods: Any) -> Any:
         return expand_grids(methods) if isinstance(methods, dict) else methods
 
     @model_serializer(mode="wrap")
-    def _without_what_is_not_said(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Experiments without recipes or analyses stay what they were, to the hash."""
-        values, later = values_of(self), ("plugins", "analyses", "published", "claim", "known")
-        return {name: value for name, value in values.items() if value or name not in later}
+    def _omit_unset_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize without empty fields that were added later, so that older experiments keep their hash."""
+        added_later = ("plugins", "analyses", "published", "claim", "known")
+        return {name: value for name, value in serialize(self).items() if value or name not in added_later}
 
     def model_post_init(self, context: Any) -> None:
-        """Set fields whose values depend on other sections, and check that all sections fit together."""
+        """Set fields whose values depend on other sections, and check that the sections are consistent."""
         kind, store = self.autoencoder.kind, self.dataset.store
-        allowed = "copy or auto where trainings read images, not latents"
+        allowed = "copy or auto if autoencoder.kind is none, since training then reads prepared images"
         demand((store, kind) != ("refer", "none"), "dataset.store", "refer", allowed)
         if store == "auto":
             store = "refer" if kind == "pretrained" and self.dataset.source != "digits" else "copy"
-            object.__setattr__(self, "dataset", self.dataset.model_copy(update={"store": store}))
+            object.__setattr__(self, "dataset", self.dataset.model_copy(update={"store": store}))  # sections are frozen
         check_listed(self.plugins, self.methods)
-        check_fits(self)
+        check_consistency(self)
         check_analyses(self)
         if self.text_encoder is not None:
             takes = MODELS.entry(self.model["name"]).facts.get("text")
@@ -132,64 +149,72 @@ class Experiment(Section):
 
     @property
     def baseline(self) -> str | None:
-        """The method that samples uniformly and weights nothing (EDM: by its own lambda), which factors refer to."""
-        plain = ("none", self.diffusion.process["name"])
+        """The method that factors refer to: uniform timesteps, independent noise, no weights; None without one.
+
+        With EDM, the weights of its process, lambda, count as no weights.
+        """
+        neutral_weightings = ("none", self.diffusion.process["name"])
         for name, method in self.methods.items():
-            usual = method.sampler["name"], method.coupling["name"]
-            if usual == ("uniform", "independent") and method.weighting["name"] in plain:
+            is_uniform = method.sampler["name"] == "uniform" and method.coupling["name"] == "independent"
+            if is_uniform and method.weighting["name"] in neutral_weightings:
                 return name
         return None
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the metrics that are asked for; none where the usual ones are left to be chosen."""
-        return [named["name"] for named in self.evaluation.metrics or ()]
+        """Names of the metrics that the file lists; empty if it leaves the choice to kairos."""
+        return [metric["name"] for metric in self.evaluation.metrics or ()]
 
     @property
-    def x0(self) -> tuple[int, int] | None:
-        """Channels and side of what the network is trained on, where the file alone says them."""
+    def x0_size(self) -> tuple[int, int] | None:
+        """Channels and side of the network's input; None if the file does not determine them."""
         dataset, autoencoder = self.dataset, self.autoencoder
-        side, halved = dataset.resolution or 8 * (dataset.source == "digits"), 2 ** (len(autoencoder.channels) - 1)
+        side = dataset.resolution or (8 if dataset.source == "digits" else None)
         if not side or autoencoder.kind == "pretrained":
             return None
         if autoencoder.kind == "train":
-            return (autoencoder.latent_channels, side // halved) if side % halved == 0 else None
+            factor = 2 ** (len(autoencoder.channels) - 1)  # each level but the first halves the side
+            return (autoencoder.latent_channels, side // factor) if side % factor == 0 else None
         return 1 if dataset.color == "grey" else 3, side
 
     @property
     def milestones(self) -> tuple[int, ...]:
-        """All milestones in steps, 0 (untrained) first."""
-        training = self.training
-        return (0, *(length_in_steps(m, training.batch_size, self.dataset.train_images) for m in training.milestones))
+        """Steps of all snapshots; the first is 0, the untrained network."""
+        training, train_images = self.training, self.dataset.train_images
+        return (0, *(length_in_steps(length, training.batch_size, train_images) for length in training.milestones))
 
     @property
     def segments(self) -> tuple[tuple[int, ...], ...]:
-        """The milestones of each training job, in order; step 0 belongs to the first."""
+        """Steps of the snapshots of each training job, in order; step 0 belongs to the first job."""
         steps, count = self.milestones, self.training.segments
-        ends = [1 + round((len(steps) - 1) * k / count) for k in range(1, count + 1)]
-        return tuple(steps[a:b] for a, b in pairwise([0, *ends]))
+        ends = [1 + round((len(steps) - 1) * number / count) for number in range(1, count + 1)]
+        return tuple(steps[begin:end] for begin, end in pairwise([0, *ends]))
 
-    def settled(self) -> tuple["Experiment", list[str]]:
-        """The experiment with a definite extractor, and what is to be said of it; see `choice.choose`.
+    def resolve(self) -> tuple["Experiment", list[str]]:
+        """Choose an extractor for ``auto``; return the experiment with it and messages for the user.
 
         Raises:
-            ConfigError: there is no milestone where trainings are to start from one.
+            ConfigError: the weights that `training.start_from` names are missing, or the evaluation is not possible.
         """
         if start := self.training.start_from:
             hash_start_weights(Path(start), self.model)
-        evaluation, said = choose_extractor(self.evaluation, self.dataset, self.conditions)
-        return self.model_copy(update={"evaluation": evaluation}), said
+        evaluation, messages = choose_extractor(self.evaluation, self.dataset, self.conditions)
+        return self.model_copy(update={"evaluation": evaluation}), messages
 
     def plain(self) -> dict[str, Any]:
-        """The whole configuration as plain values, defaults included."""
+        """Return the whole configuration as plain values, defaults included."""
         return self.model_dump(mode="json")
 
 
 def validate(values: Any, source: str = "experiment") -> Experiment:
-    """Check an experiment given as plain values.
+    """Check an experiment given as plain values and return it.
+
+    Args:
+        values: content of an experiment file.
+        source: origin of the values, for error messages.
 
     Raises:
-        ConfigError: everything that is wrong, a line per field: the field, the value and what is allowed.
+        ConfigError: values are not valid; the message has a line with field, value and allowed values for each.
     """
     if not isinstance(values, dict):
         fields = ", ".join(Experiment.model_fields)
@@ -201,16 +226,20 @@ def load(path: Path | str) -> Experiment:
     """Read and check an experiment file.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or what it says cannot be used.
+        ConfigError: the file is missing, is not YAML, or contains values that are not valid.
     """
     return validate(read_experiment_file(Path(path)), str(path))
 
 
 def freeze(experiment: Experiment, folder: Path | str = ".kairos/config") -> Path:
-    """Write the resolved configuration under its own hash, for jobs to read, so that edits change no running job.
+    """Write the resolved configuration for jobs to read, so that later edits change no running job; return its path.
 
-    With plugins the hash covers their code too. A file next to the configuration contains the fingerprint of each
-    component, see `plugins.check_unedited`.
+    The name of the file contains the hash of the configuration and of the plugins' code. A second file contains the
+    fingerprint of each component of a plugin, see `plugins.check_unedited`.
+
+    Args:
+        experiment: the checked experiment.
+        folder: folder of frozen experiments.
     """
     plain = experiment.plain()
     codes = method_codes(plain["methods"])

@@ -1,4 +1,4 @@
-"""Sections `diffusion` and `methods`: the forward process, and the strategies that are compared on it."""
+"""Sections `diffusion` and `methods`: the forward process, and the timestep strategies that are compared."""
 
 from typing import Any, Literal
 
@@ -12,30 +12,34 @@ from kairos_timesteps.diffusion.registries import PROCESSES
 
 
 class DiffusionConfig(Section):
-    """The forward process and what the network predicts."""
+    """The forward process, the prediction target and the losses."""
 
     process: component(PROCESSES) = field("discrete", "forward process")
     prediction: Literal["epsilon", "x0", "v"] | None = field(
-        None, "what the network predicts, where the process leaves a choice"
+        None, "prediction target of the network, if the process has several"
     )
     losses: list[component(LOSSES)] = field(["mse"], "per-sample loss terms; their sum is minimised", min_length=1)
 
     @field_validator("prediction")
     @classmethod
-    def _a_choice_there_is(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _resolve_prediction(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """Return the prediction target; the default depends on the process."""
         process = info.data.get("process")
-        return chosen_prediction(process["name"], value) if process else value  # without one it is refused already
+        return (
+            chosen_prediction(process["name"], value) if process else value
+        )  # no process: it is invalid, which pydantic reports
 
     def model_post_init(self, context: Any) -> None:
-        """Check that the losses fit the process: a loss trains the variance if and only if the variance is learned."""
+        """Check the losses: a loss trains the variance if and only if the process learns the variance."""
         check_losses(self.losses, self.process)
 
 
+# JSON schema of a method's `grid`, which is expanded before methods are checked
 _SCALAR = {"type": ["number", "string", "boolean", "null"]}
 _VALUES = {"type": "array", "minItems": 1, "uniqueItems": True, "items": _SCALAR}
 _KEYS = {"pattern": r"^(sampler|weighting|coupling)(\..+)?$"}
 _GRID = {"type": "object", "minProperties": 1, "propertyNames": _KEYS, "additionalProperties": _VALUES}
-_HELP = "values of options, sampler.k: [1, 2, 5]: a method of each combination, written out by config.grid"
+_HELP = "values of options, such as sampler.k: [1, 2, 5]; each combination becomes a method"
 
 
 class MethodConfig(Section):
@@ -45,13 +49,14 @@ class MethodConfig(Section):
         json_schema_extra=lambda schema: schema["properties"].update(grid={**_GRID, "description": _HELP})
     )
 
-    sampler: component(SAMPLERS) = field("uniform", "how timesteps are drawn")
-    weighting: component(WEIGHTINGS) = field("none", "how their losses are weighted")
-    coupling: component(COUPLINGS) = field("independent", "which noise an image gets")
+    sampler: component(SAMPLERS) = field("uniform", "distribution of timesteps")
+    weighting: component(WEIGHTINGS) = field("none", "weight of the loss at each timestep")
+    coupling: component(COUPLINGS) = field("independent", "assignment of noise to images")
 
     @model_serializer(mode="wrap")
-    def _without_the_usual(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Methods from before there were couplings stay what they were, to the hash."""
-        values: dict[str, Any] = values_of(self)
-        usual = self.coupling["name"] == "independent"
-        return {name: value for name, value in values.items() if name != "coupling" or not usual}
+    def _omit_default_coupling(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize without the default coupling, so that methods from before there were couplings keep their hash."""
+        values: dict[str, Any] = serialize(self)
+        if self.coupling["name"] == "independent":
+            values.pop("coupling", None)
+        return values

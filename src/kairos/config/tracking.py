@@ -1,4 +1,7 @@
-"""Section `tracking`; here, because the import into MLflow stands on whole experiments."""
+"""Section `tracking` of an experiment: import of results into MLflow.
+
+Package `tracking` depends on `config`, so the section is not defined there.
+"""
 
 import re
 from typing import Any
@@ -12,19 +15,19 @@ _SECRET = re.compile("user|uid|pass|pwd|token|secret|odbc_connect", re.IGNORECAS
 
 
 class TrackingConfig(Section):
-    """Import of results into MLflow; trainings report to a server (an http URI) while they run."""
+    """Import of results into MLflow; with a server (an http URI), training runs also report while they run."""
 
     enabled: bool = field(True, "import results into MLflow")
     uri: str | None = field(None, "tracking URI; null: MLFLOW_TRACKING_URI or sqlite:///mlflow.db")
     experiment: str | None = field(None, "MLflow experiment; null: kairos/<experiment>")
-    flush_seconds: float = field(3.0, "what a training waits for a server at its end, at most", ge=0)
+    flush_seconds: float = field(3.0, "time that a training run waits for a server at its end, at most", ge=0)
 
     def model_post_init(self, context: Any) -> None:
-        """Reject a URI with credentials, since records hold the URI."""
-        got = "an address with credentials, which every record would hold"
+        """Reject a URI with credentials, since records contain the URI."""
+        value = "an address with credentials, which every record would contain"
         environment = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (of a database MLFLOW_TRACKING_URI)"
         address = urlsplit(self.uri or "")
         if "@" in address.netloc or any(_SECRET.search(name) for name, _ in parse_qsl(address.query)):
             raise ValueRejected(
-                f"tracking.uri: got {got}; allowed: the address alone; set {environment} in the environment"
+                f"tracking.uri: got {value}; allowed: the address alone; set {environment} in the environment"
             )

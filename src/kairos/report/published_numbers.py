@@ -1,7 +1,7 @@
-"""Published numbers beside ours: which of them compare, and how much faster methods are by both.
+"""Published numbers next to measured ones: which of them compare, and how much faster methods are by both.
 
-Two numbers compare where extractor, number of samples, sampling steps, real images and training steps are those that
-the paper states; where one differs, both are shown and the reason is named. What a paper leaves open is no reason.
+Two numbers compare if extractor, number of samples, sampling steps, real images and training steps equal those in the
+paper. If one differs, both numbers are shown with the reason. Settings that a paper does not state are no reason.
 """
 
 from collections.abc import Iterator
@@ -10,29 +10,31 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from kairos.config.published_results import PublishedConfig, PublishedRow
+from kairos.config.published_results import PublishedConfig, PublishedNumber
 from kairos.report import formatting
 from kairos.report.collect import Results
-from kairos.report.ranking import Ratio, acceleration, curve, factor, highest
+from kairos.report.ranking import Ratio, build_curve, compute_acceleration, compute_cost_factor, highest_cost_ratio
 
 COLUMNS = ["table", "method", "step", "metric", "published", "measured", "comparable", "why"]
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A published number and ours, a mean over seeds in the paper's unit; NaN where there is none.
+class NumberComparison:
+    """A published number and the measured one.
 
     Attributes:
-        block, row: the published number and its table.
-        measured, spread: ours, and its standard deviation over seeds.
-        why: they do not compare; empty where they do.
+        block: published table.
+        row: published number.
+        measured: measured number, mean over seeds in the paper's unit; NaN if there is none.
+        std: its standard deviation over seeds; NaN if there is none.
+        obstacle: why the two numbers do not compare; empty if they do.
     """
 
     block: PublishedConfig
-    row: PublishedRow
+    row: PublishedNumber
     measured: float
-    spread: float
-    why: str
+    std: float
+    obstacle: str
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,10 @@ class Acceleration:
     """Largest factor by which a method needs fewer steps than the baseline to reach a distance.
 
     Attributes:
-        method, baseline: of the experiment.
-        published: by the curves of the paper; None where it has none of both.
-        measured: by ours, over seeds.
+        method: name of the method.
+        baseline: name of the baseline.
+        published: factor by the curves in the paper; None if it does not contain both curves.
+        measured: factor by the measured curves, over seeds.
     """
 
     method: str
@@ -51,85 +54,112 @@ class Acceleration:
     measured: Ratio
 
 
-def beside(results: Results) -> list[Beside]:
-    """A row for every number that the experiment says is published."""
-    return [_beside(results, block, row) for block in results.experiment.published for row in block.numbers()]
+def compare_published_numbers(results: Results) -> list[NumberComparison]:
+    """Compare every published number in the experiment file with the measured one."""
+    comparisons = []
+    for block in results.experiment.published:
+        comparisons += [_compare_number(results, block, row) for row in block.numbers()]
+    return comparisons
 
 
-def csv(results: Results) -> str:
-    """The content of published.csv; its columns are those that a script may rely on."""
+def published_csv(results: Results) -> str:
+    """Return the content of published.csv, with `COLUMNS`, which scripts may rely on."""
     rows = []
-    for one in beside(results):
-        its, row, good = one.block, one.row, "false" if one.why else "true"
-        rows.append((its.table, row.row, row.printed, its.metric, row.value, one.measured, good, one.why))
+    for comparison in compare_published_numbers(results):
+        block, row = comparison.block, comparison.row
+        values = {
+            "table": block.table,
+            "method": row.row,
+            "step": row.printed,
+            "metric": block.metric,
+            "published": row.value,
+            "measured": comparison.measured,
+            "comparable": "false" if comparison.obstacle else "true",
+            "why": comparison.obstacle,
+        }
+        rows.append(values)
     return pd.DataFrame(rows, columns=COLUMNS).to_csv(index=False, lineterminator="\n")
 
 
-def accelerations(results: Results) -> Iterator[Acceleration]:
-    """SpeeD's acceleration of every other method over the baseline, or over the first where there is no baseline."""
-    common, baseline = results.measured.common, results.baseline or results.methods[0]
+def compute_accelerations(results: Results) -> Iterator[Acceleration]:
+    """Compute SpeeD's acceleration of every method over the baseline, or over the first method without a baseline."""
+    common = results.measurements.common_part
+    baseline = results.baseline or results.methods[0]
     for method in results.methods:
         if method != baseline:
-            found = acceleration(curve(common, method), curve(common, baseline))
-            yield Acceleration(method, baseline, _published(results.experiment.published, method, baseline), found)
+            measured = compute_acceleration(build_curve(common, method), build_curve(common, baseline))
+            published = _published_acceleration(results.experiment.published, method, baseline)
+            yield Acceleration(method, baseline, published, measured)
 
 
-def claimed(results: Results) -> str:
-    """Return a sentence that compares the measured factor with the paper's claim.
+def judge_claim(results: Results) -> str:
+    """Return a sentence that compares the measured cost factor with the paper's claim.
 
     Empty if there is no claim, or its method or baseline is missing.
     """
     claim = results.experiment.claim
     if claim is None or not {claim.method, claim.baseline} <= {*results.methods}:
         return ""
-    common = results.measured.common
-    own, base = curve(common, claim.method), curve(common, claim.baseline)
-    found = factor(own, base, "steps" if claim.cost == "steps" else "clock")
-    value, limits = formatting.times(found)
-    if found is None or found.missed:
-        said = limits or "in no seed"
-    elif not found.low < found.high:
-        said = "which decides nothing, being of one seed"
+    common = results.measurements.common_part
+    curve, baseline_curve = build_curve(common, claim.method), build_curve(common, claim.baseline)
+    factor = compute_cost_factor(curve, baseline_curve, "steps" if claim.cost == "steps" else "seconds_by_seed")
+    value, interval = formatting.format_factor(factor)
+    if factor is None or factor.missed_seeds:
+        judgement = interval or "in no seed"
+    elif not factor.low < factor.high:
+        judgement = "which decides nothing, being of one seed"
     else:
-        judged = "confirmed" if found.low >= claim.factor else "refuted" if found.high < claim.factor else "left open"
-        said = f"95 % interval {limits}: {judged} at this length and with these settings"
-    less = f"{claim.factor:g} times {'less training time' if claim.cost == 'time' else 'fewer steps'}"
-    reached = f"{claim.method} needs {less} for the final distance of {claim.baseline}"
-    return f"Claimed: {reached}. Measured: {value}, {said}."
+        outcome = "left open"
+        if factor.low >= claim.factor:
+            outcome = "confirmed"
+        elif factor.high < claim.factor:
+            outcome = "refuted"
+        judgement = f"95 % interval {interval}: {outcome} at this length and with these settings"
+    saving = f"{claim.factor:g} times {'less training time' if claim.cost == 'time' else 'fewer steps'}"
+    statement = f"{claim.method} needs {saving} for the final distance of {claim.baseline}"
+    return f"Claimed: {statement}. Measured: {value}, {judgement}."
 
 
-def _beside(results: Results, block: PublishedConfig, row: PublishedRow) -> Beside:
+def _compare_number(results: Results, block: PublishedConfig, row: PublishedNumber) -> NumberComparison:
+    """Compare a published number with the measured one at its step, or at the last step if that is no snapshot."""
     if row.method is None:
-        return Beside(block, row, np.nan, np.nan, block.missing[row.row])
-    steps, column = results.experiment.milestones, results.metric if block.column == "fid" else block.column
+        return NumberComparison(block, row, np.nan, np.nan, block.missing[row.row])
+    steps = results.experiment.milestones
     step = row.step if row.step in steps else steps[-1]
-    found = results.table[(results.table["method"] == row.method) & (results.table["step"] == step)]
-    values = results.measured.values(row.method, column)
-    values = values[[each for each in values if each]]  # the untrained network is in no table
-    own = (values.cummin(axis=1) if block.best_so_far else values).get(step, pd.Series(dtype=float)) / block.scale
-    if found.empty or own.isna().all():
-        missing = "not measured yet" if found.empty else f"{column} is not measured"
-        return Beside(block, row, np.nan, np.nan, missing)
-    protocol = found.iloc[0]
-    both = {
+    column = results.metric if block.column == "fid" else block.column
+    snapshots = results.table[(results.table["method"] == row.method) & (results.table["step"] == step)]
+    values = results.measurements.values_of(row.method, column)
+    values = values[[trained_step for trained_step in values if trained_step]]  # papers have no untrained network
+    if block.best_so_far:
+        values = values.cummin(axis=1)
+    measured = values.get(step, pd.Series(dtype=float)) / block.scale
+    if snapshots.empty or measured.isna().all():
+        obstacle = "not measured yet" if snapshots.empty else f"{column} is not measured"
+        return NumberComparison(block, row, np.nan, np.nan, obstacle)
+    protocol = snapshots.iloc[0]
+    settings = {
         "extractor": (protocol["extractor"], block.extractor),
         "samples": (protocol["n_samples"], block.samples),
         "sampling steps": (protocol["steps"], block.sampling_steps),
         "reference": (results.reference["reference"], block.reference),
         "training steps": (step, row.step),
     }
-    apart = {name: pair for name, pair in both.items() if pair[1] not in (None, pair[0])}
-    why = [f"{name} {ours}, published {theirs}" for name, (ours, theirs) in apart.items()] + [block.differs or ""]
-    return Beside(block, row, own.mean(), own.std(), "; ".join(filter(None, why)))
+    obstacles = []
+    for name, (measured_setting, published_setting) in settings.items():
+        if published_setting not in (None, measured_setting):
+            obstacles.append(f"{name} {measured_setting}, published {published_setting}")
+    if block.differs:
+        obstacles.append(block.differs)
+    return NumberComparison(block, row, measured.mean(), measured.std(), "; ".join(obstacles))
 
 
-def _published(blocks: list[PublishedConfig], *methods: str) -> float | None:
-    """The acceleration of the first method over the second by the first published table with curves of both."""
+def _published_acceleration(blocks: list[PublishedConfig], method: str, baseline: str) -> float | None:
+    """Compute the acceleration of a method by the first published table with curves of both methods, if there is one."""
     for block in blocks:
         rows = {block.methods.get(row, row): values for row, values in block.rows.items()}
-        if block.column == "fid" and len(block.steps) > 1 and {*methods} <= rows.keys():
-            own, base = (np.array(rows[method], float) for method in methods)
-            there = np.isfinite(own + base)
-            steps = np.array(block.steps, float)[there]
-            return highest(steps, base[there], steps, own[there])
+        if block.column == "fid" and len(block.steps) > 1 and {method, baseline} <= rows.keys():
+            values, baseline_values = np.array(rows[method], float), np.array(rows[baseline], float)
+            is_known = np.isfinite(values + baseline_values)
+            steps = np.array(block.steps, float)[is_known]
+            return highest_cost_ratio(steps, baseline_values[is_known], steps, values[is_known])
     return None

@@ -11,7 +11,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from kairos.analyses.registries import ANALYSES, part_of, places
+from kairos.analyses.registries import ANALYSES, analysed_snapshots, snapshot_table_path
 from kairos.config import Experiment, freeze, load
 from kairos.downloads import lacking
 from kairos.training.job import read_progress
@@ -201,8 +201,8 @@ class Layout:
 
     def measurement_files(self, analysis: str) -> list[str]:
         """Return the files of an analysis' measurements, one per snapshot; empty if it reads no snapshot."""
-        snapshots = places(self.analyses[analysis], self.experiment)
-        return [part_of(self.results, analysis, method, seed, step) for method, seed, step in snapshots]
+        snapshots = analysed_snapshots(self.analyses[analysis], self.experiment)
+        return [snapshot_table_path(self.results, analysis, method, seed, step) for method, seed, step in snapshots]
 
     def analysis_inputs(self, analysis: str) -> list[str]:
         """Return the files that the table of an analysis is computed from."""
