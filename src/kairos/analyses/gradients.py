@@ -1,9 +1,9 @@
-"""Per-sample gradients of a network by level of noise: the core of several analyses, for any process and network.
+"""Moments of per-sample gradients of a network by noise level, for any process and network.
 
-With g the gradient of one sample's loss, G = E g and Sigma = Cov g at a level, over images, noise and times in it:
-||G||² and tr Sigma are estimated without bias from n samples, and so are the products of the G of different levels,
-whose samples are independent. tr Sigma / ||G||² is the simple noise scale, about the batch size from which on larger
-ones gain little (McCandlish et al. 2018, "An empirical model of large-batch training", eq. 2.9).
+Let g be the gradient of one sample's loss, G = E g and Sigma = Cov g at a level, over images, noise and times. ||G||²
+and tr Sigma are estimated without bias from n samples. So are inner products of the G of two levels, whose samples are
+independent. tr Sigma / ||G||² is the simple noise scale: about the batch size above which larger batches gain little
+(McCandlish et al. 2018, "An empirical model of large-batch training", eq. 2.9).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from kairos.losses.registries import LossOptions
-from kairos.losses.terms import LossBatch, Prediction, mse
+from kairos.losses.terms import Prediction, SampleCoordinates, mse
 from kairos_timesteps.diffusion.schedule import Array
 from kairos_timesteps.randomness import Stream
 from kairos_timesteps.validation import evaluating
 
-Loss = Callable[[Prediction], Tensor]  # the losses of some samples, (batch,)
+Loss = Callable[[Prediction], Tensor]  # computes the loss of each sample, (batch,)
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Moments of per-sample losses and gradients by level of noise.
+class GradientMoments:
+    """Moments of per-sample losses and gradients by noise level.
 
     G is the mean gradient of a level and Sigma the covariance of its gradients.
 
@@ -42,25 +42,25 @@ class Moments:
 
     @property
     def squared_mean(self) -> Array:
-        """||G||², (levels,)."""
+        """Squared norm of the mean gradient, ||G||², (levels,)."""
         return np.diag(self.products)
 
     @property
     def noise_scale(self) -> Array:
-        """tr Sigma / ||G||², in samples, (levels,); NaN where the latter's estimate is not positive."""
+        """Noise scale tr Sigma / ||G||² in samples, (levels,); NaN if the estimate of ||G||² is not positive."""
         return self.variance / np.where(self.squared_mean > 0, self.squared_mean, np.nan)
 
     @property
     def cosines(self) -> Array:
         """Cosine similarity of the G of two levels, (levels, levels), clipped to [-1, 1].
 
-        NaN where the estimate of a squared norm is not positive.
+        NaN if the estimate of a squared norm is not positive.
         """
         norms = np.sqrt(np.where(self.squared_mean > 0, self.squared_mean, np.nan))
         return (self.products / np.outer(norms, norms)).clip(-1, 1)
 
 
-def gradients(
+def compute_gradient_moments(
     model: torch.nn.Module,
     process: Any,
     x0: Tensor,
@@ -69,56 +69,79 @@ def gradients(
     conditions: Mapping[str, Tensor] | None = None,
     metric: Sequence[Tensor] | None = None,
     seed: int = 0,
-) -> Moments:
-    """Moments of per-sample gradients at some levels of noise; a forward and a backward pass a sample.
+) -> GradientMoments:
+    """Compute moments of per-sample gradients by noise level, with a forward and a backward pass per sample.
 
-    The network is in evaluation mode meanwhile; a gradient per level is held in memory.
+    The network is in evaluation mode during the computation. Memory holds one gradient per level.
 
     Args:
-        model: the network, called as ``model(x_t, t)``, as ``model(x_t, t, conditions)`` with conditions.
+        model: the network, called as ``model(x_t, t)`` or, with conditions, as ``model(x_t, t, conditions)``.
         process: forward process, see `kairos_timesteps.diffusion.processes`.
-        x0: images in model space, (levels x n, ...), where the model is: n of their own for every level, 2 or more.
-        levels: ranges of fractions of the process, in which times are drawn evenly.
-        loss: of some samples, (batch,); default: the squared error of what is predicted.
-        conditions: of the images, each (levels x n, ...).
-        metric: a positive diagonal metric D, a tensor a trained parameter, as `Meter.metric` gives Adam's: the moments
-            are then those of sqrt(D) g, whose products are g' D g.
-        seed: of noise and times.
+        x0: images in model space on the model's device, (levels x n, ...). Every level uses n of them, at least 2.
+        levels: start and end of each level as fractions of the process; times are uniform in between.
+        loss: function that computes the loss of each sample, (batch,); by default the mean squared error.
+        conditions: conditions of the images by name, each (levels x n, ...).
+        metric: positive diagonal metric D, a tensor per trained parameter, such as Adam's from `Meter.metric`. The
+            moments are then those of sqrt(D) g, whose inner products are g' D g.
+        seed: seed of noise and times.
     """
-    parameters, count = [each for each in model.parameters() if each.requires_grad], len(x0) // len(levels)
-    scale: Any = 1.0
-    if metric is not None:
-        scale = torch.cat([d.expand_as(each).sqrt().flatten() for d, each in zip(metric, parameters, strict=True)])
-    losses, squares, means = np.empty((len(levels), count)), np.empty((len(levels), count)), []
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    scale = 1.0 if metric is None else _flatten_metric(metric, parameters)
+    count = len(x0) // len(levels)
+    losses, squared_norms = np.empty((len(levels), count)), np.empty((len(levels), count))
+    mean_gradients = []
     for level, (low, high) in enumerate(levels):
         u = low + (high - low) * Stream(seed, "analysed times").uniform(level, range(count))
         noise = Stream(seed, "analysed noise").normal(level, range(count), tuple(x0.shape[1:]))
-        mean = torch.zeros((), dtype=torch.float64, device=x0.device)
+        mean_gradient = torch.zeros((), dtype=torch.float64, device=x0.device)
         for i in range(count):
             row = slice(level * count + i, level * count + i + 1)
-            told = None if conditions is None else {name: values[row] for name, values in conditions.items()}
-            drawn = x0[row], noise[i : i + 1].to(x0), process.times(u[i : i + 1].to(x0.device))
+            sample_conditions = None
+            if conditions is not None:
+                sample_conditions = {name: values[row] for name, values in conditions.items()}
+            t = process.times(u[i : i + 1].to(x0.device))
+            samples = SampleCoordinates(seed, level, range(i, i + 1))
             with evaluating(model):
-                value = loss(_predicted(model, process, *drawn, told, LossBatch(seed, level, range(i, i + 1)))).sum()
-            found = torch.autograd.grad(value, parameters, materialize_grads=True)
-            gradient = scale * torch.cat([each.flatten() for each in found])
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-            losses[level, i], squares[level, i] = value.item(), norm.item() ** 2
-            mean = mean + gradient.double() / count
-        means.append(mean)
-    stacked = torch.stack(means)  # (levels, parameters)
+                prediction = _predict(model, process, x0[row], noise[i : i + 1].to(x0), t, sample_conditions, samples)
+                value = loss(prediction).sum()
+            parameter_gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
+            gradient = scale * torch.cat([part.flatten() for part in parameter_gradients])
+            losses[level, i] = value.item()
+            squared_norms[level, i] = torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
+            mean_gradient = mean_gradient + gradient.double() / count
+        mean_gradients.append(mean_gradient)
+    stacked = torch.stack(mean_gradients)  # (levels, parameters)
     products = (stacked @ stacked.T).cpu().numpy()
-    variance = (squares.mean(1) - np.diag(products)) * count / (count - 1)
-    return Moments(losses, variance, products - np.diag(variance / count))
+    variance = (squared_norms.mean(1) - np.diag(products)) * count / (count - 1)
+    # the squared norm of a mean over n samples exceeds ||G||² by tr Sigma / n
+    return GradientMoments(losses, variance, products - np.diag(variance / count))
 
 
-def _predicted(
-    model: Any, process: Any, x0: Tensor, noise: Tensor, t: Tensor, told: Any, samples: LossBatch
+def _flatten_metric(metric: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    """Return the square root of a diagonal metric as one vector, (parameters,)."""
+    parts = [part.expand_as(parameter).sqrt() for part, parameter in zip(metric, parameters, strict=True)]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _predict(
+    model: Any, process: Any, x0: Tensor, noise: Tensor, t: Tensor, conditions: Any, samples: SampleCoordinates
 ) -> Prediction:
+    """Noise images to times t and return the network's prediction, which the loss functions take.
+
+    Args:
+        model: the network.
+        process: forward process.
+        x0: images, (batch, ...).
+        noise: noise of the images' shape.
+        t: times, (batch,).
+        conditions: conditions by name, or None.
+        samples: random coordinates of the batch.
+    """
     x_t = process.noised(x0, noise, t)
 
     def predict(x_t: Tensor, further: dict[str, Tensor]) -> Tensor:
-        output: Tensor = process.predict(model, x_t, t, {**(told or {}), **further})
+        output: Tensor = process.predict(model, x_t, t, {**(conditions or {}), **further})
         return output
 
-    return Prediction(process, x0, noise, t, x_t, process.predict(model, x_t, t, told), predict, samples)
+    output = process.predict(model, x_t, t, conditions)
+    return Prediction(process, x0, noise, t, x_t, output, predict, samples)

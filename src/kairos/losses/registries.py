@@ -9,42 +9,65 @@ from kairos_timesteps.registry import Registry
 
 
 class LossOptions(Options):
-    """A per-sample loss term."""
+    """Options of a loss term."""
 
     scale: float = option(1.0, "factor of the term", gt=0)
-    weighted: bool = option(True, "whether the strategy's weights multiply the term")
+    weighted: bool = option(True, "true: the strategy's weights multiply the term")
 
 
 class VbOptions(LossOptions):
-    """A term of the variance; T/1000 as its scale is improved DDPM's RESCALED_MSE."""
+    """Options of a term that trains the variance; scale T/1000 is improved DDPM's RESCALED_MSE."""
 
-    weighted: bool = option(False, "whether the strategy's weights multiply the term")
+    weighted: bool = option(False, "true: the strategy's weights multiply the term")
 
 
 LOSSES = Registry("loss")
 LOSSES.add("mse", "kairos.losses.terms:mse", LossOptions, "mean squared error of the prediction (simple loss)")
 LOSSES.add("vlb", "kairos.losses.terms:vlb", LossOptions, "the VLB term: c_t times the squared error of epsilon")
-# `variance`: trains a learned variance; `masked`: asks a backbone that hides tokens once more
-LOSSES.add("vb", "kairos.losses.terms:vb", VbOptions, "bits that the learned variance costs", variance=True)
-_add = partial(LOSSES.add, masked=True)
-_add("masked_mse", "kairos.losses.terms:masked_mse", LossOptions, "mse of a second pass with a mask")
-_add("masked_vb", "kairos.losses.terms:masked_vb", VbOptions, "vb of that second pass", variance=True)
+# `variance`: the term trains a learned variance; `masked`: it needs a backbone that can hide tokens
+LOSSES.add(
+    "vb",
+    "kairos.losses.terms:vb",
+    VbOptions,
+    "variational bound of the learned variance in bits per dimension",
+    variance=True,
+)
+_add_masked = partial(LOSSES.add, masked=True)
+_add_masked(
+    "masked_mse", "kairos.losses.terms:masked_mse", LossOptions, "mse of a second forward pass with masked tokens"
+)
+_add_masked(
+    "masked_vb",
+    "kairos.losses.terms:masked_vb",
+    VbOptions,
+    "vb of the second forward pass with masked tokens",
+    variance=True,
+)
 
 
 def check_losses(losses: list[dict[str, Any]], process: dict[str, Any]) -> None:
-    """A learned variance needs a term that trains it, and such a term a learned variance; strategies need one to weigh.
+    """Check the loss terms against each other and the process.
+
+    Args:
+        losses: field `diffusion.losses`.
+        process: field `diffusion.process`.
 
     Raises:
-        ConfigError: one is there without the other, or twice.
+        ConfigError: no term is weighted; a term is listed twice; a learned variance has no term that trains it, or
+            there is such a term without a learned variance.
     """
-    names, variance, where = [loss["name"] for loss in losses], process.get("variance", "none"), "diffusion.losses"
-    got, training = ", ".join(names), [name for name, entry in LOSSES.items() if entry.facts.get("variance")]
-    demand(any(loss["weighted"] for loss in losses), where, got, "with a term that strategies weigh, such as mse")
-    demand(len(set(names)) == len(names), where, got, "each once (scale is a factor)")
-    training_it = [name for name in names if name in training]
+    field = "diffusion.losses"
+    names = [loss["name"] for loss in losses]
+    listed = ", ".join(names)
+    variance = process.get("variance", "none")
+    variance_terms = [name for name, entry in LOSSES.items() if entry.facts.get("variance")]
+    used_variance_terms = [name for name in names if name in variance_terms]
+    is_weighted = any(loss["weighted"] for loss in losses)
+    demand(is_weighted, field, listed, "with a term that strategies weigh, such as mse")
+    demand(len(set(names)) == len(names), field, listed, "each once (scale is a factor)")
     if variance == "learned_range":
-        got, allowed = f"{got} with variance learned_range", f"with a term that trains it: {', '.join(training)}"
-        demand(training_it, where, got, allowed)
-    elif training_it:
-        got = f"{training_it[0]} with process {process['name']} and variance {variance}"
-        raise rejection(where, got, "with process discrete and variance learned_range")
+        allowed = f"with a term that trains it: {', '.join(variance_terms)}"
+        demand(used_variance_terms, field, f"{listed} with variance learned_range", allowed)
+    elif used_variance_terms:
+        got = f"{used_variance_terms[0]} with process {process['name']} and variance {variance}"
+        raise rejection(field, got, "with process discrete and variance learned_range")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kairos import ranks
 from kairos.data.batches import Batch
-from kairos.losses.terms import LossBatch, Prediction
+from kairos.losses.terms import Prediction, SampleCoordinates
 from kairos.training.lengths import log_interval
 from kairos.training.state import MicroBatch, TrainingState
 from kairos_timesteps import distributed
@@ -137,7 +137,7 @@ def _forward_backward_micro_batch(
     """Run forward and backward pass of one micro-batch; `draw`, `noise` and `conditions` are of its samples alone."""
     number, step = micro_batch.number, draw.step
     torch.manual_seed(derived_seed(training.seed, f"dropout {number}" if number else "dropout", step))
-    samples = LossBatch(training.seed, step, range(micro_batch.samples.start, micro_batch.samples.stop))
+    samples = SampleCoordinates(training.seed, step, range(micro_batch.samples.start, micro_batch.samples.stop))
     prediction, terms = predict_and_compute_losses(
         training, training.ddp_network, samples, draw.x0, noise, draw.t, conditions
     )
@@ -161,7 +161,7 @@ def _forward_backward_micro_batch(
 def predict_and_compute_losses(
     training: TrainingState,
     network: Any,
-    samples: LossBatch,
+    samples: SampleCoordinates,
     x0: Tensor,
     noise: Tensor,
     t: Tensor,

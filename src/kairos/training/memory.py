@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kairos.losses.terms import LossBatch
+from kairos.losses.terms import SampleCoordinates
 from kairos.training.loop import predict_and_compute_losses
 from kairos.training.state import TrainingState
 from kairos_timesteps.errors import KairosError
@@ -76,7 +76,7 @@ def _try_passes(training: TrainingState, size: int) -> None:
     x0 = batch.x0[:size]
     conditions = {name: values[:size] for name, values in batch.conditions.items()}
     t = training.process.times(torch.full((size,), 0.5, dtype=torch.float64)).to(training.device)
-    samples = LossBatch(training.seed, training.step, range(size))
+    samples = SampleCoordinates(training.seed, training.step, range(size))
     for _ in range(2):
         _, terms = predict_and_compute_losses(training, training.model, samples, x0, x0, t, conditions)
         torch.stack([*terms.values()]).sum().backward()
