@@ -11,7 +11,7 @@ from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
 from kairos.files import write_json
-from kairos.slurm import books
+from kairos.slurm import job_records_folder
 from kairos.workflow import controller
 from snakemake_executor_plugin_kairos.executor import Executor
 
@@ -35,7 +35,9 @@ def executor(tmp_path, monkeypatch):
 
 def test_threads_that_submit_jobs_share_one_record_of_earlier_jobs(executor, tmp_path):
     for number in (11, 12):
-        write_json(books("results/demo") / f"{number}.json", {"outputs": [], "work": {}, "slurm_logfile": "log"})
+        write_json(
+            job_records_folder("results/demo") / f"{number}.json", {"outputs": [], "work": {}, "slurm_logfile": "log"}
+        )
     records, start = [], threading.Barrier(2)
 
     def read():
@@ -49,7 +51,7 @@ def test_threads_that_submit_jobs_share_one_record_of_earlier_jobs(executor, tmp
         thread.join()
     assert records[0] is records[1] and {path.stem for path in records[0]} == {"11", "12"}
     assert (tmp_path / "calls").read_text().splitlines() == ["called"]
-    executor._forget(books("results/demo") / "11.json")
+    executor._forget(job_records_folder("results/demo") / "11.json")
     assert {path.stem for path in executor._earlier} == {"12"}
 
 

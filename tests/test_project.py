@@ -54,6 +54,6 @@ def test_init_leaves_what_is_there(tmp_path, capsys):
     (tmp_path / "a/mine").write_text("x")
     for place in ("a", "a/mine"):
         assert main(["init", str(tmp_path / place)]) == 2
-        assert "allowed: a folder that is empty or not there yet" in capsys.readouterr().err
+        assert "allowed: an empty or new folder" in capsys.readouterr().err
     assert main(["init", str(tmp_path / "b")]) == 0
     assert (tmp_path / "b/experiments/schema.json").read_bytes() == (ROOT / "experiments/schema.json").read_bytes()

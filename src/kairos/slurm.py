@@ -80,8 +80,8 @@ def queue(results: str | Path, what: str, patience: float = 10) -> tuple[bool, s
     return ask("squeue", "--noheader", *whose, f"--format={what}", patience=patience)
 
 
-def books(results: str | Path) -> Path:
-    """The folder in which each job of an experiment is written down under its number."""
+def job_records_folder(results: str | Path) -> Path:
+    """Return the folder of the records of an experiment's jobs: one JSON file per job, named by its number."""
     return Path(".kairos/jobs") / os.path.basename(results)
 
 
@@ -101,7 +101,7 @@ def ask(*command: str, patience: float = 10) -> tuple[bool, str]:
 
 
 def _job(results: Path, number: str, state: str, reason: str, start: str, comment: str) -> Job:
-    book = books(results) / f"{number}.json"
+    book = job_records_folder(results) / f"{number}.json"
     try:
         outputs = [os.path.relpath(path, results) for path in read_json(book)["outputs"]]
     except (OSError, DamagedError):  # sent this instant, or by another folder's controller

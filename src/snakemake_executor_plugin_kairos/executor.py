@@ -30,7 +30,7 @@ from snakemake_interface_executor_plugins.settings import ExecMode
 
 from kairos.files import read_json, sha256_file, write_json
 from kairos.progress import duration, say
-from kairos.slurm import WAITING, ask, books, job_name, plain_environment, queue
+from kairos.slurm import WAITING, ask, job_name, job_records_folder, plain_environment, queue
 from kairos.training.job import read_progress
 from kairos.workflow import batch_script
 from kairos.workflow.layout import load_frozen_layout
@@ -93,7 +93,7 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         `batch_script` runs Snakemake, forwards SIGTERM and records success.
         """
         python = super().get_python_executable()
-        return f"exec {python} -m {batch_script.__name__} {books(self._results)} {python}"
+        return f"exec {python} -m {batch_script.__name__} {job_records_folder(self._results)} {python}"
 
     def run_jobs(self, jobs: list[Any]) -> None:
         """Send each by itself: the next controller could not take a part of an array over."""
@@ -220,29 +220,29 @@ class Executor(plugin.Executor):  # type: ignore[misc]
         with self._reading_earlier:
             if self._earlier_jobs is None:
                 self._cancel_unknown()
-                paths = sorted(books(self._results).glob("*.json"))
+                paths = sorted(job_records_folder(self._results).glob("*.json"))
                 self._earlier_jobs = {path: read_json(path) for path in paths}
             return self._earlier_jobs
 
     def _book(self, job_info: SubmittedJobInfo) -> Path:
-        return books(self._results) / f"{job_info.external_jobid}.json"
+        return job_records_folder(self._results) / f"{job_info.external_jobid}.json"
 
     def _forget(self, book: Path) -> None:
         book.unlink(missing_ok=True)
-        batch_script.done(book).unlink(missing_ok=True)
+        batch_script.success_file(book).unlink(missing_ok=True)
         self._earlier.pop(book, None)
 
     def _complete(self, job_info: SubmittedJobInfo) -> bool:
         """Return True if a job recorded its success and all its outputs exist."""
         outputs = _outputs(job_info.job)
-        return batch_script.done(self._book(job_info)).exists() and all(map(os.path.exists, outputs))
+        return batch_script.success_file(self._book(job_info)).exists() and all(map(os.path.exists, outputs))
 
     def _cancel_unknown(self, comment: str = "") -> None:
         """Cancel this user's jobs that are in the queue and not written down, of those whose comment begins so."""
         unknown: dict[str, str] = {}
         for pause in (_PATIENCE, 0):  # one that another thread has just sent is written down by the second look
             found = self._queue("%i %k") or {}
-            known = {path.stem for path in books(self._results).glob("*.json")}
+            known = {path.stem for path in job_records_folder(self._results).glob("*.json")}
             unknown = {job: said for job, said in found.items() if job not in known and said.startswith(comment)}
             if not unknown:
                 return

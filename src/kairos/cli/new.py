@@ -32,9 +32,9 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Write a project, or look at images and machine, measure some steps and write an experiment file."""
     if arguments.command == "init":
-        from kairos.workflow.project import begin
+        from kairos.workflow.project import create_project
 
-        print(f"{arguments.folder}: {', '.join(begin(arguments.folder))}; `snakemake` there runs the demo")
+        print(f"{arguments.folder}: {', '.join(create_project(arguments.folder))}; `snakemake` there runs the demo")
         return
     file = arguments.file
     demand(not file.exists() and not file.is_symlink(), "file", repr(str(file)), "a file that is not there yet")

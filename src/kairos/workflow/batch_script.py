@@ -1,10 +1,10 @@
-"""The process that SLURM takes for the batch script of a job: it hands on what asks to leave, and says how it ended.
+"""Batch script of a SLURM job: runs a command, forwards SIGTERM to the job's processes, and records success.
 
     python -m kairos.workflow.batch_script .kairos/jobs/tiny python -m snakemake ...
 
-SLURM's signals, before it kills, reach every process of the job (scancel, preemption, time limit), or this one alone
-(``--signal=B:TERM@120``): then the others get it from here. There is no srun in between, as with the SLURM plugin's own
-jobs: srun answers SIGTERM by killing its step at once, before a training can write its state.
+Before it kills a job (scancel, preemption, time limit), SLURM sends signals to all processes of the job, or with
+``--signal=B:TERM@120`` only to the batch script. The SLURM plugin's own jobs start the command with srun. It is left
+out here, because srun kills its step on SIGTERM at once, before a training run can write a checkpoint.
 """
 
 import os
@@ -14,26 +14,34 @@ import sys
 from pathlib import Path
 
 
-def main(books: str, *command: str) -> int:
-    """Run a command; returns its status, 128 and more where a signal ended it. A good end is noted in the folder."""
+def main(records_folder: str, *command: str) -> int:
+    """Run a command and, if it succeeds, create the job's success file.
+
+    Args:
+        records_folder: folder of the records of an experiment's jobs.
+        command: program and arguments.
+
+    Returns:
+        The exit status of the command, or 128 plus the signal that ended it.
+    """
     process = subprocess.Popen(command)
 
-    def hand_on(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)
+    def forward(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # the process group contains this process
         os.killpg(0, number)
 
-    signal.signal(signal.SIGTERM, hand_on)
+    signal.signal(signal.SIGTERM, forward)
     status = process.wait()
     if status == 0:
-        note = done(Path(books) / f"{os.environ['SLURM_JOB_ID']}.json")
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
+        success = success_file(Path(records_folder) / f"{os.environ['SLURM_JOB_ID']}.json")
+        success.parent.mkdir(parents=True, exist_ok=True)
+        success.touch()
     return status if status >= 0 else 128 - status
 
 
-def done(book: Path) -> Path:
-    """The file that says that a job has ended well, beside the one in which its controller has written it down."""
-    return book.with_suffix(".done")
+def success_file(record: Path) -> Path:
+    """Return the path of the file that a job creates when it succeeds, next to the controller's record of the job."""
+    return record.with_suffix(".done")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import yaml
 from kairos.config import apply_extends, load, validate
 from kairos.files import locked, read_json, sha256_json, write_text
 from kairos.progress import duration, say
-from kairos.slurm import books
+from kairos.slurm import job_records_folder
 from kairos.tracking.store import tracking_uri, without_credentials
 from kairos.training.job import read_progress
 from kairos.workflow import fork_server
@@ -127,7 +127,7 @@ def _remove_leftovers(layout: Layout) -> None:
             uri = without_credentials(tracking_uri(layout.experiment.tracking.uri))
             if not tracking.get("imported") or tracking.get("uri") != uri:
                 tracking_file.unlink()
-        for success in books(results).glob("*.done"):
+        for success in job_records_folder(results).glob("*.done"):
             success.with_suffix(".json").unlink(missing_ok=True)
             success.unlink()
 
@@ -197,7 +197,7 @@ def starts(workflow: Any, layout: Layout) -> None:
     if workflow.local_exec:
         _end_on_signals(workflow.scheduler)
         stages = [job.rule.name.split("_")[0] for job in workflow.dag.needrun_jobs()]
-        fork_server.start(layout.config_file, layout.experiment.training.threads, stages)
+        fork_server.start_server(layout.config_file, layout.experiment.training.threads, stages)
 
 
 def _mark_trainings_to_start_over(workflow: Any, results: Path) -> None:

@@ -1,33 +1,38 @@
-"""A project of one's own outside of the clone: its Snakefile takes the rules that are installed with kairos."""
+"""A user's project outside of the clone: its Snakefile uses the rules that are installed with kairos."""
 
 import shutil
 from pathlib import Path
 
 from kairos_timesteps.errors import demand
 
-_WRITTEN = {"project.smk": "Snakefile", "project.gitignore": ".gitignore"}  # from beside this file
+_TEMPLATES = {"project.smk": "Snakefile", "project.gitignore": ".gitignore"}  # in the folder of this module
 _COPIED = ("params.yaml", "experiments/schema.json", "workflow/profiles")
 
 
 def installed() -> Path:
-    """The folder of our Snakefile: in the package where that was installed from a wheel, else the clone."""
+    """Return the folder of kairos' own Snakefile: inside the package if a wheel is installed, else the clone."""
     packaged = Path(__file__).parent / "pipeline"
     return packaged if packaged.is_dir() else Path(__file__).parents[3]
 
 
-def begin(folder: Path) -> list[str]:
-    """Write a project: Snakefile, profiles, the demo's params.yaml; returns the names of what it has.
+def create_project(folder: Path) -> list[str]:
+    """Write a project's Snakefile, profiles and the demo's params.yaml; return the names of files and folders.
+
+    Args:
+        folder: folder of the project, which must be empty or missing.
 
     Raises:
-        ConfigError: something is there already.
+        ConfigError: the folder contains something, or is a file.
     """
-    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    demand(free, "DIR", repr(str(folder)), "a folder that is empty or not there yet")
-    for source in _COPIED:
-        place = folder / source.removeprefix("workflow/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        copy = shutil.copytree if (installed() / source).is_dir() else shutil.copyfile
-        copy(installed() / source, place)
-    for source, name in _WRITTEN.items():
-        shutil.copyfile(Path(__file__).parent / source, folder / name)
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    demand(is_free, "DIR", repr(str(folder)), "an empty or new folder")
+    for name in _COPIED:
+        source, target = installed() / name, folder / name.removeprefix("workflow/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target)
+        else:
+            shutil.copyfile(source, target)
+    for template, name in _TEMPLATES.items():
+        shutil.copyfile(Path(__file__).parent / template, folder / name)
     return sorted(path.name for path in folder.iterdir())
