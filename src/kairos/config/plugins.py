@@ -56,12 +56,17 @@ def load_plugins(paths: Any) -> Any:
     return paths
 
 
-def _load(given: str) -> None:
-    path = Path(os.path.abspath(given))
-    name, text = path.stem, _read(given, path)
+def _load(file: str) -> None:
+    """Import a plugin file as the module of its name, unless this process has imported the same content before.
+
+    Raises:
+        ConfigError: see `load_plugins`.
+    """
+    path = Path(os.path.abspath(file))
+    name, text = path.stem, _read(file, path)
     earlier = _plugins.get(name)
     if earlier and earlier.path != path:
-        raise ConfigError(f"plugins: {given}: {earlier.path} is module {name!r} already; rename one of the files")
+        raise ConfigError(f"plugins: {file}: {earlier.path} is module {name!r} already; rename one of the files")
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that its files replace no installed module
@@ -71,7 +76,7 @@ def _load(given: str) -> None:
     spec = importlib.util.find_spec(name)
     if not (spec and spec.loader and spec.origin and os.path.exists(spec.origin) and path.samefile(spec.origin)):
         other = spec.origin if spec else "not importable"
-        raise ConfigError(f"plugins: {given}: module {name!r} is {other}; rename the file")
+        raise ConfigError(f"plugins: {file}: module {name!r} is {other}; rename the file")
     if earlier is None and name in sys.modules:  # another plugin file has imported this one
         _plugins[name] = _Plugin(path, text)
         return
@@ -85,24 +90,32 @@ def _load(given: str) -> None:
         exec(compile(text, spec.origin, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         forget(name)
-        raise ConfigError(f"plugins: {given}{_line(error, spec.origin)}: {_reason(error)}") from None
+        raise ConfigError(f"plugins: {file}{_line_of_error(error, spec.origin)}: {_describe(error)}") from None
 
 
-def _read(given: str, path: Path) -> str:
-    """Return the text of a plugin file."""
+def _read(file: str, path: Path) -> str:
+    """Return the text of a plugin file.
+
+    Args:
+        file: path as the experiment file contains it, for error messages.
+        path: absolute path.
+
+    Raises:
+        ConfigError: the file is missing, is not UTF-8, or its name is not that of a module.
+    """
     if path.suffix != ".py" or not path.stem.isidentifier():
         allowed = "a Python file whose name has letters, digits and _ only, such as my_strategies.py"
-        raise ConfigError(f"plugins: got {given!r}, allowed: {allowed}")
+        raise ConfigError(f"plugins: got {file!r}, allowed: {allowed}")
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         advice = f"give the path of a Python file, relative to the working directory {Path.cwd()}"
-        raise ConfigError(f"plugins: {given}: cannot be read ({error.strerror}); {advice}") from None
+        raise ConfigError(f"plugins: {file}: cannot be read ({error.strerror}); {advice}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"plugins: {given}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise ConfigError(f"plugins: {file}: not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
-def _line(error: BaseException, file: str) -> str:
+def _line_of_error(error: BaseException, file: str) -> str:
     """Return ``, line N`` for the line of a plugin file that raised an error; empty if it is unknown."""
     if isinstance(error, SyntaxError) and error.filename == file and error.lineno:
         return f", line {error.lineno}"
@@ -110,7 +123,8 @@ def _line(error: BaseException, file: str) -> str:
     return f", line {frames[-1].lineno}" if frames else ""
 
 
-def _reason(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
+    """Return type and message of an error in one line; only the message if kairos raised it."""
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     text = " ".join(message.split())
     return text if isinstance(error, KairosError) else f"{type(error).__name__}: {text}".removesuffix(": ")
@@ -125,7 +139,7 @@ def forget(name: str) -> None:
             del registry[component]
 
 
-def _roots(method: dict[str, Any]) -> list[str]:
+def _plugin_roots(method: dict[str, Any]) -> list[str]:
     """Return the code of plugins that a method uses, as roots of a fingerprint."""
     components = [(registry, method[part]) for part, registry in _REGISTRIES.items() if part in method]
     roots = [root for registry, component in components for root in roots_of(registry, component)]
@@ -140,7 +154,7 @@ def check_listed(plugins: list[str], methods: "dict[str, MethodConfig]") -> None
     """
     listed = {Path(path).stem for path in plugins}
     for name, method in methods.items():
-        for root in _roots(method.model_dump()) if _plugins else ():
+        for root in _plugin_roots(method.model_dump()) if _plugins else ():
             module = root.partition(":")[0]
             if module not in listed:
                 raise ConfigError(f"methods.{name}: {root} is from {_plugins[module].path}; list that file in plugins")
@@ -159,7 +173,7 @@ def method_codes(methods: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Return the fingerprint of each component of a plugin that methods use, by ``module:Name``."""
     if not _plugins:
         return {}
-    return {root: fingerprint([root]) for method in methods.values() for root in _roots(method)}
+    return {root: fingerprint([root]) for method in methods.values() for root in _plugin_roots(method)}
 
 
 def codes_file(config: Path) -> Path:
