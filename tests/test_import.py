@@ -196,7 +196,7 @@ def test_a_start_of_another_size_is_refused(tmp_path):
     torch.save(weights_of("dit"), tmp_path / "a.pt")
     out, _ = import_(tmp_path, tmp_path / "a.pt", wanted, "--shape", "4,8,8", "--classes", 10)
     start = {"training__start_from": str(out)}
-    with pytest.raises(ConfigError, match=r"training.start_from: got one with model.width: 16 .* allowed: one with 32"):
+    with pytest.raises(ConfigError, match=r"training.start_from: got model.width: 16 .* allowed: 32"):
         validate(experiment(model={**wanted, "width": 32}, **start)).resolve()
     plain = experiment({"uniform": {}}, model=wanted, **start)
     with pytest.raises(
@@ -229,7 +229,7 @@ def test_models_that_one_option_cannot_describe(model, said, tmp_path, capsys):
 
 
 def test_a_start_that_is_none_is_refused_before_anything_runs(tmp_path):
-    with pytest.raises(ConfigError, match=r"training.start_from: got .*nowhere.* allowed: the folder of a milestone"):
+    with pytest.raises(ConfigError, match=r"training.start_from: got .*nowhere.* allowed: the folder of a snapshot"):
         validate(experiment(training__start_from=str(tmp_path / "nowhere"))).resolve()
 
 
@@ -242,7 +242,7 @@ def test_a_start_counts_by_its_weights_and_must_be_of_the_same_model(tmp_path):
     manifest = read_json(latents / "manifest.json")
     assert len({compute_identity(one, "uniform", 0, manifest, "cpu")["identity"] for one in plain}) == 1
     plain[0]["model"]["width"] = 32
-    with pytest.raises(KairosError, match=r"training.start_from: got one with model.width: 16 .* allowed: one with 32"):
+    with pytest.raises(KairosError, match=r"training.start_from: got model.width: 16 .* allowed: 32"):
         train(plain[0], "uniform", 0, tmp_path / "other", latents, [0])
 
 

@@ -1,6 +1,6 @@
-"""Milestones: the weights after a number of steps, in folders that diffusers opens and that describe themselves.
+"""Snapshots: weights exported at a training step, in self-describing folders that diffusers opens.
 
-They are what training hands to sampling and evaluation, and to others.
+Sampling, evaluation and users read them. Experiment files and folders call them milestones.
 """
 
 from dataclasses import dataclass
@@ -11,40 +11,50 @@ from kairos.files import atomic_folder, check_files, hash_folder, open_record, s
 from kairos.strategy_file import strategy_csv
 from kairos_timesteps.errors import ConfigError, KairosError
 
-_SHAPING = ("patch", "width", "depth", "heads", "channels", "multipliers", "blocks", "attention", "conditions")
+# options of section `model` that decide the shapes of the weights
+_SHAPE_OPTIONS = ("patch", "width", "depth", "heads", "channels", "multipliers", "blocks", "attention", "conditions")
 
 
 def step_name(step: int) -> str:
-    """A step as folders and files name it: 7 digits."""
+    """Return the name of a step in folders and files, with 7 digits."""
     return f"{step:07d}"
 
 
-def write_milestone(folder: Path, model: Any, average: dict[str, Any], facts: dict[str, Any], **parts: Any) -> None:
-    """Write a milestone folder: average and raw weights, noise schedule, strategy as it now is, and the record last.
+def write_milestone(
+    folder: Path,
+    model: Any,
+    average: dict[str, Any],
+    facts: dict[str, Any],
+    *,
+    columns: dict[str, Any],
+    scheduler: dict[str, Any] | None,
+) -> None:
+    """Write a snapshot atomically: average and raw weights, noise schedule, current strategy, and the record last.
 
     Args:
-        folder: where it goes; whole or not at all.
-        model: a backbone.
-        average: the weights that are sampled.
-        facts: of the record: step, shape, conditions, sigma_data, configuration, identity, provenance ...
-        parts: ``columns`` of the strategy's table and ``scheduler``, a configuration of diffusers, or None.
+        folder: folder of the snapshot.
+        model: a backbone with the raw weights.
+        average: average of the weights (EMA), which is sampled.
+        facts: fields of the record: step, shape, conditions, sigma_data, configuration, identity, provenance ...
+        columns: columns of the strategy's table, strategy.csv.
+        scheduler: configuration of diffusers' scheduler; None: there is none for the process.
     """
     from kairos import models
 
     with atomic_folder(folder) as temporary:
         models.save(model, temporary / "ema", average)
         models.save(model, temporary / "raw")
-        if parts["scheduler"] is not None:
-            write_json(temporary / "scheduler" / "scheduler_config.json", parts["scheduler"])
-        write_text(temporary / "strategy.csv", strategy_csv(parts["columns"]))
+        if scheduler is not None:
+            write_json(temporary / "scheduler" / "scheduler_config.json", scheduler)
+        write_text(temporary / "strategy.csv", strategy_csv(columns))
         write_json(temporary / "milestone.json", {**facts, "files": hash_folder(temporary)})
 
 
 def check_milestone(folder: Path) -> dict[str, Any]:
-    """Check a milestone's files against its record and return the record.
+    """Check the files of a snapshot against its record and return the record.
 
     Raises:
-        KairosError: there is no milestone.
+        KairosError: the folder contains no snapshot.
         DamagedError: a file is missing or has changed.
     """
     record = open_record(folder, "train", "milestone.json")
@@ -52,11 +62,15 @@ def check_milestone(folder: Path) -> dict[str, Any]:
     return record
 
 
-def load_start_weights(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
-    """The average that a milestone keeps, for another training to start from, whose model's `own` weights it replaces.
+def load_start_weights(folder: Path, weights: dict[str, Any]) -> dict[str, Any]:
+    """Load the averaged weights of a snapshot, from which another training run starts.
+
+    Args:
+        folder: folder of the snapshot.
+        weights: initial weights of the training run's model, which the loaded ones replace.
 
     Raises:
-        KairosError: there is no milestone, or its weights have other names or shapes.
+        KairosError: the folder contains no snapshot, or its weights have other names or shapes.
         DamagedError: a file is missing or has changed.
     """
     from safetensors.torch import load_file
@@ -65,38 +79,48 @@ def load_start_weights(folder: Path, own: dict[str, Any]) -> dict[str, Any]:
     from kairos.models.backbone import describe_mismatch
 
     check_milestone(folder)
-    found = load_file(folder / "ema" / WEIGHTS)
-    if fault := describe_mismatch(own, found):
-        raise KairosError(f"training.start_from: the weights in {folder} do not fit the model; {fault}")
-    return found
+    loaded = load_file(folder / "ema" / WEIGHTS)
+    if problem := describe_mismatch(weights, loaded):
+        raise KairosError(f"training.start_from: the weights in {folder} do not fit the model; {problem}")
+    return loaded
 
 
 def hash_start_weights(folder: Path, model: dict[str, Any]) -> str:
-    """Which weights `load_start_weights` gives, by its record alone.
+    """Return a hash of the weights that `load_start_weights` loads, from the snapshot's record alone.
+
+    Args:
+        folder: folder of the snapshot.
+        model: section `model` of the training run that starts from it.
 
     Raises:
-        ConfigError: there is no milestone, or one of another backbone or size than the section `model` has.
+        ConfigError: the folder contains no snapshot, or one of another backbone or size.
     """
     path = folder / "milestone.json"
     if not path.is_file():
         raise ConfigError(
-            f"training.start_from: got {str(folder)!r}, allowed: the folder of a milestone (it holds milestone.json), "
-            "of a training or of kairos import-weights"
+            f"training.start_from: got {str(folder)!r}, allowed: the folder of a snapshot (it contains milestone.json) "
+            "of a training run or of kairos import-weights"
         )
     record = open_record(folder, "train", path.name)
-    other = record["config"]["model"]
-    if differing := [name for name in ("name", *_SHAPING) if other.get(name) != model.get(name)]:
-        name = differing[0]
-        got = f"got one with model.{name}: {other.get(name)} in {str(folder)!r}"
-        raise ConfigError(f"training.start_from: {got}, allowed: one with {model.get(name)}, as this model has")
+    snapshot_model = record["config"]["model"]
+    for name in ("name", *_SHAPE_OPTIONS):
+        if snapshot_model.get(name) != model.get(name):
+            raise ConfigError(
+                f"training.start_from: got model.{name}: {snapshot_model.get(name)} in {str(folder)!r}, allowed: "
+                f"{model.get(name)}, the value in this experiment"
+            )
     return sha256_json({name: value for name, value in record["files"].items() if name.startswith("ema/")})
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A milestone opened for use: the network in evaluation mode, its forward process, its record.
+    """An opened snapshot.
 
-    `config` is the whole experiment that the weights come from, as plain values.
+    Attributes:
+        model: the network in evaluation mode.
+        process: the forward process.
+        record: content of milestone.json.
+        config: the experiment of the training run, as plain values.
     """
 
     model: Any
@@ -106,15 +130,15 @@ class Snapshot:
 
 
 def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> Snapshot:
-    """Check and load a milestone.
+    """Check and load a snapshot.
 
     Args:
-        folder: of the milestone.
-        weights: ``ema`` or ``raw``.
-        device: where the network goes.
+        folder: folder of the snapshot.
+        weights: ``ema`` (averaged) or ``raw``.
+        device: device for the network.
 
     Raises:
-        KairosError: it is missing or damaged.
+        KairosError: the snapshot is missing or damaged.
     """
     from kairos import models
     from kairos.forward_process import build_process
@@ -123,6 +147,7 @@ def open_milestone(folder: Path, weights: str = "ema", device: Any = "cpu") -> S
     if weights not in ("ema", "raw"):
         raise KairosError(f"weights: got {weights!r}, allowed: ema, raw")
     config = record["config"]
-    process, shape = build_process(config["diffusion"], record["sigma_data"]), tuple(record["shape"])
+    process = build_process(config["diffusion"], record["sigma_data"])
+    shape = tuple(record["shape"])
     model = models.load(folder / weights, config["model"], shape, record["conditions"], process.channels(shape[0]))
     return Snapshot(model.to(device), process, record, config)
