@@ -259,7 +259,7 @@ def test_what_cannot_be_served_is_rejected_in_one_line(results: Path, capsys: py
 
     with listen("127.0.0.1", free_port()) as taken:
         port = taken.getsockname()[1]
-        told = f"kairos: --port: {port} cannot be used ({os.strerror(errno.EADDRINUSE)}); name another, e.g. {port + 1}"
+        told = f"kairos: --port: {port} cannot be used ({os.strerror(errno.EADDRINUSE)}); choose another, e.g. {port + 1}"
         assert refused("tiny.yaml", "--port", str(port)) == told
     assert "--port: got 70000, allowed: 1 to 65535" in refused("tiny.yaml", "--port", "70000")
     for host in ("nowhere.invalid", "192.0.2.1", "x" * 300):

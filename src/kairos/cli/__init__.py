@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
         if portable.asked(arguments):
             portable.hold()
-        if arguments.command in fork_server.STAGES and (status := fork_server.hand_over(argv)) is not None:
+        if arguments.command in fork_server.FORKED_STAGES and (status := fork_server.run_on_server(argv)) is not None:
             return status
         importlib.import_module(COMMANDS[arguments.command][0]).run(arguments)
         sys.stdout.flush()

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from kairos.cli.common import add_config, add_timing, demand, setup, write_timing
+from kairos.cli.common import add_config, add_timing, demand, set_up_device, write_timing
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -28,15 +28,15 @@ def run(arguments: argparse.Namespace) -> None:
     from kairos import resource_usage
     from kairos.analyses import tables
     from kairos.analyses.registries import ANALYSES
-    from kairos.report.analysis_figures import write
+    from kairos.report.analysis_figures import write_analysis
 
     entry, results = ANALYSES.entry(a.analysis), a.results or Path("results", experiment.experiment)
     entry.load()  # its imports are start-up
     resource_usage.end_startup()
     if a.milestone is None:
-        write(asked[a.analysis], experiment, results)
+        write_analysis(asked[a.analysis], experiment, results)
     else:
         allowed = f"none: {a.analysis} looks at no single milestone"
         demand(entry.facts["reads"] == "milestone", "milestone", a.milestone, allowed)
-        tables.measure(asked[a.analysis], a.milestone, results / "latents", a.out, setup(experiment))
+        tables.measure_snapshot(asked[a.analysis], a.milestone, results / "latents", a.out, set_up_device(experiment))
     write_timing(arguments)

@@ -1,4 +1,4 @@
-"""Arguments that several subcommands share."""
+"""Arguments and functions that several subcommands share."""
 
 import argparse
 import errno
@@ -16,46 +16,67 @@ from kairos_timesteps.errors import ConfigError, KairosError, rejection
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """``--config F``: the experiment file."""
+    """Declare ``--config F``, the experiment file."""
     parser.add_argument("--config", type=Path, required=True, metavar="F", help="experiment file, e.g. params.yaml")
 
 
 def add_plugins(parser: argparse.ArgumentParser) -> None:
-    """``--plugin F``: Python files that register components."""
+    """Declare ``--plugin F``, Python files that register components."""
     help = "Python file that registers samplers, weightings or couplings (repeatable)"
     parser.add_argument("--plugin", action="append", default=[], metavar="F", help=help)
 
 
 def add_timing(parser: argparse.ArgumentParser) -> None:
-    """``--timing F``: where the job's wall and CPU time goes."""
-    parser.add_argument("--timing", type=Path, metavar="F", help="write the job's wall, CPU and start-up time to F")
+    """Declare ``--timing F``, the file of the job's duration."""
+    parser.add_argument("--timing", type=Path, metavar="F", help="write wall, CPU and start-up time of the job to F")
 
 
-def demand(good: object, option: str, got: object, allowed: str) -> None:
-    """Refuse the value of an option that is not good; see `errors.demand`."""
-    errors.demand(good, f"--{option}", got, allowed)
+def demand(condition: object, option: str, value: object, allowed: str) -> None:
+    """Reject the value of a command-line option unless a condition holds.
+
+    Args:
+        condition: the condition.
+        option: name of the option without dashes.
+        value: the value as a user would write it.
+        allowed: allowed values, for the message.
+
+    Raises:
+        ConfigError: the condition does not hold.
+    """
+    errors.demand(condition, f"--{option}", value, allowed)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there.
+    """Return a socket that listens on an address of this machine.
+
+    Args:
+        host: IPv4 or IPv6 address, or a name.
+        port: number of the port.
 
     Raises:
-        KairosError: the port is taken or not for this user, or the host is none of this machine's.
+        KairosError: the port is in use or needs privileges, or this machine does not have the address.
     """
     demand(0 < port < 65536, "port", port, "1 to 65535")
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, UnicodeError) as error:
-        taken = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
-        what, another = (f"--port: {port}", port + 1) if taken else (f"--host: {host}", "127.0.0.1")
-        fault = str(getattr(error, "strerror", error)).partition(" (")[0]
-        raise KairosError(f"{what} cannot be used ({fault}); name another, e.g. {another}") from None
+        reason = str(getattr(error, "strerror", error)).partition(" (")[0]
+        if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
+            raise KairosError(f"--port: {port} cannot be used ({reason}); choose another, e.g. {port + 1}") from None
+        raise KairosError(f"--host: {host} cannot be used ({reason}); choose another, e.g. 127.0.0.1") from None
 
 
-def plain(option: str, allowed: str) -> Callable[[str], Any]:
-    """The type of an option whose value is JSON, which the workflow writes, or YAML, for which 1e-05 is a text."""
+def yaml_type(option: str, allowed: str) -> Callable[[str], Any]:
+    """Return a type for argparse that parses a value as JSON or YAML.
 
-    def read(text: str) -> Any:
+    JSON is tried first: the workflow writes it, and YAML reads 1e-05 as text.
+
+    Args:
+        option: name of the option without dashes.
+        allowed: allowed values, for the error message.
+    """
+
+    def parse(text: str) -> Any:
         import yaml
 
         with suppress(ValueError):
@@ -65,47 +86,64 @@ def plain(option: str, allowed: str) -> Callable[[str], Any]:
         except yaml.YAMLError:
             raise ConfigError(str(rejection(f"--{option}", repr(text), allowed))) from None
 
-    return read
+    return parse
 
 
-def paired(arguments: argparse.Namespace, *options: str) -> list[tuple[Any, ...]]:
-    """The values of options that are repeated together; None for those of the last where there is none of it.
+def pair_options(arguments: argparse.Namespace, *options: str) -> list[tuple[Any, ...]]:
+    """Return a tuple of values for each repetition of options that are repeated together.
+
+    The last option may be omitted; its values are then None.
+
+    Args:
+        arguments: arguments of the command.
+        options: names of the options, without dashes.
 
     Raises:
-        ConfigError: they are not as many.
+        ConfigError: the numbers of values differ.
     """
-    given = [getattr(arguments, option) or [] for option in options]
-    counts = [len(values) for values in given]
-    names, of_last = ", ".join(f"--{option}" for option in options), counts.pop()
-    if len(set(counts)) > 1 or of_last not in (0, counts[0]):
-        got = ", ".join(map(str, (*counts, of_last)))
-        raise ConfigError(f"{names}: got {got}; allowed: as many of each, or none of --{options[-1]}")
-    return list(zip(*given[:-1], given[-1] or [None] * counts[0]))
+    *required, optional = [getattr(arguments, option) or [] for option in options]
+    counts = {len(values) for values in required}
+    if len(counts) > 1 or len(optional) not in (0, len(required[0])):
+        names = ", ".join(f"--{option}" for option in options)
+        numbers = ", ".join(str(len(values)) for values in (*required, optional))
+        allowed = f"an equal number of each, or none of --{options[-1]}"
+        raise ConfigError(f"{names}: got {numbers} values; allowed: {allowed}")
+    return list(zip(*required, optional or [None] * len(required[0])))
 
 
 def add_shards(parser: argparse.ArgumentParser, metavar: str) -> None:
-    """``--shard KofN`` or ``--part``: a part of a job's images alone, or all parts joined."""
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--shard", type=Shard.parse, metavar="KofN", help="part K of N alone, whole batches of its own")
-    joined = "join the parts of each --out, made with --shard (repeatable)"
-    either.add_argument("--part", type=Path, action="append", default=[], metavar=metavar, help=joined)
+    """Declare ``--shard KofN``, one shard of a job's images, and ``--part``, the shards that a job merges.
+
+    Args:
+        parser: parser of the subcommand.
+        metavar: placeholder of a shard's path in the help.
+    """
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--shard", type=Shard.parse, metavar="KofN", help="compute shard K of N: whole batches")
+    merge_help = "merge this shard, written with --shard, into --out (repeatable)"
+    group.add_argument("--part", type=Path, action="append", default=[], metavar=metavar, help=merge_help)
 
 
-def experiment_at(path: Path) -> tuple[Any, Path]:
-    """The experiment that an experiment file, or a folder of results, stands for, and its folder of results.
+def load_experiment_at(path: Path) -> tuple[Any, Path]:
+    """Return the experiment of an experiment file or of a folder of results, and its folder of results.
 
     Raises:
-        KairosError: there is none.
+        KairosError: the path is neither.
     """
-    from kairos.report.collect import recorded
+    from kairos.report.collect import load_recorded_experiment
     from kairos.status.outline import outline
 
-    found = outline(path)
-    return found.experiment or recorded(found.results), found.results
+    resolved = outline(path)
+    return resolved.experiment or load_recorded_experiment(resolved.results), resolved.results
 
 
-def setup(experiment: Any, device: str | None = None) -> Any:
-    """The device that an experiment names, or another one, ready to compute as the experiment says."""
+def set_up_device(experiment: Any, device: str | None = None) -> Any:
+    """Set threads and determinism as an experiment configures them, and return the device to compute on.
+
+    Args:
+        experiment: the checked experiment.
+        device: name of the device; None: the device of the experiment.
+    """
     from kairos import compute
 
     training = experiment.training
@@ -113,6 +151,11 @@ def setup(experiment: Any, device: str | None = None) -> Any:
 
 
 def write_timing(arguments: argparse.Namespace, **facts: Any) -> None:
-    """Write the timing record where it was asked for."""
+    """Write the timing record of the job if ``--timing`` is set.
+
+    Args:
+        arguments: arguments of the command.
+        facts: further entries of the record.
+    """
     if arguments.timing is not None:
         resource_usage.write_record(arguments.timing, arguments.command, machine=portable.machine(), **facts)

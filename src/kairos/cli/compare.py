@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.common import demand, experiment_at
+from kairos.cli.common import demand, load_experiment_at
 from kairos_timesteps import errors
 
 
@@ -24,7 +24,15 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the comparison, or write it, or the index."""
     from kairos.files import write_text
     from kairos.report.collect import collect
-    from kairos.report.compare import compare, index, join, remarks, table, warnings, written
+    from kairos.report.compare import (
+        build_comparison_table,
+        comparison_notes,
+        find_ranking_warnings,
+        format_table,
+        join_experiments,
+        render_index,
+    )
+    from kairos.report.ranking import compare_methods
 
     if arguments.index:
         (root, *others), entries = arguments.paths, dict[Path, Any]()
@@ -32,23 +40,23 @@ def run(arguments: argparse.Namespace) -> None:
         demand(folders, "index", " ".join(map(str, arguments.paths)), "one folder of folders of results, e.g. results")
         for folder in folders:
             try:
-                results = collect(experiment_at(folder)[0], folder, unfinished=True)
-                entries[folder] = results, compare(results)
+                results = collect(load_experiment_at(folder)[0], folder, unfinished=True)
+                entries[folder] = results, compare_methods(results)
             except errors.KairosError as error:
                 entries[folder] = str(error)
         out = arguments.out or root / "index.html"
-        write_text(out, index(entries, out))
+        write_text(out, render_index(entries, out))
         print(out)
         return
     sides = _sides(arguments.paths)
-    measured = join(sides, arguments.baseline)
-    found = written(table(measured), arguments.format)
-    for warning in warnings(sides):
+    measured = join_experiments(sides, arguments.baseline)
+    found = format_table(build_comparison_table(measured), arguments.format)
+    for warning in find_ranking_warnings(sides):
         print(f"warning: {warning}\n", file=sys.stderr, flush=True)
     if arguments.out:
         write_text(arguments.out, found)
     print("" if arguments.out else found, end="", flush=True)
-    for remark in remarks(sides, measured):
+    for remark in comparison_notes(sides, measured):
         print(f"note: {remark}", file=sys.stderr)
 
 
@@ -59,7 +67,7 @@ def _sides(paths: list[Path]) -> list[tuple[Any, list[str]]]:
     sides: dict[Path, tuple[Any, list[str]]] = {}
     for path in paths:
         of_method = _is_results(path.parent) and (not path.exists() or any(path.glob("seed*")))
-        experiment, folder = experiment_at(path.parent if of_method else path)
+        experiment, folder = load_experiment_at(path.parent if of_method else path)
         allowed = ", ".join(experiment.methods)
         errors.demand(not of_method or path.name in experiment.methods, f"method of {folder}", path.name, allowed)
         if folder.resolve() not in sides:

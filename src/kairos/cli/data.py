@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kairos import resource_usage
-from kairos.cli.common import add_config, add_shards, add_timing, setup, write_timing
+from kairos.cli.common import add_config, add_shards, add_timing, set_up_device, write_timing
 from kairos_timesteps.errors import demand
 
 Done = tuple[str, dict[str, Any]]  # what to say of the folder that was written, and facts for the record of the time
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
         dataset = open_dataset(arguments.dataset or results / "dataset")
         # neither pixels nor joining need a GPU, and are given none
         idle = experiment.autoencoder.kind == "none" and command != "text"
-        device = setup(experiment, "cpu" if idle or getattr(arguments, "part", None) else None)
+        device = set_up_device(experiment, "cpu" if idle or getattr(arguments, "part", None) else None)
         if command == "encode":
             arguments.autoencoder = arguments.autoencoder or results / "autoencoder"
             arguments.text = (arguments.text or results / "text") if "text" in experiment.conditions else None

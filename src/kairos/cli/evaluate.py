@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from kairos.cli.common import add_config, add_timing, demand, paired, setup, write_timing
+from kairos.cli.common import add_config, add_timing, demand, pair_options, set_up_device, write_timing
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def _extractor(arguments: argparse.Namespace) -> dict[str, int]:
 
     dataset, wanted = open_dataset(arguments.dataset), experiment.evaluation.extractor
     EXTRACTORS.entry(wanted["name"]).load()  # its imports are start-up
-    setup(experiment, "cpu")
+    set_up_device(experiment, "cpu")
     resource_usage.end_startup()
     extractors.build_extractor(wanted, dataset, arguments.out)
     return {}
@@ -61,12 +61,12 @@ def _reference(arguments: argparse.Namespace) -> dict[str, int]:
     from kairos.evaluation import reference
 
     folders = a.dataset, a.autoencoder, a.latents, a.extractor, a.out
-    reference.build_reference(experiment.evaluation, setup(experiment), *folders)
+    reference.build_reference(experiment.evaluation, set_up_device(experiment), *folders)
     return {}
 
 
 def _evaluate(arguments: argparse.Namespace) -> dict[str, int]:
-    pairs = paired(arguments, "samples", "out", "milestone")
+    pairs = pair_options(arguments, "samples", "out", "milestone")
     demand(arguments.sets >= 1, "sets", arguments.sets, "1 or more")
     from kairos.evaluation import evaluate
 

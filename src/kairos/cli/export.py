@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from kairos.cli.common import experiment_at
+from kairos.cli.common import load_experiment_at
 from kairos_timesteps.errors import demand, rejection
 
 # below a folder of milestones, a run, a method, an experiment, and all results
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
         _list_milestones(path, out)
         return
     demand(out, "--out", "nothing", "a new folder")
-    what = path if arguments.form == "hub" else collect(*experiment_at(path), unfinished=True)
+    what = path if arguments.form == "hub" else collect(*load_experiment_at(path), unfinished=True)
     export.export(getattr(export, arguments.form), what, out)
     print(out)
 
@@ -42,7 +42,7 @@ def _list_milestones(path: Path, out: Path | None) -> None:
         ConfigError: there is none, or `out` was given: only one milestone can be exported.
     """
     allowed = "a milestone's folder, which holds milestone.json"
-    folder = experiment_at(path)[1] if path.is_file() else path
+    folder = load_experiment_at(path)[1] if path.is_file() else path
     records = [record for pattern in _MILESTONES for record in folder.glob(f"{pattern}/milestone.json")]
     demand(records, "PATH", path, allowed)
     for record in sorted(records):

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kairos.cli.common import demand, plain
+from kairos.cli.common import demand, yaml_type
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="published weights: a .pt, .pth or .ckpt of tensors, or .safetensors")
     add("--config", type=Path, metavar="F", help="experiment file that the weights fit")
-    model = plain("model", "a name or {name: ..., options}")
+    model = yaml_type("model", "a name or {name: ..., options}")
     add("--model", type=model, metavar="MODEL", help="e.g. '{name: dit, size: xl/2, conditions: [class]}'")
     add("--latents", type=Path, metavar="DIR", help="latents or pixels that the weights go with")
     add("--autoencoder", type=Path, metavar="DIR", help="autoencoder that the weights go with")

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from kairos.cli.common import add_timing, experiment_at, write_timing
+from kairos.cli.common import add_timing, load_experiment_at, write_timing
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
@@ -23,13 +23,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Make the report, or import the results into MLflow."""
     from kairos import resource_usage
 
-    experiment, found = experiment_at(arguments.path or arguments.config)
+    experiment, found = load_experiment_at(arguments.path or arguments.config)
     results = arguments.results or found
     if arguments.command == "report":
-        from kairos.report.build import build
+        from kairos.report.build import build_report
 
         resource_usage.end_startup()
-        made = build(experiment, results, unfinished=arguments.path is not None)
+        made = build_report(experiment, results, unfinished=arguments.path is not None)
         print(f"report: {made}")
     else:
         from kairos.tracking.track import track

@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from kairos.cli.common import add_shards, add_timing, demand, paired, plain, write_timing
+from kairos.cli.common import add_shards, add_timing, demand, pair_options, write_timing, yaml_type
 
 # options that are fields of section `sampling`
 _GUIDANCE = ("guidance_scale", "guidance_channels", "guidance_power", "guidance_interval")
@@ -27,15 +27,15 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     scheme = "ddpm, ddim, dpm_solver, euler, heun, or with options as in an experiment file: '{name: ddim, eta: 1}'"
     given = partial(add, default=argparse.SUPPRESS)
     given("--weights", choices=("ema", "raw"), help="which weights")
-    given("--scheduler", type=plain("scheduler", "a name or {name: ..., options}"), metavar="NAME", help=scheme)
+    given("--scheduler", type=yaml_type("scheduler", "a name or {name: ..., options}"), metavar="NAME", help=scheme)
     given("--steps", type=int, metavar="N", help="intervals of the grid from noise to the image")
     given("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1: none")
-    number = partial(plain, allowed="a number or null")
+    number = partial(yaml_type, allowed="a number or null")
     channels, power = number("guidance-channels"), number("guidance-power")
     given("--guidance-channels", type=channels, metavar="K", help="only the first K channels are guided; null: all")
     given("--guidance-power", type=power, metavar="P", help="power-cosine guidance, none at noise; null: constant")
     bounds = "least and most noise over signal that is guided; null: all"
-    interval = plain("guidance-interval", "[least, most] or null")
+    interval = yaml_type("guidance-interval", "[least, most] or null")
     given("--guidance-interval", type=interval, metavar="[A,B]", help=bounds)
     given("--precision", choices=("fp32", "tf32", "bf16"), help="of the network")
     given("--batch-size", type=int, metavar="N", help="images per network evaluation")
@@ -48,7 +48,7 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw the images."""
-    pairs = paired(arguments, "milestone", "out", "grid")
+    pairs = pair_options(arguments, "milestone", "out", "grid")
     a, each = arguments, len(arguments.part) // len(pairs)
     demand(len(a.part) == each * len(pairs), "part", len(a.part), f"as many for each of {len(pairs)} --out")
     from kairos.sampling import sample

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
         table=lambda: _text(views),
         csv=lambda: strategy_csv(_joined_columns(views)),
         picture=lambda figures: figures.draw_strategy(
-            *described_views[0], first.process, figures.Compared(*described_views[1]) if others else None
+            *described_views[0], first.process, figures.ComparedStrategy(*described_views[1]) if others else None
         ),
     )
 
